@@ -20,8 +20,7 @@ Any Hugging Face Trainer, TRL's as well::
     trainer = stowed(SFTTrainer, gpu_memory="20GiB")(model, args=args, train_dataset=rows)
     trainer.train()
 
-``stowed`` makes a subclass of the Trainer with the mixin ``StowedTrainer``. ``NonFiniteError`` is raised by training
-whose gradients are not finite three steps in a row; ``StowOptimizer`` is the type that ``stow`` returns.
+``NonFiniteError`` is raised by training whose gradients are not finite three steps in a row.
 """
 
 from strategies.engine import SGD, AdamW, NonFiniteError, StowOptimizer, stow

@@ -88,6 +88,7 @@ def two(other: float | None) -> Iterator[Any]:
     with mock.patch.multiple(
         dist, get_world_size=lambda group=None: 2, get_global_rank=lambda group, rank: 0, all_reduce=reduced,
         broadcast=lambda *given, **named: None, all_gather_object=gathered,
+        get_process_group_ranks=lambda group: [0, 1], new_group=lambda *given, **named: object(),
     ):  # fmt: skip
         yield object()
 
@@ -101,7 +102,7 @@ def ranked(site: str, name: str) -> None:
     def run(**layout: Any) -> list[Any]:
         model = build("blocks", dtype=dtype)
         plan: Any = plan_of(model, max_norm=0.5, **layout)
-        plan = replace(plan, facts=SimpleNamespace(run=SimpleNamespace(world_size=2), units=()))
+        plan = replace(plan, facts=SimpleNamespace(run=SimpleNamespace(replicas=2), units=()))
         rule, ground = AdamW(lr=LR, weight_decay=DECAY), sides.ground
         given: dict[str, Any] = {"device": ground.device, "transfer": ground.transfer(), "beside": True}
         with two(other) as group:

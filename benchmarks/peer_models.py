@@ -12,7 +12,7 @@ policy says what it gives up for that.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
@@ -20,7 +20,7 @@ from itertools import combinations
 from strategies.core.facts import HOST_UPDATE_BYTES, Home
 from strategies.core.layout import Site
 from strategies.planner.greedy import check_fits, issue
-from strategies.planner.problem import Eviction, Problem, Update, Weight, at_need, memory
+from strategies.planner.problem import Eviction, Gap, Problem, Update, Weight, at_need, memory
 from strategies.planner.simulate import Outcome, simulate
 from strategies.planner.step_cost import TOUCHED_BYTES
 from strategies.planner.tasks import TaskBuilder
@@ -39,10 +39,8 @@ class UpdateCosts:
     device: float
 
     def at(self, weight: Weight, site: Site, index: int = 0) -> Weight:
-        """The weight number ``index``, updated at ``site``; gradients of host updates go down as they land. Of ranks
-        that share it each updates its part, whose gradient the others send.
-        """
-        num_bytes, on_host = weight.num_bytes // weight.ways, site is Site.HOST
+        """The weight number ``index``, updated at ``site``; gradients of host updates go down as they land."""
+        num_bytes, on_host = weight.num_bytes, site is Site.HOST
         update = Update(
             site=site,
             seconds=num_bytes * (self.host if on_host else self.device),
@@ -52,7 +50,6 @@ class UpdateCosts:
             grad_bytes=num_bytes,
             state_bytes=STATE * num_bytes,
             grad_home=Home.HOST if on_host else Home.DEVICE,
-            exchange_bytes=weight.exchange_bytes,
         )
         return replace(weight, update=update)
 
@@ -61,7 +58,6 @@ class JoinedUpdates(TaskBuilder):
     """Tasks of an iteration whose updates all end before the next forward begins."""
 
     def iteration(self, number: int) -> None:
-        """The iteration, then its updates on the device; the next forward waits for all updates."""
         super().iteration(number)
         for weight in [weight for weight in self._order if weight in self._due]:
             self._update_on_device(weight, (number + 1) * self._problem.accumulation)
@@ -128,14 +124,8 @@ def twin_flow(problem: Problem, costs: UpdateCosts, ratio: float) -> Policy:
 
     Source: DeepSpeed ZeRO-Offload++, ``offload_optimizer.ratio``.
     """
-    total, seen, hosted = sum(weight.num_bytes for weight in problem.weights), 0, set[int]()
-    for index in sorted(range(len(problem.weights)), key=lambda i: problem.rank[i]):
-        if seen < ratio * total:
-            hosted.add(index)
-        seen += problem.weights[index].num_bytes
-    rest = sum(weight.num_bytes for index, weight in enumerate(problem.weights) if index not in hosted)
-    problem = placed(problem, costs, lambda index: Site.HOST if index in hosted else Site.DEVICE)
-    return Policy(problem, (), state_bytes=(STATE + GRADIENT) * rest)
+    problem, on_device = _divided(problem, costs, ratio, problem.rank)
+    return Policy(problem, (), state_bytes=(STATE + GRADIENT) * on_device)
 
 
 def super_offload(problem: Problem, costs: UpdateCosts, ratio: float) -> Policy:
@@ -146,11 +136,9 @@ def super_offload(problem: Problem, costs: UpdateCosts, ratio: float) -> Policy:
 
     Source: DeepSpeed SuperOffload (``superoffload_stage3.py``).
     """
-    hosted = _last_to_first(problem, ratio)
-    rest = sum(weight.num_bytes for index, weight in enumerate(problem.weights) if index not in hosted)
-    problem = placed(problem, costs, lambda index: Site.HOST if index in hosted else Site.DEVICE)
+    problem, on_device = _divided(problem, costs, ratio, [-rank for rank in problem.rank])
     gives_up = "bits, when it undoes a step; in its code, overlap when gradients are clipped"
-    return Policy(replace(problem, in_backward=True), (), STATE * rest, host_bytes=20, gives_up=gives_up)
+    return Policy(replace(problem, in_backward=True), (), STATE * on_device, host_bytes=20, gives_up=gives_up)
 
 
 def zen_flow(problem: Problem, costs: UpdateCosts, part: float = 0.1) -> Policy:
@@ -190,14 +178,15 @@ def prime_rl(problem: Problem, costs: UpdateCosts) -> Policy:
     return Policy(problem, (), gives_up="clipping")
 
 
-def _last_to_first(problem: Problem, ratio: float) -> set[int]:
-    """The weights whose gradients come first in backward, up to ``ratio`` of the bytes."""
-    total, seen, found = sum(weight.num_bytes for weight in problem.weights), 0, set[int]()
-    for index in sorted(range(len(problem.weights)), key=lambda i: -problem.rank[i]):
-        if seen < ratio * total:
-            found.add(index)
-        seen += problem.weights[index].num_bytes
-    return found
+def _divided(problem: Problem, costs: UpdateCosts, ratio: float, order: Sequence[int]) -> tuple[Problem, int]:
+    """The first weights by ``order``, up to ``ratio`` of the bytes, updated on the host; the bytes of the others."""
+    sizes, hosted, seen = [weight.num_bytes for weight in problem.weights], set[int](), 0
+    for index in sorted(range(len(sizes)), key=lambda i: order[i]):
+        if seen < ratio * sum(sizes):
+            hosted.add(index)
+        seen += sizes[index]
+    divided = placed(problem, costs, lambda index: Site.HOST if index in hosted else Site.DEVICE)
+    return divided, sum(size for index, size in enumerate(sizes) if index not in hosted)
 
 
 def on_demand(problem: Problem, costs: UpdateCosts) -> Policy:
@@ -217,16 +206,9 @@ def whole_bucket(problem: Problem, builder: type[TaskBuilder] = TaskBuilder) -> 
         DoesNotFit: not even with all buckets leaving.
     """
     check_fits(problem)
-    best: tuple[float, tuple[Eviction, ...]] | None = None
-    for chosen in _bucket_sets(problem):
-        plan = issue(problem, [gap for gap in problem.gaps if gap.weight in chosen])
-        if plan is None:
-            continue
-        period = simulate(problem, plan, builder=builder).period
-        if best is None or period < best[0]:
-            best = (period, plan)
-    assert best is not None, "all buckets leaving is one of the sets"
-    return Policy(problem, best[1], builder=builder)
+    plans = [issue(problem, _gaps(problem, chosen)) for chosen in _bucket_sets(problem)]
+    policies = [Policy(problem, plan, builder=builder) for plan in plans if plan is not None]
+    return min(policies, key=lambda policy: policy.seconds)  # all buckets leaving is one of them
 
 
 def _bucket_sets(problem: Problem) -> list[set[int]]:
@@ -237,14 +219,15 @@ def _bucket_sets(problem: Problem) -> list[set[int]]:
     if len(idle) <= FEW:
         return [set(some) for number in range(len(idle) + 1) for some in combinations(sorted(idle), number)]
     order = sorted(idle, key=lambda weight: (-idle[weight], problem.rank[weight]))
-    least = 0
-    while least < len(order) and not _fits(problem, set(order[:least])):
-        least += 1
-    return [set(order[:number]) for number in range(least, min(least + FEW, len(order)) + 1)]
+    sets = [set(order[:number]) for number in range(len(order) + 1)]
+    least = next(
+        n for n, some in enumerate(sets) if max(memory(problem, at_need(_gaps(problem, some)))) <= problem.budget
+    )
+    return sets[least : least + FEW + 1]
 
 
-def _fits(problem: Problem, chosen: set[int]) -> bool:
-    return max(memory(problem, at_need([gap for gap in problem.gaps if gap.weight in chosen]))) <= problem.budget
+def _gaps(problem: Problem, weights: Collection[int]) -> list[Gap]:
+    return [gap for gap in problem.gaps if gap.weight in weights]
 
 
 def placed(problem: Problem, costs: UpdateCosts, site: Callable[[int], Site]) -> Problem:

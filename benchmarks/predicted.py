@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from strategies.report.table import table
-from trainer.run.timed_steps import LAST
+from trainer.run.plan_check import LAST
 
 ROOT = Path(__file__).resolve().parent.parent
 PLANS = {

@@ -7,8 +7,7 @@
 
 ``offload`` and ``recompute``: every contender does the same work in a fresh process, in turn, over several rounds.
 ``linear``: the matrix products of well-known models' linear layers over every route. The table is printed; the record
-with every run's figures goes to a folder under benchmarks/records. The exit code is 0 even if a contender failed, which
-is a row of the table, and 2 for a wrong option.
+with every run's figures goes to a folder under benchmarks/records. A contender that failed is a row of the table.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Parser(argparse.ArgumentParser):
     """Raises ConfigError instead of printing its usage."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise ConfigError with the message of argparse."""
+        """Instead of argparse's own."""
         raise ConfigError(message)
 
 
@@ -66,9 +65,7 @@ def parser() -> Parser:
     _add(two, "--steps", partial(work.whole, least=0), "10", "N", "rounds of training steps; 0: none")
     _add_choice(two, "--step-model", work.MODELS, "45m")
     for one in themes.choices.values():
-        one.add_argument(
-            "--out", type=Path, default=RECORDS, metavar="FOLDER", help="where the record's folder is made"
-        )
+        one.add_argument("--out", type=Path, default=RECORDS, metavar="FOLDER", help="where the record is made")
     return whole
 
 
@@ -112,9 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         given = parse(argv)
         command = shlex.join(["python", "launch/bench.py", *argv])
-        settle_environment(
-            on_this_machine(given), cores()[1]
-        )  # torch reads its threads from it, here and in contenders' processes
+        count = getattr(given, "ranks", 1)
+        settle_environment(Ranks(0, 0, count, count), cores()[1])  # torch's threads, here and in contenders' processes
         if given.theme == "linear":
             cases = linear.wanted(listed(given.models), listed(given.tokens) or [given.tokens], listed(given.dtypes))
             return linear.run(cases, given, command, say)
@@ -126,11 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def compare(todo: work.Work, contenders: Sequence[work.Contender], given: argparse.Namespace, command: str) -> ExitCode:
-    """Run every contender in every round. The record is written after each run, so that an interrupt loses none.
-
-    Raises:
-        ConfigError: if no folder can be made in ``--out``.
-    """
+    """Run every contender in every round. The record is written after each run, so that an interrupt loses none."""
     around, rounds = processes.surroundings(), given.rounds
     folder = record.new_folder(given.out, given.theme, around["hardware"])
     say(f"{len(contenders)} contenders, {rounds} rounds; {record.conditions(todo, rounds, around)}")
@@ -145,12 +137,6 @@ def compare(todo: work.Work, contenders: Sequence[work.Contender], given: argpar
         code = ExitCode.INTERRUPTED
     say(f"\n{text}\nrecord: {folder}")
     return code
-
-
-def on_this_machine(given: argparse.Namespace) -> Ranks:
-    """The first of the ranks that a contender has."""
-    count = getattr(given, "ranks", 1)
-    return Ranks(0, 0, count, count)
 
 
 def wanted(given: argparse.Namespace) -> tuple[work.Work, list[work.Contender]]:

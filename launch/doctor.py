@@ -6,13 +6,9 @@
 Prints one row per fact, then ``ready``, or what to fix, each with the command that fixes it. The exit code is 0 if the
 machine is ready and 1 if something required is missing or wrong; warnings do not count.
 
-DeepSpeed compiles its C++ extensions at first use, silently, for a minute or two of the first run. So the doctor looks
-into torch's extension cache, and ``--build`` compiles them beforehand, in another process, so that a library that
-crashes while it is loaded does not end the doctor. A build that was killed leaves a ``lock`` file, and every later load
-waits for it without end; the doctor reports that, too.
-
-``--rates`` only measures the rates from which plans compute the time of a step, in under a minute, and stores them
-where plans look for them (``trainer/machine/rates.py``, ``trainer/machine/profiles.py``). Nothing else should run
+DeepSpeed compiles its C++ extensions at first use, silently, for a minute or two of the first run. ``--build`` compiles
+them beforehand, in another process, since a library may crash while it is loaded. ``--rates`` only measures the rates
+from which plans compute the time of a step, and stores them where plans look for them; nothing else should run
 meanwhile.
 """
 
@@ -34,6 +30,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs where the package is not installed, too
@@ -76,9 +73,6 @@ def checked(name: str, value: str, *, cure: str, fail: bool = False, warn: bool 
     """A row that fails, warns, or is ok and needs no cure."""
     status = Status.FAIL if fail else Status.WARN if warn else Status.OK
     return Row(status, name, value, "" if status is Status.OK else cure)
-
-
-# --- software ----------------------------------------------------------------------------------------------------
 
 
 def declared(pyproject: Path) -> tuple[str, list[str], list[str]]:
@@ -139,15 +133,8 @@ def import_row(module: str) -> Row:
     return Row(Status.OK, f"import {module}", human_duration(time.perf_counter() - began_s))
 
 
-# --- devices -----------------------------------------------------------------------------------------------------
-
-
 def device_rows(build: str, driver_text: str, names: list[str], memory: list[Memory]) -> Iterator[Row]:
-    """What torch was built for (``CUDA 13.0``), NVIDIA's driver if there is one, and each device that torch finds.
-
-    Args:
-        driver_text: of ``/proc/driver/nvidia/version``, or empty.
-    """
+    """What torch was built for (``CUDA 13.0``), NVIDIA's driver (of which /proc has a text) and each device found."""
     match = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)", driver_text)
     driver = match and match[1]
     for_cuda = build.startswith("CUDA")
@@ -179,9 +166,6 @@ def find_devices() -> Iterator[Row]:
     yield from device_rows(build, driver_text, [accelerator.name_of(device) for device in devices], memory)
 
 
-# --- rates -------------------------------------------------------------------------------------------------------
-
-
 def rates_row(stored: StoredRates) -> Row:
     """The rates of this machine that plans use; warns if their file is ignored."""
     if stored.ignored:
@@ -202,7 +186,7 @@ def measure_rates(path: Path) -> int:
 
     began_s = time.perf_counter()
     try:
-        stored = rates.measure_and_store(path, lambda line: print(line, flush=True))
+        stored = rates.measure_and_store(path, partial(print, flush=True))
     except OSError as error:
         print(f"--out {path}: {error.strerror}", file=sys.stderr)
         return ExitCode.FAILED
@@ -210,11 +194,11 @@ def measure_rates(path: Path) -> int:
     return ExitCode.FINISHED
 
 
-# --- compiled operations -----------------------------------------------------------------------------------------
-
-
 def op_row(op: Op, folder: Path, torch_folder: Path) -> Row:
-    """Whether the build of one op in ``folder`` is there and made for the torch in ``torch_folder``."""
+    """Whether the build of one op in ``folder`` is there and made for the torch in ``torch_folder``.
+
+    A build that was killed leaves a lock, and every later load waits for it without end.
+    """
     library, lock, recipe = folder / f"{op.name}.so", folder / "lock", folder / "build.ninja"
     build = f"{sys.executable} launch/doctor.py --build"
     if lock.exists():
@@ -261,9 +245,6 @@ def op_rows(*, build: bool) -> Iterator[Row]:
         yield row
 
 
-# --- room --------------------------------------------------------------------------------------------------------
-
-
 def room_rows(folder: Path) -> Iterator[Row]:
     """Cores, memory, open files, and disk space where the run ``folder`` will be."""
     physical, usable = cores()
@@ -286,16 +267,12 @@ def room_rows(folder: Path) -> Iterator[Row]:
     yield Row(Status.OK, "locked memory", "unlimited" if memlock == resource.RLIM_INFINITY else human(memlock))
 
 
-# --- the whole ---------------------------------------------------------------------------------------------------
-
-
 def examine(folder: Path, *, build: bool) -> Iterator[Row]:
     """All rows in order, each as soon as it is known. Checks that need a package that does not load are skipped."""
-    for module in ("packaging", "psutil"):  # what the doctor itself needs
-        row = import_row(module)
-        if row.status is Status.FAIL:
-            yield row
-            return
+    needed = [import_row(module) for module in ("packaging", "psutil")]  # by the doctor itself
+    if failed := [row for row in needed if row.status is Status.FAIL]:
+        yield from failed
+        return
     settle_environment(Ranks(), cores()[1])  # ninja and torch's builds are looked for as in a run
     yield from package_rows(REPO / "pyproject.toml")
     yield from toolchain_rows()
@@ -315,13 +292,11 @@ def examine(folder: Path, *, build: bool) -> Iterator[Row]:
 
 def summary(rows: list[Row]) -> list[str]:
     """The last lines: what must be fixed, then what would help."""
-    failed = [row for row in rows if row.status is Status.FAIL]
-    warned = [row for row in rows if row.status is Status.WARN]
-    lines = [f"not ready, to fix: {len(failed)}"] if failed else ["ready"]
-    lines += [f"  {row.name}: {row.cure}" for row in failed]
-    if warned:
-        lines += ["would help:", *(f"  {row.name}: {row.cure}" for row in warned)]
-    return lines
+    failed, warned = (
+        [f"  {row.name}: {row.cure}" for row in rows if row.status is status] for status in (Status.FAIL, Status.WARN)
+    )
+    lines = [f"not ready, to fix: {len(failed)}", *failed] if failed else ["ready"]
+    return [*lines, "would help:", *warned] if warned else lines
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -16,6 +16,7 @@ import gc
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
     from trainer.dist.ranks import Ranks
     from trainer.machine.probe import Machine
+
+say = partial(print, file=sys.stderr, flush=True)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -102,11 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show(arguments: argparse.Namespace) -> None:
-    """Print the plan and what else was asked for.
-
-    Raises:
-        ConfigError: the config is wrong, or the plan does not fit.
-    """
+    """Print the plan and what else was asked for; raise ConfigError if it does not fit."""
     config = load(arguments.config, arguments.overrides)
     machine, ranks = machine_of(arguments), ranks_of(arguments)
     from strategies.backends import deepspeed
@@ -117,8 +116,7 @@ def show(arguments: argparse.Namespace) -> None:
 
     with explained(config, ranks, machine):
         if arguments.measure:
-            for line in measure(config, ranks, machine, lambda line: print(line, file=sys.stderr)):
-                print(line)
+            print("\n".join(measure(config, ranks, machine, say)))
         plans = plans_of(config, ranks, machine)
     plan = plans[0]
     cost = plan_cost(plan)
@@ -143,17 +141,10 @@ def show(arguments: argparse.Namespace) -> None:
 
 
 def show_fit(arguments: argparse.Namespace) -> None:
-    """Print the table of what fits.
-
-    Raises:
-        ConfigError: the config is wrong, or the model cannot be described.
-    """
+    """Print the table of what fits."""
     config = load(arguments.config, arguments.overrides) if arguments.config else None
     machine = machine_of(arguments)
     from trainer.planning import fit
-
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
 
     written = None
     if config is None:
@@ -164,26 +155,15 @@ def show_fit(arguments: argparse.Namespace) -> None:
 
 
 def show_search(arguments: argparse.Namespace) -> None:
-    """Print the best ways to use all ranks.
-
-    Raises:
-        ConfigError: the config is wrong, rates are unknown, or nothing fits.
-    """
+    """Print the best ways to use all ranks."""
     config, machine = load(arguments.config, arguments.overrides), machine_of(arguments)
     from trainer.planning.hybrid import search
-
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
 
     print("\n".join(search(config, ranks_of(arguments), machine, arguments.network, say)))
 
 
 def show_file(path: Path | None) -> None:
-    """Print the schema of plan.json, or check the one at ``path``.
-
-    Raises:
-        ConfigError: it cannot be carried out; a line for everything that is wrong with it.
-    """
+    """Print the schema of plan.json, or check the one at ``path``: a line for everything that is wrong with it."""
     from strategies.report import plan_json
 
     if path is None:
@@ -205,7 +185,7 @@ def machine_of(arguments: argparse.Namespace) -> Machine:
 
     machine = profile(arguments.profile) if arguments.profile else probe()
     if ignored := known_rates(machine).ignored:
-        print(ignored, file=sys.stderr)
+        say(ignored)
     return sized(machine, arguments.gpu_memory, arguments.host_memory)
 
 
@@ -218,11 +198,7 @@ def ranks_of(arguments: argparse.Namespace) -> Ranks:
 
 
 def plot(config: RunConfig, plan: Plan, cost: StepCost | None, path: Path) -> None:
-    """Write the picture of the simulated step; without one, of the memory of a rank.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write the picture of the simulated step; without one, of the memory of a rank."""
     from trainer.planning.picture import draw
 
     given = (strategy.budget(plan.facts) for strategy in config.strategies.values())

@@ -18,7 +18,7 @@ from launch import cli
 from trainer.config.load import json_schema, load
 from trainer.dist.ranks import GRACE_S, Ranks, from_environment, settle_environment
 from trainer.dist.stopping import Stop, Stopped
-from trainer.errors import ExitCode, UserError
+from trainer.errors import ExitCode, UserError, write_line
 from trainer.machine.probe import cores
 
 
@@ -48,12 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         with Stop().listening() as stop:
             code = train(arguments, ranks, stop)
     except Stopped as stopped:
-        print(stopped.line, file=sys.stderr, flush=True)
+        write_line(stopped.line, sys.stderr)
         return stopped.code
     except KeyboardInterrupt:  # before the run begins to look for it, or when it is over
         if code is None:
             if ranks.is_first:
-                print("interrupted before training began", file=sys.stderr, flush=True)
+                write_line("interrupted before training began", sys.stderr)
             return ExitCode.INTERRUPTED
     assert code is not None
     return code
@@ -75,7 +75,7 @@ def train(arguments: argparse.Namespace, ranks: Ranks, stop: Stop) -> int:
     except UserError as error:
         stop.leave()
         if ranks.is_first:
-            print("\n".join(error.lines), file=sys.stderr, flush=True)
+            write_line("\n".join(error.lines), sys.stderr)
         else:
             time.sleep(GRACE_S)  # so that the launcher reports the first rank's exit code
         return error.code

@@ -32,14 +32,7 @@ if TYPE_CHECKING:
     from trainer.verify.differences import Difference
     from trainer.verify.verify import Check
 
-NOTHING_CAN = (
-    "nothing can move in a copy of this model under these options, so nothing is shown about strategies.offload: leave "
-    "its site and weights at auto, or leave strategies.offload out"
-)
-NOTHING_DID = (
-    "nothing crossed the link in a run in which something should have, so nothing is shown about strategies.offload: "
-    "please report this with the config"
-)
+NOTHING = "so nothing is shown about strategies.offload"
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -71,20 +64,20 @@ def of_checkpoint(folder: Path) -> int:
     """Compare a checkpoint with its manifest and print the result; returns the exit code."""
     from strategies.core import sealed
     from strategies.core.sizes import human
-    from trainer.run import manifest
+    from trainer.run import checkpoint, manifest
 
     try:
         seal, about = manifest.read(folder)
     except sealed.Damaged as damaged:
         print(f"{folder}: damaged: {damaged}" if folder.is_dir() else f"{folder}: there is no such folder")
         return ExitCode.FAILED
-    lines = sealed.damage(folder, seal)
+    lines = checkpoint.damage(folder, seal, about)
     for line in lines:
         print(f"{folder}: damaged: {line}")
     if lines:
         return ExitCode.FAILED
     size = human(sum(num_bytes for num_bytes, _ in seal.files.values()))
-    names = ", ".join(about.run.strategies) or "none"
+    names = ", ".join(about.run.config.get("strategies", {})) or "none"
     print(
         f"{folder}: good: step {about.step}, {len(seal.files)} files, {size}; {about.run.world_size} rank(s), "
         f"strategies {names}; its values are {'finite' if about.finite else 'NOT all finite'}"
@@ -93,11 +86,7 @@ def of_checkpoint(folder: Path) -> int:
 
 
 def report(config: RunConfig, ranks: int | None, steps: int) -> int:
-    """Plan the run as it is, train the copy, compare and print the result; returns the exit code.
-
-    Raises:
-        ConfigError: this config cannot be planned here.
-    """
+    """Plan the run as it is, train the copy, compare and print the result; returns the exit code."""
     import torch
 
     from strategies.engine.memory import accelerator
@@ -123,7 +112,10 @@ def of_engine(config: RunConfig, real: Plan, num_ranks: int, steps: int) -> int:
     tolerance, reasons = declared(config, num_ranks)
     todo = Offloaded(config, real, num_ranks, steps, tolerance)
     if not todo.copies:
-        print(NOTHING_CAN)
+        print(
+            f"nothing can move in a copy of this model under these options, {NOTHING}: leave its site and weights at "
+            "auto, or leave strategies.offload out"
+        )
         return ExitCode.FAILED
     wanted = features(real.layout) if moves(real.layout) else frozenset[str]()
     plan = ", ".join(sorted(wanted)) or "all stays on the device, nothing would move; the copy is made to move"
@@ -138,10 +130,9 @@ def of_engine(config: RunConfig, real: Plan, num_ranks: int, steps: int) -> int:
     if beyond:
         return conclude(beyond[0].differences, beyond[0].tolerance, reasons)
     if not all(check.moved.up_bytes or check.moved.down_bytes for check in checks):
-        print(NOTHING_DID)
+        print(f"nothing crossed the link in a run in which something should have, {NOTHING}: please report the config")
         return ExitCode.FAILED
-    missing = wanted.difference(*(check.moved.shows for check in checks))
-    if missing:
+    if missing := wanted.difference(*(check.moved.shows for check in checks)):
         print(f"NOT shown, since it does not occur in the copy: {', '.join(sorted(missing))}")
         return ExitCode.FAILED
     return conclude([found for check in checks for found in check.differences], tolerance, reasons)

@@ -1,12 +1,9 @@
 """Buffers: one address for everything, for the whole run.
 
-Problem. Memory that is allocated and freed during training is fragmented, synchronises the device, and cannot be known
-in advance. Pinned host memory is worse: torch rounds each allocation of it up to a power of two.
-
-Arithmetic. Each home is one arena, taken at the start. It holds
+Memory that is allocated and freed during training is fragmented and cannot be known in advance; of pinned memory torch
+rounds each allocation up to a power of two. So each home is one arena, taken at the start and never grown. It holds
     permanent tensors  +  slots x largest bucket, for each kind of slot  +  scratch  +  saved tensors that wait on the
     host  +  alignment (on the device below 512 bytes per parameter)
-This is exact: the plan's table adds up to the arenas, and the arenas never grow.
 
 Invariant. A bucket has the same address whenever it is present, so a view that forward saved is valid in backward. Of
 the buckets that share an address one is present at a time, and buckets that one block uses never share.
@@ -41,7 +38,6 @@ class Buffers(Strategy):
     )
 
     def parity(self, run: RunFacts) -> Parity:
-        """Bit for bit: addresses do not change values."""
         return BITWISE
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:

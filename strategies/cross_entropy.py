@@ -1,13 +1,10 @@
 """Cross-entropy: the loss of a large vocabulary by chunks of rows, so that the head needs little besides its logits.
 
-Problem. The head of a language model makes one number per token and word, and its loss several more of that size.
-
 Arithmetic, for n tokens, v words and logits of b bytes (2 in bf16, 4 in fp32), beside the last hidden states:
                  saved for backward    at most in forward      at most in backward
     native       4 nv                  (b + 8) nv, fp32: 8     (b + 12) nv, fp32: 12
     chunks       b nv                  b nv and a chunk        b nv and a chunk
-4,096 tokens of 128,256 words in bf16: 7 GiB natively, 1 GiB by chunks. A chunk has four fp32 tensors of a 32nd of the
-rows, or of 2 MiB each if that is more.
+A chunk has four fp32 tensors of a 32nd of the rows, or of 2 MiB each if that is more.
 
 Invariant. Loss and gradients are bit for bit the same (``strategies/engine/forward/chunked_loss.py`` says why): the
 products of the head are not cut, and everything else treats each row by itself.
@@ -50,7 +47,6 @@ class CrossEntropy(Strategy):
     )
 
     def parity(self, run: RunFacts) -> Parity:
-        """Bit for bit: the same kernels run on the same rows."""
         return BITWISE
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
@@ -68,7 +64,6 @@ class CrossEntropy(Strategy):
         yield Keep(unit=head.name, reason=reason, policy=CHUNKS, saved_bytes=head.in_chunks.saved_bytes)
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
-        """Give ``model`` the loss that was decided."""
         from strategies.engine.forward.chunked_loss import set_by_plan
 
         set_by_plan(model, plan)

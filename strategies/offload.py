@@ -1,13 +1,10 @@
 """Offload: where the training state rests. The device is used first; the host takes what does not fit.
 
-Problem. Mixed-precision Adam needs 16 bytes per parameter, and a GPU has a tenth of the memory that its host has.
-
 Arithmetic, for P parameters in bf16 with Adam; the table in ``strategies/core/layout.py`` has all cases:
     device     16 P on the device                      nothing moves
     host        4 P on the device, 12 P on the host    a gradient goes down (2 P), a weight comes up (2 P) per step
     streamed    4 P on the device, 12 P on the host    the state comes and goes: 24 P per step, no work for the CPU
 Where weights travel, their 2 P on the device shrink to those in use or in flight, and come up twice per micro-batch.
-
 With ``zero`` beside it, the ranks share the state in this engine: see ``strategies/engine/ranks/shares.py``.
 
 Invariant. Copies change no bits: weights equal plain training bit for bit in fp32. Gradients wait for the norm if
@@ -147,30 +144,30 @@ class Offload(Strategy):
         if run.precision is Precision.FP16:
             yield Refusal("training.fp16", True, "strategies.offload trains in bf16 or fp32; write training.bf16: true")
         if run.optim not in OPTIMIZERS:
-            yield Refusal(
-                "training.optim", run.optim, f"strategies.offload updates with one of {', '.join(OPTIMIZERS)}"
-            )
+            cure = f"strategies.offload updates with one of {', '.join(OPTIMIZERS)}"
+            yield Refusal("training.optim", run.optim, cure)
         if self._stage in (1, 2) and self.weights == "streamed":
-            cure = f"strategies.zero.stage {self._stage} keeps all weights on each device; write auto, or stage 3"
-            yield Refusal("strategies.offload.weights", "streamed", cure)
+            kept = f"strategies.zero.stage {self._stage} keeps all weights on each device"
+            yield self._refusal("weights", f"{kept}; write auto, or stage 3")
         if self.update_in_backward is True and (self._ways(run) > 1 or run.stages > 1):
             cure = "ranks that share the state, or the model, agree on a step first; write auto"
-            yield Refusal("strategies.offload.update_in_backward", True, cure)
+            yield self._refusal("update_in_backward", cure)
         elif self.update_in_backward is True and run.max_grad_norm > 0:
             cure = "the norm is known only after backward; write auto, or training.max_grad_norm: 0"
-            yield Refusal("strategies.offload.update_in_backward", True, cure)
+            yield self._refusal("update_in_backward", cure)
         if self.gather == "host" and not self._stage:
-            cure = "ranks have parts of weights with strategies.zero only; leave it out"
-            yield Refusal("strategies.offload.gather", "host", cure)
+            yield self._refusal("gather", "ranks have parts of weights with strategies.zero only; leave it out")
         if not self.weight_copies and run.precision is Precision.FP32:
-            cure = "in fp32 the copy on the host is the master itself; leave it out"
-            yield Refusal("strategies.offload.weight_copies", False, cure)
+            yield self._refusal("weight_copies", "in fp32 the copy on the host is the master itself; leave it out")
         if self.reduction == "fast" and not self._stage:
             cure = "is about ranks that share the state; write strategies.zero with stage 1, 2 or 3 beside it, or exact"
-            yield Refusal("strategies.offload.reduction", "fast", cure)
+            yield self._refusal("reduction", cure)
         if self._sums_over_ranks(run) and self.gradients == "host":
             cure = "micro-batches would be summed on the host before the ranks are; write auto or device"
-            yield Refusal("strategies.offload.gradients", "host", cure)
+            yield self._refusal("gradients", cure)
+
+    def _refusal(self, option: str, cure: str) -> Refusal:
+        return Refusal(f"strategies.offload.{option}", getattr(self, option), cure)
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
         self._refuse(facts, plan)
@@ -208,18 +205,16 @@ class Offload(Strategy):
             raise Refusal("strategies.pipeline.stages", facts.run.stages, f"cannot go with strategies.offload: {cure}")
         machine, budget = facts.machine, device_budget(facts.machine, self.gpu_memory)
         if self.gather == "host" and 0 < machine.ranks < facts.run.world_size:
-            cure = f"{facts.run.world_size} ranks are on machines of {machine.ranks} each; write auto or network"
-            raise Refusal("strategies.offload.gather", "host", cure)
+            on = f"{facts.run.world_size} ranks are on machines of {machine.ranks} each"
+            raise self._refusal("gather", f"{on}; write auto or network")
         if self.gather == "host" and not machine.in_order:
-            cure = "only on x86 may ranks read each other's memory; write auto or network"
-            raise Refusal("strategies.offload.gather", "host", cure)
+            raise self._refusal("gather", "only on x86 may ranks read each other's memory; write auto or network")
         if machine.has_accelerator and budget > machine.device_bytes:
             has = f"more than the device has, {human(machine.device_bytes)}; write auto, for 0.9 of it"
             key, size = "strategies.offload.gpu_memory", machine.device_bytes
             raise MemoryRefusal(key, self.gpu_memory, lambda: has, lambda: budget, home=Home.DEVICE, budget=size)
 
     def _common_host(self, facts: Facts) -> bool:
-        """Whether ranks read weights out of each other's host memory."""
         machine, ways = facts.machine, self._ways(facts.run)
         if self.gather != "auto" or ways == 1 or 0 < machine.ranks < facts.run.world_size or not machine.in_order:
             return self.gather == "host"
@@ -236,7 +231,6 @@ class Offload(Strategy):
         return run.replicas > 1 and run.accumulation > 1
 
     def request(self, facts: Facts) -> OffloadRequest:
-        """The options, with budgets in bytes on this machine."""
         return OffloadRequest(
             device_bytes=device_budget(facts.machine, self.gpu_memory),
             host_bytes=host_budget(facts.machine, self.host_memory),

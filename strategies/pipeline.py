@@ -1,22 +1,15 @@
 """Pipeline: stages of blocks on different ranks, through which micro-batches go one behind the other.
 
-Problem. A model that is too large for one device is cut into parts. A rank holds the weights, gradients and optimizer
-state of its part alone, and sends hidden states to the next rank and their gradients back: little, even for a slow
-network. While the first micro-batch is under way the other stages wait, and so they do at the end.
-
-Arithmetic. With P stages and M micro-batches per step (``training.gradient_accumulation_steps``), 1f1b and gpipe take
-(M + P - 1) / M of the time without waiting. gpipe keeps what backward needs of all M micro-batches, 1f1b that of P - s
-in stage s. Training state is divided by the cut: where parts are equal, by P.
+With P stages and M micro-batches per step, 1f1b and gpipe take (M + P - 1) / M of the time without waiting. gpipe keeps
+what backward needs of all M micro-batches, 1f1b that of P - s in stage s. Training state is divided by the cut.
 
 Invariant. The order of sums is that of one process that accumulates the micro-batches: weights, losses and gradient
 norms have its bits. A tied head has a copy at each end; their gradients are added after all micro-batches, which is
 another order of sums.
 
-The schedules are those of ``torch.distributed.pipelining``, run by ``strategies/backends/pipelining.py``. Every
-strategy decides about the part of the model that its rank has.
-
-With ``offload`` beside it, the memory engine trains each stage: it is told when the backward of another micro-batch
-begins, and stages combine the norms of their gradients before any of them updates.
+The schedules are those of ``torch.distributed.pipelining``, run by ``strategies/backends/pipelining.py``. With
+``offload`` beside it, the memory engine trains each stage: it is told when the backward of another micro-batch begins,
+and stages combine the norms of their gradients before any of them updates.
 
 Refused: DeepSpeed's engine inside a stage, and the memory engine with two parts in one or with a tied head; adapters,
 fp16, and blocks that cannot run apart (tried on a small copy, ``strategies/backends/stages.py``).
@@ -110,7 +103,6 @@ class Pipeline(Strategy):
             yield self._refusal(why)
 
     def _refusal(self, why: str) -> Refusal:
-        """The model cannot be cut so."""
         key = "stages" if self.blocks is None else "blocks"
         return Refusal(f"{KEY}.{key}", getattr(self, key), why)
 

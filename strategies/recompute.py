@@ -1,20 +1,16 @@
 """Recompute: what forward keeps for backward. Tensors that are large and cheap are recomputed instead.
 
-Problem. Autograd keeps what every operator needs for its gradient: tens of times a block's input, for every block,
-until its backward. Most of it can be recomputed from a few tensors with little work.
-
 Arithmetic, bytes per block for b rows of s tokens, width h, a heads (g of keys), MLP width f, 2-byte numbers:
                  explicit attention, GELU, dropout    fused attention, RMSNorm, SwiGLU (each fused)
     none         34 sbh + 5 a s^2 b                   (12 + 4 g/a) sbh + 6 sbf + 4 asb
     selective    about 22 sbh                         (8 + 4 g/a) sbh + 4 sbf + 4 asb
     full         2 sbh                                2 sbh
-    again        selective: scores, softmax, dropout, norms, activation functions, gates; full: all of the forward
 Hugging Face's own layers fuse little and save more; the plan counts them as they are (``trainer/model/counting.py``).
 While a block runs again, all that it saves is there once.
 
 What a recomputed block keeps may wait on the host from forward to backward: its bytes leave the device, except for two
-blocks at a time in flight, and cross the link twice per micro-batch. What else autograd saves is never sent there: it
-comes from operators that read and write the device's memory a few times, which is faster than any link.
+blocks at a time in flight. What else autograd saves is never sent there: it comes from operators that read and write
+the device's memory a few times, which is faster than any link.
 
 Invariant. Recomputed tensors are bit for bit the same: the same kernels on the same inputs, with the same random
 numbers.
@@ -92,7 +88,6 @@ class Recompute(Strategy):
     )
 
     def parity(self, run: RunFacts) -> Parity:
-        """Bit for bit: the same kernels run on the same inputs."""
         return BITWISE
 
     def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
@@ -127,7 +122,6 @@ class Recompute(Strategy):
                 yield option.keep(unit.name, reason, is_open=is_open, may_host=may_host)
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
-        """Replace the forward of each recomputed block by a checkpoint."""
         from strategies.engine.forward.checkpointing import recompute
 
         recompute(model, plan)

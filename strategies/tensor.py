@@ -1,23 +1,17 @@
 """Tensor parallelism: the linear layers of attention and MLP are divided over ranks, which compute each layer together.
 
-Problem. ZeRO divides the training state, but every rank still runs whole layers: their weights, gathered or not, and
-what they save for backward must fit on one device.
-
-Arithmetic, for P parameters of which L are in divided layers, degree T, D copies of the model (N = T x D ranks):
-    weights per rank      P - L + L / T, and with them gradients, masters and moments, of which ZeRO takes 1 / D
-    saved for backward    attention's and the MLP's inner activations / T; the hidden states between them are whole
-    exchanged             four all-reduces of the hidden states per block and micro-batch, two of them in backward
+For P parameters of which L are in divided layers, degree T and D copies of the model, a rank holds P - L + L / T
+weights, and with them gradients, masters and moments, of which ZeRO takes 1 / D. Attention's and the MLP's inner
+activations fall to 1 / T; the hidden states between them are whole, and summed over the ranks four times per block and
+micro-batch.
 
 Invariant. Ranks of one copy are given the same rows and compute the same hidden states, so what is not divided stays
 equal on them to the last bit without being sent. The product of a layer divided by rows is summed in another order
-than in plain training, so that a step is equal to rounding only: tests hold it to 1e-12 in fp64, with SGD and clipping.
-
-Dropout between layers draws the same mask on all ranks of a copy. Inside attention every rank has other heads and
-draws another mask (``strategies/backends/tensor_dropout.py``).
+than in plain training, so that a step is equal to rounding only.
 
 DeepSpeed's AutoTP does the work. Which layers it divides is said in ``strategies/backends/autotp.py``, how many bytes
 that leaves on a rank is counted on such a model (``trainer/model/tensor_share.py``), so the other strategies decide
-about one rank's part.
+about one rank's part. Inside attention ranks draw different dropout masks (``strategies/backends/tensor_dropout.py``).
 
 Refused: ZeRO stage 3; stage 0 in mixed precision, for which DeepSpeed counts the gradients of one rank only where it
 clips; strategies that take whole layers or change what the layers run; adapters; compiled models; Adafactor and
@@ -75,7 +69,6 @@ class Tensor(Strategy):
     degree: int = Field(ge=2, description="Ranks that hold one copy of the model together.")
 
     def parity(self, run: RunFacts) -> Parity:
-        """Equal to rounding in fp32; fp64 is in the tests."""
         if run.precision is not Precision.FP32:
             return Parity(2e-2, _ROUNDING)
         return Parity(1e-5 if run.optim == "sgd" else 2e-2, _SUMS)
@@ -109,8 +102,7 @@ class Tensor(Strategy):
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
         """The shares are those of one rank's part of the model, which ``zero`` decides about."""
         reason = f"attention and MLP divided over {self.degree} ranks"
-        for key, value in deepspeed.tensor_keys(self.degree).items():
-            yield EngineSet(unit=RUN, reason=reason, key=f"tensor_parallel.{key}", value=value)
+        yield EngineSet(unit=RUN, reason=reason, key=deepspeed.TENSOR_DEGREE, value=self.degree)
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
         """Let attention draw another dropout mask on each rank."""

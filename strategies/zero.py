@@ -1,24 +1,12 @@
 """ZeRO: which rank holds which share of the training state. Stages 0 to 3, run by DeepSpeed's engine.
 
-Problem. Mixed-precision Adam needs 16 bytes per parameter on every rank: 2 for the weight, 2 for its gradient, 12
-for the fp32 master and the two moments. Data-parallel ranks all hold the same bytes.
-
-Arithmetic, for P parameters on N ranks in mixed precision:
-    stage 0   16 P                     nothing is split
-    stage 1    4 P + 12 P / N          master and moments are split
-    stage 2    2 P + 14 P / N          and gradients
-    stage 3   16 P / N + live weights  and the weights, gathered unit by unit
-In fp32 the weight and gradient take 4 bytes each; stages 1 to 3 still keep a master (their flat fp32 partition),
-stage 0 does not: the weight is its own master.
+The arithmetic is in docs/strategies/zero.md. In fp32 weight and gradient take 4 bytes each; stages 1 to 3 still keep a
+master (their flat fp32 partition), stage 0 does not: the weight is its own master.
 
 Invariant. Splitting does not change the arithmetic: on two ranks in fp32 the weights equal those of plain data-parallel
-training bit for bit. In two cases sums are taken in another order and weights are equal only to about 1e-5: clipping
-that triggers (stages 1 to 3 sum the squares partition by partition), and accumulation (stages 2 and 3 reduce every
-micro-batch).
+training bit for bit, except where DeepSpeed takes sums in another order (``parity``).
 
 Beside ``offload`` this strategy decides nothing: the memory engine is used, and its ranks share what the stage says.
-
-This file decides who holds what; DeepSpeed's config is made in ``strategies/backends/deepspeed.py``.
 
 Refused: stage 3 with Transformers before 5.23, which initializes some weights differently under it; Adagrad.
 
@@ -64,7 +52,6 @@ class Zero(Strategy):
     )
 
     def parity(self, run: RunFacts) -> Parity:
-        """Bit for bit, except where DeepSpeed adds in another order than plain data parallelism."""
         if run.precision is not Precision.FP32:
             return Parity(2e-2, _ROUNDING)
         if self.stage >= 2 and run.accumulation > 1:
@@ -86,7 +73,8 @@ class Zero(Strategy):
             yield from self._shares(facts, unit)
         for key, value in deepspeed.zero_keys(facts, self.stage).items():
             yield EngineSet(unit=RUN, reason="zero", key=f"zero_optimization.{key}", value=value)
-        yield from self._reserves(facts)
+        for each in buffers(facts, self.stage, facts.run.replicas):
+            yield Reserve(unit=RUN, reason=each.reason, owner=each.owner, num_bytes=each.num_bytes, when=each.when)
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
         """Stage 3: blocks are gathered whole."""
@@ -107,7 +95,3 @@ class Zero(Strategy):
             reason = f"stage {self.stage}: " + (f"1/{run.replicas} per rank" if split else "whole on every rank")
             ways = run.replicas if split else 1
             yield Share(unit=unit.name, reason=reason, kind=kind, ways=ways, element_bytes=sizes[kind])
-
-    def _reserves(self, facts: Facts) -> Iterator[Reserve]:
-        for each in buffers(facts, self.stage, facts.run.replicas):
-            yield Reserve(unit=RUN, reason=each.reason, owner=each.owner, num_bytes=each.num_bytes, when=each.when)

@@ -9,6 +9,7 @@ from hypothesis import settings
 from trainer.dist.deepspeed_ops import clear_abandoned_buffers
 from trainer.dist.spawn import PRELOAD
 
+pytest_plugins = ["tests.helpers.leftovers"]
 settings.register_profile("same", derandomize=True)
 settings.load_profile("same")
 PRELOAD.append("tests.helpers.preloaded")  # ranks find what they need imported

@@ -1,16 +1,19 @@
-"""Exit codes, and the errors of users that carry them.
+"""Exit codes, the errors of users that carry them, and how lines are printed.
 
 A ``UserError`` holds one or more complete lines, each of which names the file or key, the value, what is allowed and
 the most similar name. ``launch`` prints the lines without a traceback and exits with the code. This module imports
 nothing heavy, so that a bad config is refused before torch is loaded.
 """
 
+import os
+import select
 import sys
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
+from typing import TextIO
 
 
 class ExitCode(IntEnum):
@@ -110,9 +113,31 @@ class DataError(UserError):
 
 def report(error: UserError) -> None:
     """Print the lines of ``error`` on stderr at once, then what it can add to them."""
-    print("\n".join(error.lines), file=sys.stderr, flush=True)
+    write_line("\n".join(error.lines), sys.stderr)
     for line in error.more():
-        print(line, file=sys.stderr, flush=True)
+        write_line(line, sys.stderr)
+
+
+def write_line(line: str, stream: TextIO | None = None) -> None:
+    """Print one line and flush it, so that a log that is followed or cut off stays readable; on stdout by default.
+
+    A terminal that was closed, or a pipe that nobody reads any more, ends no run: it goes on, and saves.
+    """
+    try:
+        print(line, file=stream, flush=True)
+    except OSError:
+        let_go()
+
+
+def let_go() -> None:
+    """What is printed goes nowhere from here on, where nobody is at the other end of standard output or error."""
+    poll = select.poll()
+    for handle in (1, 2):
+        poll.register(handle, 0)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for handle, _ in poll.poll(0):  # a hangup, or an error
+        os.dup2(nowhere, handle)
+    os.close(nowhere)
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:

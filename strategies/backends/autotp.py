@@ -10,8 +10,6 @@ backward:
     head      lm_head, unless it is tied                       rows, and the logits are gathered
     whole     embeddings, norms, a tied head                   the same on all ranks, updated alike on each
     summed    q_norm k_norm                                    whole; each rank has the gradient of its heads only
-
-Refused by name: every architecture that was not trained like this against plain training, see ``MODELS`` and ``WHY``.
 """
 
 from __future__ import annotations

@@ -2,11 +2,6 @@
 
 Each key of the config has one writer: a strategy, through the plan (``EngineSet``), or ``ds_config`` for what follows
 from the run itself (micro-batch, accumulation, clipping, precision).
-
-Bucket sizes follow from the model, so that a small model does not reserve gigabytes and a large one keeps its link
-busy: one block per message, at most ``MAX_BUCKET`` elements.
-
-Refused: ZeRO stage 3 with Transformers before 5.23, which initializes some weights differently under it.
 """
 
 from __future__ import annotations
@@ -22,6 +17,7 @@ from strategies.core.protocol import Refusal
 from strategies.planner.zero_bytes import bucket_elements, largest_block, live_elements
 
 STAGE_3_FROM = (5, 23)  # releases of Transformers
+TENSOR_DEGREE = "tensor_parallel.autotp_size"
 
 
 def stage(plan: Plan) -> int | None:
@@ -57,7 +53,7 @@ def ds_config(plan: Plan) -> dict[str, Any]:
             node = node.setdefault(parent, {})
         assert key not in node, f"two writers of DeepSpeed's {dotted}"
         node[key] = value
-    if "tensor_parallel" in config:
+    if "tensor_parallel" in config:  # its degree is in the plan
         config["tensor_parallel"] |= autotp.partition(tied=run.tied)
     return config
 
@@ -84,11 +80,6 @@ def zero_keys(facts: Facts, stage: int) -> dict[str, bool | int]:
             "memory_efficient_linear": False,
         }
     return keys
-
-
-def tensor_keys(degree: int) -> dict[str, int]:
-    """The keys of ``tensor_parallel`` but for the layers, which ``autotp.py`` names."""
-    return {"autotp_size": degree}
 
 
 def set_leaf_modules(model: Any, plan: Plan) -> None:
@@ -121,11 +112,7 @@ def builds_under_stage_3(transformers: str | None = None) -> bool:
 
 
 def refuse_transformers(stage: int | None, installed: str | None = None) -> None:
-    """Check that stage 3 trains the same model with this release of Transformers; see ``builds_under_stage_3``.
-
-    Raises:
-        Refusal: the release is older.
-    """
+    """Raise Refusal if stage 3 trains another model with this release of Transformers; see ``builds_under_stage_3``."""
     if stage == 3 and not builds_under_stage_3(installed):
         raise Refusal(
             "strategies.zero.stage",

@@ -8,12 +8,8 @@
 Under tensor parallelism a rank has rows or columns of the weights that are divided (``tensor_shards.py``), and of their
 state; what is not divided is the same on all ranks of a copy, and the first of them writes it.
 
-DeepSpeed's own checkpoints are pickles, which run code when they are read, and fit only the number of ranks that wrote
-them. So none is written or read: its tensors are saved and filled in as spans of named parameters.
-
-Besides tensors a checkpoint of DeepSpeed restores counts of steps and the loss scale; they are in ``extra``.
-
-Refused: other optimizers of DeepSpeed's, which no strategy here asks for.
+DeepSpeed's own checkpoints are pickles, and fit only the number of ranks that wrote them, so none is written or read:
+its tensors are saved and filled in as spans of named parameters. Counts of steps and the loss scale are in ``extra``.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ from torch import nn
 from strategies.backends.tensor_shards import is_first, shard_of, whole_shape
 from strategies.state.blocks import Columns
 from strategies.state.saved_state import Weights
-from strategies.state.torch_state import Held, Piece, Place, TorchState
+from strategies.state.torch_state import Held, Piece, TorchState
 
 
 class DeepSpeedState(TorchState):
@@ -38,46 +34,31 @@ class DeepSpeedState(TorchState):
         self._engine = engine
         self._outer = outer = engine.optimizer
         grouped: Sequence[Sequence[Any]]
-        self._rank = torch.distributed.get_rank(engine.seq_data_parallel_group)
         named = dict(model.named_parameters())
-        self._first = first = is_first(named.values())  # of its copy of the model; it writes what others have as well
-        names = {id(param): name for name, param in named.items()}
-        shapes = {name: whole_shape(param) for name, param in named.items() if param.requires_grad}
+        rank = torch.distributed.get_rank(engine.seq_data_parallel_group)
+        # Of what all ranks of a copy have, the first writes; of what all copies have, the first copy.
+        parts = _Parts({id(param): name for name, param in named.items()}, is_first(named.values()), rank)
         kind = type(outer).__name__
         if isinstance(outer, torch.optim.Optimizer):
             inner, grouped = outer, [group["params"] for group in outer.param_groups]
-            held = [_whole(param, param, names, first=first) for params in grouped for param in params]
+            held = [parts.whole(param, param) for params in grouped for param in params]
         elif kind == "FP16_UnfusedOptimizer":
             inner, grouped = outer.optimizer, outer.fp16_groups
             pairs = zip(outer.fp16_groups, outer.fp32_groups, strict=True)
-            held = [_whole(copy, param, names, first=first) for one in pairs for param, copy in zip(*one, strict=True)]
+            held = [parts.whole(copy, param) for one in pairs for param, copy in zip(*one, strict=True)]
         elif kind == "DeepSpeedZeroOptimizer":
             inner, grouped = outer.optimizer, outer.bit16_groups
-            held = list(_shares_of_groups(outer, names, first=first))
+            held = list(parts.of_groups(outer))
         elif kind == "DeepSpeedZeroOptimizer_Stage3":
             inner, grouped = outer.optimizer, _groups_of_stage_3(outer)
-            held = list(_shares_of_parameters(outer, names, self._rank))
+            held = list(parts.of_parameters(outer))
         else:
             raise ValueError(f"{kind} of DeepSpeed cannot be saved: its state is not known here")
-        split = kind.startswith("DeepSpeedZeroOptimizer")
-        groups = [[names[id(param)] for param in params] for params in grouped]
-        places = [place for name, param in named.items() for place in self._places(name, param)]
-        super().__init__(inner, held, groups, shapes, places, writes=split or self._rank == 0)
-        self.divides_weights = any(hasattr(param, "ds_id") or shard_of(param) for param in named.values())
-
-    def _places(self, name: str, param: Any) -> Iterator[Place]:
-        """The elements of a weight that this rank has: all, or under stage 3 its share."""
-        if not hasattr(param, "ds_id"):
-            start, columns = _within(param, 0)
-            yield Place(name, whole_shape(param), start, param, columns, _is_written(param, first=self._first))
-            return
-        start, count = _share(param, self._rank)
-        if count > 0:
-            yield Place(name, tuple(param.ds_shape), start, param.ds_tensor.data.view(-1)[:count])
-
-    def weight_spans(self, names: set[str]) -> Iterator[Any]:
-        """The weights of ``names`` on this rank; those that all ranks have are written by the first."""
-        return super().weight_spans(names) if self.divides_weights or self._rank == 0 else iter(())
+        groups = [[parts.names[id(param)] for param in params] for params in grouped]
+        shapes = {name: whole_shape(param) for name, param in named.items() if param.requires_grad}
+        weights = [found for param in named.values() if (found := parts.of_weight(param)) is not None]
+        divides = any(hasattr(param, "ds_id") or shard_of(param) for param in named.values())
+        super().__init__(inner, held, groups, shapes, weights, divides_weights=divides)
 
     def fill_weights(self, weights: Weights) -> None:
         """As torch's. Under stage 3 shares are filled in, and what is kept whole is gathered again."""
@@ -99,7 +80,6 @@ class DeepSpeedState(TorchState):
         return {"scale": scaler.cur_scale, "held": held} | ({} if left is None else {"hysteresis": left})
 
     def set_loss_scale(self, saved: Mapping[str, float]) -> None:
-        """Go on with a scale that was saved by any strategy."""
         scaler = self._scaler()
         if scaler is None:
             return
@@ -132,48 +112,57 @@ def _within(param: Any, start: int) -> tuple[int, Columns | None]:
     return start, Columns(shard.start, shard.stop, shard.shape[1])
 
 
-def _is_written(param: Any, *, first: bool) -> bool:
-    return first or shard_of(param) is not None
-
-
 def _dtype(param: Any) -> str:
     return str(param.dtype).removeprefix("torch.")
 
 
-def _whole(tensor: torch.Tensor, param: Any, names: Mapping[int, str], *, first: bool) -> Held:
-    start, columns = _within(param, 0)
-    piece = Piece(
-        names[id(param)], whole_shape(param), start, 0, param.numel(), columns, _is_written(param, first=first)
-    )
-    return Held(tensor, (piece,), _dtype(param), copied=tensor is not param)
+class _Parts:
+    """What DeepSpeed's tensors hold. ``first``: of the ranks of this copy of the model; ``rank``: of the copies."""
 
+    def __init__(self, names: Mapping[int, str], first: bool, rank: int) -> None:
+        self.names, self._first, self._rank = names, first, rank
 
-def _shares_of_groups(outer: Any, names: Mapping[int, str], *, first: bool) -> Iterator[Held]:
-    """Stages 1 and 2: DeepSpeed itself knows which fragment of a parameter is where in the flat tensor of a group."""
-    for params, flat in zip(outer.bit16_groups, outer.single_partition_of_fp32_groups, strict=True):
-        pieces = []
-        for param in params:
-            there = param._hp_mapping
-            if there is not None:
-                start, columns = _within(param, there.lp_fragment_address.start)
-                offset, count = there.hp_fragment_address.start, there.hp_fragment_address.numel
-                name, written = names[id(param)], _is_written(param, first=first)
-                pieces.append(Piece(name, whole_shape(param), start, offset, count, columns, written))
-        if pieces:
-            yield Held(flat, tuple(pieces), _dtype(params[0]), copied=True)
+    def _piece(self, param: Any, start: int, offset: int, count: int, *, by_all: bool) -> Piece:
+        """``by_all``: every copy writes its own; else the first writes for all."""
+        start, columns = _within(param, start)
+        written = (self._first or shard_of(param) is not None) and (by_all or self._rank == 0)
+        return Piece(self.names[id(param)], whole_shape(param), start, offset, count, columns, written)
 
+    def whole(self, tensor: torch.Tensor, param: Any) -> Held:
+        """``tensor`` has all that this rank has of ``param``."""
+        piece = self._piece(param, 0, 0, param.numel(), by_all=False)
+        return Held(tensor, (piece,), _dtype(param), copied=tensor is not param)
 
-def _shares_of_parameters(outer: Any, names: Mapping[int, str], rank: int) -> Iterator[Held]:
-    """Stage 3: every parameter is divided evenly, the last share is padded, and shares are laid end to end."""
-    for params, flat in zip(outer.fp16_groups, outer.fp32_partitioned_groups_flat, strict=True):
-        pieces, offset = [], 0
-        for param in params:
-            start, count = _share(param, rank)
-            if count > 0:
-                pieces.append(Piece(names[id(param)], whole_shape(param), start, offset, count))
-            offset += param.partition_numel()
-        if pieces:
-            yield Held(flat, tuple(pieces), _dtype(params[0]), copied=True)
+    def of_weight(self, param: Any) -> Held | None:
+        """The elements of a weight that this rank has: all, or under stage 3 its share, if there is any."""
+        if not hasattr(param, "ds_id"):
+            return self.whole(param, param)
+        start, count = _share(param, self._rank)
+        piece = self._piece(param, start, 0, count, by_all=True)
+        return Held(param.ds_tensor.data.view(-1)[:count], (piece,), _dtype(param)) if count > 0 else None
+
+    def of_groups(self, outer: Any) -> Iterator[Held]:
+        """Stages 1 and 2: DeepSpeed knows which fragment of a parameter is where in the flat tensor of a group."""
+        for params, flat in zip(outer.bit16_groups, outer.single_partition_of_fp32_groups, strict=True):
+            pieces = []
+            for param in params:
+                if (there := param._hp_mapping) is not None:
+                    offset, count = there.hp_fragment_address.start, there.hp_fragment_address.numel
+                    pieces.append(self._piece(param, there.lp_fragment_address.start, offset, count, by_all=True))
+            if pieces:
+                yield Held(flat, tuple(pieces), _dtype(params[0]), copied=True)
+
+    def of_parameters(self, outer: Any) -> Iterator[Held]:
+        """Stage 3: every parameter is divided evenly, the last share is padded, and shares are laid end to end."""
+        for params, flat in zip(outer.fp16_groups, outer.fp32_partitioned_groups_flat, strict=True):
+            pieces, offset = [], 0
+            for param in params:
+                start, count = _share(param, self._rank)
+                if count > 0:
+                    pieces.append(self._piece(param, start, offset, count, by_all=True))
+                offset += param.partition_numel()
+            if pieces:
+                yield Held(flat, tuple(pieces), _dtype(params[0]), copied=True)
 
 
 def _share(param: Any, rank: int) -> tuple[int, int]:

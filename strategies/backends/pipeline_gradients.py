@@ -22,11 +22,7 @@ from strategies.planner.pipeline_bytes import MESSAGE_BYTES
 
 
 class StageGradients:
-    """The gradients of one stage.
-
-    Args:
-        copies: the ranks with the same stage in all copies of the model.
-    """
+    """The gradients of one stage. ``copies``: the ranks with the same stage in all copies of the model."""
 
     def __init__(self, pipeline: Pipeline, copies: dist.ProcessGroup) -> None:
         self._group, self._copies = pipeline.group, copies

@@ -6,7 +6,6 @@ groups and shapes are those of the whole model, so that a checkpoint can be load
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,58 +14,30 @@ import torch.distributed as dist
 from strategies.backends.pipeline_gradients import StageGradients
 from strategies.backends.pipelining import Pipeline
 from strategies.engine.saving.state_file import EngineState
-from strategies.state.saved_state import Described
-from strategies.state.spans import Span
-from strategies.state.torch_state import Held, Piece, Place, TorchState
+from strategies.state.torch_state import TorchState, whole
 
 if TYPE_CHECKING:
     from strategies.engine import StowOptimizer
 
 
-class PipelineState(TorchState):
-    """The ``Holder`` of one stage; making it is a collective.
-
-    Args:
-        writes: whether this copy of the model is the one that is written.
-    """
-
-    divides_weights = True
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, pipeline: Pipeline, gradients: StageGradients, *, writes: bool
-    ) -> None:
-        params = pipeline.stage.names()
-        name_of = {id(param): name for name, param in params.items()}
-        mine = [[name_of[id(param)] for param in group["params"]] for group in optimizer.param_groups]
-        groups, shapes = _of_all_stages(pipeline, mine)
-        held = [_held(params[name], name) for group in mine for name in group]
-        places = [Place(name, tuple(param.shape), 0, param) for name, param in params.items()]
-        super().__init__(optimizer, held, groups, shapes, places, writes=writes)
-        own = set(gradients.own)
-        self._own = TorchState(
-            optimizer,
-            [each for each in held if each.pieces[0].name in own],
-            groups,
-            shapes,
-            [place for place in places if place.name in own],
-            writes=writes,
-        )
-
-    def described(self) -> dict[str, Described]:
-        return self._own.described()
-
-    def spans(self) -> Iterator[Span]:
-        return self._own.spans()
-
-    def weight_spans(self, names: set[str]) -> Iterator[Span]:
-        return self._own.weight_spans(names)
+def pipeline_state(
+    optimizer: torch.optim.Optimizer, pipeline: Pipeline, gradients: StageGradients, *, writes: bool
+) -> TorchState:
+    """The ``Holder`` of one stage, ``writes``: of the copy of the model that is written. A collective."""
+    params = pipeline.stage.names()
+    name_of = {id(param): name for name, param in params.items()}
+    mine = [[name_of[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+    groups, shapes = _of_all_stages(pipeline, mine)
+    weights = {name: whole(param, name, written=writes and name in gradients.own) for name, param in params.items()}
+    held = [weights[name] for group in mine for name in group]
+    return TorchState(optimizer, held, groups, shapes, list(weights.values()), divides_weights=True)
 
 
 class EnginesStage(EngineState):
     """The same where the memory engine trains the stage; no weight is tied then. Making it is a collective."""
 
     def __init__(self, optimizer: StowOptimizer, pipeline: Pipeline, *, writes: bool) -> None:
-        super().__init__(optimizer, pipeline.stage.model, writes=writes)
+        super().__init__(optimizer.access, writes=writes)
         self.divides_weights = True
         mine = [group["params"] for group in super().groups()]
         self._groups, self._shapes = _of_all_stages(pipeline, mine)
@@ -88,11 +59,6 @@ def _of_all_stages(pipeline: Pipeline, mine: list[list[str]]) -> tuple[list[list
     ]
     trained = {name for group in groups for name in group}
     return groups, {name: shape for name, shape in whole.items() if name in trained}
-
-
-def _held(param: torch.nn.Parameter, name: str) -> Held:
-    piece = Piece(name, tuple(param.shape), 0, 0, param.numel())
-    return Held(param, (piece,), str(param.dtype).removeprefix("torch."))
 
 
 def gathered(pipeline: Pipeline) -> dict[str, torch.Tensor]:

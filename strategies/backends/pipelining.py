@@ -1,6 +1,6 @@
 """Run a step's micro-batches through the stages of a pipeline, with ``torch.distributed.pipelining``.
 
-Problem. Torch's schedules cut one batch into equal micro-batches, and every tensor that travels has one shape. Here
+Torch's schedules cut one batch into equal micro-batches, and every tensor that travels has one shape. Here
 micro-batches are those of gradient accumulation, collated one by one: they differ in length, and the last of an epoch
 in rows.
 
@@ -68,24 +68,17 @@ class _Part(nn.Module):
 
 
 class Pipeline:
-    """The stages of one copy of the model, seen from one of them.
+    """The stages of one copy of the model, seen from one of them."""
 
-    Args:
-        group: of the ranks that this copy's micro-batches go through, in their order.
-        context: entered around the forward of every part but the last, which the loss has around it: autocast.
-
-    Attributes:
-        before_backward: called when the backward of a micro-batch begins.
-    """
-
-    before_backward: Callable[[], None] | None = None
+    before_backward: Callable[[], None] | None = None  # called when the backward of a micro-batch begins
 
     def __init__(
         self,
         stage: Stage,
         schedule: Schedule,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup,  # of the ranks that this copy's micro-batches go through, in their order
         device: torch.device,
+        # Around the forward of every part but the last, which the loss has around it: autocast.
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.stage, self.group, self.device = stage, group, device
@@ -99,7 +92,6 @@ class Pipeline:
 
     @property
     def has_loss(self) -> bool:
-        """Whether this rank has the last part."""
         return self.stage.is_last(max(self.stage.mine))
 
     @property
@@ -140,9 +132,7 @@ class Pipeline:
         with _as_raised():
             schedule.step(*first, number=numbers, return_outputs=False, **ends)
         self._batches, self._loss_of = (), None
-        found = (
-            torch.stack([loss.detach().reshape(()) for loss in losses]) if self.has_loss else torch.empty(len(batches))
-        )
+        found = torch.stack([loss.detach().reshape(()) for loss in losses]) if losses else torch.empty(len(batches))
         return found.float().to(self.device)
 
     def from_last(self, tensor: Tensor) -> Tensor:
@@ -151,11 +141,7 @@ class Pipeline:
         return tensor
 
     def forward(self, inputs: Inputs, outputs_of: Callable[[Inputs], Tensor], shape: tuple[int, ...]) -> Tensor:
-        """``outputs_of`` a batch, called with the model as the last part, on every stage. No gradients.
-
-        Args:
-            shape: of what it returns, in fp32.
-        """
+        """``outputs_of`` a batch in fp32, called with the model as the last part. On every stage; no gradients."""
         rows, hidden = inputs["input_ids"].numel(), None
         for part in range(len(self.stage.parts) - 1):
             here, there = (self.kind.stage_of(each, self.stages) for each in (part, part + 1))
@@ -209,7 +195,6 @@ class Pipeline:
         return flat.clone() if self.kind.splits_backward else flat.contiguous()
 
     def _schedule(self, count: int) -> Any:
-        """The schedule for ``count`` micro-batches of the present size."""
         key = (count, self._rows, self.kind.takes(count, self.stages))
         if self._made is None or self._made[0] != key:
             self._made = (key, self._make(count, CLASSES[self.kind] if key[2] else ONE[self.kind]))
@@ -247,13 +232,11 @@ def _as_raised() -> Iterator[None]:
     """Errors of a stage as they were raised. Torch's stages raise another one from them, which does not say whether
     memory is short or another rank has ended.
     """
-    cause: BaseException | None
     try:
         yield
         return
     except RuntimeError as error:
-        cause = error.__cause__
-        if cause is None:
+        if (cause := error.__cause__) is None:
             raise
     raise cause  # without the other one, whose frames would be kept
 
@@ -263,9 +246,8 @@ def _only(losses: Tensor, numbers: Tensor) -> Tensor:
     return losses.sum()
 
 
-def groups(grid: Grid, rank: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def groups(grid: Grid) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """The group of this rank's pipeline, and that of the ranks with the same stage in all copies; a collective."""
-    pipelines = [(ranks, dist.new_group(ranks)) for ranks in grid.pipelines()]
-    mine = next(group for ranks, group in pipelines if rank in ranks)
-    copies = [(ranks, dist.new_group(ranks)) for ranks in grid.data_groups()]
-    return mine, next(group for ranks, group in copies if rank in ranks)
+    mine, _ = dist.new_subgroups_by_enumeration(grid.groups("stage"))
+    copies, _ = dist.new_subgroups_by_enumeration(grid.groups("replica"))
+    return mine, copies

@@ -1,9 +1,8 @@
 """Run a part of a Hugging Face model with the model's own forward: what is elsewhere is replaced by stand-ins.
 
-Problem. A stage has some blocks, perhaps the embedding or the head, and needs all that a forward does around them:
-masks, positions, rotary tables, the loss. All of that is in the model's own forward, different for each architecture.
-
-So the model keeps its shape, and modules with weights that a stage does not have are replaced:
+A stage has some blocks, perhaps the embedding or the head, and needs all that a forward does around them: masks,
+positions, rotary tables, the loss, different for each architecture. So the model keeps its shape, and modules with
+weights that a stage does not have are replaced:
 
     a module in front of the blocks    gives zeros of the right shape, from which masks and positions are made
     a block in front of the stage's    gives back the hidden states that it is given; the last one those received
@@ -73,35 +72,20 @@ class Zeros(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What an architecture's forward is like, found out on a small copy.
+    """What an architecture's forward is like, found out on a small copy."""
 
-    Args:
-        front: paths of the modules with weights that it uses in front of the blocks.
-        outside: paths of all modules with weights that are in no block.
-        in_tuple: blocks give hidden states as the first element of a tuple.
-        width, dtype: of the hidden states.
-    """
-
-    front: tuple[str, ...]
-    outside: frozenset[str]
-    in_tuple: bool
-    width: int
+    front: tuple[str, ...]  # paths of the modules with weights that it uses in front of the blocks
+    outside: frozenset[str]  # paths of all modules with weights that are in no block
+    in_tuple: bool  # blocks give hidden states as the first element of a tuple
+    width: int  # of the hidden states
     dtype: torch.dtype
 
 
 class Stage:
-    """A model of which this rank keeps some parts.
+    """A model of which this rank keeps some parts; what is in none of ``mine`` is removed from it.
 
-    Args:
-        model: the whole one; what is in none of ``mine`` is removed from it.
-        parts: names of units of all parts, blocks among them by their path.
-        form: of its architecture.
-
-    Attributes:
-        whole: the model as it was, on the device ``meta``: names, shapes and ties, without values.
-
-    Raises:
-        CannotCut: the model has other modules around its blocks than what ``form`` was found out on.
+    ``parts`` are names of units, of blocks their paths; ``whole`` the model as it was, on the device ``meta``: names,
+    shapes and ties, without values. Raise CannotCut if it has other modules around its blocks than ``form`` knows.
     """
 
     def __init__(self, model: nn.Module, parts: Sequence[Sequence[str]], mine: Sequence[int], form: Form) -> None:
@@ -121,8 +105,8 @@ class Stage:
 
     def names(self) -> dict[str, nn.Parameter]:
         """The weights of this rank by their names in the whole model; a tied one by its first name."""
-        first = {id(param): name for name, param in reversed(list(self.whole.named_parameters(remove_duplicate=False)))}
         whole = dict(self.whole.named_parameters(remove_duplicate=False))
+        first = {id(param): name for name, param in reversed(whole.items())}
         return {first[id(whole[name])]: param for name, param in self.model.named_parameters()}
 
     def is_last(self, part: int) -> bool:
@@ -155,14 +139,12 @@ class Stage:
         return output
 
     def parameters(self, part: int) -> Iterator[nn.Parameter]:
-        """The weights of ``part``."""
         absent = self._absent(part)
         for path in (*self.front, *self.blocks, *self.back):
             if path not in absent:
                 yield from self.model.get_submodule(path).parameters(recurse=path in self.blocks)
 
     def _absent(self, part: int) -> set[str]:
-        """The paths of what ``part`` does not have."""
         absent = set(self.blocks) - set(self.parts[part])
         absent |= set(self.front) if part > 0 else set()
         return absent | (set() if self.is_last(part) else set(self.back))
@@ -186,11 +168,8 @@ class Stage:
 def _outside(model: nn.Module, blocks: Sequence[str]) -> list[str]:
     """Paths of the modules that have weights themselves and are in no block."""
     inside = tuple(f"{block}." for block in blocks)
-    return [
-        path
-        for path, module in model.named_modules()
-        if any(True for _ in module.parameters(recurse=False)) and not f"{path}.".startswith(inside)
-    ]
+    with_weights = [path for path, module in model.named_modules() if [*module.parameters(recurse=False)]]
+    return [path for path in with_weights if not f"{path}.".startswith(inside)]
 
 
 def replace(model: nn.Module, path: str, module: nn.Module) -> None:
@@ -214,13 +193,8 @@ class CannotCut(ValueError):
 
 
 def form_of(model: nn.Module, inputs: Mapping[str, Tensor]) -> Form:
-    """Try on a small copy that parts of one block each give the bits of the whole, in loss and gradients.
-
-    Args:
-        inputs: of one batch, with labels.
-
-    Raises:
-        CannotCut: they do not, or the forward cannot run in parts.
+    """Try on a small copy that parts of one block each give the bits of the whole, in loss and gradients of one batch
+    with labels. Raise CannotCut if they do not, or if the forward cannot run in parts.
     """
     model.eval()  # no dropout: the parts would draw other numbers
     blocks, called, given = list(find_blocks(model)), list[str](), list[Any]()
@@ -260,7 +234,6 @@ def form_of(model: nn.Module, inputs: Mapping[str, Tensor]) -> Form:
 def _run(
     model: nn.Module, inputs: Mapping[str, Tensor], params: Mapping[str, nn.Parameter]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss, and gradients by name."""
     loss: Tensor = model(**inputs).loss
     found = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
     return loss.detach(), {name: grad for name, grad in zip(params, found, strict=True) if grad is not None}

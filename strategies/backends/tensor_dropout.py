@@ -12,6 +12,7 @@ Invariant. All ranks of a copy draw equally many common numbers, so that their s
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -31,48 +32,23 @@ def apart(model: nn.Module, grid: Grid) -> int:
     probability = getattr(getattr(model, "config", None), "attention_dropout", 0.0) or 0.0
     if grid.tensor == 1 or not probability:
         return 0
-    place = _Place(grid.cell(torch.distributed.get_rank()).tensor, grid.tensor)
+    place = grid.cell(torch.distributed.get_rank()).tensor
     found = [module for name, module in model.named_modules() if name.rpartition(".")[2] == ATTENTION]
     for module in found:
-        kept: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        module.register_forward_pre_hook(_Enter(place, kept))
-        module.register_forward_hook(_Leave(kept), always_call=True)
+        _draw_apart(module, place, grid.tensor)
     return len(found)
 
 
-class _Place:
-    """This rank among those of its copy."""
+def _draw_apart(module: nn.Module, place: int, ranks: int) -> None:
+    """Give ``module`` a sequence of its own on each of ``ranks``, of which this one is at ``place``."""
+    device, aside = accelerator.current(), ExitStack()
 
-    def __init__(self, index: int, count: int) -> None:
-        self.index, self.count = index, count
+    def enter(module: nn.Module, args: Any) -> None:
+        if module.training:
+            seed = int(torch.randint(2**31, (1,)).item()) * ranks + place
+            devices, kind = ([], "cpu") if device is None else ([device], device.type)
+            aside.enter_context(torch.random.fork_rng(devices, device_type=kind))
+            torch.manual_seed(seed)
 
-
-class _Enter:
-    """Put the common sequence aside."""
-
-    def __init__(self, place: _Place, kept: list[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
-        self._place, self._kept = place, kept
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if not module.training:
-            return
-        drawn = int(torch.randint(2**31, (1,)).item())
-        kind = accelerator.kind()
-        device = None if kind is None else torch.get_device_module(kind)
-        self._kept.append((torch.get_rng_state(), None if device is None else device.get_rng_state()))
-        torch.manual_seed(drawn * self._place.count + self._place.index)
-
-
-class _Leave:
-    """Go on with the common sequence."""
-
-    def __init__(self, kept: list[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
-        self._kept = kept
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._kept:
-            return
-        on_cpu, on_device = self._kept.pop()
-        torch.set_rng_state(on_cpu)
-        if on_device is not None:
-            torch.get_device_module(str(accelerator.kind())).set_rng_state(on_device)
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(lambda *_: aside.close(), always_call=True)

@@ -1,9 +1,7 @@
 """Weights that DeepSpeed's AutoTP has divided: which part this rank has, whole weights again, and the norm over parts.
 
 DeepSpeed notes on each divided parameter along which dimension it was divided and into which sizes. A parameter without
-that note is the same on all ranks of a copy.
-
-Invariant. The norm of the gradients counts a divided gradient's parts once each and a whole gradient once.
+that note is the same on all ranks of a copy, and counts once in the norm.
 """
 
 from __future__ import annotations
@@ -27,12 +25,10 @@ class Shard:
 
     @property
     def start(self) -> int:
-        """The first of them."""
         return sum(self.sizes[: self.index])
 
     @property
     def stop(self) -> int:
-        """The one after the last."""
         return self.start + self.sizes[self.index]
 
 
@@ -45,7 +41,7 @@ def shard_of(param: Any) -> Shard | None:
 
 
 def tensor_rank() -> int:
-    """This rank among those of its copy of the model, where AutoTP has divided it."""
+    """This rank among those of its copy of the model."""
     from deepspeed.utils import groups
 
     return int(groups.get_tensor_model_parallel_rank())
@@ -71,11 +67,7 @@ def group() -> Any:
 
 @torch.no_grad()
 def state_dict(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """All that is in the state dict, whole and on the CPU, one tensor at a time; a collective.
-
-    Args:
-        keep: return it; other ranks only send.
-    """
+    """The state dict, whole and on the CPU, empty unless ``keep``. A collective, one tensor at a time."""
     found: dict[str, Tensor] = {}
     same: dict[int, Tensor] = {}  # a tied weight is gathered once
     for name, tensor in model.state_dict(keep_vars=True).items():

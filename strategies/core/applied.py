@@ -2,8 +2,7 @@
 
     recompute: layers.0 to layers.11 (12): selective, keeps aten.mm, aten.addmm
 
-The lines go to the loggers ``deepstow.<strategy>`` at level INFO. A run of the commands shows those of its first rank;
-a Python program shows them with ``logging.basicConfig()`` and ``logging.getLogger("deepstow").setLevel("INFO")``.
+The lines go to the loggers ``deepstow.<strategy>`` at level INFO. A run of the commands shows those of its first rank.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Put a file or a folder in its place whole or not at all, whatever ends the process or the machine.
 
-Problem. A file that is written in place is half a file if the process is killed, and a file that is renamed before its
-bytes are on the disk may be empty after a power cut.
-
-So everything is written beside its place, synced, renamed, and the folder that holds the name is synced as well::
+A file that is written in place is half a file if the process is killed, and one that is renamed before its bytes are on
+the disk may be empty after a power cut. So everything is written beside its place, synced, renamed, and the folder that
+holds the name is synced as well::
 
     replace_file(run / "plan.json", text)
     with replaced_folder(run / "export") as draft:      # a kill leaves the earlier export or the new one
@@ -13,9 +12,8 @@ So everything is written beside its place, synced, renamed, and the folder that 
 ``put_in_place`` is the exchange alone, for a draft that several processes have written.
 
 Invariant. At every moment the place holds the earlier content or the new one, both complete. A folder cannot be
-exchanged in one step: a kill between the two renames leaves the earlier one under ``earlier(folder)``.
-
-An ``OSError`` from the block or from the disk leaves the earlier content, and removes what was written beside it.
+exchanged in one step: a kill between the two renames leaves the earlier one under ``earlier(folder)``. An ``OSError``,
+which any of these may raise, leaves the earlier content, and removes what was written beside it.
 
 A folder that is a symbolic link is followed: what it points to is exchanged, on its own disk. Nothing is ever deleted
 through a link.
@@ -27,6 +25,7 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -35,11 +34,7 @@ EARLIER = ".earlier"
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Make ``content`` the content of ``path``; several processes may do so at once. The folder must exist.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Make ``content`` the content of ``path``; several processes may do so at once. The folder must exist."""
     draft = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
         draft.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -59,11 +54,7 @@ def refuse_unwritable(path: Path) -> None:
 
 @contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
-    """An empty folder to write into, which takes the place of ``folder`` if the block succeeds. One process at a time.
-
-    Raises:
-        OSError: it cannot be written or renamed.
-    """
+    """An empty folder to write into, which takes ``folder``'s place if the block succeeds. One process at a time."""
     folder = folder.resolve() if folder.is_symlink() else folder
     with _draft(folder.with_name(f"{folder.name}.writing")) as draft:
         yield draft
@@ -96,11 +87,7 @@ def put_in_place(draft: Path, folder: Path) -> None:
 
 
 def restore_earlier(folder: Path) -> None:
-    """What a kill between the two renames of ``put_in_place`` has left: the earlier folder gets its name back.
-
-    Raises:
-        OSError: it cannot be renamed or deleted.
-    """
+    """What a kill between the two renames of ``put_in_place`` has left: the earlier folder gets its name back."""
     if os.path.lexists(folder):
         remove(earlier(folder))
     elif os.path.lexists(earlier(folder)):
@@ -113,9 +100,6 @@ def added_folder(folder: Path) -> Iterator[Path]:
     """An empty folder to write into, which becomes ``folder`` if the block succeeds.
 
     Several processes may make the same folder at once: the first to finish wins, and the others drop theirs.
-
-    Raises:
-        OSError: it cannot be written or renamed.
     """
     with _draft(folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")) as draft:
         yield draft
@@ -134,11 +118,7 @@ def earlier(folder: Path) -> Path:
 
 
 def remove(folder: Path) -> None:
-    """Delete a folder with all that is in it, or nothing if there is none; of a symbolic link only the link.
-
-    Raises:
-        OSError: it cannot be deleted.
-    """
+    """Delete a folder with all that is in it, or nothing if there is none; of a symbolic link only the link."""
     if folder.is_symlink():
         folder.unlink()
     elif folder.exists():
@@ -146,11 +126,7 @@ def remove(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk.
-
-    Raises:
-        OSError: the disk could not write it.
-    """
+    """Wait until a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -159,6 +135,23 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(handle)
+
+
+def same_modes(folder: Path) -> None:
+    """Give every file in ``folder`` the mode of a new file, keeping that a file may be executed. Links are left alone.
+
+    safetensors makes files that only their owner can read (0600), all else has the umask's mode: a colleague could then
+    read a checkpoint's names and not its weights.
+    """
+    probe = folder / f".mode-{secrets.token_hex(4)}"
+    probe.touch()
+    wanted = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            has = stat.S_IMODE(path.stat().st_mode)
+            if has | wanted != has:
+                path.chmod(has | wanted)
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Composing: the baseline, then the answers of every strategy in the order of phases, make one plan.
 
-The order in the config file has no influence. A strategy may only give the answers of its phase, so that the reader of
-a strategy file knows what it can change. Two answers depend on more than the phase: keys of DeepSpeed's config are set
-by strategies that require its engine, and what forward keeps may be decided again where the first answer is ``open``.
+The order in the config has no influence. A strategy may only give the answers of its phase, so that the reader of its
+file knows what it can change. Two answers depend on more: keys of DeepSpeed's config are set by strategies that require
+its engine, and what forward keeps may be decided again where the first answer is ``open``.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _sums_over_ranks(plan: Plan) -> Iterator[Reserve]:
 
 
 def _check_answer(name: str, strategy: Strategy, decision: Decision, plan: Plan) -> None:
-    """Raise TypeError if this question is not one that ``strategy`` answers; see the module docstring."""
+    """Raise TypeError if this question is not one that ``strategy`` answers."""
     allowed = ANSWERS[strategy.phase]
     if isinstance(decision, EngineSet):
         its_own = Requirement.DEEPSPEED in strategy.requires

@@ -2,10 +2,7 @@
 
 A model is a list of units in order of first use: the embedding, the blocks, the head. A parameter that is used twice
 (a tied head) is counted once, in the unit that uses it first. ``trainer/planning/facts.py`` fills these in from a
-fake-tensor copy of the model; tests write them by hand.
-
-``params`` lists the parameters one by one. Only a strategy that places single parameters needs them, so they may be
-left out; if given, they must add up to the units (asserted).
+fake-tensor copy of the model. ``params`` are listed only where a strategy places single parameters.
 """
 
 from __future__ import annotations
@@ -47,7 +44,6 @@ class Precision(Enum):
 
     @property
     def element_bytes(self) -> int:
-        """Bytes per number."""
         return 4 if self is Precision.FP32 else 2
 
 
@@ -92,29 +88,18 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class Temporaries:
-    """The most bytes that a unit has on the device beyond what it and the units before it save for backward.
-
-    Args:
-        forward: in its forward.
-        backward: in its backward; the gradient of a weight counts until it lands where it is kept.
-        landing: the same, with the gradients of the unit that have landed.
-    """
+    """The most bytes that a unit has on the device beyond what it and the units before it save for backward."""
 
     forward: int
-    backward: int
-    landing: int
+    backward: int  # the gradient of a weight counts until it lands where it is kept
+    landing: int  # in backward, with the gradients of the unit that have landed
 
 
 @dataclass(frozen=True, slots=True)
 class InChunks:
-    """A head whose cross-entropy is computed by chunks of rows.
+    """What a head saves, and its temporaries, if its cross-entropy is computed by chunks of rows."""
 
-    Args:
-        logits: elements of the logits.
-        saved_bytes: what the head then saves; ``temporaries`` likewise.
-    """
-
-    logits: int
+    logits: int  # elements
     saved_bytes: int
     temporaries: Temporaries | None = None
 
@@ -124,10 +109,7 @@ class Unit:
     """One part of the model, used as a whole.
 
     ``num_params`` and ``num_trainable`` count elements. ``saved_bytes`` is what autograd keeps for backward of one
-    micro-batch, counted on a fake run, parameters excluded. ``choices``: how a block can be recomputed, None if it
-    cannot; ``again`` is the work that backward repeats, ``hosted_bytes`` what waits on the host until backward.
-    ``temporaries``: counted on a fake run of forward and backward, None if they are not counted. ``in_chunks``: a head
-    whose loss can be computed by chunks, None if it cannot.
+    micro-batch, counted on a fake run, parameters excluded.
     """
 
     name: str
@@ -135,18 +117,17 @@ class Unit:
     num_params: int
     num_trainable: int
     saved_bytes: int = 0
-    choices: Choices | None = None
-    again: Work = NO_WORK
-    hosted_bytes: int = 0
-    temporaries: Temporaries | None = None
-    in_chunks: InChunks | None = None
+    choices: Choices | None = None  # None: a block that cannot be recomputed
+    again: Work = NO_WORK  # that backward repeats
+    hosted_bytes: int = 0  # that wait on the host until backward
+    temporaries: Temporaries | None = None  # None: not counted
+    in_chunks: InChunks | None = None  # None: its loss cannot be computed by chunks
 
     def __post_init__(self) -> None:
         assert 0 <= self.num_trainable <= self.num_params, self
         assert self.saved_bytes >= 0, self
 
     def with_chunks(self) -> Unit:
-        """This head as it is with its loss computed by chunks."""
         chunks = self.in_chunks
         assert chunks is not None, self.name
         return replace(self, saved_bytes=chunks.saved_bytes, temporaries=chunks.temporaries)
@@ -154,24 +135,16 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """One parameter tensor, listed in the unit that uses it first.
-
-    Args:
-        dtype: the dtype of compute under the memory engine, by torch's name: "float32" or "bfloat16".
-        group: index of the optimizer's parameter group; None if it is frozen.
-        users: further units that use it, as a tied head does.
-        elsewhere: it is read outside of the modules that own it, as by a loss that multiplies by the head's weight.
-        looked_up: its unit only looks rows up in it, as an embedding does, and does not read it in backward.
-    """
+    """One parameter tensor, listed in the unit that uses it first."""
 
     name: str
     unit: str
     num_elements: int
-    dtype: str
-    group: int | None
-    users: tuple[str, ...] = ()
-    elsewhere: bool = False
-    looked_up: bool = False
+    dtype: str  # of compute under the memory engine, by torch's name: "float32" or "bfloat16"
+    group: int | None  # of the optimizer; None: frozen
+    users: tuple[str, ...] = ()  # further units that use it, as a tied head does
+    elsewhere: bool = False  # read outside of the modules that own it, as by a loss that multiplies by the head
+    looked_up: bool = False  # its unit only looks rows up in it, and does not read it in backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +180,6 @@ class RunFacts:
 
     @property
     def grid(self) -> Grid:
-        """Where the ranks are."""
         return Grid(self.stages, self.replicas, self.tensor)
 
     @property
@@ -217,7 +189,6 @@ class RunFacts:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens per optimizer step over all ranks."""
         return self.micro_batch * self.sequence * self.accumulation * self.replicas
 
 
@@ -228,44 +199,24 @@ HOST_UPDATE_BYTES = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """How fast a machine works. Directions are the device's: *up* is host to device.
+    """How fast a machine works. Directions are the device's: *up* is host to device."""
 
-    Args:
-        gemm_fp32_flops_per_s: of a matrix product on the device, without TF32.
-        gemm_bf16_flops_per_s: the same in bf16; None if the device has no such units.
-        up_bytes_per_s: the link alone, for large copies of pinned memory; ``down_bytes_per_s`` likewise.
-        duplex_factor: share of either direction's rate while both run; 1.0: they do not disturb each other.
-        link_latency_s: seconds that a copy takes in addition to its bytes.
-        launch_s: seconds of the host to launch one operator on the device.
-        net_bytes_per_s: that one rank sends to others of its machine, and receives; None: by way of the host, over
-            both links.
-        net_latency_s: seconds of a message between ranks of a machine in addition to its bytes.
-        net_across_bytes_per_s: that one rank sends to ranks of other machines, and receives; None: unknown.
-        net_across_latency_s: of such a message.
-        dram_bytes_per_s: of host memory, reads plus writes: what updates on the host and copies in both directions have
-            together.
-        update_fp32_params_per_s: AdamW on the host by the engine's worker, gradients in fp32, clipped.
-        update_bf16_params_per_s: the same with bf16 gradients, fp32 masters and new bf16 weights.
-        device_bytes_per_s: of the device's memory, reads plus writes.
-        origin: "measured" on this machine, a named "profile", or "assumed".
-    """
-
-    gemm_fp32_flops_per_s: float
-    gemm_bf16_flops_per_s: float | None
-    up_bytes_per_s: float
+    gemm_fp32_flops_per_s: float  # of a matrix product on the device, without TF32
+    gemm_bf16_flops_per_s: float | None  # None: the device has no such units
+    up_bytes_per_s: float  # the link alone, for large copies of pinned memory
     down_bytes_per_s: float
-    duplex_factor: float
-    link_latency_s: float
-    dram_bytes_per_s: float
-    update_fp32_params_per_s: float
-    update_bf16_params_per_s: float
-    device_bytes_per_s: float
-    launch_s: float = 1e-5
-    net_bytes_per_s: float | None = None
-    net_latency_s: float = 1e-5
-    net_across_bytes_per_s: float | None = None
+    duplex_factor: float  # share of either direction's rate while both run; 1.0: they do not disturb each other
+    link_latency_s: float  # that a copy takes in addition to its bytes
+    dram_bytes_per_s: float  # of the host, reads plus writes: of its updates and of copies in both directions together
+    update_fp32_params_per_s: float  # AdamW on the host by the engine's worker, gradients in fp32, clipped
+    update_bf16_params_per_s: float  # the same with bf16 gradients, fp32 masters and new bf16 weights
+    device_bytes_per_s: float  # of the device's memory, reads plus writes
+    launch_s: float = 1e-5  # of the host, to launch one operator on the device
+    net_bytes_per_s: float | None = None  # a rank to others of its machine, and from them; None: by way of the host
+    net_latency_s: float = 1e-5  # of a message between ranks of a machine, in addition to its bytes
+    net_across_bytes_per_s: float | None = None  # to ranks of other machines; None: unknown
     net_across_latency_s: float = 2e-5
-    origin: Literal["measured", "profile", "assumed"]
+    origin: Literal["measured", "profile", "assumed"]  # on this machine; by name
 
     def __post_init__(self) -> None:
         latencies = ("link_latency_s", "launch_s", "net_latency_s", "net_across_latency_s")
@@ -296,11 +247,9 @@ class Rates:
         return self.gemm_fp32_flops_per_s if precision is Precision.FP32 or half is None else half
 
     def seconds(self, work: Work, precision: Precision) -> float:
-        """Time of ``work`` on the device, one operator after the other."""
         return work.flops / self.gemm_flops(precision) + work.touched_bytes / self.device_bytes_per_s
 
     def update_params_per_s(self, precision: Precision) -> float:
-        """Parameters per second of the update on the host."""
         return self.update_fp32_params_per_s if precision is Precision.FP32 else self.update_bf16_params_per_s
 
 
@@ -340,16 +289,12 @@ class UnitTimes:
     origin: str
 
     def of(self, kind: UnitKind) -> tuple[float, float]:
-        """Forward and backward of one unit."""
         return {UnitKind.EMBEDDING: self.embedding, UnitKind.BLOCK: self.block, UnitKind.HEAD: self.head}[kind]
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Everything that decisions may depend on.
-
-    ``unit_times`` are measured by an earlier run or by ``launch/plan.py --measure``.
-    """
+    """Everything that decisions may depend on."""
 
     units: tuple[Unit, ...]
     run: RunFacts
@@ -358,7 +303,7 @@ class Facts:
     linears: tuple[Linear, ...] = ()  # listed where a strategy changes them, with what is known of their speed
     timings: tuple[Timed, ...] = ()
     no_copies: str = ""  # why no second copies of weights can be kept; empty: they can
-    unit_times: UnitTimes | None = None
+    unit_times: UnitTimes | None = None  # measured by an earlier run or by ``launch/plan.py --measure``
     cut: Cut | None = None  # of the whole model, where the units are those of one stage
 
     def __post_init__(self) -> None:
@@ -373,7 +318,6 @@ class Facts:
 
     @property
     def num_params(self) -> int:
-        """Elements of all parameters."""
         return sum(unit.num_params for unit in self.units)
 
     @property
@@ -386,14 +330,11 @@ class Facts:
 
     @property
     def num_trainable(self) -> int:
-        """Elements of trainable parameters."""
         return sum(unit.num_trainable for unit in self.units)
 
     def unit(self, name: str) -> Unit:
-        """The unit of that name."""
         return next(unit for unit in self.units if unit.name == name)
 
     def to_json(self) -> dict[str, Any]:
-        """A dict of JSON types; enums by value."""
         found: dict[str, Any] = TypeAdapter(Facts).dump_python(self, mode="json")
         return found

@@ -1,8 +1,8 @@
 """The layout: which parameters are moved together, where each byte of them lies, and when it moves. Numbers only.
 
-Problem. A model is larger than the device. Its parameters are grouped into buckets, the unit of every copy and every
-update. Each bucket has one fixed address on the device for the whole run, so that a view taken in forward is still
-valid in backward after the bucket was evicted and fetched again.
+Parameters are grouped into buckets, the unit of every copy and every update. Each bucket has one fixed address on the
+device for the whole run, so that a view taken in forward is still valid in backward after the bucket was evicted and
+fetched again.
 
 Memory arithmetic, per element of a bucket in a compute dtype of ``e`` bytes, ``m`` fp32 moments (Adam: 2):
 
@@ -26,23 +26,20 @@ Memory arithmetic, per element of a bucket in a compute dtype of ``e`` bytes, ``
 
 Over ranks a bucket may be cut into ``ways`` spans of equal size, one for each rank. WEIGHT and GRAD are whole on every
 rank while they are there; with ``grad_split`` GRAD is a slot, as if the gradient left. Everything else holds the rank's
-own span only, so the host's bytes and those of the state fall to a part. A parameter is whole in one span where that
-costs little room; otherwise it is cut at aligned elements, and its owners are several ranks (``planner/buckets.py``).
+own span only. A parameter is whole in one span where that costs little room; otherwise it is cut at aligned elements,
+and its owners are several ranks (``planner/buckets.py``).
 
-With ``common_host`` the ranks are on one machine, and copy all spans of a weight up from its memory, the others' out of
-their arenas, instead of their own span only, with the network for the others (``read_by_all``). It takes no more
-memory. What others read comes first in the arena on the host.
+With ``common_host`` the ranks are on one machine, and copy all spans of a weight up from its memory (``read_by_all``)
+instead of their own span only, with the network for the others. What others read comes first in the host's arena.
 
 In mixed precision with one micro-batch per update, COPY and PARKED of a bucket are one place (``parks_in_copy``). The
 copy is needed until backward has fetched it for the last time, the gradient from then on, and the update writes the
 new weight over the gradient that it has read. A weight that is wanted in between, and one whose gradient is dropped, is
-rounded from the master again, whose rounded value it always is. So with Adam a bucket whose gradient waits on the host
-costs 14 bytes per element there instead of 16.
+rounded from the master again, whose rounded value it always is.
 
 Without ``keeps_copies`` the master is all that the host has of a mixed-precision weight (``rounded_to_fetch``): each
-fetch rounds it into a slot, which the copy up reads. That is 12 bytes per element where gradients wait on the device,
-and 14 where several micro-batches are added on the host. Where COPY is the place of PARKED, nothing would be saved, and
-it stays.
+fetch rounds it into a slot, which the copy up reads. Where COPY is the place of PARKED, nothing would be saved, and it
+stays.
 
 Time inside an iteration is counted in ticks: forward of each unit in order of first use, then backward in reverse; 2 n
 ticks for n units. A weight that travels has ``resident_ticks``, half-open ranges during which it is on the device: it
@@ -86,7 +83,7 @@ class Site(Enum):
 
 
 class Item(Enum):
-    """One kind of memory. See the module docstring for sizes."""
+    """One kind of memory; the module docstring has the sizes."""
 
     __hash__ = object.__hash__  # by identity; Enum's own looks the name up each time
 
@@ -130,7 +127,6 @@ class Bucket:
 
     @property
     def resident(self) -> bool:
-        """Whether its weight is always on the device."""
         return not self.resident_ticks
 
     @property
@@ -153,12 +149,10 @@ class Bucket:
 
     @property
     def mixed(self) -> bool:
-        """Whether the compute weight is not the master."""
         return self.dtype != "float32"
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of its weight in the dtype of compute, padding included."""
         return self.num_elements * ITEM_BYTES[self.dtype]
 
 
@@ -167,39 +161,29 @@ class Layout:
     """All buckets in order of first use, and what decides when they move.
 
     Args:
-        units: all units of the model in order of first use; they define the ticks.
         in_backward: updates start as gradients land. Otherwise they wait for the norm of all gradients and run in
             forward order under the next forward.
-        accumulation: micro-batches per update.
-        max_grad_norm: what gradients are clipped to; 0 does not clip.
-        moments: fp32 numbers of optimizer state per element.
-        grad_slots, visit_slots: number of slots for gradients on their way down (and for weights that are rounded on
-            their way up), and for visiting state.
-        keeps_copies: weights that travel rest on the host in the dtype of compute, even beside their masters.
-        common_host: the ranks are on one machine, and read weights out of each other's host memory.
         reduction: how ranks that share a bucket add its gradients. "exact": each owner in the order of ranks; "fast":
             while they are sent, in the order of the library's reduce-scatter.
     """
 
     buckets: tuple[Bucket, ...]
-    units: tuple[str, ...]
+    units: tuple[str, ...]  # of the whole model in order of first use; they define the ticks
     in_backward: bool
-    accumulation: int
-    max_grad_norm: float
-    moments: int = 2
-    grad_slots: int = 2
-    visit_slots: int = 2
-    keeps_copies: bool = True
-    common_host: bool = False
+    accumulation: int  # micro-batches per update
+    max_grad_norm: float  # 0 does not clip
+    moments: int = 2  # fp32 numbers of optimizer state per element
+    grad_slots: int = 2  # for gradients on their way down, and for weights that are rounded on their way up
+    visit_slots: int = 2  # for visiting state
+    keeps_copies: bool = True  # weights that travel rest on the host in the dtype of compute, even beside their masters
+    common_host: bool = False  # the ranks are on one machine, and read weights out of each other's host memory
     reduction: Reduction = "exact"
 
     @property
     def num_ticks(self) -> int:
-        """Ticks of one iteration."""
         return 2 * len(self.units)
 
     def slots(self, item: Item) -> int:
-        """Number of slots that buckets use in turn for ``item``."""
         return self.visit_slots if item is Item.VISIT else self.grad_slots
 
 
@@ -220,10 +204,7 @@ def gradient_tick(bucket: Bucket, ticks: Mapping[str, tuple[int, int]]) -> int:
 
 
 def leads(bucket: Bucket, layout: Layout) -> tuple[int, int]:
-    """How many ticks before its use a travelling weight is fetched, in forward and in backward.
-
-    1 for a direction in which it is not fetched at all, because it is still there.
-    """
+    """How many ticks before its use a travelling weight is fetched, in forward and backward; 1 where it is there."""
     count, used = layout.num_ticks, uses(bucket, ticks_of(layout.units))
     found: dict[bool, int] = {}  # by whether it is used in backward
     for start, _ in bucket.resident_ticks:
@@ -363,11 +344,9 @@ class Spot:
 
     @property
     def end(self) -> int:
-        """The first byte behind it."""
         return self.offset + self.num_bytes
 
     def overlaps(self, other: Spot) -> bool:
-        """Whether the two have a byte in common."""
         return self.home is other.home and self.offset < other.end and other.offset < self.end
 
 
@@ -383,9 +362,7 @@ class Addresses:
     spots: Mapping[tuple[str, Item], Spot]
 
     def of(self, bucket: str, item: Item) -> Spot:
-        """The spot of one item of one bucket, which has to have one."""
         return self.spots[(bucket, item)]
 
     def num_bytes(self, home: Home) -> int:
-        """The size of the arena of one home."""
         return self.arena_bytes.get(home, 0)

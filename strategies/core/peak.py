@@ -6,11 +6,7 @@ alive together. If unit i is recomputed, so is everything that its forward saves
 model (``trainer/model/temporaries.py``); without a count they are 0.
 
 What waits on the host is copied down during the forward of the next unit, and copied up during the backward of the next
-unit. So at the backward of unit i, its own hosted tensors are on the device, and those of the unit before it arrive.
-Forward is the same in reverse.
-
-Example: four units that save 3 bytes each and whose gradients have 1 byte each peak at the backward of the last one,
-with 12 + 1 bytes.
+unit: at the backward of unit i, its own hosted tensors are on the device, and those of the unit before it arrive.
 """
 
 from __future__ import annotations
@@ -24,19 +20,12 @@ from strategies.core.layout import ALIGN_BYTES, aligned
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """Bytes that one unit saves.
+    """Bytes that one unit saves."""
 
-    Args:
-        waiting: on the device, from its forward to its backward.
-        working: on the device during its backward, with what came back from the host.
-        hosted: on the host, from its forward to its backward.
-        temporaries: beyond ``working``, during its forward and during its backward.
-    """
-
-    waiting: int
-    working: int
-    hosted: int = 0
-    temporaries: Temporaries | None = None
+    waiting: int  # on the device, from its forward to its backward
+    working: int  # on the device during its backward, with what came back from the host
+    hosted: int = 0  # on the host, from its forward to its backward
+    temporaries: Temporaries | None = None  # beyond ``working``
 
 
 def backward_peak(units: Sequence[Saved], grads: Sequence[int]) -> int:
@@ -65,7 +54,7 @@ def backward_peak(units: Sequence[Saved], grads: Sequence[int]) -> int:
 
 
 def forward_peak(units: Sequence[Saved]) -> int:
-    """Largest sum of saved tensors and temporaries along forward."""
+    """The same along forward, without gradients."""
     before = highest = leaving = 0
     for unit in units:
         there = before + unit.working + leaving + (unit.temporaries.forward if unit.temporaries else 0)

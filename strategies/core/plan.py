@@ -1,13 +1,13 @@
 """The plan: an immutable answer to every question about every unit, and the bytes that follow from it.
 
-A baseline answers everything first (plain layers, whole tensors on every rank, all saved tensors kept, everything
-on the device), so every plan is complete and can be printed. Strategies replace answers. Two strategies that answer the
-same question about the same unit differently raise a ``Conflict`` that names both; the order never decides.
+A baseline answers everything first (plain layers, whole tensors on every rank, all saved tensors kept, everything on
+the device), so every plan is complete. Strategies replace answers; two that answer one question about one unit
+differently raise a ``Conflict`` that names both.
 
 Memory arithmetic. Per unit and kind of tensor, bytes on one rank are ``elements * element_bytes / ways`` (rounded up).
-The device peak is computed along forward and backward (``peak.py``): saved tensors are freed as gradients appear, and
-each unit has temporaries; parameters, masters, moments and reserved buffers are alive throughout, and with accumulation
-the gradients of all units. Saved tensors that wait on the host have memory there all the time.
+The device's peak follows forward and backward (``peak.py``); parameters, masters, moments and reserved buffers are
+alive throughout, and with accumulation the gradients of all units. Saved tensors that wait on the host have memory
+there all the time.
 
 If the plan has addresses, each home is one arena, allocated at the start and never grown. On the device the peak is its
 size plus what forward and backward have besides; saved tensors that wait on the host are part of the host's arena.
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from types import MappingProxyType
-from typing import TypeAlias, TypeVar
+from typing import ClassVar, TypeAlias, TypeVar
 
 from strategies.core.facts import NO_WORK, Facts, Precision, Unit, Work
 from strategies.core.facts import Home as Home  # part of the vocabulary of plans
@@ -55,13 +55,15 @@ class When(Enum):
 class Decision:
     """An answer to one question about one unit. ``reason`` is shown in the table."""
 
+    about: ClassVar[tuple[str, ...]] = ("unit",)  # the fields that say which question it answers
     unit: str
     reason: str
 
     @property
     def slot(self) -> Slot:
         """The question this answers: two decisions with one slot compete."""
-        return (type(self).__name__, self.unit)
+        which = (getattr(self, name) for name in self.about)
+        return (type(self).__name__, *(each.name if isinstance(each, Enum) else each for each in which))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,42 +76,27 @@ class Impl(Decision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share(Decision):
-    """WHO: one kind of the unit's tensors is split over ``ways`` ranks, ``element_bytes`` per element.
+    """WHO: one kind of the unit's tensors is split over ``ways`` ranks."""
 
-    ``element_bytes`` 0 means that the tensor does not exist (no separate master in plain fp32). Frozen parameters may
-    have another size, ``frozen_bytes``.
-    """
-
+    about = ("unit", "kind")
     kind: Kind
     ways: int
-    element_bytes: int
-    frozen_bytes: int | None = None
-
-    @property
-    def slot(self) -> Slot:
-        return ("Share", self.unit, self.kind.name)
+    element_bytes: int  # 0: the tensor does not exist (no separate master in plain fp32)
+    frozen_bytes: int | None = None  # of frozen parameters, where they have another size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep(Decision):
-    """KEEP: bytes of saved tensors that forward keeps on the device for backward of one micro-batch.
+    """KEEP: bytes of saved tensors that forward keeps on the device for backward of one micro-batch."""
 
-    Args:
-        policy: "none": all that autograd saves. "chunks": the head without softmax. Else backward runs forward again.
-        kept: operators whose outputs are kept besides the unit's input, as ``facts.Operator`` names them.
-        hosted: those of these, and of the input (``INPUT``), that wait on the host: ``hosted_bytes``.
-        again: the work that backward repeats.
-        open: a later phase may decide again; ``may_host``: also with saved tensors on the host.
-    """
-
-    policy: str
+    policy: str  # "none": all that autograd saves; "chunks": the head without softmax; else backward runs forward again
     saved_bytes: int
-    kept: tuple[str, ...] = ()
-    hosted: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()  # operators whose outputs are kept besides the unit's input, as ``Operator`` names them
+    hosted: tuple[str, ...] = ()  # those of these, and of the input (``INPUT``), that wait on the host
     hosted_bytes: int = 0
-    again: Work = NO_WORK
-    open: bool = False
-    may_host: bool = False
+    again: Work = NO_WORK  # that backward repeats
+    open: bool = False  # a later phase may decide again
+    may_host: bool = False  # and then also with saved tensors on the host
 
     @property
     def recomputes(self) -> bool:
@@ -120,17 +107,13 @@ class Keep(Decision):
 class Rest(Decision):
     """WHERE: the home of one kind of the unit's tensors between uses.
 
-    ``strays`` counts elements that rest at the other home: small vectors stay where the matrices of a block leave. The
-    table shows ``reason`` with them; the others have that of their ``Share``.
+    The table shows ``reason`` with strays; the others have that of their ``Share``.
     """
 
+    about = ("unit", "kind")
     kind: Kind
     home: Home
-    strays: int = 0
-
-    @property
-    def slot(self) -> Slot:
-        return ("Rest", self.unit, self.kind.name)
+    strays: int = 0  # elements at the other home: small vectors stay where the matrices of a block leave
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,15 +127,12 @@ class Travel(Decision):
 class Reserve(Decision):
     """BUFFER: bytes set aside under a name, outside any unit's own tensors."""
 
+    about = ("owner",)
     owner: str
     num_bytes: int
     home: Home = Home.DEVICE
     when: When = When.ALWAYS
     in_passes: bool = False  # used by forward and backward, as saved tensors are: in no arena
-
-    @property
-    def slot(self) -> Slot:
-        return ("Reserve", self.owner)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,14 +152,11 @@ class Place(Decision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSet(Decision):
-    """A key of DeepSpeed's config (dotted). Each key has one writer, so that two strategies cannot set it silently."""
+    """A key of DeepSpeed's config (dotted), which has one writer."""
 
+    about = ("key",)
     key: str
     value: bool | int | float | str
-
-    @property
-    def slot(self) -> Slot:
-        return ("EngineSet", self.key)
 
 
 D = TypeVar("D", bound=Decision)
@@ -197,11 +174,7 @@ class Conflict(ValueError):
 
 
 def baseline_shares(facts: Facts, unit: Unit) -> Iterable[Decision]:
-    """Plain data parallelism as ``torch`` does it: tensors as they are loaded, whole on every rank.
-
-    Mixed precision autocasts parameters where they are used, so they keep their size and there is no separate master
-    copy. Gradients and the optimizer's state have the parameters' dtype.
-    """
+    """Tensors as they are loaded, whole on every rank. Autocast keeps parameters' size; there is no separate master."""
     run = facts.run
     mixed = run.precision is not Precision.FP32
     note = f"autocast computes in {run.precision.value}" if mixed else "plain fp32"
@@ -236,11 +209,7 @@ class Plan:
         return cls(facts, MappingProxyType({d.slot: (d, BASELINE) for d in decisions}))
 
     def amend(self, decisions: Iterable[Decision], by: str) -> Plan:
-        """This plan with ``decisions`` in place.
-
-        Raises:
-            Conflict: another strategy already answered one of these questions differently.
-        """
+        """This plan with ``decisions`` in place. Raise Conflict where another strategy has decided differently."""
         answers = dict(self.answers)
         given: set[Slot] = set()
         for decision in decisions:
@@ -280,22 +249,19 @@ class Plan:
         return whole - strays if home is rest.home else strays
 
     def total(self, kind: Kind, home: Home | None = None) -> int:
-        """Bytes of one kind over all units on one rank, at one home or anywhere."""
         return sum(self.num_bytes(unit.name, kind, home) for unit in self.facts.units)
 
     @property
     def layout(self) -> Layout | None:
-        """How parameters are stowed; None if no strategy stows them."""
+        """None if no strategy stows parameters."""
         return self._answer(Stow, RUN).layout if (Stow.__name__, RUN) in self.answers else None
 
     @property
     def place(self) -> Place | None:
-        """The addresses of what is stowed, and whether their use is checked at run time."""
         return self._answer(Place, RUN) if (Place.__name__, RUN) in self.answers else None
 
     @property
     def addresses(self) -> Addresses | None:
-        """The addresses of what is stowed; None if no strategy stows anything."""
         return self.place.addresses if self.place else None
 
     def keep(self, unit: str) -> Keep:
@@ -305,7 +271,7 @@ class Plan:
         return self.keep(unit).saved_bytes
 
     def saved_peak(self) -> int:
-        """The most that micro-batches under way keep, recompute, receive and need at a time, besides the states."""
+        """The most bytes that forward and backward have on the device besides the states."""
         kept = self.kept()
         received = sum(reserve.num_bytes for reserve in self.reserves(Home.DEVICE) if reserve.in_passes)
         return received + passes_peak(kept, [0] * len(kept), self.facts.run.in_flight)
@@ -368,7 +334,7 @@ class Plan:
         return peak
 
     def engine(self) -> dict[str, bool | int | float | str]:
-        """DeepSpeed keys (dotted) and values; empty when no strategy uses its engine."""
+        """DeepSpeed's keys (dotted) and values; empty when no strategy uses its engine."""
         return {d.key: d.value for d, _ in self.answers.values() if isinstance(d, EngineSet)}
 
     def decided_by(self, *slots: Slot) -> str:
@@ -387,12 +353,11 @@ def answer(decision: Decision) -> tuple[object, ...]:
     return tuple(getattr(decision, each.name) for each in fields(decision) if each.name not in ("reason", "unit"))
 
 
-_NOTHING = (("routes", ()), ("kept", ()), ("hosted", ()), ("hosted_bytes", 0), ("again", NO_WORK))
 _UNSAID = ("reason", "unit", "kind", "open", "may_host")
 
 
 def _words(decision: Decision) -> str:
-    """The values of a decision as text: ``ways=2, element_bytes=4``."""
-    values = ((each.name, getattr(decision, each.name)) for each in fields(decision) if each.name not in _UNSAID)
-    said = ((name, value.value if isinstance(value, Enum) else value) for name, value in values)
-    return ", ".join(f"{name}={value}" for name, value in said if (name, value) not in _NOTHING)
+    """The values of a decision as text, without those that are as always: ``ways=2, element_bytes=4``."""
+    values = ((each, getattr(decision, each.name)) for each in fields(decision) if each.name not in _UNSAID)
+    said = ((each.name, value) for each, value in values if value != each.default)
+    return ", ".join(f"{name}={value.value if isinstance(value, Enum) else value}" for name, value in said)

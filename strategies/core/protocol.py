@@ -1,14 +1,11 @@
 """The interface of a strategy: one file with one frozen class of options, which first decides and later acts.
 
-``decide`` is pure (facts and the plan so far in, decisions out; no torch, no clock, no device), so that every placement
-can be shown, compared and tested before anything is allocated. ``apply`` changes the model afterwards, in the order
-that ``trainer/run/order.py`` gives.
+``decide`` is pure, so that every placement can be shown, compared and tested before anything is allocated. ``apply``
+changes the model afterwards, in the order that ``trainer/run/order.py`` gives.
 
 Each strategy answers one question, its phase, about units of the model. Phases are decided in the order of the enum
-below, because each answer needs the sizes that the phases before it have settled; the order in the config is
-irrelevant. The rest of this project does not know strategies by name: what one requires, excludes or measures it
-declares here (``requires``, ``excludes``, ``gemm_timing``, ...). It also declares how exact training with it is
-(``parity``) and small options with which the parity tests run it (``examples``).
+below, because each answer needs the sizes that the phases before it have settled. The rest of this project does not
+know strategies by name: what one requires, excludes or measures it declares here.
 """
 
 from __future__ import annotations
@@ -65,7 +62,7 @@ class Parity:
     """How far weights trained with a strategy may differ from those of plain training.
 
     ``tolerance`` is the largest difference, relative to the largest weight of the same tensor, after the steps of the
-    parity tests; 0.0 means bit for bit. A tolerance above 0 needs a ``reason``.
+    parity tests; 0.0 means bit for bit.
     """
 
     tolerance: float
@@ -84,7 +81,7 @@ class Strategy(BaseModel, ABC):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     phase: ClassVar[Phase]
-    examples: ClassVar[tuple[Mapping[str, Any], ...]]
+    examples: ClassVar[tuple[Mapping[str, Any], ...]]  # small options with which the parity tests run it
     # Strategies that this one depends on: switched on with these options if the config does not name them.
     implies: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     requires: ClassVar[frozenset[Requirement]] = frozenset()
@@ -95,8 +92,7 @@ class Strategy(BaseModel, ABC):
     to_fit: ClassVar[Mapping[str, Any] | None] = None
     # Strategies whose questions this one answers itself, where both are on; see ``beside``.
     takes_over: ClassVar[tuple[str, ...]] = ()
-    # Whether it saves memory on several ranks only.
-    needs_ranks: ClassVar[bool] = False
+    needs_ranks: ClassVar[bool] = False  # it saves memory on several ranks only
 
     @abstractmethod
     def parity(self, run: RunFacts) -> Parity:
@@ -104,7 +100,7 @@ class Strategy(BaseModel, ABC):
 
     @abstractmethod
     def decide(self, facts: Facts, plan: Plan) -> Iterable[Decision]:
-        """Answer this strategy's question for the units it changes. Pure.
+        """Answer this strategy's question for the units it changes. No torch, no clock, no device.
 
         Raises:
             Refusal: the options cannot work with these facts; the message says what would.
@@ -112,10 +108,8 @@ class Strategy(BaseModel, ABC):
         """
 
     def narrowed(self, facts: Facts, rank: int) -> Facts:
-        """The facts of the part of the model that ``rank`` has; every strategy decides about that part alone.
-
-        Raises:
-            Refusal: the model cannot be divided so.
+        """The facts of the part of the model that ``rank`` has; every strategy decides about that part alone. Raise
+        Refusal if the model cannot be divided so.
         """
         return facts
 
@@ -124,7 +118,7 @@ class Strategy(BaseModel, ABC):
         return self
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
-        """Change the model as the plan says, before an engine gets it. Does nothing by default.
+        """Change the model as the plan says, before an engine gets it.
 
         It may not rename, reorder or drop a parameter, buffer or module; the caller checks that.
         """
@@ -134,7 +128,7 @@ class Strategy(BaseModel, ABC):
         return {}
 
     def least_blocks(self) -> int:
-        """How many blocks a model must have for it, at least."""
+        """How many blocks a model must have for it."""
         return 1
 
     def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterable[Refusal]:
@@ -178,7 +172,7 @@ class Strategy(BaseModel, ABC):
 
 
 class Refusal(ValueError):
-    """A strategy cannot work with these facts. Holds the dotted key, its value, and why or what to write instead."""
+    """A strategy cannot work with these facts: the dotted key, its value, and why or what to write instead."""
 
     def __init__(self, key: str, value: object, cure: str) -> None:
         super().__init__(key, value)
@@ -186,7 +180,6 @@ class Refusal(ValueError):
 
     @property
     def cure(self) -> str:
-        """Why, or what to write instead."""
         return self._cure
 
     def __str__(self) -> str:
@@ -195,10 +188,8 @@ class Refusal(ValueError):
 
 
 class MemoryRefusal(Refusal):
-    """A budget is too small: ``needed`` bytes at ``home``, of which there may be ``budget``.
-
-    Args:
-        find_cure, find_needed: may take seconds; they are called if somebody reads what they find.
+    """A budget is too small: ``needed`` bytes at ``home``, of which there may be ``budget``. What ``find_cure`` and
+    ``find_needed`` find may take seconds; they are called if somebody reads it.
     """
 
     def __init__(
@@ -221,7 +212,6 @@ class MemoryRefusal(Refusal):
 
     @property
     def needed(self) -> int:
-        """Bytes that would be enough."""
         return self._find_needed()
 
 

@@ -13,16 +13,12 @@ FOLDER = Path(__file__).resolve().parent.parent
 
 
 def available() -> tuple[str, ...]:
-    """Names of all strategies, sorted. A strategy is a module directly inside ``strategies``."""
+    """Names of all strategies, sorted."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules([str(FOLDER)]) if not module.ispkg))
 
 
 def find(name: str) -> type[Strategy]:
-    """The one strategy class in ``strategies/<name>.py``.
-
-    Raises:
-        KeyError: there is no such file; ``available()`` lists those that there are.
-    """
+    """The one strategy class in ``strategies/<name>.py``. Raise KeyError if there is no such file."""
     if name not in available():
         raise KeyError(name)
     module = importlib.import_module(f"strategies.{name}")

@@ -1,11 +1,11 @@
 """A folder whose manifest says what every file in it is: written last, and checked before anything is read from it.
 
-Problem. That a folder is there says nothing about its bytes. A disk returns a flipped bit, a copy ends early, a file of
-another save has the right name, and neither safetensors nor Arrow nor JSON notices all of it.
+A disk returns a flipped bit, a copy ends early, a file of another save has the right name, and neither safetensors nor
+Arrow nor JSON notices all of it.
 
-``seal`` waits until every file and every folder in it is on the disk, hashes the files while the disk works, and writes
-``manifest.json`` as the last file: size and SHA-256 by name, and what the writer says about the whole. The manifest
-has a hash of its own. ``read`` opens the manifest alone, ``damage`` compares every byte.
+``seal`` waits until all that is in it is on the disk, hashes the files while the disk works, and writes
+``manifest.json`` as the last file: size and SHA-256 by name, what the writer says about the whole, and a hash of its
+own. ``read`` opens the manifest alone, ``damage`` compares every byte.
 
 Invariant. A folder with a readable manifest had all its bytes on the disk before. ``damage`` names a file that was
 changed, cut, exchanged, removed or added.
@@ -15,12 +15,15 @@ Refused: symbolic links inside a folder, and names that would lead out of it.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -45,11 +48,7 @@ class Sealed:
 
 
 def seal(folder: Path, kind: str, about: Mapping[str, Any]) -> Sealed:
-    """Sync and hash everything in ``folder``, then write its manifest and sync that. ``about`` has to be JSON.
-
-    Raises:
-        OSError: something cannot be read or synced, or is a symbolic link.
-    """
+    """Sync and hash everything in ``folder``, then write its manifest. Raise OSError if anything is a link."""
     paths = [path for path in _files(folder) if path.name != MANIFEST or path.parent != folder]
     by_size = sorted(paths, key=lambda path: path.stat().st_size, reverse=True)
     with _threads() as pool:
@@ -71,13 +70,10 @@ def seal(folder: Path, kind: str, about: Mapping[str, Any]) -> Sealed:
 
 
 def read(folder: Path, kind: str) -> Sealed:
-    """What the manifest of ``folder`` says; the files themselves are not looked at.
-
-    Raises:
-        Damaged: there is no manifest, or it is not what ``seal`` has written for this ``kind``.
-    """
+    """What the manifest of ``folder`` says. Raise Damaged if it is not what ``seal`` has written for this ``kind``."""
     try:
-        content = content_of((folder / MANIFEST).read_bytes())
+        with _opened(folder / MANIFEST) as file:
+            content = content_of(file.read())
     except FileNotFoundError:
         raise Damaged(f"there is no {MANIFEST} in it") from None
     except OSError:
@@ -122,7 +118,6 @@ def damage(folder: Path, sealed: Sealed) -> list[str]:
 
 
 def _found(path: Path) -> tuple[int, str] | str:
-    """Size and hash of a file, or why it has none."""
     try:
         return size_and_hash(path)
     except FileNotFoundError:
@@ -133,17 +128,22 @@ def _found(path: Path) -> tuple[int, str] | str:
 
 def size_and_hash(path: Path) -> tuple[int, str]:
     """Bytes and SHA-256 of a file."""
-    with path.open("rb", buffering=0) as file:
+    with _opened(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return file.tell(), digest
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    """Every file in ``folder`` and the folders in it.
+def _opened(path: Path) -> FileIO:
+    """A file, open for reading. A pipe or a device in its place is an OSError; it would be waited for."""
+    file = FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a file")
+    return file
 
-    Raises:
-        OSError: one is a symbolic link.
-    """
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Every file in ``folder`` and the folders in it. Raise OSError if one is a symbolic link."""
     for path in folder.rglob("*"):
         if path.is_symlink():
             raise OSError(f"{_name(folder, path)}: a symbolic link; only files are written and read here")
@@ -170,11 +170,7 @@ def signed(content: Any) -> str:
 
 
 def content_of(text: bytes) -> Any:
-    """What ``signed`` was given.
-
-    Raises:
-        Damaged: "cannot be read", or it is not what was written.
-    """
+    """What ``signed`` was given. Raise Damaged if it cannot be read, or is not what was written."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

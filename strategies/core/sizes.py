@@ -13,11 +13,7 @@ UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of "20GiB", "512 MiB", "1.5GB" or "4096".
-
-    Raises:
-        ValueError: it is not a size; the message follows a config key.
-    """
+    """Bytes of "20GiB", "512 MiB", "1.5GB" or "4096". Raise ValueError, with words that follow a config key."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if found is None or (found[2] or "b").lower() not in UNITS:
         raise ValueError("must be a size, as in 20GiB, 512MiB or 20GB")
@@ -25,11 +21,7 @@ def parse_bytes(text: str) -> int:
 
 
 def at_least(num_bytes: int) -> int:
-    """``num_bytes``, unless it is too small to be meant.
-
-    Raises:
-        ValueError: fewer than ``SMALLEST``.
-    """
+    """``num_bytes``. Raise ValueError if it is too small to be meant."""
     if num_bytes < SMALLEST:
         raise ValueError(f"that is {num_bytes} bytes; write the unit, as in 20GiB")
     return num_bytes
@@ -46,11 +38,7 @@ def human(num_bytes: float) -> str:
 
 
 def check_budget(value: str | float) -> str | float:
-    """``value``, if it is a memory budget: "auto", a size, bytes, or a share between 0 and 1.
-
-    Raises:
-        ValueError: it is none of these; the message follows a config key.
-    """
+    """``value``, if it is "auto", a size, bytes, or a share between 0 and 1. Raise ValueError like ``parse_bytes``."""
     if isinstance(value, str):
         if value != AUTO:
             try:

@@ -2,16 +2,14 @@
 
 Problem. A wrong address or a weight that is away when it is used would train with wrong numbers, without an error.
 
-Written from the contract in ``strategies/core/layout.py`` and nothing else, so that it can check any planner. Overlaps
-are found by a sweep over the spots in order of address. Example of a complaint: "weight of layers.3 overlaps moments of
-layers.0".
+Written from the contract in ``strategies/core/layout.py`` and nothing else, so that it can check any planner. Example
+of a complaint: "weight of layers.3 overlaps moments of layers.0".
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import pairwise
 from typing import TypeAlias
 
 from strategies.core.facts import Home, Param
@@ -49,11 +47,8 @@ def check(
 def validate(
     layout: Layout, addresses: Addresses, facts_params: Iterable[Param] | None = None, hosted_bytes: int = 0
 ) -> list[str]:
-    """Everything that is wrong with ``layout`` at ``addresses``, one sentence each.
-
-    Args:
-        facts_params: the parameters of the model, if the layout is to be compared with them.
-        hosted_bytes: of saved tensors that wait on the host.
+    """Everything that is wrong with ``layout`` at ``addresses``, one sentence each. ``facts_params``: of the model, to
+    compare with; ``hosted_bytes``: of saved tensors that wait on the host.
     """
     found = [*_settings(layout), *_names(layout)]
     for bucket in layout.buckets:
@@ -66,11 +61,10 @@ def validate(
     needs |= {(need.bucket, need.item): need for need in common_needs(layout, hosted_bytes)}
     found += _spots(needs, addresses)
     found += [] if found else _common(layout, addresses)
-    return found or [*_overlaps(needs, addresses), *_slots(needs, addresses), *_together(layout, addresses)]
+    return found or [*_overlaps(layout, needs, addresses)]
 
 
 def _settings(layout: Layout) -> Iterator[str]:
-    """What is wrong with the numbers of the layout as a whole."""
     least = {"accumulation": 1, "moments": 0, "grad_slots": 1, "visit_slots": 1, "max_grad_norm": 0}
     for name, bound in least.items():
         if getattr(layout, name) < bound:
@@ -83,7 +77,6 @@ def _settings(layout: Layout) -> Iterator[str]:
 
 
 def _names(layout: Layout) -> Iterator[str]:
-    """Names of buckets and parameters that are there twice."""
     for name, count in Counter(bucket.name for bucket in layout.buckets).items():
         if count > 1:
             yield f"bucket {name}: {count} have this name"
@@ -93,7 +86,6 @@ def _names(layout: Layout) -> Iterator[str]:
 
 
 def _shape(bucket: Bucket) -> Iterator[str]:
-    """What is wrong with how the parameters lie in their bucket."""
     if not bucket.name:
         yield "the bucket has no name"
     if bucket.dtype not in ITEM_BYTES:
@@ -118,7 +110,6 @@ def _shape(bucket: Bucket) -> Iterator[str]:
 
 
 def _choices(bucket: Bucket, layout: Layout) -> Iterator[str]:
-    """What is wrong with where and when the bucket is updated and moved."""
     if unknown := [unit for unit in bucket.units if unit not in layout.units]:
         yield f"no unit {unknown[0]}"
     elif bucket.resident_ticks:
@@ -137,7 +128,6 @@ def _choices(bucket: Bucket, layout: Layout) -> Iterator[str]:
 
 
 def _residency(bucket: Bucket, layout: Layout) -> Iterator[str]:
-    """What is wrong with when a travelling weight is on the device."""
     ends = [-1, *(end for _, end in bucket.resident_ticks)]
     for (start, end), before in zip(bucket.resident_ticks, ends, strict=False):
         if not before < start < end <= layout.num_ticks:
@@ -152,7 +142,6 @@ def _residency(bucket: Bucket, layout: Layout) -> Iterator[str]:
 
 
 def _params(layout: Layout, params: list[Param]) -> Iterator[str]:
-    """Parameters of the model that are in no bucket, or in one that does not suit them."""
     expected = {param.name: param for param in params}
     placed = {name for bucket in layout.buckets for name in bucket.params}
     yield from (f"parameter {name}: in no bucket" for name in expected if name not in placed)
@@ -172,7 +161,6 @@ def _params(layout: Layout, params: list[Param]) -> Iterator[str]:
 
 
 def _spots(needs: Mapping[Key, Need], addresses: Addresses) -> Iterator[str]:
-    """Needs without a spot, and spots that are too small, misaligned, outside their arena or of no use."""
     for key, need in needs.items():
         name, spot = _name(key), addresses.spots.get(key)
         if spot is None:
@@ -198,51 +186,32 @@ def _common(layout: Layout, addresses: Addresses) -> Iterator[str]:
             yield f"{_name(key)}: lies {'outside of' if shown else 'in'} the memory that other ranks read"
 
 
-def _overlaps(needs: Mapping[Key, Need], addresses: Addresses) -> Iterator[str]:
-    """Spots with common bytes. Only items of one kind that buckets use in turn may share memory."""
-    for home in Home:
-        here = [(spot, key) for key, spot in addresses.spots.items() if spot.home is home]
-        # The furthest end so far, and the furthest of any group but that one's: enough to check the next spot.
-        furthest, other = (0, "", ""), (0, "", "")
-        for spot, key in sorted(here, key=lambda it: (it[0].offset, it[0].end, _name(it[1]))):
-            offset, end, name = spot.offset, spot.end, _name(key)
-            group = f"passing {key[1].value}" if needs[key].passes else name  # who may share with whom
-            before = other if group == furthest[1] else furthest
-            if offset < before[0] and offset < end:
-                yield f"{name} overlaps {before[2]}"
-            if group == furthest[1]:
-                furthest = max(furthest, (end, group, name))
-            elif end > furthest[0]:
-                furthest, other = (end, group, name), furthest
-            else:
-                other = max(other, (end, group, name))
-
-
-def _slots(needs: Mapping[Key, Need], addresses: Addresses) -> Iterator[str]:
-    """Slots that overlap and begin at different bytes: the engine knows the former user of a slot by its address.
-
-    Weights are not in slots: which of them overlap is compared byte by byte.
+def _overlaps(layout: Layout, needs: Mapping[Key, Need], addresses: Addresses) -> Iterator[str]:
+    """Spots with common bytes, unless they are of one item that buckets use in turn: a weight is there at other ticks;
+    any other slot begins at the same byte, because the engine knows the former user of a slot by its address.
     """
-    keys = [key for key, need in needs.items() if need.passes and need.item is not Item.WEIGHT]
-    spots = sorted(((addresses.spots[key], key) for key in keys), key=lambda it: (it[0].home.value, it[0].offset))
-    longest: tuple[Spot, Key] | None = None  # of the slots so far, the one that ends last
-    for spot, key in spots:
-        if longest is not None and spot.overlaps(longest[0]) and spot.offset != longest[0].offset:
-            yield f"{_name(key)} overlaps {_name(longest[1])}, and does not begin where it does"
-        if longest is None or spot.home is not longest[0].home or spot.end > longest[0].end:
-            longest = (spot, key)
+    stays = {bucket.name: bucket.resident_ticks for bucket in layout.buckets}
+    for first, second in _touching(addresses):
+        if not (needs[first].passes and needs[second].passes and first[1] is second[1]):
+            yield f"{_name(second)} overlaps {_name(first)}"
+        elif first[1] is Item.WEIGHT:
+            pairs = ((max(a, c), min(b, d)) for a, b in stays[first[0]] for c, d in stays[second[0]])
+            if common := [start for start, end in pairs if start < end]:
+                both = " and ".join(sorted((first[0], second[0])))
+                yield f"{both} share an address, and both are resident at tick {min(common)}"
+        elif addresses.of(*first).offset != addresses.of(*second).offset:
+            yield f"{_name(second)} overlaps {_name(first)}, and does not begin where it does"
 
 
-def _together(layout: Layout, addresses: Addresses) -> Iterator[str]:
-    """Pairs of weights that share bytes and are on the device at the same tick, each pair once."""
-    said = set[tuple[str, str]]()
-    for tick in range(layout.num_ticks):
-        here = [b for b in layout.buckets if any(start <= tick < end for start, end in b.resident_ticks)]
-        spots = sorted(((addresses.of(b.name, Item.WEIGHT), b.name) for b in here), key=lambda it: it[0].offset)
-        for (spot, name), (after, later) in pairwise(spots):
-            if spot.overlaps(after) and (name, later) not in said:
-                said.add((name, later))
-                yield f"{name} and {later} share an address, and both are resident at tick {tick}"
+def _touching(addresses: Addresses) -> Iterator[tuple[Key, Key]]:
+    """Pairs of spots with common bytes, by a sweep over each home in order of address."""
+    spots = sorted(addresses.spots.items(), key=lambda it: (it[1].home.value, it[1].offset, it[1].end, _name(it[0])))
+    reaching: list[tuple[Key, Spot]] = []
+    for key, spot in spots:
+        reaching = [(other, its) for other, its in reaching if its.home is spot.home and its.end > spot.offset]
+        if spot.num_bytes:
+            yield from ((other, key) for other, _ in reaching)
+        reaching.append((key, spot))
 
 
 def _name(key: Key) -> str:

@@ -1,10 +1,13 @@
-"""The engine: what happens when a scope is entered or left, and at each call of the optimizer.
+"""The engine: one step of training, in the order of its effects.
 
-    forward enters a scope     settle its updates, fetch what is absent, prefetch
-    backward enters a scope    leave the scopes after it; then the same in the other direction
-    a weight is read           where no hook announced it: settle and fetch it (``guard.py``, ``keeper.py``)
-    a gradient lands           into its slot, and on to where it waits for the update (``gradients.py``)
-    norm, step                 jobs in forward order (``updates.py``), settled when their buckets are next used
+    forward    enters a scope: settle the updates of its weights, fetch what is absent, prefetch
+    backward   enters a scope: leave the scopes after it; then the same in the other direction
+               a gradient lands: into its slot, and on to where it waits for the update (``gradients.py``)
+    norm       of all gradients, over all ranks (``clipping.py``)
+    step       jobs in forward order (``updates.py``), settled when their buckets are next used
+
+A weight that is read where no hook announced it is settled and fetched first, too (``guard.py``, ``keeper.py``). What
+several ranks do together is one object, ``ranks``; for one rank it does nothing (``ranks/one_rank.py``).
 
 Invariant. Every use of a bucket finds its newest weights in its home. Prefetch and the order in which the worker takes
 its work decide how long that takes, never what is found.
@@ -14,23 +17,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from strategies.core.layout import Addresses, Item, Layout, common_bytes
-from strategies.engine.buckets.bucket_state import BucketOf, BucketState, Pending, find_overlapping, make_bucket
+from strategies.core.layout import Addresses, Item, Layout
+from strategies.engine.buckets.bucket_state import BucketOf, BucketState, Pending, find_overlapping
 from strategies.engine.buckets.jobs import Job, Scale
 from strategies.engine.memory.arena import Arena
-from strategies.engine.module_hooks import ModuleHooks, Scope, find_scopes
+from strategies.engine.module_hooks import ModuleHooks, Scope, find_scopes, unseen
 from strategies.engine.prefetch import Prefetch
-from strategies.engine.ranks.common_copies import CommonCopies
-from strategies.engine.ranks.rank_sync import SharedBuffers, hosts_of
-from strategies.engine.ranks.shares import Shares
+from strategies.engine.ranks.common_copies import ranks_of
 from strategies.engine.residency import Residency
 from strategies.engine.tensors.guard import refuse_transforms
-from strategies.engine.tensors.outside_modes import unseen
 from strategies.engine.tensors.parameters import Copied
 from strategies.engine.transfer.transfer import Lane, Transfer
 from strategies.engine.transfer.worker import Worker, spare_cores
@@ -41,8 +42,7 @@ from strategies.engine.updating.optim import UpdateRule
 from strategies.engine.updating.skipped_steps import SkippedSteps
 from strategies.engine.updating.updates import Updates
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 class Engine(Copied):
@@ -50,9 +50,7 @@ class Engine(Copied):
 
     Args:
         groups: returns the optimizer's parameter groups; called when a job is made.
-        transfer: makes the copies; tests pass one that delays or checks them.
         group: ranks to take the mean of gradients over; None for one rank.
-        total_norm: the norm of all gradients; of a part of a model, with those that other ranks have.
         debug: check at each use that a home holds the right bucket, and guard all scopes.
         beside: run host updates in a worker thread, else in the caller's.
     """
@@ -67,33 +65,23 @@ class Engine(Copied):
         transfer: Transfer,
         device: torch.device,
         *,
-        group: ProcessGroup | None = None,
-        total_norm: TotalNorm = norm_of_all,
-        debug: bool = False,
-        beside: bool = True,
+        group: dist.ProcessGroup | None,
+        total_norm: TotalNorm,
+        debug: bool,
+        beside: bool,
     ) -> None:
         self.layout, self.device, self.rule, self.transfer = layout, device, rule, transfer
-        self._groups = groups
-        hosts = None if group is None else hosts_of(group, device)
-        self.common = None
-        if hosts is not None and common_bytes(layout):
-            self.common = CommonCopies(layout, device, hosts, transfer, beside=beside)
-        self.arena = Arena(addresses, device, None if self.common is None else self.common.host)
-        dtypes = {param.dtype for param in model.parameters()}
-        self._nans = {dtype: torch.full((), math.nan, dtype=dtype, device=device) for dtype in dtypes}
-        self._buffers = None if group is None else SharedBuffers(model, device, group)
-        self.shares = None
-        if group is not None and hosts is not None and any(bucket.ways > 1 for bucket in layout.buckets):
-            self.shares = Shares(group, hosts, transfer, self.arena.of("", Item.RECEIVED, torch.uint8))
+        self.groups = groups
+        self.ranks = ranks_of(group, model, layout, transfer, device, beside=beside)
+        self.arena = Arena(addresses, device, self.ranks.common)
         self.buckets = list(self._make_buckets(model))
-        if self.common is not None:
-            self.common.connect(self.buckets, addresses)
+        self.ranks.connect(self.buckets, self.arena)
         self.arena.pin()
         find_overlapping(self.buckets, self.arena)
         self.bucket_of = BucketOf({id(p): (bucket, i) for bucket in self.buckets for i, p in enumerate(bucket.params)})
-        scopes = find_scopes(model, self.bucket_of)
         self._offloads = not all(bucket.spec.resident for bucket in self.buckets)
-        self.residency = Residency(transfer, debug=debug, shares=self.shares, common=self.common)
+        self.residency = Residency(self.ranks, transfer, debug=debug)
+        scopes = find_scopes(model, self.bucket_of)
         self.hooks = ModuleHooks(
             scopes,
             self._enter_forward,
@@ -101,41 +89,43 @@ class Engine(Copied):
             unseen(self.residency.left),
             self._bring_unannounced,
             debug=debug,
-            remembers=self.shares is not None and self._offloads,  # residents need no order of fetches
+            remembers=self.shares_weights,  # residents need no order of fetches
         )
         self.worker = Worker(spare_cores() if beside else None, device)
         scratch = self.arena.of("", Item.SCRATCH, torch.float32)
-        self.updates = Updates(rule, self.residency, transfer, self.worker, scratch)
+        self.updates = Updates(rule, self.residency, self.ranks, transfer, self.worker, scratch)
         order = [self.bucket_of[id(param)] for param in model.parameters() if param.requires_grad]
         self.trained = {id(bucket.params[index]) for bucket, index in order}
         self.gradients = Gradients(
-            layout, order, transfer, self.worker, self.updates, self._completed, self._settle_after_backward, group,
-            hosts, self.shares, total_norm,
+            layout, order, self.ranks, transfer, self.worker, self.updates, self._completed,
+            self._settle_after_backward, total_norm,
         )  # fmt: skip
         self.prefetch = Prefetch(scopes, self.residency, self.updates)
+        self.clipping = Clipping(layout, self.gradients, transfer, device)
+        self.skipped_steps = SkippedSteps(transfer, among_ranks=self.ranks.many or total_norm is not norm_of_all)
         self._used: dict[int, dict[str, Any]] = {}  # copies of the groups that this step's jobs have, by number
         self._ready: list[BucketState] = []  # complete buckets whose updates start in backward
-        self.clipping = Clipping(layout, self.gradients, transfer, device)
-        self.skipped_steps = SkippedSteps(transfer, among_ranks=group is not None or total_norm is not norm_of_all)
         self.unannounced = 0  # reads in backward that no hook announced and that had to fetch their weights
         self._in_forward = False
         self._handles = [model.register_forward_pre_hook(lambda *_: self.begin_forward())]
         self._handles += [model.register_forward_hook(self._end_forward, always_call=True)]
         self._handles += [*self.hooks.attach(), *self.gradients.attach()]
 
-    # --- before the first step ---------------------------------------------------------------------------------------
-
     def _make_buckets(self, model: nn.Module) -> Iterator[BucketState]:
         params = dict(model.named_parameters())
+        nans = {dtype: self._nan(dtype) for dtype in {param.dtype for param in params.values()}}
         fused = {id(p) for module in model.modules() if isinstance(module, FUSED) for p in module.parameters()}
-        rank = 0 if self.shares is None else self.shares.rank
         for index, spec in enumerate(self.layout.buckets):
-            members, nan = [params[name] for name in spec.params], self._nans[params[spec.params[0]].dtype]
-            bucket = make_bucket(spec, index, members, self.arena, nan, self.layout, fused, rank)
+            members = [params[name] for name in spec.params]
+            nan = nans[members[0].dtype]
+            bucket = BucketState(spec, index, members, self.arena, nan, self.layout, fused, self.ranks.rank)
             bucket.take_in()
             yield bucket
 
-    # --- scopes ------------------------------------------------------------------------------------------------------
+    def _nan(self, dtype: torch.dtype) -> Tensor:
+        return torch.full((), math.nan, dtype=dtype, device=self.device)
+
+    # --- forward -----------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
         """Before every forward; of a part that does not run the model itself, its caller says so."""
@@ -144,14 +134,24 @@ class Engine(Copied):
         self.refuse_partly_updated()
         self.hooks.forget_calls()
         self.hooks.close_all()
-        self._in_forward = True
-        if self.shares is not None:
-            self.shares.begins("a forward " + ("with" if torch.is_grad_enabled() else "without") + " gradients")
+        self._in_forward, trains = True, torch.is_grad_enabled()
+        self.ranks.begin_forward(trains=trains, is_last=self.gradients.passes + 1 >= self.layout.accumulation)
         self.prefetch.begin()
-        if torch.is_grad_enabled():
-            if self._buffers is not None:
-                self._buffers.forward(is_last=self.gradients.passes + 1 >= self.layout.accumulation)
+        if trains:
             self.gradients.new_pass()
+
+    @unseen
+    def _enter_forward(self, scope: Scope) -> None:
+        if not self.hooks.backward:
+            self.ranks.note("ran", scope.name)
+        self.ensure(*scope.buckets)
+        if not self.hooks.backward:
+            self.prefetch.in_forward(scope)
+
+    def _end_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._in_forward = False
+
+    # --- backward ----------------------------------------------------------------------------------------------------
 
     @unseen
     def begin_backward(self) -> None:
@@ -160,37 +160,143 @@ class Engine(Copied):
         self.gradients.new_pass()
         self.prefetch.begin_backward()
 
-    def _end_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._in_forward = False
-
-    def refuse_alone(self, bucket: BucketState, name: str) -> None:
-        """Raise RuntimeError if outside code reads a weight that only an exchange could bring: the other ranks may know
-        nothing of it, but in forward and backward, where all ranks do the same.
-        """
-        if bucket.is_shared and not self._in_forward and torch._C._current_graph_task_id() == -1:
-            raise RuntimeError(
-                f"{name} is shared over ranks, and this one has a part of it: read it on all of them, inside of `with "
-                f"optimizer.present([param]):`, or from model.state_dict()"
-            )
-
-    @unseen
-    def _enter_forward(self, scope: Scope) -> None:
-        if self.shares is not None and not self.hooks.backward:
-            self.shares.ran(scope.name)
-        self.ensure(*scope.buckets)
-        if not self.hooks.backward:
-            self.prefetch.in_forward(scope)
-
     @unseen
     def _enter_backward(self, scope: Scope) -> None:
         self._update_ready()
         self.prefetch.come_back_to(scope)
-        if self.shares is not None:
+        if self.ranks.shared:
             for other in self.hooks.comes_back_to():
-                self.shares.comes_back_to(other.name)
+                self.ranks.note("goes back through", other.name)
             self.gradients.exchange(self.prefetch.used(), self.prefetch.to_come())
         self.ensure(*scope.buckets)
         self.prefetch.in_backward()
+
+    def _completed(self, bucket: BucketState) -> None:
+        if self.layout.in_backward:
+            self._ready.append(bucket)
+
+    def _update_ready(self) -> None:
+        """Without clipping: update the buckets that are complete and that no open scope uses."""
+        waiting = [bucket for bucket in self._ready if bucket.open]
+        for bucket in self._ready:
+            if not bucket.open:
+                self._submit(bucket, self.clipping.in_backward(bucket))
+                bucket.views.make_absent()  # not read before step; see ``refuse_partly_updated``
+        self._ready = waiting
+
+    def _settle_after_backward(self, bucket: BucketState) -> None:
+        """Finish the last update of a bucket that this rank has not used since, before it gets another one."""
+        self.hooks.close_all()
+        self.settle(bucket)
+
+    # --- norm and step -----------------------------------------------------------------------------------------------
+
+    def clipping_after_backward(self) -> Clipping:
+        """For those who read, write or clip gradients: backward has ended."""
+        self.hooks.close_all()
+        return self.clipping
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Give every bucket with gradients its job, in the order in which forward will need them."""
+        self.hooks.close_all()
+        self.ranks.step()
+        self.gradients.refuse_leftovers()
+        self.gradients.finish()
+        if self.gradients.empty:
+            return
+        if self.layout.in_backward:
+            self._update_ready()
+            self._refuse_changed()
+        else:
+            touched = [bucket for bucket in self.buckets if bucket.grads.touched]
+            scale = self.clipping.of_step(touched)
+            self.ranks.stop_reading()
+            for bucket in touched:
+                self._submit(bucket, scale)
+        if self.clipping.scale is not None:
+            self.skipped_steps.add(self.clipping.scale, self.gradients.norms())
+        self.clipping.clear()
+        self.gradients.spend()
+        self._used.clear()
+        self.hooks.choose_guards()
+        self.prefetch.in_step()
+        self.skipped_steps.refuse()
+
+    def _submit(self, bucket: BucketState, scale: Scale) -> None:
+        number = bucket.spec.group
+        assert number is not None
+        bucket.refuse_loans()
+        if number not in self._used:
+            # A copy: a scheduler may change a rate, even in place, before the update is computed.
+            self._used[number] = {
+                name: value.clone() if isinstance(value, Tensor) else value
+                for name, value in self.groups()[number].items()
+                if name != "params"
+            }
+        self.updates.submit(bucket, Job(tuple(sorted(bucket.grads.touched)), self._used[number], scale))
+
+    def _refuse_changed(self) -> None:
+        """Raise RuntimeError if hyperparameters are not those that the updates in backward were made with."""
+        for number, used in self._used.items():
+            now = self.groups()[number]
+            for name, value in used.items():
+                if bool(now.get(name) != value):
+                    raise RuntimeError(
+                        f"{name} of parameter group {number} was changed between backward and step(), and the plan "
+                        f"updates in backward: change it before backward, or plan with max_grad_norm > 0"
+                    )
+
+    def refuse_partly_updated(self, cure: str = "call step() before weights are read") -> None:
+        """Raise RuntimeError between backward and step if only some weights are updated already."""
+        if self.layout.in_backward and self._used:
+            raise RuntimeError(f"the plan updates in backward (without max_grad_norm), and updates have begun: {cure}")
+
+    # --- dropping gradients ------------------------------------------------------------------------------------------
+
+    def zero(self, *, to_none: bool) -> None:
+        """Set gradients to None, or to zero if there were any; those that wait for a step are discarded."""
+        for bucket in self.buckets:
+            bucket.grads.zero(to_none=to_none)
+        if not self.gradients.empty:
+            self.discard()
+
+    def discard(self) -> None:
+        """Drop the gradients since the last step, unless updates with them have begun."""
+        self.refuse_partly_updated("call step(), or if backward was interrupted, start from a checkpoint")
+        self.hooks.close_all()
+        self.gradients.discard()
+        self.clipping.clear()
+        self._ready.clear()
+
+    def forget(self, bucket: BucketState, index: int) -> None:
+        """Drop one gradient, as by ``param.grad = None``; without any left, all of the step are discarded."""
+        if bucket.grads.forget_spent(index):
+            return
+        if not self.layout.in_backward:
+            self.clipping.forget(bucket, index)
+        if self.layout.in_backward or not any(each.grads.touched for each in self.buckets):
+            self.discard()
+
+    # --- weights -----------------------------------------------------------------------------------------------------
+
+    def ensure(self, *buckets: BucketState) -> None:
+        """Bring the newest weights of ``buckets``, one after the other, into their homes and show them to COMPUTE."""
+        for bucket in buckets:
+            self.settle(bucket)
+            if not bucket.present:
+                self.residency.fetch(bucket)
+            self.residency.use(bucket)
+
+    @unseen
+    def settle(self, bucket: BucketState) -> None:
+        """Finish the pending update of ``bucket``, so that ``bucket.weight_of`` gives its newest weights."""
+        if not (bucket.settled and bucket.present):
+            for other in bucket.overlapping:  # whose updates have begun and write to the same addresses
+                if other.pending is Pending.VISITING:
+                    self.updates.settle(other)
+        self.updates.settle(bucket)
+        self.residency.restore(bucket)
 
     @unseen
     def _bring_unannounced(self, bucket: BucketState) -> None:
@@ -202,14 +308,6 @@ class Engine(Copied):
         """A resident bucket is read outside of the modules that own it: the running scope uses it from now on."""
         self.ensure(bucket)
         self.hooks.add_to_running(bucket)
-
-    def ensure(self, *buckets: BucketState) -> None:
-        """Bring the newest weights of ``buckets``, one after the other, into their homes and show them to COMPUTE."""
-        for bucket in buckets:
-            self.settle(bucket)
-            if not bucket.present:
-                self.residency.fetch(bucket)
-            self.residency.use(bucket)
 
     def whole_weight(self, bucket: BucketState, index: int, device: torch.device | str) -> Tensor:
         """The newest weight of one parameter of a bucket that ranks share: its home if that is always its own, else a
@@ -225,130 +323,20 @@ class Engine(Copied):
         bucket.was_used(used=self.transfer.record(Lane.COMPUTE))
         return copy
 
-    @unseen
-    def settle(self, bucket: BucketState) -> None:
-        """Finish the pending update of ``bucket``, so that ``bucket.weight_of`` gives its newest weights."""
-        if not (bucket.settled and bucket.present):
-            for other in bucket.overlapping:  # whose updates have begun and write to the same addresses
-                if other.pending is Pending.VISITING:
-                    self.updates.settle(other)
-        self.updates.settle(bucket)
-        self.residency.restore(bucket)
+    @property
+    def shares_weights(self) -> bool:
+        """Whether of some weights each rank holds a span."""
+        return self.ranks.shared and self._offloads
 
-    # --- gradients and updates ---------------------------------------------------------------------------------------
-
-    def refuse_partly_updated(self, cure: str = "call step() before weights are read") -> None:
-        """Raise RuntimeError between backward and step if only some weights are updated already."""
-        if self.layout.in_backward and self._used:
-            raise RuntimeError(f"the plan updates in backward (without max_grad_norm), and updates have begun: {cure}")
-
-    def _completed(self, bucket: BucketState) -> None:
-        if self.layout.in_backward:
-            self._ready.append(bucket)
-
-    def _settle_after_backward(self, bucket: BucketState) -> None:
-        """Finish the last update of a bucket that this rank has not used since, before it gets another one."""
-        self.hooks.close_all()
-        self.settle(bucket)
-
-    def _update_ready(self) -> None:
-        """Without clipping: update the buckets that are complete and that no open scope uses."""
-        waiting = [bucket for bucket in self._ready if bucket.open]
-        for bucket in self._ready:
-            if not bucket.open:
-                self._submit(bucket, self.clipping.in_backward(bucket))
-                bucket.views.make_absent()  # not read before step; see ``refuse_partly_updated``
-        self._ready = waiting
-
-    def clipping_after_backward(self) -> Clipping:
-        """For those who read, write or clip gradients: backward has ended."""
-        self.hooks.close_all()
-        return self.clipping
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Give every bucket with gradients its job, in the order in which forward will need them.
-
-        Raises:
-            NonFiniteError: nothing has changed for several steps.
+    def refuse_alone(self, bucket: BucketState, name: str) -> None:
+        """Raise RuntimeError if outside code reads a weight that only an exchange could bring: the other ranks may know
+        nothing of it, but in forward and backward, where all ranks do the same.
         """
-        self.hooks.close_all()
-        if self._buffers is not None:
-            self._buffers.step()
-        self.gradients.refuse_leftovers()
-        self.gradients.finish()
-        if self.gradients.empty:
-            return
-        if self.layout.in_backward:
-            self._update_ready()
-            self._refuse_changed()
-        else:
-            touched = [bucket for bucket in self.buckets if bucket.grads.touched]
-            scale = self.clipping.of_step(touched)
-            if self.common is not None:
-                self.common.stop_reading()
-            for bucket in touched:
-                self._submit(bucket, scale)
-        if self.clipping.scale is not None:
-            self.skipped_steps.add(self.clipping.scale, self.gradients.norms())
-        self.clipping.clear()
-        self.gradients.spend()
-        self._used.clear()
-        self.hooks.choose_guards()
-        self.prefetch.in_step()
-        self.skipped_steps.refuse()
-
-    def _submit(self, bucket: BucketState, scale: Scale) -> None:
-        assert bucket.spec.group is not None
-        bucket.refuse_loans()
-        if bucket.spec.group not in self._used:
-            group = self._groups()[bucket.spec.group]
-            # A copy: a scheduler may change a rate, even in place, before the update is computed.
-            self._used[bucket.spec.group] = {
-                name: value.clone() if isinstance(value, Tensor) else value
-                for name, value in group.items()
-                if name != "params"
-            }
-        self.updates.submit(bucket, Job(tuple(sorted(bucket.grads.touched)), self._used[bucket.spec.group], scale))
-
-    def _refuse_changed(self) -> None:
-        """Raise RuntimeError if hyperparameters are not those that the updates in backward were made with."""
-        for number, used in self._used.items():
-            now = self._groups()[number]
-            for name, value in used.items():
-                if bool(now.get(name) != value):
-                    raise RuntimeError(
-                        f"{name} of parameter group {number} was changed between backward and step(), and the plan "
-                        f"updates in backward: change it before backward, or plan with max_grad_norm > 0"
-                    )
-
-    def zero(self, *, to_none: bool) -> None:
-        """Set gradients to None, or to zero if there were any; those that wait for a step are discarded."""
-        for bucket in self.buckets:
-            bucket.grads.zero(to_none=to_none)
-        if not self.gradients.empty:
-            self.discard()
-
-    def discard(self) -> None:
-        """Drop the gradients since the last step.
-
-        Raises:
-            RuntimeError: updates with them have begun.
-        """
-        self.refuse_partly_updated("call step(), or if backward was interrupted, start from a checkpoint")
-        self.hooks.close_all()
-        self.gradients.discard()
-        self.clipping.clear()
-        self._ready.clear()
-
-    def forget(self, bucket: BucketState, index: int) -> None:
-        """Drop one gradient, as by ``param.grad = None``; without any left, all of the step are discarded."""
-        if bucket.grads.forget_spent(index):
-            return
-        if not self.layout.in_backward:
-            self.clipping.forget(bucket, index)
-        if self.layout.in_backward or not any(each.grads.touched for each in self.buckets):
-            self.discard()
+        if bucket.is_shared and not self._in_forward and torch._C._current_graph_task_id() == -1:
+            raise RuntimeError(
+                f"{name} is shared over ranks, and this one has a part of it: read it on all of them, inside of `with "
+                f"optimizer.present([param]):`, or from model.state_dict()"
+            )
 
     @torch.no_grad()
     def drain(self) -> None:
@@ -368,9 +356,5 @@ class Engine(Copied):
             handle.remove()
         self.hooks.detach()
         self.worker.close()
-        if self.common is not None:
-            self.common.close()
+        self.ranks.close()
         self.arena.close()
-
-
-FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)

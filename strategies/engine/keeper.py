@@ -39,7 +39,6 @@ class Keeper(Copied):
 
     @property
     def here(self) -> bool:
-        """Whether the weight is in its home and shown."""
         return self._bucket.views.shows(self._index)
 
     def value(self) -> Tensor:
@@ -50,14 +49,12 @@ class Keeper(Copied):
             self._engine.settle(bucket)
             transfer.host_wait(bucket.stored)
             transfer.wait(Lane.COMPUTE, bucket.stored, bucket.arrived)
-            loan = lent_value(bucket.params[self._index])
-            newest = self._newest() if loan is None else loan
+            newest = lent_value(bucket.params[self._index])
+            if newest is None and bucket.is_shared:
+                newest = self._engine.whole_weight(bucket, self._index, self._engine.device)
+            elif newest is None:
+                newest = bucket.weight_of(self._index)
             return newest.to(self._engine.device, copy=True)
-
-    def _newest(self) -> Tensor:
-        if self._bucket.is_shared:
-            return self._engine.whole_weight(self._bucket, self._index, self._engine.device)
-        return self._bucket.weight_of(self._index)
 
     def shown(self) -> Tensor:
         """``value`` for outside code, which all ranks run at once if they share the weight."""
@@ -97,7 +94,6 @@ class Keeper(Copied):
         self.read()
 
     def follow(self, view: Tensor) -> Tensor:
-        """Make ``view`` of the home an ``Alias``, which asks here when it is read."""
         if not isinstance(view, StowedParameter):
             alias: Any = view
             alias.__class__ = Alias  # and not as_subclass, which would put a node into the graph
@@ -163,10 +159,8 @@ class Keeper(Copied):
 
 
 def _refuse_casts(name: str, param: nn.Parameter) -> None:
-    """Raise RuntimeError if autocast would cast the parameter itself for backward.
-
-    Autocast keeps one cast of a parameter for all its uses, so that their gradients are added in the lower precision.
-    Of a copy it keeps none, and gradients would be added in the parameter's own precision.
+    """Raise RuntimeError if autocast would cast the parameter itself for backward: it keeps one cast for all uses, so
+    that their gradients are added in the lower precision. Of a copy it keeps none.
     """
     kept = torch.is_autocast_enabled(param.device.type) and torch.is_autocast_cache_enabled()
     if kept and torch.is_grad_enabled() and param.requires_grad and param.dtype is torch.float32:

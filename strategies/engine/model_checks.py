@@ -1,7 +1,7 @@
 """Whether a model can be stowed by a plan: the reasons why not, one line each.
 
 A plan gives every parameter contiguous memory of its own. Parameters that share memory otherwise, or are not
-contiguous, would train to other bits, or keep old values, without any error; so they are refused here.
+contiguous, would train to other bits, or keep old values, without any error.
 """
 
 from __future__ import annotations
@@ -104,10 +104,7 @@ def not_in_kernels(groups: Sequence[Mapping[str, Any]], rule: UpdateRule) -> Ite
 
 
 def unlike(name: str, saved: Mapping[str, Any], state: Mapping[str, Tensor], rule: UpdateRule) -> Iterator[str]:
-    """Why an update could not continue with what was ``saved`` of parameter ``name``, one line per reason.
-
-    ``state``: that of the parameter here.
-    """
+    """Why an update could not go on from what was ``saved`` of a parameter, whose own is ``state``, one line each."""
     missing = [key for key in ("step", *rule.names) if key not in saved] if rule.names else []
     if missing:
         yield f"{name}: {', '.join(missing)} missing in the saved state, which has {', '.join(map(str, saved))}"

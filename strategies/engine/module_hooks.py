@@ -1,10 +1,8 @@
 """Hooks on the modules that use weights: they tell the engine when a scope is entered and left.
 
-A scope is a block (``blocks.py``) or, outside of blocks, a module that owns parameters.
-Hooks are only where a scope begins and ends, in forward and in backward.
-
-[Note: order of sums] A hook that puts an autograd node inside a block changes the order in which gradient contributions
-are added, and the last bits differ. Ours adds no node: it is attached to the node that made the scope's output.
+A scope is a block (``blocks.py``) or, outside of blocks, a module that owns parameters. Hooks are only where a scope
+begins and ends, and add no autograd node: one inside a block would change the order in which gradient contributions are
+added. They are attached to the node that made the scope's output.
 
 [Note: order of backward] Autograd runs the ready node that was made last, and every node waits only for nodes that
 were made later. So nodes run in the reverse of the order in which they were made: when a node of a scope runs, all
@@ -32,12 +30,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from strategies.engine.buckets.bucket_state import BucketState
 from strategies.engine.forward.blocks import find_blocks
@@ -46,17 +45,18 @@ from strategies.engine.tensors.guard import DOUBLE, guard, hooked, refuse_transf
 from strategies.engine.tensors.nested import tensors_in
 
 Handle = torch.utils.hooks.RemovableHandle
+P = ParamSpec("P")
+R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
 class Scope:
-    """A module, the buckets that it uses, and the names of the scopes around it."""
+    """A module and the buckets that it uses."""
 
     name: str
     module: nn.Module
     buckets: list[BucketState]
-    outer: frozenset[str] = field(default_factory=frozenset)
     is_block: bool = True
     announced: bool | None = None  # whether hooks announced all its backward nodes so far; None: it has none yet
     guarded: bool = True  # see [Note: unannounced nodes]
@@ -67,7 +67,7 @@ class Scope:
         return not (isinstance(self.module, nn.Embedding) and all(bucket.spec.looked_up for bucket in self.buckets))
 
     def contains(self, other: Scope) -> bool:
-        return self is other or self.name in other.outer
+        return self is other or _inside(other.name, self.name)
 
 
 def find_scopes(model: nn.Module, bucket_of: Mapping[int, tuple[BucketState, int]]) -> list[Scope]:
@@ -81,8 +81,7 @@ def find_scopes(model: nn.Module, bucket_of: Mapping[int, tuple[BucketState, int
         owned = module.parameters(recurse=name in blocks)
         buckets = list(dict.fromkeys(bucket_of[id(param)][0] for param in owned))
         if buckets:
-            outer = frozenset(scope.name for scope in found if _inside(name, scope.name))
-            found.append(Scope(name, module, buckets, outer, name in blocks))
+            found.append(Scope(name, module, buckets, name in blocks))
     return found
 
 
@@ -267,8 +266,8 @@ class ModuleHooks:
         """A node of ``scope`` reads ``buckets`` in backward before a hook has announced the scope.
 
         Scopes that do not contain this one have ended, but this very node may have read their weights before. So they
-        are left a second time when the node is done. Until then only ``buckets`` are fetched, and what one node reads
-        was present at once in forward, so that it does not overlap.
+        are left a second time when the node is done. What one node reads was present at once in forward, so that it
+        does not overlap.
         """
         scope.announced = False
         self._leave_pending()
@@ -308,3 +307,21 @@ class ModuleHooks:
         """Leave every scope that does not contain ``entered``."""
         while opened and (entered is None or not opened[-1].contains(entered)):
             self._leave(opened.pop())
+
+
+def unseen(work: Callable[P, R]) -> Callable[P, R]:
+    """``work``, to be run without gradients and outside of all dispatch modes.
+
+    Torch's selective checkpoints are modes that number the operators of a forward and expect the same ones in the
+    replay. What the engine does when a module is entered depends on where weights are then, so it may not be counted.
+    """
+
+    @wraps(work)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.no_grad():
+            if not torch._C._len_torch_dispatch_stack():  # nearly always
+                return work(*args, **kwargs)
+            with _disable_current_modes():
+                return work(*args, **kwargs)
+
+    return run

@@ -4,25 +4,22 @@
     model(**batch).loss.backward()
     optimizer.clip_grad_norm_(1.0); optimizer.step(); optimizer.zero_grad()
 
-Differences from a plain optimizer, and their reasons:
+It differs from a plain optimizer in this:
     gradients   are taken off the parameters as they land; ``param.grad`` stands for them until ``step`` takes them.
                 It can be read, and scaled by ``torch.nn.utils.clip_grad_norm_`` or ``accelerator.clip_grad_norm_``.
                 After ``step``, ``zero_grad`` has to be called (``gradient_state.py``)
     weights     can be read anywhere (``parameters.py``), written under ``present`` or by ``load_state_dict`` only
-    clipping    by ``optimizer.clip_grad_norm_`` or torch's function. If neither is called, ``step`` clips to the plan's
-                norm
+    clipping    to the plan's norm by ``step``, unless the loop has clipped
     skipping    a step whose gradients are not finite changes nothing; ``skipped`` counts them, and the third in a row
                 is an error. A plan that updates in backward (only without clipping) skips from the first such bucket on
     ranks       gradients are averaged here: over the default process group if there is one, or the one given
-
-Refused: a plan made for another model, dtype, grouping or number of ranks; stowing a model twice; closures; trainable
-parameters that the optimizer does not have; DistributedDataParallel and DataParallel around a stowed model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,24 +29,21 @@ from torch import Tensor, nn
 
 from strategies.core.applied import log_stowed
 from strategies.core.facts import Home
+from strategies.core.layout import Layout
 from strategies.core.validate import check
 from strategies.engine.engine import Engine
 from strategies.engine.forward import chunked_loss
 from strategies.engine.forward.checkpointing import room_of
 from strategies.engine.memory.accelerator import device_of
 from strategies.engine.model_checks import mismatches, not_in_kernels, refuse_over_ranks, unlike
-from strategies.engine.ranks.rank_sync import move_buffers
 from strategies.engine.saving import state_file
-from strategies.engine.saving.optimizer_state import State
-from strategies.engine.saving.state_dict import StateAccess
-from strategies.engine.tensors.parameters import STOWED
+from strategies.engine.saving.state_dict import State, StateAccess
+from strategies.engine.tensors.parameters import STOWED, put
 from strategies.engine.transfer.transfer import Transfer, transfer_for
 from strategies.engine.updating.norms import TotalNorm, norm_of_all
 from strategies.engine.updating.optim import AdamW, UpdateRule
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from strategies.core.plan import Plan
 
 Saved = list[tuple[nn.Parameter, Mapping[str, Any]]]
@@ -63,7 +57,7 @@ def stow(
     rule: UpdateRule | None = None,
     *,
     device: torch.device | str | None = None,
-    process_group: ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | None = None,
     total_norm: TotalNorm = norm_of_all,
     transfer: Transfer | None = None,
     beside: bool | None = None,
@@ -97,10 +91,18 @@ def stow(
             f"the plan is for {plan.facts.run.replicas} ranks, and {ranks} train together: give plan_for their "
             f"number as world_size, or stow a process_group of those that do"
         )
-    group = process_group if ranks > 1 else None
-    beside = where.type != "cpu" if beside is None else beside
-    transfer = transfer or transfer_for(where)
-    optimizer = StowOptimizer(model, plan, params, rule, where, group, total_norm, transfer, beside)
+    layout, place, hosted_bytes = plan.layout, plan.place, plan.hosted_bytes()
+    if layout is None or place is None:
+        raise ValueError("the plan has no layout: switch strategies.offload on")
+    check(layout, place.addresses, hosted_bytes=hosted_bytes)
+    if ranks > 1:
+        refuse_over_ranks(layout)
+    engine = partial(
+        Engine, model, layout, place.addresses, rule, transfer=transfer or transfer_for(where), device=where,
+        group=process_group if ranks > 1 else None, total_norm=total_norm, debug=place.debug,
+        beside=where.type != "cpu" if beside is None else beside,
+    )  # fmt: skip
+    optimizer = StowOptimizer(model, layout, params, rule, where, engine, hosts=hosted_bytes > 0)
     model.__dict__[STOWED] = optimizer
     chunked_loss.set_by_plan(model, plan)
     model.__dict__[DDP_ASKS] = _NotForDdp()
@@ -115,17 +117,15 @@ def stowed_by(model: nn.Module) -> StowOptimizer | None:
 
 # DistributedDataParallel iterates over this attribute of a module before it wraps the module.
 DDP_ASKS = "_ddp_params_and_buffers_to_ignore"
+NOT_FOR_DDP = (
+    "this model is stowed, and its optimizer averages gradients over the ranks itself: do not wrap it in "
+    "DistributedDataParallel"
+)
 
 
 class _NotForDdp:
     def __iter__(self) -> Iterator[str]:
         raise ValueError(NOT_FOR_DDP)
-
-
-NOT_FOR_DDP = (
-    "this model is stowed, and its optimizer averages gradients over the ranks itself: do not wrap it in "
-    "DistributedDataParallel"
-)
 
 
 class StowOptimizer(torch.optim.Optimizer):
@@ -134,33 +134,23 @@ class StowOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        plan: Plan,
+        layout: Layout,
         params: Params | None,
         rule: UpdateRule,
         device: torch.device,
-        process_group: ProcessGroup | None,
-        total_norm: TotalNorm,
-        transfer: Transfer,
-        beside: bool,
+        make_engine: Callable[..., Engine],
+        *,
+        hosts: bool,
     ) -> None:
         chosen: Any = [p for p in model.parameters() if p.requires_grad] if params is None else list(params)
         self._ready = self._closed = False
         super().__init__(chosen, rule.defaults())
-        layout, place = plan.layout, plan.place
-        if layout is None or place is None:
-            raise ValueError("the plan has no layout: switch strategies.offload on")
-        check(layout, place.addresses, hosted_bytes=plan.hosted_bytes())
-        if process_group is not None:
-            refuse_over_ranks(layout)
         complaints = list(mismatches(model, layout, self.param_groups, rule))
         if complaints:
             raise ValueError("the plan was made for something else:\n  " + "\n  ".join(complaints[:8]))
-        move_buffers(model, device)
-        self.engine = Engine(
-            model, layout, place.addresses, rule, lambda: self.param_groups, transfer, device,
-            group=process_group, total_norm=total_norm, debug=place.debug, beside=beside,
-        )  # fmt: skip
-        self._room = room_of(model) if plan.hosted_bytes() else None
+        _move_buffers(model, device)
+        self.engine = make_engine(groups=lambda: self.param_groups)
+        self._room = room_of(model) if hosts else None
         if self._room is not None:
             self._room.use(self.engine.arena)
         self._name_of = {id(param): name for name, param in model.named_parameters()}
@@ -175,11 +165,7 @@ class StowOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """The norm of all gradients before clipping, on the device; ``step`` applies the clipping.
-
-        Raises:
-            RuntimeError: the plan updates in backward.
-        """
+        """The norm of all gradients before clipping, on the device; ``step`` applies the clipping."""
         return self.engine.clipping_after_backward().clip(max_norm)
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -242,9 +228,7 @@ class StowOptimizer(torch.optim.Optimizer):
 
     def drain(self) -> None:
         """Complete all updates that are under way. Afterwards only offloaded weights are absent."""
-        self.engine.refuse_partly_updated()
-        self.engine.drain()
-        self.access.loans.keep()
+        self.access.drain()
 
     @contextmanager
     def present(self, params: Iterable[nn.Parameter]) -> Iterator[None]:
@@ -254,11 +238,11 @@ class StowOptimizer(torch.optim.Optimizer):
         afterwards. Refused inside: ``step``, ``close``, and a backward that updates.
         """
         self.access.end_module_loans()
-        lent = self.access.loans.lend(list(params))
+        lent = self.access.lend(params)
         try:
             yield
         finally:
-            self.access.loans.give_back(lent)
+            self.access.give_back(lent)
 
     def gathered(self, *, keep: bool) -> dict[str, Any]:
         """The model's state dict, where ranks share the weights: whole on those that ``keep`` it, without values on the
@@ -278,12 +262,12 @@ class StowOptimizer(torch.optim.Optimizer):
     @property
     def is_shared(self) -> bool:
         """Whether each rank has a span of the state. State dicts, ``present``, ``drain``, ``close`` are collectives."""
-        return any(bucket.is_shared for bucket in self.engine.buckets)
+        return self.engine.ranks.shared
 
     @property
     def shares_weights(self) -> bool:
         """Whether of some weights each rank holds a span."""
-        return any(bucket.is_shared and not bucket.spec.resident for bucket in self.engine.buckets)
+        return self.engine.shares_weights
 
     @property
     def device_bytes(self) -> int:
@@ -303,7 +287,7 @@ class StowOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:
         """As torch's: the state of each parameter that was updated, as views. Deleting a parameter resets its state."""
-        return State(self)
+        return State(self.access)
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -361,7 +345,7 @@ class StowOptimizer(torch.optim.Optimizer):
         """
         self._refuse_shared("save")
         self.drain()
-        state_file.save(state_file.EngineState(self, self._model), Path(folder))
+        state_file.save(state_file.EngineState(self.access), Path(folder))
 
     @torch.no_grad()
     def load(self, folder: str | Path) -> None:
@@ -375,7 +359,7 @@ class StowOptimizer(torch.optim.Optimizer):
         """
         self._refuse_shared("load")
         self.drain()
-        state_file.load(state_file.EngineState(self, self._model), Path(folder), self.param_groups)
+        state_file.load(state_file.EngineState(self.access), Path(folder), self.param_groups)
 
     def _refuse_shared(self, what: str) -> None:
         if self.is_shared:
@@ -391,9 +375,15 @@ class StowOptimizer(torch.optim.Optimizer):
             self._room.use(None)
         self.engine.close()
         self.access.release()
-        move_buffers(self._model, torch.device("cpu"))
+        _move_buffers(self._model, torch.device("cpu"))
         self._first_look.remove()
         chunked_loss.set_native(self._model)
         for name in (STOWED, DDP_ASKS):
             del self._model.__dict__[name]
         self._closed = True
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move all buffers of ``model`` to ``device``; each remains the same object."""
+    for buffer in model.buffers():
+        put(buffer, buffer.detach().to(device))

@@ -5,10 +5,9 @@ and fetches its own buckets when it is entered (``engine.py``).
 
 Invariant. Nothing is started that would take memory from a bucket in use, from one that is needed sooner, or from an
 update under way; and an offloaded weight comes no earlier than the plan says, since until then its address belongs to
-other buckets. New weights of residents, which have their home, come as soon as they are computed.
-
-Where ranks share buckets, bringing one is a collective, and all ranks have to begin them in the same order. So nothing
-here depends on how far the worker is: a bucket is due when the plan says so, and its update is waited for.
+other buckets. Residents, which have their home, come as soon as they are computed. Where ranks share buckets, bringing
+one is a collective, which all ranks have to begin in the same order: so a bucket is due when the plan says so, however
+far the worker is, and its update is waited for.
 """
 
 from __future__ import annotations

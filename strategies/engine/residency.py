@@ -30,48 +30,34 @@ import torch
 from torch import Tensor
 
 from strategies.engine.buckets.bucket_state import BucketState, Pending
-from strategies.engine.ranks.common_copies import CommonCopies
-from strategies.engine.ranks.shares import Shares
-from strategies.engine.transfer.transfer import Event, Lane, Transfer
+from strategies.engine.ranks.one_rank import OneRank
+from strategies.engine.transfer.transfer import Lane, Transfer
 
 
 class Residency:
-    """Moves buckets in and out of their homes.
-
-    Args:
-        debug: fill homes with NaN before a bucket moves in, and check at every use which bucket the home holds.
-        shares: brings the spans of the other ranks, where ranks share buckets.
-        common: says when they may be read on the host instead.
+    """Moves buckets in and out of their homes. ``debug``: fill homes with NaN before a bucket moves in, and check at
+    every use which bucket the home holds.
     """
 
-    def __init__(
-        self, transfer: Transfer, *, debug: bool, shares: Shares | None = None, common: CommonCopies | None = None
-    ) -> None:
-        self.transfer, self.debug, self._shares, self.common = transfer, debug, shares, common
+    def __init__(self, ranks: OneRank, transfer: Transfer, *, debug: bool) -> None:
+        self._ranks, self._transfer, self._debug = ranks, transfer, debug
         self._slots: dict[int, BucketState] = {}  # by address of a slot that masters are rounded into: the last bucket
 
     def claim(self, bucket: BucketState) -> None:
-        """Give ``bucket`` its home; UP may write it afterwards. See [Note: moving in].
-
-        Raises:
-            RuntimeError: an overlapping bucket is in use: the model uses together what the plan keeps apart.
-        """
+        """Give ``bucket`` its home; UP may write it afterwards. See [Note: moving in]."""
         for other in bucket.overlapping:
+            if other.present and other.open:
+                raise RuntimeError(
+                    f"{bucket.name} needs the address of {other.name}, which is in use: write a higher "
+                    f"strategies.offload.prefetch with weights: streamed (recomputing several blocks at once needs an "
+                    f"address for each of them)"
+                )
             if other.present:
-                self._evict(other, bucket)
+                assert other.pending is not Pending.VISITING, f"{other.name} is being updated"
+                self._vacate(other)
         for former in (bucket, *bucket.overlapping):
-            self.transfer.wait(Lane.UP, former.used, former.stored, former.arrived)
+            self._transfer.wait(Lane.UP, former.used, former.stored, former.arrived)
         bucket.claim()
-
-    def _evict(self, bucket: BucketState, wanted_by: BucketState) -> None:
-        if bucket.open:
-            raise RuntimeError(
-                f"{wanted_by.name} needs the address of {bucket.name}, which is in use: write a higher "
-                f"strategies.offload.prefetch with weights: streamed (recomputing several blocks at once needs an "
-                f"address for each of them)"
-            )
-        assert bucket.pending is not Pending.VISITING, f"{bucket.name} is being updated"
-        self._vacate(bucket)
 
     def fetch(self, bucket: BucketState) -> None:
         """Copy the weights up from the host into their home."""
@@ -80,13 +66,20 @@ class Residency:
         self.restore(bucket)
         if bucket.copy_passes:
             self._round_into_slot(bucket)
-            self._bring(bucket, bucket.copy)
         elif bucket.given_up:
             self._bring_rounded(bucket)
-        elif bucket.sources:
-            self._bring_all(bucket)
-        else:
-            self._bring(bucket, bucket.copy)
+            return
+        self._bring(bucket, bucket.copy)
+
+    def receive(self, bucket: BucketState, source: Tensor) -> None:
+        """Copy updated weights from ``source`` on the host into the home of a resident bucket."""
+        self._transfer.wait(Lane.UP, bucket.used)
+        self._bring(bucket, source)
+
+    def _bring(self, bucket: BucketState, source: Tensor) -> None:
+        if self._debug:
+            self._transfer.poison(Lane.UP, bucket.weight)
+        self._ranks.bring(bucket, source)
 
     @torch.no_grad()
     def restore(self, bucket: BucketState) -> None:
@@ -98,110 +91,66 @@ class Residency:
         """
         if not bucket.given_up or bucket.copy_passes or not bucket.settled or bucket.grads.touched:
             return
-        assert bucket.copy is not None and bucket.master is not None
-        transfer = self.transfer
+        transfer = self._transfer
         transfer.host_wait(bucket.grads.sent)
-        transfer.reads(Lane.HOST, bucket.master)
-        transfer.writes(Lane.HOST, bucket.copy)
-        bucket.round_master(bucket.copy, bucket.master)
+        self._round(bucket)
         written = transfer.record(Lane.HOST)
         transfer.wait(Lane.UP, written)
         transfer.wait(Lane.DOWN, written)  # the weight may be on the device already, and nothing be fetched before it
         bucket.restored()
-        self.written(bucket)
-
-    def written(self, bucket: BucketState, after: Event | None = None) -> None:
-        """What other ranks read has the newest weights once ``after`` has passed."""
-        if bucket.sources:
-            assert self.common is not None
-            self.common.written(bucket, after)
-
-    def stop_reading(self, bucket: BucketState) -> None:
-        """Before new weights are written from outside: no rank reads the old ones any more. A collective."""
-        if bucket.sources:
-            assert self.common is not None
-            self.common.stop_reading()
-            bucket.load()
-
-    def _bring_all(self, bucket: BucketState) -> None:
-        """Copy the spans of all ranks up; nobody replaces them while they are read."""
-        assert self.common is not None
-        if self.debug:
-            self.transfer.poison(Lane.UP, bucket.weight)
-        self.common.wait(bucket)
-        for home, source in zip(bucket.weight.split(bucket.spec.share), bucket.sources, strict=True):
-            self.transfer.copy(Lane.UP, home, source)
-        bucket.arrive(arrived=self.transfer.record(Lane.UP))
+        self._ranks.written(bucket)
 
     @torch.no_grad()
     def _round_into_slot(self, bucket: BucketState) -> None:
         """Round the master into the slot from which UP will read it; see [Note: rounded to be fetched]."""
-        assert bucket.copy is not None and bucket.master is not None
-        transfer, former = self.transfer, self._slots.get(bucket.copy.data_ptr(), bucket)
+        assert bucket.copy is not None
+        transfer, former = self._transfer, self._slots.get(bucket.copy.data_ptr(), bucket)
         transfer.host_wait(former.arrived, bucket.stored)
         self._slots[bucket.copy.data_ptr()] = bucket
-        transfer.reads(Lane.HOST, bucket.master)
-        transfer.writes(Lane.HOST, bucket.copy)
-        bucket.round_master(bucket.copy, bucket.master)
+        self._round(bucket)
         transfer.wait(Lane.UP, transfer.record(Lane.HOST))
+
+    def _round(self, bucket: BucketState) -> None:
+        """Round the master into the copy, on the host."""
+        assert bucket.copy is not None and bucket.master is not None
+        self._transfer.reads(Lane.HOST, bucket.master)
+        self._transfer.writes(Lane.HOST, bucket.copy)
+        bucket.round_master(bucket.copy, bucket.master)
 
     @torch.no_grad()
     def _bring_rounded(self, bucket: BucketState) -> None:
         """Copy rounded masters up; see [Note: weights under gradients]. DOWN has written them (``stored``)."""
-        transfer = self.transfer
+        transfer = self._transfer
         transfer.host_wait(bucket.stored)
         transfer.reads(Lane.HOST, bucket.master)
-        if self.debug:
+        if self._debug:
             transfer.poison(Lane.UP, bucket.weight)
         transfer.wait(Lane.UP, transfer.record(Lane.HOST))  # the host rounds before it issues each copy
         own = bucket.own(bucket.weight)
         for piece in bucket.pieces:
             transfer.copy(Lane.UP, own[piece.at : piece.at + piece.size], bucket.rounded(piece))
-        self._arrive(bucket)
-
-    def receive(self, bucket: BucketState, source: Tensor) -> None:
-        """Copy updated weights from ``source`` on the host into the home of a resident bucket."""
-        self.transfer.wait(Lane.UP, bucket.used)
-        if bucket.sources:
-            self._bring_all(bucket)
-        else:
-            self._bring(bucket, source)
-
-    def _bring(self, bucket: BucketState, source: Tensor) -> None:
-        if self.debug:
-            self.transfer.poison(Lane.UP, bucket.weight)
-        self.transfer.copy(Lane.UP, bucket.own(bucket.weight), source)
-        self._arrive(bucket)
-
-    def _arrive(self, bucket: BucketState) -> None:
-        bucket.arrive(arrived=self.transfer.record(Lane.UP))
-        self.gather(bucket)
-
-    def gather(self, bucket: BucketState) -> None:
-        """The other ranks' spans of the home, where its own has the newest weights. A collective if ranks share it."""
-        if self._shares is not None and bucket.is_shared:
-            self._shares.gather(bucket)
+        self._ranks.brought(bucket)
 
     def use(self, bucket: BucketState) -> None:
         """COMPUTE is about to use the home: it waits for the weights, and the parameters show them."""
-        self.transfer.wait(Lane.COMPUTE, bucket.arrived)
+        self._transfer.wait(Lane.COMPUTE, bucket.arrived)
         bucket.views.show()
-        if self.debug:
+        if self._debug:
             others = [other.name for other in bucket.overlapping if other.present]
             assert bucket.present and not others, f"{bucket.name} is used, but its home holds {others}"
-            self.transfer.reads(Lane.COMPUTE, bucket.weight)
+            self._transfer.reads(Lane.COMPUTE, bucket.weight)
 
     def left(self, buckets: Iterable[BucketState]) -> None:
         """COMPUTE has been given everything that uses these homes for now."""
         event = None
         for bucket in buckets:
-            event = event or self.transfer.record(Lane.COMPUTE)
+            event = event or self._transfer.record(Lane.COMPUTE)
             bucket.was_used(used=event)
             if not bucket.open and not bucket.spec.resident:
                 bucket.views.make_absent()
-                if self.transfer.eager and bucket.present and bucket.settled:
+                if self._transfer.eager and bucket.present and bucket.settled:
                     self._vacate(bucket)
 
     def _vacate(self, bucket: BucketState) -> None:
         bucket.vacate()
-        self.transfer.vacated(bucket.weight, bucket.used, bucket.stored, bucket.arrived)
+        self._transfer.vacated(bucket.weight, bucket.used, bucket.stored, bucket.arrived)

@@ -2,9 +2,8 @@
 
 The first state placement (``state_placement.py``) that fits as it is moves the least. Others may be faster: fewer
 states on the host with offloaded weights instead (``weight_schedule.py``), or updates shared between the CPU and the
-link. Those are ranked by an estimate (``estimate.py``) over a sample of all placements that keep more on the device;
-the best of them, and the best of ``TRIED`` placements from first to last, are worked out. Which of them is the fastest
-is for the simulator to say (``placement_search.py``).
+link. Those are ranked by an estimate (``estimate.py``) over a sample of all placements that keep more on the device,
+and the best are worked out. Which of them is the fastest is for the simulator to say (``placement_search.py``).
 
 What the host has no room for is left out before it is worked out. A layout whose copies of offloaded weights turn out
 not to fit there is made again with as few copies as its placement allows (``least_memory.py``).
@@ -12,7 +11,7 @@ not to fit there is made again with as few copies as its placement allows (``lea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
@@ -23,16 +22,14 @@ from strategies.core.facts import Facts, Home
 from strategies.core.layout import Layout
 from strategies.planner import weight_schedule
 from strategies.planner.addresses import place
-from strategies.planner.estimate import Estimate, Load
+from strategies.planner.estimate import Estimate
 from strategies.planner.greedy import DoesNotFit
 from strategies.planner.least_memory import fewest_copies
 from strategies.planner.state_placement import OffloadRequest, StatePlacement, StatePlacements
 
 ESTIMATED = 24  # placements that are estimated, each with several shares of streamed updates
 BEYOND = 8  # placements that offload more than they have to
-CLOSE = 0.005  # an estimate that promises less than this over what has been simulated is not followed
-TRIED = 3  # of those, placements that are worked out
-
+TRIED = 3  # of those, placements that are worked out; over ranks, twice as many
 
 T = TypeVar("T")
 
@@ -45,10 +42,10 @@ class _Candidate:
     room: int
     seconds: float
 
-
-def _promise(one: _Candidate) -> tuple[float, int, int, int]:
-    """The estimated seconds, and for equal ones how much is offloaded."""
-    return (one.seconds, one.placement.hosted, one.placement.grads_down, one.placement.eighths)
+    @property
+    def promise(self) -> tuple[float, int, int, int]:
+        """The estimated seconds, and for equal ones how much is offloaded."""
+        return (self.seconds, self.placement.hosted, self.placement.grads_down, self.placement.eighths)
 
 
 class Candidates:
@@ -56,29 +53,32 @@ class Candidates:
 
     Args:
         host_room: bytes that the arena on the host may have.
-        seconds: simulates a layout; None: the machine's rates are unknown.
+        knows_rates: layouts can be compared by time; else the first one that fits is wanted.
     """
 
     def __init__(
-        self,
-        facts: Facts,
-        request: OffloadRequest,
-        placements: StatePlacements,
-        host_room: int,
-        seconds: Callable[[Layout], float] | None,
+        self, facts: Facts, request: OffloadRequest, placements: StatePlacements, host_room: int, *, knows_rates: bool
     ) -> None:
         self._facts, self._request, self._placements = facts, request, placements
-        self._host_room, self._seconds = host_room, seconds
+        self._host_room, self._knows_rates = host_room, knows_rates
         self._sizes, self._all = placements.sizes, placements.all()
-        self._estimate = Estimate(facts, request) if seconds else None
-        self._load = cache(self._load_of)
+        if knows_rates:
+            self._estimate = Estimate(facts, request)
+            self._load = cache(lambda placement: self._estimate.load(placements.placed(placement)))
 
     def layouts(self, device_room: int) -> list[Layout]:
         """Layouts whose arenas are within ``device_room`` and the room on the host, what moves the least first."""
-        if self._request.weights != "streamed":
-            return self._fitting(device_room)
-        made = self._windows(device_room)
-        return [layout for layout in made if place(layout).num_bytes(Home.HOST) <= self._host_room]
+        if self._request.weights == "streamed":
+            made = self._windows(device_room)
+            return [layout for layout in made if place(layout).num_bytes(Home.HOST) <= self._host_room]
+        fits = (sizes.device <= device_room and sizes.host <= self._host_room for sizes in map(self._sizes, self._all))
+        first = next((index for index, fit in enumerate(fits) if fit), None)
+        if self._knows_rates:
+            here = len(self._all) if first is None else first + 1
+            return self._fastest([*self._all[:here], *spread(self._all[here:], BEYOND)], device_room)
+        return (
+            list(islice(self._ends(device_room), 1)) if first is None else [self._placements.layout(self._all[first])]
+        )
 
     def estimated(self, device_room: int, *, sure: bool) -> float | None:
         """The estimated seconds of the most promising placement; None if there is none.
@@ -91,61 +91,24 @@ class Candidates:
                 return candidate.seconds
         return None
 
-    def _fitting(self, room: int) -> list[Layout]:
-        """The first placement that fits as it is, and layouts with offloaded weights or streamed updates."""
-        fits = (self._is_within(placement, room) for placement in self._all)
-        first = next((index for index, fit in enumerate(fits) if fit), len(self._all) - 1)
-        if self._seconds:
-            return self._others([*self._all[: first + 1], *spread(self._all[first + 1 :], BEYOND)], room)
-        if self._is_within(self._all[first], room):
-            return [self._placements.layout(self._all[first])]
-        ends = (self._candidate(placement, room) for placement in (self._all[-1], self._all[0]))
-        return list(islice(self._all_worked_out(ends), 1))
-
-    def _is_within(self, placement: StatePlacement, room: int) -> bool:
-        """Whether the placement fits as it is, with all weights on the device."""
-        sizes = self._sizes(placement)
-        return sizes.weights + sizes.rest <= room and sizes.host <= self._host_room
-
-    def _others(self, placements: Sequence[StatePlacement], room: int) -> list[Layout]:
+    def _fastest(self, placements: Sequence[StatePlacement], room: int) -> list[Layout]:
         """The most promising layouts of these placements: as they are, with offloaded weights or streamed updates."""
-        assert self._seconds
-        found, best = list[Layout](), inf
-        starts = self._starts(self._ranked(placements, room))
-        tried = TRIED if self._request.ways == 1 else 2 * TRIED
-        for one in starts:
-            if len(found) == tried:
-                break
-            if found and one.seconds >= best * (1 - CLOSE):
-                continue
-            layout = self._worked_out(one)
-            if layout is not None:
-                found.append(layout)
-                best = min(best, self._seconds(layout))
-        return found
+        number = TRIED if self._request.ways == 1 else 2 * TRIED
+        made = map(self._worked_out, self._most_promising(self._ranked(placements, room)))
+        return list(islice((layout for layout in made if layout is not None), number))
 
-    def _starts(self, ranked: Sequence[_Candidate]) -> list[_Candidate]:
-        """The most promising share of streamed updates of each placement, in order, each with the share below it: the
-        estimate knows no waiting, so that it streams too much.
+    def _most_promising(self, ranked: Sequence[_Candidate]) -> list[_Candidate]:
+        """The most promising share of streamed updates of each placement, in order.
+
+        Where ranks exchange what they update there is more waiting, which the estimate does not know: before them, of
+        the candidates that stream nothing, the most promising one, and those with the most and the least on the host.
         """
+        plain = [one for one in ranked if not one.placement.eighths] if self._request.ways > 1 else []
+        by_host = sorted(plain, key=lambda one: one.placement.hosted)
         by_placement: dict[StatePlacement, _Candidate] = {}
         for one in ranked:
             by_placement.setdefault(replace(one.placement, eighths=0), one)
-        known = {one.placement: one for one in ranked}
-        below = {
-            one: known.get(replace(one.placement, eighths=one.placement.eighths - 1)) for one in by_placement.values()
-        }
-        return [*self._unstreamed(ranked), *(one for pair in below.items() for one in pair if one is not None)]
-
-    def _unstreamed(self, ranked: Sequence[_Candidate]) -> list[_Candidate]:
-        """Where ranks exchange what they update there is more waiting, which the estimate does not know: of the
-        candidates that stream nothing the most promising one, and those with the most and the least on the host.
-        """
-        plain = [one for one in ranked if not one.placement.eighths]
-        if self._request.ways == 1 or not plain:
-            return []
-        by_host = sorted(plain, key=lambda one: one.placement.hosted)
-        return list({id(one): one for one in (plain[0], by_host[-1], by_host[0])}.values())
+        return list(dict.fromkeys([*plain[:1], *by_host[-1:], *by_host[:1], *by_placement.values()]))
 
     def _ranked(self, placements: Sequence[StatePlacement], room: int, number: int = ESTIMATED) -> list[_Candidate]:
         """Candidates that may fit, from ``number`` of the placements and from some around the most promising one of
@@ -155,7 +118,7 @@ class Candidates:
 
         def fastest(index: int) -> float:
             if index not in found:
-                found[index] = self._of(placements[index], room)
+                found[index] = list(self._of(placements[index], room))
             return min((one.seconds for one in found[index]), default=inf)
 
         best = min(spread(range(len(placements)), number), key=fastest, default=0)
@@ -163,28 +126,27 @@ class Candidates:
         while step:
             best = min([best, *(at for at in (best - step, best + step) if 0 <= at < len(placements))], key=fastest)
             step //= 2
-        return sorted((one for some in found.values() for one in some), key=_promise)
+        return sorted((one for some in found.values() for one in some), key=lambda one: one.promise)
 
-    def _of(self, placement: StatePlacement, room: int) -> list[_Candidate]:
+    def _of(self, placement: StatePlacement, room: int) -> Iterator[_Candidate]:
         """The candidates of one placement that may fit, one for each share of streamed updates."""
-        within = (p for p in self._placements.with_streaming(placement) if self._sizes(p).host <= self._host_room)
-        found = [self._candidate(one, room) for one in within]
-        return [one for one in found if one.room > 0 and self._placements.largest_unit(one.placement) <= one.room]
+        for each in self._placements.with_streaming(placement):
+            sizes = self._sizes(each)
+            if sizes.host <= self._host_room and room - sizes.rest > 0 and sizes.largest_unit <= room - sizes.rest:
+                yield self._candidate(each, room)
 
     def _candidate(self, placement: StatePlacement, device_room: int) -> _Candidate:
         sizes = self._sizes(placement)
         room = device_room - sizes.rest
-        if not self._estimate:
+        if not self._knows_rates:
             return _Candidate(placement, room, 0.0)
         away = sizes.weights if self._request.weights == "streamed" else max(0, sizes.weights - room)
         return _Candidate(placement, room, self._estimate.seconds(self._load(placement), away))
 
-    def _load_of(self, placement: StatePlacement) -> Load:
-        assert self._estimate
-        return self._estimate.load(self._placements.placed(placement))
-
-    def _all_worked_out(self, candidates: Iterable[_Candidate]) -> Iterator[Layout]:
-        return (layout for layout in map(self._worked_out, candidates) if layout is not None)
+    def _ends(self, room: int) -> Iterator[Layout]:
+        """The last placement and the first one with offloaded weights, if they fit."""
+        made = (self._worked_out(self._candidate(placement, room)) for placement in (self._all[-1], self._all[0]))
+        return (layout for layout in made if layout is not None)
 
     def _worked_out(self, candidate: _Candidate) -> Layout | None:
         """The candidate's layout; None if it turns out not to fit."""
@@ -196,13 +158,12 @@ class Candidates:
             return None
         if place(made).num_bytes(Home.HOST) <= self._host_room:
             return made
-        excess = self._sizes(placement).weights - room
-        some = fewest_copies(self._placements.movable(placement), excess) or []
+        sizes = self._sizes(placement)
+        some = fewest_copies(self._placements.movable(placement), sizes.weights - room) or []
         made = weight_schedule.only_while_used(layout, [weight.index for weight in some])
         addresses = place(made)
         within = addresses.num_bytes(Home.HOST) <= self._host_room
-        fits = addresses.num_bytes(Home.DEVICE) <= room + self._sizes(placement).rest
-        return made if within and fits else None
+        return made if within and addresses.num_bytes(Home.DEVICE) <= room + sizes.rest else None
 
     def _windows(self, room: int) -> list[Layout]:
         """Forced offloading of the blocks' weights: in the first placement that fits, else the smallest layout."""
@@ -210,10 +171,9 @@ class Candidates:
             layout = self._window(placement, room)
             if layout is not None:
                 shared = [one for one in self._placements.with_streaming(placement) if one.eighths]
-                others = (self._window(one, room) for one in (shared if self._seconds else []))
+                others = (self._window(one, room) for one in (shared if self._knows_rates else []))
                 return [layout, *(other for other in others if other is not None)]
-        ends = (self._candidate(placement, room) for placement in (self._all[-1], self._all[0]))
-        return list(self._all_worked_out(ends))
+        return list(self._ends(room))
 
     def _window(self, placement: StatePlacement, room: int) -> Layout | None:
         """The layout with the blocks' weights on the device around their uses only; None if it does not fit."""

@@ -107,20 +107,13 @@ class _Search:
 
     def fastest(self) -> Position:
         """The position with the shortest simulated step."""
-        grid = {
-            index: sorted({len(curve.moves) * part // GRID for part in range(GRID + 1)})
-            for index, curve in enumerate(self._curves)
-        }
-        positions = [(0, 0), *((curve, at) for curve, some in grid.items() for at in some if at)]
-        ranked = sorted(positions, key=self._estimate)
+        lengths = [len(curve.moves) for curve in self._curves]
+        grid = {(curve, length * part // GRID) for curve, length in enumerate(lengths) for part in range(1, GRID + 1)}
+        ranked = sorted({(0, 0), *grid}, key=lambda position: (self._estimate(position), position))
         tried = [*self._fitting(ranked, here=True), *self._fitting(ranked, here=False)]
         if not tried:  # the least of the device: all recomputed, with inputs on the host if they may be
             curve = min(1, len(self._curves) - 1)
-            return (curve, len(self._curves[curve].moves))
-        curve, at = min(tried, key=self._seconds)
-        index = grid[curve].index(at)  # 0 is on every curve
-        beside = grid[curve][max(0, index - 1) : index] + grid[curve][index + 1 : index + 2]
-        tried += [(curve, (at + other) // 2) for other in beside]
+            return (curve, lengths[curve])
         seconds = {position: self._simulate(position) for position in sorted(tried, key=self._seconds)[:TRIED]}
         best = min(seconds.values())
         return min(

@@ -1,7 +1,7 @@
 """The least memory: the fewest bytes of the device that training takes within so much host memory, and the reverse.
 
-Problem. A refusal has to be true: that nothing fits, and how much would be enough. The search by time has a sample.
-Here are all state placements, each with all ways to choose the weights that are offloaded.
+A refusal has to be true: that nothing fits, and how much would be enough. The search by time has a sample. Here are all
+state placements, each with all ways to choose the weights that are offloaded.
 
 Device bytes of a placement with its weights on the device only at the ticks that use them, T being those offloaded:
 
@@ -15,16 +15,13 @@ Putting a bucket's state on the host and sending its gradients there never takes
 the device all the time and is now in a slot, which costs at most as much (``addresses.py``). So the last placement
 takes the least of the device, and where the host has room for it, nothing else is looked at.
 
-Of more than ``SAMPLE`` placements only some are looked at, from coarse to fine. A minimum that is missed this way is
-one of a few buckets, of hundreds.
-
-Invariant. Numbers found here are those of a layout that has been placed: a budget of exactly so much is enough.
+Numbers found here are those of a layout that has been placed: a budget of exactly so much is enough.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from operator import attrgetter
@@ -38,14 +35,14 @@ from strategies.planner.state_placement import PARTS, Movable, StatePlacement, S
 
 SAMPLE = 64  # placements up to which all are looked at
 COARSE, AROUND, CLOSER = 16, 3, 4  # of more: the first ones, the best around which it goes on, how much closer then
+OTHER = {Home.DEVICE: Home.HOST, Home.HOST: Home.DEVICE}
 
 
 @dataclass(frozen=True, slots=True)
 class Least:
     """A layout that needs the least of one home, with the bytes of both arenas."""
 
-    device_bytes: int
-    host_bytes: int
+    num_bytes: dict[Home, int]
     layout: Layout
 
 
@@ -56,11 +53,95 @@ class _Point:
     placements: StatePlacements
     placement: StatePlacement
     offloaded: tuple[int, ...]
-    device_bytes: int
-    host_bytes: int
+    num_bytes: dict[Home, int]
+
+    def placed(self) -> Least:
+        layout = weight_schedule.only_while_used(self.placements.layout(self.placement), self.offloaded)
+        return Least(dict(place(layout).arena_bytes), layout)
 
 
+Make: TypeAlias = Callable[[StatePlacement], _Point | None]
 Key: TypeAlias = Callable[[_Point], tuple[int, int]]
+
+
+def least_memory(
+    families: Sequence[StatePlacements], home: Home, room: float = inf, *, all_leave: bool = False
+) -> Least | None:
+    """The layout of these placements that needs the least of ``home``; None: nothing is within ``room``.
+
+    Args:
+        families: differ in their buckets or sites.
+        room: bytes of the other home.
+        all_leave: every weight that may be offloaded is.
+    """
+    other, best = OTHER[home], None
+
+    def key(point: _Point) -> tuple[int, int]:
+        return (point.num_bytes[home], point.num_bytes[other])
+
+    points = [p for family in families for p in _points(family, home, room, key, all_leave=all_leave)]
+    for point in sorted(points, key=key):
+        if best is not None and point.num_bytes[home] >= best.num_bytes[home]:
+            break
+        made = point.placed()  # packing may need more than a point should take
+        if made.num_bytes[other] <= room and (best is None or made.num_bytes[home] < best.num_bytes[home]):
+            best = made
+    return best
+
+
+def _points(family: StatePlacements, home: Home, room: float, key: Key, *, all_leave: bool) -> Iterator[_Point]:
+    """The points within ``room`` of all placements, and of the same with all host updates of blocks streamed, which may
+    need less of the host.
+    """
+    plain = family.all()
+    if home is Home.DEVICE:
+        last = _point(family, plain[-1], family.movable(plain[-1]))
+        if last.num_bytes[Home.HOST] <= room:
+            yield last
+            return
+
+    def make(placement: StatePlacement) -> _Point | None:
+        sizes, weights = family.sizes(placement), family.movable(placement)
+        if all_leave:
+            some: Sequence[Movable] | None = weights
+        elif home is Home.DEVICE:
+            some = most_freed(weights, room - sizes.host)
+        else:
+            some = fewest_copies(weights, sizes.weights + sizes.rest - int(room))
+        point = None if some is None else _point(family, placement, some)
+        return point if point is not None and point.num_bytes[OTHER[home]] <= room else None
+
+    streamed = [replace(placement, eighths=PARTS) for placement in plain if family.may_stream(placement)]
+    yield from _best_of(plain, make, key)
+    yield from _best_of(streamed, make, key)
+
+
+def _point(family: StatePlacements, placement: StatePlacement, some: Sequence[Movable]) -> _Point:
+    """The point at which ``some`` weights are offloaded."""
+    sizes = family.sizes(placement)
+    device = sizes.weights + sizes.rest - freed(some)
+    host = sizes.host + sum(weight.copy_bytes for weight in some)
+    indices = tuple(weight.index for weight in some)
+    return _Point(family, placement, indices, {Home.DEVICE: device, Home.HOST: host})
+
+
+def _best_of(placements: Sequence[StatePlacement], make: Make, key: Key) -> list[_Point]:
+    """The points of all ``placements``. Of many a sample is made, and then those around the best ones, closer and
+    closer; a minimum that is missed this way is one of a few buckets, of hundreds.
+    """
+    step = 1 if len(placements) <= SAMPLE else len(placements) // COARSE
+    found: dict[int, _Point | None] = {}
+    wanted = {*range(0, len(placements), step), len(placements) - 1} if placements else set[int]()
+    while True:
+        found |= {index: make(placements[index]) for index in wanted if index not in found}
+        fitting = {index: point for index, point in found.items() if point is not None}
+        if step == 1 or not fitting:
+            return list(fitting.values())
+        best = sorted(fitting, key=lambda index: key(fitting[index]))[:AROUND]
+        finer = max(1, step // CLOSER)
+        wanted = {at for index in best for at in range(index - step, index + step + 1, finer)}
+        wanted = {at for at in wanted if 0 <= at < len(placements)}
+        step = finer
 
 
 def fewest_copies(weights: Sequence[Movable], freed_bytes: int) -> list[Movable] | None:
@@ -69,7 +150,7 @@ def fewest_copies(weights: Sequence[Movable], freed_bytes: int) -> list[Movable]
     return min(found, key=lambda some: sum(weight.copy_bytes for weight in some), default=None)
 
 
-def most_freed(weights: Sequence[Movable], copy_bytes: int) -> list[Movable]:
+def most_freed(weights: Sequence[Movable], copy_bytes: float) -> list[Movable]:
     """Weights whose copies take at most ``copy_bytes`` and that free the most of the device."""
     found = []
     for order in _orders(weights):
@@ -119,118 +200,3 @@ def _until(order: Sequence[Movable], freed_bytes: int) -> list[Movable] | None:
                     found.append(other)
             return found
     return None
-
-
-class LeastMemory:
-    """The layouts that need the least, of all placements of ``families``, which differ in their buckets or sites.
-
-    Args:
-        all_leave: every weight that may be offloaded is.
-    """
-
-    def __init__(self, families: Sequence[StatePlacements], *, all_leave: bool = False) -> None:
-        self._families, self._all_leave = families, all_leave
-
-    def device(self, host_room: int | float = inf) -> Least | None:
-        """The least of the device, within ``host_room`` bytes of the host; None: nothing is within it."""
-
-        def key(point: _Point) -> tuple[int, int]:
-            return (point.device_bytes, point.host_bytes)
-
-        points = [point for family in self._families for point in self._points_within(family, host_room, key)]
-        return self._first(points, key, Home.HOST, host_room)
-
-    def host(self, device_room: int) -> Least | None:
-        """The least of the host, within ``device_room`` bytes of the device; None: nothing is within it."""
-
-        def key(point: _Point) -> tuple[int, int]:
-            return (point.host_bytes, point.device_bytes)
-
-        points = [point for family in self._families for point in self._points_freeing(family, device_room, key)]
-        return self._first(points, key, Home.DEVICE, device_room)
-
-    def _points_within(self, family: StatePlacements, host_room: int | float, key: Key) -> list[_Point]:
-        last = self._point(family, family.all()[-1], None)
-        if last.host_bytes <= host_room:
-            return [last]
-
-        def within(placement: StatePlacement) -> _Point | None:
-            left = host_room - family.sizes(placement).host
-            weights = family.movable(placement)
-            if left < 0 or (self._all_leave and sum(weight.copy_bytes for weight in weights) > left):
-                return None
-            return self._point(family, placement, weights if self._all_leave else most_freed(weights, int(left)))
-
-        return _best(family, within, key)
-
-    def _points_freeing(self, family: StatePlacements, device_room: int, key: Key) -> list[_Point]:
-        def freeing(placement: StatePlacement) -> _Point | None:
-            sizes = family.sizes(placement)
-            excess = sizes.weights + sizes.rest - device_room
-            if excess > sizes.weights - family.largest_unit(placement):
-                return None  # not even all of them free so much
-            weights = family.movable(placement)
-            some = weights if self._all_leave else fewest_copies(weights, excess)
-            return None if some is None else self._point(family, placement, some)
-
-        return _best(family, freeing, key)
-
-    def _point(self, family: StatePlacements, placement: StatePlacement, some: Sequence[Movable] | None) -> _Point:
-        """The point at which ``some`` weights are offloaded; None: all that may be."""
-        sizes = family.sizes(placement)
-        some = family.movable(placement) if some is None else some
-        device = sizes.weights + sizes.rest - freed(some)
-        host = sizes.host + sum(weight.copy_bytes for weight in some)
-        return _Point(family, placement, tuple(weight.index for weight in some), device, host)
-
-    def _first(
-        self,
-        points: Sequence[_Point],
-        key: Key,
-        other: Home,
-        room: int | float,
-    ) -> Least | None:
-        """The best of ``points`` once placed: packing may need more than a point should take."""
-        best: Least | None = None
-        wanted = Home.DEVICE if other is Home.HOST else Home.HOST
-        for point in sorted(points, key=key):
-            if best is not None and key(point)[0] >= _bytes(best, wanted):
-                break
-            layout = point.placements.layout(point.placement)
-            layout = weight_schedule.only_while_used(layout, point.offloaded)
-            addresses = place(layout)
-            made = Least(addresses.num_bytes(Home.DEVICE), addresses.num_bytes(Home.HOST), layout)
-            if _bytes(made, other) <= room and (best is None or _bytes(made, wanted) < _bytes(best, wanted)):
-                best = made
-        return best
-
-
-def _bytes(least: Least, home: Home) -> int:
-    return least.device_bytes if home is Home.DEVICE else least.host_bytes
-
-
-def _best(family: StatePlacements, make: Callable[[StatePlacement], _Point | None], key: Key) -> list[_Point]:
-    """The points of all placements, and of the same with all host updates of blocks streamed, which may need less of
-    the host. Of many placements a sample is made, and then those around the best ones, closer and closer.
-    """
-    plain = family.all()
-    streamed = [replace(placement, eighths=PARTS) for placement in plain if family.may_stream(placement)]
-    return [point for placements in (plain, streamed) for point in _best_of(placements, make, key)]
-
-
-def _best_of(
-    placements: Sequence[StatePlacement], make: Callable[[StatePlacement], _Point | None], key: Key
-) -> list[_Point]:
-    step = 1 if len(placements) <= SAMPLE else len(placements) // COARSE
-    found: dict[int, _Point | None] = {}
-    wanted = {*range(0, len(placements), step), len(placements) - 1} if placements else set[int]()
-    while True:
-        found |= {index: make(placements[index]) for index in wanted if index not in found}
-        fitting = {index: point for index, point in found.items() if point is not None}
-        if step == 1 or not fitting:
-            return list(fitting.values())
-        best = sorted(fitting, key=lambda index: key(fitting[index]))[:AROUND]
-        finer = max(1, step // CLOSER)
-        wanted = {at for index in best for at in range(index - step, index + step + 1, finer)}
-        wanted = {at for at in wanted if 0 <= at < len(placements)}
-        step = finer

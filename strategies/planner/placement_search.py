@@ -1,9 +1,9 @@
 """The placement search: use the device first, and offload only the excess, unless offloading more is faster.
 
-Candidates of a budget (``candidates.py``) are simulated, and the fastest is taken. Budgets are halved from the least
-with a plan, so that more device memory is never slower (``monotone.py``). If the capacity of buckets is open, it is the
-one whose copies are fastest; where that takes most of the budget, or more, also the one that needs the least of the
-device. Without known rates: the first placement that fits, or the last one with offloaded weights.
+Candidates of a budget (``candidates.py``) are simulated, and the fastest is taken; ``monotone.py`` sees to it that more
+device memory is never slower. If the capacity of buckets is open, it is the one whose copies are fastest; where that
+takes most of the budget, or more, also the one that needs the least of the device. Without known rates: the first
+placement that fits, or the last one with offloaded weights.
 
 Refused: budgets that nothing fits into. The least budgets are those of all placements, capacities of ``PARTS`` and
 sites that the options leave open (``least_memory.py``); the message names the least, and writing it is enough.
@@ -14,15 +14,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from math import inf
 
 from strategies.core.facts import Facts, Home
-from strategies.core.layout import ITEM_BYTES, Layout
+from strategies.core.layout import Layout
 from strategies.core.protocol import MemoryRefusal, Refusal
 from strategies.core.sizes import human, written
 from strategies.planner.addresses import place
 from strategies.planner.buckets import PARTS, block_bytes, capacity
 from strategies.planner.candidates import Candidates
-from strategies.planner.least_memory import SAMPLE, Least, LeastMemory
+from strategies.planner.least_memory import SAMPLE, Least, least_memory
 from strategies.planner.monotone import Found, at_budget
 from strategies.planner.state_placement import PARTS as EIGHTHS
 from strategies.planner.state_placement import OffloadRequest, StatePlacements
@@ -62,23 +63,19 @@ class PlacementSearch:
 
     def found(self) -> Layout | None:
         """``best``; None if nothing fits, which takes less time than to say how much would be enough."""
-        if self._exceeds_both:
-            return None
         if not self._knows_rates:
             made = self._candidates.layouts(self._device_room)
             return made[0] if made else self._least_host()
         least = self._least_device
-        if least is None or least.device_bytes > self._device_room:
+        if least is None or least.num_bytes[Home.DEVICE] > self._device_room:
             return self._least_host()
-        low = Found(least.device_bytes, self._seconds(least.layout), least.layout)
+        low = Found(least.num_bytes[Home.DEVICE], self._seconds(least.layout), least.layout)
         return at_budget(self._device_room, low, self._most_bytes(), self._found).plan
 
     def quick(self) -> tuple[Layout, float] | None:
         """A layout and its simulated seconds, for comparisons: ``found`` without a search at smaller budgets, which
         takes a tenth of the time. The rates must be known.
         """
-        if self._exceeds_both:
-            return None
         some = self._found(self._device_room)
         layout = min(some, key=lambda one: one.seconds).plan if some else self.found()
         return None if layout is None else (layout, self._seconds(layout))
@@ -104,8 +101,7 @@ class PlacementSearch:
         return found
 
     def _of(self, placements: StatePlacements) -> Candidates:
-        seconds = self._seconds if self._knows_rates else None
-        return Candidates(self._facts, self._request, placements, self._host_room, seconds)
+        return Candidates(self._facts, self._request, placements, self._host_room, knows_rates=self._knows_rates)
 
     def _seconds(self, layout: Layout) -> float:
         """Simulated, once for each layout; the rates must be known."""
@@ -126,8 +122,8 @@ class PlacementSearch:
         """Device bytes beyond which nothing changes."""
         first, last = self._usual.all()[0], self._usual.all()[-1]
         as_is, streamed = (self._usual.sizes(one) for one in (last, replace(last, eighths=EIGHTHS)))
-        visits = sum(streamed[:2]) - sum(as_is[:2]) if self._usual.may_stream(last) else 0
-        return sum(self._usual.sizes(first)[:2]) + max(0, visits)
+        visits = streamed.device - as_is.device if self._usual.may_stream(last) else 0
+        return self._usual.sizes(first).device + max(0, visits)
 
     # --- the least memory --------------------------------------------------------------------------------------------
 
@@ -165,42 +161,29 @@ class PlacementSearch:
     @cached_property
     def _least_device(self) -> Least | None:
         """What needs the least of the device within the budget of the host."""
-        return self._least_memory([self._usual, *self._smaller[:1]]).device(self._host_room)
+        return self._least([self._usual, *self._smaller[:1]], Home.DEVICE, self._host_room)
 
     @cached_property
-    def _exceeds_both(self) -> bool:
-        """Whether weights once, on either side, and the optimizer's state take more than there is on both together.
-
-        Of ranks that share them each has its part; beside a master there may be no weight.
-        """
-        least, moments = 0, self._facts.run.moments
-        for param in self._facts.params:
-            mixed, trained = param.dtype != "float32", param.group is not None
-            weight = ITEM_BYTES[param.dtype] if self._request.keeps_copies or not (mixed and trained) else 0
-            least += param.num_elements * (weight + 4 * (moments + mixed) * trained)
-        return least > self._request.ways * (max(0, self._device_room) + max(0, self._host_room))
-
-    @cached_property
-    def _everything(self) -> LeastMemory:
+    def _everything(self) -> list[StatePlacements]:
         """All buckets and sites that the request leaves open."""
         others = list(self._others())
         if self._request.site == "auto":
             streamed = replace(self._request, site="streamed")
             others += [StatePlacements(self._facts, streamed), *self._others(streamed)]
-        return self._least_memory([self._usual, *others])
+        return [self._usual, *others]
 
-    def _least_memory(self, families: Sequence[StatePlacements]) -> LeastMemory:
-        return LeastMemory(families, all_leave=self._request.weights == "streamed")
+    def _least(self, families: Sequence[StatePlacements], home: Home, room: float = inf) -> Least | None:
+        return least_memory(families, home, room, all_leave=self._request.weights == "streamed")
 
     @cached_property
     def _here(self) -> Least | None:
         """What needs the least of the host within the budget of the device."""
-        return self._everything.host(self._device_room)
+        return self._least(self._everything, Home.HOST, self._device_room)
 
     def _least_host(self) -> Layout | None:
         """The layout that needs the least of the host, if the search found none; None: not even that fits."""
         here = self._here
-        return None if here is None or here.host_bytes > self._host_room else here.layout
+        return None if here is None or here.num_bytes[Home.HOST] > self._host_room else here.layout
 
     # --- refusals ----------------------------------------------------------------------------------------------------
 
@@ -210,24 +193,24 @@ class PlacementSearch:
             key, budget = f"{KEY}.gpu_memory", request.device_bytes
             find = (self._no_device, self._needed_device)
             return MemoryRefusal(key, request.gpu_memory, *find, home=Home.DEVICE, budget=budget)
-        key, needs = f"{KEY}.host_memory", self._hosted_bytes + self._here.host_bytes
+        key, needs = f"{KEY}.host_memory", self._hosted_bytes + self._here.num_bytes[Home.HOST]
         cure, budget = partial(self._no_host, needs), request.host_bytes
         return MemoryRefusal(key, request.host_memory, cure, lambda: needs, home=Home.HOST, budget=budget)
 
     @cached_property
     def _within_host(self) -> Least | None:
         """What needs the least of the device within the budget of the host, of everything."""
-        return self._everything.device(self._host_room)
+        return self._least(self._everything, Home.DEVICE, self._host_room)
 
     @cached_property
     def _anywhere(self) -> Least:
         """The same; if the budget of the host is too small for all, without it."""
-        least = self._within_host or self._everything.device()
+        least = self._within_host or self._least(self._everything, Home.DEVICE)
         assert least is not None, "without limits there is a plan"
         return least
 
     def _needed_device(self) -> int:
-        return self._saved_bytes + self._anywhere.device_bytes
+        return self._saved_bytes + self._anywhere.num_bytes[Home.DEVICE]
 
     def _no_device(self) -> str:
         needed, budget = self._needed_device(), self._request.device_bytes
@@ -237,17 +220,17 @@ class PlacementSearch:
             f"{written(needed)} or more, or a smaller training.per_device_train_batch_size{self._forced()}"
         )
         if self._within_host is None:
-            host = written(self._ranks * (self._hosted_bytes + self._anywhere.host_bytes))
+            host = written(self._ranks * (self._hosted_bytes + self._anywhere.num_bytes[Home.HOST]))
             cure += f"; the host is too small as well: write {KEY}.host_memory: {host} too"
         return cure
 
     def _no_host(self, needed: int) -> str:
         hosted, budget, other = self._hosted_bytes, self._request.host_bytes, self._within_host
+        device = inf if other is None else self._saved_bytes + other.num_bytes[Home.DEVICE]
         part = f", {human(hosted)} of them for tensors that wait for backward" if hosted else ""
         each, of_all = (" on each rank", f" (for {self._ranks} ranks)") if self._ranks > 1 else ("", "")
-        more, machine = "", self._facts.machine
-        if other is not None and self._saved_bytes + other.device_bytes <= machine.device_bytes:
-            more = f", or {KEY}.gpu_memory: {written(self._saved_bytes + other.device_bytes)}"
+        fits = device <= self._facts.machine.device_bytes
+        more = f", or {KEY}.gpu_memory: {written(int(device))}" if fits else ""
         return (
             f"{human(needed)} of host memory are needed{each}{part}: {human(needed - budget)} too much for "
             f"{human(budget)}; write {written(self._ranks * needed)} or more{of_all} if the machine has it{more}"
@@ -263,4 +246,4 @@ class PlacementSearch:
 def _lower_bound(placements: StatePlacements) -> int:
     """Device bytes with all on the host that may be there; if weights are packed without gaps, exactly."""
     last = placements.all()[-1]
-    return placements.sizes(last).rest + placements.largest_unit(last)
+    return placements.sizes(last).rest + placements.sizes(last).largest_unit

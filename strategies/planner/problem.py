@@ -1,23 +1,16 @@
 """The planning problem in numbers: one iteration's ticks, the weights that they use, the link, and the budget.
 
-Problem. A model is larger than the device. Which weights leave while they are idle, and when do they come back?
-
-An iteration has ticks 0..T-1: forward of each block, then backward in reverse (with recomputation). A weight is used
-at some of them and idle in between: a *gap*. A weight used at FP_i and BP_i has two gaps per iteration: the turn (FP_i
-to BP_i, long for early blocks, includes the peak of activations) and the boundary (BP_i to the next FP_i, long for late
-blocks). The unit of decision is (weight, gap), not the weight; ``benchmarks/peer_models.py`` (``whole_bucket``) shows
-what that gains.
+An iteration has ticks 0..T-1: forward of each block, then backward in reverse (with recomputation). A weight is idle
+between its uses: a *gap*. A weight used at FP_i and BP_i has two per iteration: the turn (FP_i to BP_i, long for early
+blocks, includes the peak of activations) and the boundary (BP_i to the next FP_i, long for late blocks). What is
+decided is which weight leaves in which gap, and when it comes back.
 
 Ticks are counted on into the next iteration: a gap that spans the boundary has ``before`` >= T. A weight that leaves in
 a gap and whose copy is issued at tick ``issue`` is absent at after < t < issue. Memory is counted per tick, so the
 bound holds whatever the real timing is: at each tick, what is present plus what the tick itself needs <= budget.
 
-Copies and updates share memories (``Shared``): a resource alone may be fast enough while all together are not.
-
 The copy starts when tick issue - 1 has ended and the copies needed before it have arrived; the tick ``before`` waits
 for it. Eviction is free: the host has the weight, or receives it once per iteration after an update on the device.
-
-Invariant. Everything here is a number or a tuple of numbers; equal problems have equal plans.
 """
 
 from __future__ import annotations
@@ -119,11 +112,6 @@ class Weight:
         return self.num_bytes if self.common_host else self.link_bytes
 
     @property
-    def reload_exchange_bytes(self) -> int:
-        """What one rank then gets from the others."""
-        return self.num_bytes - self.reload_bytes
-
-    @property
     def link_bytes(self) -> int:
         """What one rank copies up or down."""
         return self.num_bytes // self.ways
@@ -202,16 +190,6 @@ class Problem:
     in_backward: bool = False
     shared: Shared = Shared()
 
-    def __post_init__(self) -> None:
-        for weight in self.weights:
-            uses = weight.uses
-            if not uses or list(uses) != sorted(set(uses)) or not 0 <= uses[0] <= uses[-1] < len(self.ticks):
-                raise ValueError(f"{weight.name}: used at {uses} of {len(self.ticks)} ticks")
-        if self.link.up <= 0 or self.link.down <= 0 or not 0 < self.link.duplex <= 1 or self.link.latency < 0:
-            raise ValueError(f"not a link: {self.link}")
-        if self.shared.dram <= 0 or self.shared.device <= 0:
-            raise ValueError(f"not the rates of memories: {self.shared}")
-
     @cached_property
     def gaps(self) -> tuple[Gap, ...]:
         """Every gap with an idle tick in it, ascending; the order does not depend on the order of the weights."""
@@ -246,12 +224,6 @@ class Problem:
         """Seconds of one pass in which nothing waits."""
         return sum(tick.seconds for tick in self.ticks)
 
-    @cached_property
-    def moves_weights_only(self) -> bool:
-        """Whether reloads are all that crosses the link."""
-        hosted = sum(tick.hosted_bytes for tick in self.ticks)
-        return all(weight.update is None for weight in self.weights) and self.accumulation == 1 and not hosted
-
     def idle_seconds(self, gap: Gap) -> float:
         """Seconds of compute during the gap."""
         return self._clock[gap.before] - self._clock[gap.after + 1]
@@ -273,26 +245,22 @@ def need_order(problem: Problem, gaps: Iterable[Gap]) -> list[Gap]:
     return sorted(gaps, key=lambda gap: (gap.before % count, rank[gap.weight]))
 
 
-def memory(problem: Problem, evictions: Iterable[Eviction]) -> list[int]:
+def memory(problem: Problem, evictions: Iterable[tuple[Gap, int]]) -> list[int]:
     """Bytes on the device per tick."""
-    return _memory(problem, ((eviction.gap, eviction.issue) for eviction in evictions))
-
-
-def least_memory(problem: Problem, gaps: Iterable[Gap]) -> list[int]:
-    """Bytes on the device per tick if the weights leave in ``gaps`` and come back as late as possible."""
-    return _memory(problem, ((gap, gap.before) for gap in gaps))
-
-
-def _memory(problem: Problem, away: Iterable[tuple[Gap, int]]) -> list[int]:
     count = len(problem.ticks)
     change = [0] * (2 * count + 1)
-    for gap, issue in away:
+    for gap, issue in evictions:
         size = problem.weights[gap.weight].num_bytes
         change[gap.after + 1] -= size
         change[issue] += size
     absent = list(accumulate(change))
     pairs = zip(problem.all_present, absent[:count], absent[count:], strict=False)
     return [here + this + before for here, this, before in pairs]
+
+
+def least_memory(problem: Problem, gaps: Iterable[Gap]) -> list[int]:
+    """Bytes on the device per tick if the weights leave in ``gaps`` and come back as late as possible."""
+    return memory(problem, ((gap, gap.before) for gap in gaps))
 
 
 def at_need(gaps: Iterable[Gap]) -> tuple[Eviction, ...]:

@@ -109,8 +109,6 @@ def simulated_period(problem: Problem, evictions: Sequence[Eviction], iterations
 
 
 def _tasks(problem: Problem, evictions: Sequence[Eviction], iterations: int, builder: type[TaskBuilder]) -> list[Task]:
-    if iterations < 3:
-        raise ValueError(f"{iterations} iterations; the first two are not like the others")
     # One iteration more: its first copies run in the measured one.
     return build_tasks(problem, evictions, iterations + 1, builder)
 

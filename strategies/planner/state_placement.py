@@ -40,8 +40,7 @@ from strategies.core.layout import (
     uses,
 )
 from strategies.planner.addresses import size_classes
-from strategies.planner.buckets import capacity, form
-from strategies.planner.offloadable import offloadable
+from strategies.planner.buckets import capacity, form, offloadable
 
 
 class Place(NamedTuple):
@@ -102,12 +101,27 @@ class StatePlacement:
 
 
 class Sizes(NamedTuple):
-    """Bytes of a placement: on the device of weights that may be offloaded (``weights``) and of all else (``rest``),
-    and on the host while no weight is offloaded (``host``)."""
+    """Bytes of a placement: on the device of weights that may be offloaded (``weights``), the most of them that one
+    unit needs (``largest_unit``), and all else (``rest``); on the host while no weight is offloaded (``host``)."""
 
     weights: int
+    largest_unit: int
     rest: int
     host: int
+
+    @property
+    def device(self) -> int:
+        return self.weights + self.rest
+
+
+class _Hosted(NamedTuple):
+    """With so many states on the host: the site of each bucket before host updates are streamed, and which weights may
+    be offloaded, with their bytes and the most that one unit needs."""
+
+    sites: list[Site]
+    offloadable: list[int]
+    weights: int
+    largest_unit: int
 
 
 class _Cost(NamedTuple):
@@ -194,11 +208,8 @@ class StatePlacements:
             shapes.setdefault((bucket.num_elements, bucket.dtype, len(bucket.params)), index)
             for index, bucket in enumerate(self._buckets)
         ]
-        self._sites = cache(self._sites_of)
+        self._with_hosted = cache(self._hosted)
         self._places = lru_cache(REMEMBERED)(self._places_of)
-        self._offloadable = cache(self._offloadable_of)
-        self._largest_unit = cache(self._largest_unit_of)
-        self._leaving_bytes = cache(self._leaving_bytes_of)
         self._movable = cache(self._movable_at)
         self._costs = cache(self._cost)
         self.sizes = cache(self._sizes)
@@ -219,7 +230,7 @@ class StatePlacements:
     def all(self) -> list[StatePlacement]:
         """All placements without streaming beyond the request, from what moves the least to what moves the most."""
         found = [StatePlacement(hosted, 0) for hosted in range(len(self._hostable) + 1)]
-        most = len(self._choice_of_grads(self._sites(found[-1].hosted)))
+        most = len(self._choice_of_grads(self._with_hosted(found[-1].hosted).sites))
         return found + [replace(found[-1], grads_down=number) for number in range(1, most + 1)]
 
     def with_streaming(self, placement: StatePlacement) -> Iterator[StatePlacement]:
@@ -234,23 +245,24 @@ class StatePlacements:
 
     def offloadable(self, placement: StatePlacement) -> Sequence[int]:
         """Buckets whose weights may be offloaded."""
-        return self._offloadable(placement.hosted)
+        return self._with_hosted(placement.hosted).offloadable
 
-    def _offloadable_of(self, hosted: int) -> list[int]:
-        forced, sites = self._request.weights == "streamed", self._sites(hosted)
-        blocks = [index for index in self.blocks if forced or sites[index] is not Site.DEVICE]
-        return blocks + [index for index in self._ends if sites[index] is not Site.DEVICE]
-
-    def largest_unit(self, placement: StatePlacement) -> int:
-        """The most bytes of offloadable weights that one unit needs."""
-        return self._largest_unit(placement.hosted)
-
-    def _largest_unit_of(self, hosted: int) -> int:
+    def _hosted(self, number: int) -> _Hosted:
+        there, site = self._on_host(number), self._request.site
+        forced = None if site == "auto" else Site(site)
+        sites = [
+            Site.NONE if bucket.group is None else forced or (Site.HOST if index in there else Site.DEVICE)
+            for index, bucket in enumerate(self._buckets)
+        ]
+        streams = self._request.weights == "streamed"
+        blocks = [index for index in self.blocks if streams or sites[index] is not Site.DEVICE]
+        offloadable = blocks + [index for index in self._ends if sites[index] is not Site.DEVICE]
         sums: Counter[str] = Counter()
-        for index in self._offloadable(hosted):
+        for index in offloadable:
             for unit in self._buckets[index].units:
                 sums[unit] += self.weights[index]
-        return max(sums.values(), default=0)
+        leaving = sum(self.weights[index] for index in offloadable)
+        return _Hosted(sites, offloadable, leaving, max(sums.values(), default=0))
 
     def layout(self, placement: StatePlacement) -> Layout:
         """All buckets as ``placement`` places them, every weight resident."""
@@ -260,9 +272,6 @@ class StatePlacements:
     def placed(self, placement: StatePlacement) -> Iterator[tuple[Bucket, Place]]:
         """Each bucket with its site and the home of its gradients."""
         return zip(self._buckets, self._places(placement), strict=True)
-
-    def _leaving_bytes_of(self, hosted: int) -> int:
-        return sum(self.weights[index] for index in self._offloadable(hosted))
 
     def movable(self, placement: StatePlacement) -> list[Movable]:
         """The weights that may be offloaded."""
@@ -284,32 +293,28 @@ class StatePlacements:
         for item, sizes in passed.items():
             slots = sum(size * number for size, number in size_classes(sizes, self._empty.slots(item)))
             device, host = (device + slots, host) if PASSING[item] is Home.DEVICE else (device, host + slots)
-        weights = self._leaving_bytes(placement.hosted)
-        return Sizes(weights, device - weights + scratch_of([mixed]) + self._received, host)
+        _, _, weights, largest = self._with_hosted(placement.hosted)
+        return Sizes(weights, largest, device - weights + scratch_of([mixed]) + self._received, host)
 
     def _cost(self, index: int, place: Place) -> _Cost:
         bucket = replace(self._buckets[index], **place._asdict())
         stays, leaves = (
-            [need for need in needs(one, self._empty) if not need.passes and need.home is Home.HOST]
+            [(need, aligned(need.num_bytes, need.home)) for need in needs(one, self._empty)]
             for one in (bucket, replace(bucket, resident_ticks=((0, 1),)))
         )
-        host, away = (sum(aligned(need.num_bytes, Home.HOST) for need in found) for found in (stays, leaves))
+        host, away = (
+            sum(size for need, size in found if not need.passes and need.home is Home.HOST) for found in (stays, leaves)
+        )
         return _Cost(
-            device=sum(
-                aligned(need.num_bytes)
-                for need in needs(bucket, self._empty)
-                if need.home is Home.DEVICE and not need.passes
-            ),
+            device=sum(size for need, size in stays if not need.passes and need.home is Home.DEVICE),
             host=host,
             copy=away - host,
-            passing=tuple(
-                (need.item, aligned(need.num_bytes, need.home)) for need in needs(bucket, self._empty) if need.passes
-            ),
+            passing=tuple((need.item, size) for need, size in stays if need.passes),
             scratch=bucket.share if bucket.mixed and place.site in ON_DEVICE else 0,
         )
 
     def _places_of(self, placement: StatePlacement) -> list[Place]:
-        sites = list(self._sites(placement.hosted))
+        sites = list(self._with_hosted(placement.hosted).sites)
         either = self._choice_of_grads(sites)
         down = set(either[len(either) - placement.grads_down :])
         if self._sends_early:
@@ -325,15 +330,7 @@ class StatePlacements:
                 places[index] = SPLITS[sites[index]]
         return places
 
-    def _sites_of(self, hosted: int) -> list[Site]:
-        """The site of each bucket, before a part of the host updates is streamed."""
-        forced, there = None if self._request.site == "auto" else Site(self._request.site), self._hosted(hosted)
-        return [
-            Site.NONE if bucket.group is None else forced or (Site.HOST if index in there else Site.DEVICE)
-            for index, bucket in enumerate(self._buckets)
-        ]
-
-    def _hosted(self, number: int) -> set[int]:
+    def _on_host(self, number: int) -> set[int]:
         return self._hosted_always | set(self._hostable[len(self._hostable) - number :])
 
     def _choice_of_grads(self, sites: Sequence[Site]) -> list[int]:
@@ -346,7 +343,7 @@ class StatePlacements:
     def _streaming(self, placement: StatePlacement) -> Iterator[int]:
         """So many eighths of the blocks' hosted buckets, spread evenly over them."""
         if placement.eighths:
-            hosted, eighths = self._hosted(placement.hosted), placement.eighths
+            hosted, eighths = self._on_host(placement.hosted), placement.eighths
             for number, index in enumerate((index for index in self._streamable if index in hosted), start=1):
                 if number * eighths // PARTS > (number - 1) * eighths // PARTS:
                     yield index

@@ -27,7 +27,7 @@ from enum import Enum
 
 from strategies.core.facts import Home
 from strategies.core.layout import Site
-from strategies.planner.problem import Eviction, Problem, Tick, Update, need_order
+from strategies.planner.problem import Eviction, Problem, Tick, Update, Weight, need_order
 
 
 class Resource(Enum):
@@ -102,7 +102,7 @@ class TaskBuilder:
         self._vacated: dict[int, list[Task | None]] = {}
         self._landed: dict[int, Task] = {}  # per weight: its gradient on the host
         self._due: dict[int, list[Task]] = {}  # updates on the device before the next use, and what they wait for
-        self._slots: dict[int, Task] = {}  # per slot: after which task it is free
+        self._slots: dict[int | None, Task] = {}  # per slot: after which task it is free
         self._slot: Task | None = None  # what compute waits for: a place for the gradient that it has just made
         self._saved: dict[int, Task] = {}  # per forward tick of this pass: the copy down of what it saved
 
@@ -133,6 +133,10 @@ class TaskBuilder:
     def _to_owners(self, name: str, update: Update, after: Task) -> Task:
         return self._exchange(f"gradient {name}", update.exchange_bytes, after, self._problem.shared.sums)
 
+    def _gather(self, info: Weight, after: Task) -> Task:
+        """The other ranks' parts of a weight, unless they came from the host too."""
+        return self._exchange(f"gather {info.name}", info.num_bytes - info.reload_bytes, after)
+
     def _work(self, label: str, seconds: float, after: Iterable[Task | None]) -> Task:
         """A task of compute, after all compute before it."""
         self._compute = self._task(Resource.COMPUTE, label, (self._compute, self._slot, *after))
@@ -144,10 +148,6 @@ class TaskBuilder:
         task = self._task(Resource.CPU, label, after)
         task.touched_bytes, task.seconds = touched_bytes, touched_bytes / self._problem.shared.dram
         return task
-
-    def _free(self, slot: int | None) -> Task | None:
-        """The task after which ``slot`` is free."""
-        return None if slot is None else self._slots.get(slot)
 
     def _occupy(self, slot: int | None, until: Task) -> None:
         if slot is not None:
@@ -220,11 +220,11 @@ class TaskBuilder:
         """
         update, name = self._update(weight), self._problem.weights[weight].name
         slot = None if is_first else update.arrival_slot
-        self._slot = self._free(update.grad_slot)
+        self._slot = self._slots.get(update.grad_slot)
         there = self._to_owners(name, update, made)
         down = there
         if update.sends_down:
-            waits = (there, self._slot, self._free(slot))
+            waits = (there, self._slot, self._slots.get(slot))
             down = self._copy(Resource.DOWN, f"gradient {name}", update.grad_bytes, waits)
         self._occupy(update.grad_slot, down)
         if update.grad_direct:
@@ -255,7 +255,7 @@ class TaskBuilder:
             return
         on_host, slot = self._weight.get(weight), None if info.update is None else info.update.copy_slot
         if slot is not None:
-            waits = (ended, on_host, self._free(slot))
+            waits = (ended, on_host, self._slots.get(slot))
             on_host = self._on_cpu(f"round {info.name}", ROUND_NUMBERS * info.link_bytes, waits)
             on_host.priority = (*need, self._problem.rank[weight])
         after = (ended, self._reload, on_host, *leaving)
@@ -264,9 +264,7 @@ class TaskBuilder:
         self._reload = self._copy(Resource.UP, f"weight {info.name}", size, after)
         self._reload.priority = (*need, self._problem.rank[weight])
         self._occupy(slot, self._reload)
-        whole = self._reload
-        if not due:
-            whole = self._exchange(f"gather {info.name}", info.reload_exchange_bytes, self._reload)
+        whole = self._reload if due else self._gather(info, self._reload)
         self._gate.setdefault(weight, []).append(whole)
 
     def _submit(self, weight: int, gradient: Task | None, used_in: int) -> None:
@@ -285,8 +283,7 @@ class TaskBuilder:
         if weight not in self._away:
             sent = self._copy(Resource.UP, f"new weight {info.name}", info.reload_bytes, [task])
             sent.priority = (used_in + 1, info.uses[0], self._problem.rank[weight])
-            gathered = self._exchange(f"gather {info.name}", info.reload_exchange_bytes, sent)
-            self._gate.setdefault(weight, []).append(gathered)
+            self._gate.setdefault(weight, []).append(self._gather(info, sent))
 
     def _update_on_device(self, weight: int, number: int) -> None:
         """The kernel; around it the visit of the state, and after it the copy of the weight to the host."""
@@ -294,7 +291,7 @@ class TaskBuilder:
         gate, vacated = self._gate.get(weight, []), self._vacated.pop(weight, [])
         if update.site is Site.STREAMED:
             early = self._problem.in_backward  # state may come before its gradient is there
-            slot = self._free(update.visit_slot)
+            slot = self._slots.get(update.visit_slot)
             hosted = update.grad_home is Home.HOST
             size = update.state_bytes + (update.grad_bytes if hosted else 0)
             after = (slot, *([] if early and not hosted else waits))

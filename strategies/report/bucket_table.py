@@ -1,13 +1,11 @@
 """The bucket table: which buckets are updated where, when their weights travel, and their addresses.
 
-Buckets of one kind share a row, wherever they stand: with updates shared between the CPU and the link, every other one
-is of the same kind. ``to_json`` lists each of them.
+Buckets of one kind share a row, wherever they stand; ``plan.json`` lists each of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 from strategies.core.layout import Addresses, Bucket, Item, Layout, Site, largest_shared, leads, ticks_of, uses
 from strategies.core.plan import Plan
@@ -80,34 +78,3 @@ def _travels(some: Sequence[Bucket], layout: Layout) -> str:
 def _span(numbers: Iterable[int]) -> str:
     low, high = min(numbers), max(numbers)
     return str(low) if low == high else f"{low} to {high}"
-
-
-def to_json(plan: Plan) -> list[dict[str, Any]]:
-    """Each bucket: its contents, its addresses, and when it is on the device (half-open ranges of ticks)."""
-    layout, addresses = plan.layout, plan.addresses
-    if layout is None or addresses is None:
-        return []
-    return [
-        {
-            "name": bucket.name,
-            "units": list(bucket.units),
-            "num_params": len(bucket.params),
-            "elements": bucket.num_elements,
-            "bytes": bucket.weight_bytes,
-            "dtype": bucket.dtype,
-            "group": bucket.group,
-            "site": bucket.site.value,
-            "gradients": bucket.grad_home.value,
-            "ways": bucket.ways,
-            "splits_gradients": bucket.grad_split,
-            "direct_gradients": bucket.grad_direct,
-            "looked_up": bucket.looked_up,
-            "stays": [list(ticks) for ticks in bucket.resident_ticks],
-            "addresses": {
-                item.value: {"home": spot.home.value, "offset": spot.offset, "bytes": spot.num_bytes}
-                for item in Item
-                if (spot := addresses.spots.get((bucket.name, item))) is not None
-            },
-        }
-        for bucket in layout.buckets
-    ]

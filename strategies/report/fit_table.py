@@ -19,50 +19,35 @@ SAME = 0.1  # relative difference of simulated seconds for which no strategy is 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitRow:
-    """One way of training.
+    """One way of training."""
 
-    Args:
-        whole: all weights are trained, not adapters.
-        strategies: names of those that save memory; ``given``: the config as it is, whatever they are.
-        needed: bytes per home on one rank; a home is left out if the planner gave up before it knew.
-        missing: bytes per home beyond what may be used there; only homes where any are.
-        at_least: both are lower bounds.
-        refused: why there is no plan, if it is not for memory.
-        seconds: of a simulated step; None: unknown, or it does not fit.
-        write: lines of YAML, one per section; none: the config as it is.
-    """
-
-    whole: bool = True
-    strategies: tuple[str, ...] = ()
-    given: bool = False
+    whole: bool = True  # all weights are trained, not adapters
+    strategies: tuple[str, ...] = ()  # names of those that save memory
+    given: bool = False  # the config as it is, whatever they are
     ranks: int = 1
-    needed: Mapping[Home, int] = field(default_factory=dict)
-    missing: Mapping[Home, int] = field(default_factory=dict)
-    at_least: bool = False
-    refused: str = ""
-    seconds: float | None = None
-    write: tuple[str, ...] = ()
+    needed: Mapping[Home, int] = field(default_factory=dict)  # bytes on one rank; a home is left out if not known
+    missing: Mapping[Home, int] = field(default_factory=dict)  # bytes beyond what may be used, where any are
+    at_least: bool = False  # both are lower bounds
+    refused: str = ""  # why there is no plan, if it is not for memory
+    seconds: float | None = None  # of a simulated step; None: unknown, or it does not fit
+    write: tuple[str, ...] = ()  # lines of YAML, one per section; none: the config as it is
 
     @property
     def training(self) -> str:
-        """The way of training, in a few words."""
         return "this config" if self.given else " + ".join(("full" if self.whole else "LoRA", *self.strategies))
 
     @property
     def fits(self) -> bool:
-        """Whether it can be trained."""
         return not self.missing and not self.refused
 
     @property
     def says(self) -> str:
-        """The answer in the first column."""
         if self.refused:
             return "no: refused"
         return "yes" if self.fits else f"no: {self.lacks}"
 
     @property
     def lacks(self) -> str:
-        """What is missing."""
         return ", ".join(f"{home.value} lacks {self._over}{human(size)}" for home, size in self.missing.items())
 
     @property
@@ -70,7 +55,6 @@ class FitRow:
         return "over " if self.at_least else ""
 
     def needs(self, home: Home) -> str:
-        """The bytes at one home, as text."""
         return f"{self._over}{human(self.needed[home])}" if home in self.needed else UNKNOWN
 
 

@@ -38,7 +38,7 @@ class Scale:
 
 def lines(answer: Answer, scale: Scale, write: Sequence[str], not_tried: Sequence[str] = ()) -> Iterator[str]:
     """The table, what was left out or not tried, and what to write for its first row."""
-    yield from table_of(answer.best, scale)
+    yield from table(HEADER, [_cells(each, scale) for each in answer.best], RIGHT)
     yield ""
     yield f"{answer.tried:,} looked at; {answer.fitting:,} run here and fit; {answer.priced} of them simulated"
     yield from left_out(answer)
@@ -48,11 +48,6 @@ def lines(answer: Answer, scale: Scale, write: Sequence[str], not_tried: Sequenc
     yield ""
     yield "to write for the first row, in place of these sections or keys of the config:"
     yield from (f"  {line}" for line in write)
-
-
-def table_of(found: Sequence[Found], scale: Scale) -> list[str]:
-    """One row for each."""
-    return table(HEADER, [_cells(each, scale) for each in found], RIGHT)
 
 
 def _cells(found: Found, scale: Scale) -> tuple[str, ...]:
@@ -97,11 +92,9 @@ def left_out(answer: Answer) -> Iterator[str]:
 def nothing_fits(answer: Answer) -> Iterator[str]:
     """What is missing, for those that lack least, and what would fit if it could be run."""
     for each in answer.nearest:
-        lacks = [
-            (f"{human(size)} of {name} memory") for name, size in (("device", each.device), ("host", each.host)) if size
-        ]
-        about = (
-            "" if each.degrees.offload is Stowed.NOTHING else " (estimated; the config without --search says exactly)"
-        )
-        yield f"  {words(each.degrees)}: lacks {' and '.join(lacks)} per rank{about}"
+        short = {"device": each.device, "host": each.host}
+        lacks = " and ".join(f"{human(size)} of {name} memory" for name, size in short.items() if size)
+        exact = each.degrees.offload is Stowed.NOTHING
+        about = "" if exact else " (estimated; the config without --search says exactly)"
+        yield f"  {words(each.degrees)}: lacks {lacks} per rank{about}"
     yield from (f"  {line}" for line in left_out(answer))

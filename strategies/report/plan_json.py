@@ -16,17 +16,16 @@ engine here could carry it out. ``VERSION`` changes with every key that gets ano
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from typing import Any, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic_core import to_jsonable_python
 
-from strategies.core.facts import Facts, Home, UnitKind
+from strategies.core.facts import Facts, Home, Unit, UnitKind
 from strategies.core.layout import Addresses, Bucket, Item, Layout, Range, Site, Spot, gradient_tick, ticks_of
 from strategies.core.peak import host_room
 from strategies.core.plan import Plan
 from strategies.core.validate import validate
-from strategies.report import bucket_table
 
 VERSION = 1
 
@@ -43,6 +42,10 @@ class SpotEntry(Entry):
     home: Home
     offset: int
     bytes: int
+
+    @classmethod
+    def of(cls, spot: Spot) -> SpotEntry:
+        return cls(home=spot.home, offset=spot.offset, bytes=spot.num_bytes)
 
 
 class ParameterEntry(Entry):
@@ -64,7 +67,7 @@ class BucketEntry(Entry):
     """
 
     name: str
-    units: list[str]
+    units: tuple[str, ...]
     num_params: int
     elements: int = Field(description="with padding")
     bytes: int = Field(description="of its weight in the dtype of compute")
@@ -76,7 +79,7 @@ class BucketEntry(Entry):
     splits_gradients: bool = Field(False, description="of those that wait on the device each rank keeps its span alone")
     direct_gradients: bool = Field(False, description="they go down from where backward made them; no slot")
     looked_up: bool = Field(False, description="its first unit does not read it in backward, as an embedding")
-    stays: list[Range]
+    stays: tuple[Range, ...]
     addresses: dict[Item, SpotEntry]
 
 
@@ -96,9 +99,9 @@ class UnitEntry(Entry):
     name: str
     kind: UnitKind
     policy: str = Field(description="none: all that autograd saves; otherwise backward runs the unit again")
-    kept: list[str]
+    kept: tuple[str, ...]
     saved_bytes: int
-    hosted: list[str]
+    hosted: tuple[str, ...]
     hosted_bytes: int
 
 
@@ -114,13 +117,12 @@ class TickEntry(Entry):
     gradients: list[str]
 
 
-def _layout_fields() -> dict[str, Any]:
-    """The fields of ``Layout`` but its buckets, as ``create_model`` takes them."""
-    hints = get_type_hints(Layout)
-    return {each.name: (hints[each.name], ...) for each in fields(Layout) if each.name != "buckets"}
-
-
-LayoutEntry: Any = create_model("LayoutEntry", __base__=Entry, **_layout_fields())
+_SETTINGS: dict[str, Any] = {name: (kind, ...) for name, kind in get_type_hints(Layout).items() if name != "buckets"}
+LayoutEntry: Any = create_model("LayoutEntry", __base__=Entry, **_SETTINGS)
+# Which field of ``Bucket`` is what in a ``BucketEntry``.
+FIELDS = {name: name for name in ("name", "units", "dtype", "group", "site", "ways", "looked_up")}
+FIELDS |= {"elements": "num_elements", "gradients": "grad_home", "stays": "resident_ticks"}
+FIELDS |= {"splits_gradients": "grad_split", "direct_gradients": "grad_direct"}
 
 
 class PlanFile(Entry):
@@ -157,58 +159,56 @@ def json_schema() -> dict[str, Any]:
 def to_json(plan: Plan) -> dict[str, Any]:
     """What an engine needs, as JSON types: the first keys of ``PlanFile`` without ``facts``."""
     layout, addresses = plan.layout, plan.addresses
-    found: dict[str, Any] = {
-        "schema_version": VERSION,
-        "units": [_unit(plan, unit.name, unit.kind) for unit in plan.facts.units],
-        "buckets": bucket_table.to_json(plan),
-    }
-    if layout is None or addresses is None:
-        nothing: dict[str, Any] = {"parameters": [], "slots": [], "ticks": [], "updates": []}
-        return {**found, **nothing, "layout": None, "arenas": {}, "shared": {}}
-    settings = {name: getattr(layout, name) for name in LayoutEntry.model_fields}
+    found: dict[str, Any] = {"schema_version": VERSION, "units": [_unit(plan, unit) for unit in plan.facts.units]}
+    found |= {key: [] for key in ("parameters", "buckets", "slots", "ticks", "updates")}
+    found |= {"layout": None, "arenas": {}, "shared": {}}
+    if layout is not None and addresses is not None:
+        found |= _stowed(layout, addresses)
+    made: dict[str, Any] = to_jsonable_python(found)
+    return made
+
+
+def _stowed(layout: Layout, addresses: Addresses) -> dict[str, Any]:
     return {
-        **found,
         "parameters": [
-            {"name": name, "bucket": b.name, "offset": offset, "elements": size, "dtype": b.dtype, "group": b.group}
+            ParameterEntry(name=name, bucket=b.name, offset=offset, elements=size, dtype=b.dtype, group=b.group)
             for b in layout.buckets
             for name, offset, size in zip(b.params, b.offsets, b.sizes, strict=True)
         ],
-        "layout": LayoutEntry(**settings).model_dump(mode="json"),
-        "arenas": {home.value: addresses.num_bytes(home) for home in Home},
-        "slots": [slot.model_dump(mode="json") for slot in slots(addresses)],
-        "shared": {item.value: _spot(spot) for (name, item), spot in addresses.spots.items() if not name},
-        "ticks": [tick.model_dump(mode="json") for tick in ticks(layout)],
+        "buckets": [_entry(bucket, addresses) for bucket in layout.buckets],
+        "layout": {name: getattr(layout, name) for name in _SETTINGS},
+        "arenas": {home: addresses.num_bytes(home) for home in Home},
+        "slots": slots(addresses),
+        "shared": {item: SpotEntry.of(spot) for (name, item), spot in addresses.spots.items() if not name},
+        "ticks": ticks(layout),
         "updates": updates(layout),
     }
 
 
-def _unit(plan: Plan, name: str, kind: UnitKind) -> dict[str, Any]:
-    keep = plan.keep(name)
-    return {
-        "name": name,
-        "kind": kind.value,
-        "policy": keep.policy,
-        "kept": list(keep.kept),
-        "saved_bytes": keep.saved_bytes,
-        "hosted": list(keep.hosted),
-        "hosted_bytes": keep.hosted_bytes,
-    }
+def _unit(plan: Plan, unit: Unit) -> UnitEntry:
+    keep = plan.keep(unit.name)
+    names = UnitEntry.model_fields.keys() - {"name", "kind"}
+    return UnitEntry(name=unit.name, kind=unit.kind, **{name: getattr(keep, name) for name in names})
 
 
-def _spot(spot: Spot) -> dict[str, Any]:
-    return {"home": spot.home.value, "offset": spot.offset, "bytes": spot.num_bytes}
+def _entry(bucket: Bucket, addresses: Addresses) -> BucketEntry:
+    spots = {item: addresses.spots.get((bucket.name, item)) for item in Item}
+    return BucketEntry(
+        num_params=len(bucket.params),
+        bytes=bucket.weight_bytes,
+        addresses={item: SpotEntry.of(spot) for item, spot in spots.items() if spot is not None},
+        **{key: getattr(bucket, name) for key, name in FIELDS.items()},
+    )
 
 
 def slots(addresses: Addresses) -> list[SlotEntry]:
     """Stretches that several buckets use for one kind of item. Weights, which share by time, are not among them."""
-    users: dict[tuple[Item, Home, int], list[tuple[str, int]]] = {}
+    users: dict[tuple[Item, Home, int], dict[str, int]] = {}
     for (name, item), spot in addresses.spots.items():
         if name and item is not Item.WEIGHT:
-            users.setdefault((item, spot.home, spot.offset), []).append((name, spot.num_bytes))
+            users.setdefault((item, spot.home, spot.offset), {})[name] = spot.num_bytes
     return [
-        SlotEntry(
-            item=item, home=home, offset=offset, bytes=max(size for _, size in some), buckets=[n for n, _ in some]
-        )
+        SlotEntry(item=item, home=home, offset=offset, bytes=max(some.values()), buckets=list(some))
         for (item, home, offset), some in sorted(users.items(), key=lambda it: (it[0][0].value, it[0][2]))
         if len(some) > 1
     ]
@@ -279,28 +279,17 @@ def read(file: PlanFile) -> tuple[Layout, Addresses]:
     buckets = (_bucket(entry, of_bucket.get(entry.name, [])) for entry in file.buckets)
     spots = {(each.name, item): spot for each in file.buckets for item, spot in each.addresses.items()}
     spots |= {("", item): spot for item, spot in file.shared.items()}
-    layout = Layout(buckets=tuple(buckets), **{name: getattr(file.layout, name) for name in LayoutEntry.model_fields})
+    layout = Layout(buckets=tuple(buckets), **{name: getattr(file.layout, name) for name in _SETTINGS})
     places = {key: Spot(spot.home, spot.offset, spot.bytes) for key, spot in spots.items()}
     return layout, Addresses(file.arenas, places)
 
 
 def _bucket(entry: BucketEntry, params: list[ParameterEntry]) -> Bucket:
     return Bucket(
-        name=entry.name,
-        units=tuple(entry.units),
         params=tuple(param.name for param in params),
         sizes=tuple(param.elements for param in params),
         offsets=tuple(param.offset for param in params),
-        num_elements=entry.elements,
-        dtype=entry.dtype,
-        group=entry.group,
-        site=entry.site,
-        resident_ticks=tuple(entry.stays),
-        grad_home=entry.gradients,
-        ways=entry.ways,
-        grad_split=entry.splits_gradients,
-        grad_direct=entry.direct_gradients,
-        looked_up=entry.looked_up,
+        **{name: getattr(entry, key) for key, name in FIELDS.items()},
     )
 
 

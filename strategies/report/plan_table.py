@@ -1,8 +1,8 @@
 """The plan as a table for people and as JSON for machines.
 
 For people: first what is needed and what the machine has, then one row for the embedding, all blocks and the head per
-home; a row says who decided it and why. For machines: one row per unit and kind of tensor, in which consecutive blocks
-with equal answers are together.
+home; a row says who decided it and why. For machines: one row per unit and kind of tensor, in which consecutive units
+with equal rows are together.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter
 
 from strategies.core.facts import Unit, UnitKind
-from strategies.core.plan import Decision, Home, Keep, Kind, Plan, Travel, When, answer
+from strategies.core.plan import Home, Kind, Plan, When
 from strategies.core.sizes import human
 from strategies.planner.budget import loading_bytes
 from strategies.report.table import table as aligned
 
 HEADER = ("unit", "home", "each rank", *(kind.value for kind in Kind), "decided by", "why")
 IN_RAM = {Home.DEVICE: "this machine's RAM", Home.HOST: "the same RAM"}  # without an accelerator
+SAVED = "saved for backward"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,57 +40,34 @@ class Row:
 
 def rows(plan: Plan) -> list[Row]:
     """All rows in order of first use, without tensors that do not exist."""
-    groups = _alike(plan)
-    found = [row for group in groups for kind in Kind for row in _state_rows(plan, group, kind)]
-    found += [_saved_row(plan, group, home) for group in groups for home in Home]
-    for reserve in (reserve for home in Home for reserve in plan.reserves(home)):
+    groups: list[list[list[Row]]] = []  # by units that are alike, and those by unit
+    for its in (_rows_of(plan, unit) for unit in plan.facts.units):
+        if groups and [replace(row, unit="") for row in groups[-1][0]] == [replace(row, unit="") for row in its]:
+            groups[-1].append(its)
+        else:
+            groups.append([its])
+    found = [
+        replace(row, count=len(group), num_bytes=len(group) * row.num_bytes) for group in groups for row in group[0]
+    ]
+    for reserve in (reserve for home in Home for reserve in plan.reserves(home) if reserve.num_bytes):
         what, by = f"buffer, {reserve.when.value}", plan.decided_by(reserve.slot)
         found.append(Row(reserve.owner, 1, what, 1, reserve.num_bytes, reserve.home, by, reserve.reason))
+    return found
+
+
+def _rows_of(plan: Plan, unit: Unit) -> list[Row]:
+    """Of one unit: at the home of its tensors, then at that of strays; then what it saves."""
+    name, found = unit.name, list[Row]()
+    for kind in Kind:
+        share, rest = plan.share(name, kind), plan.rest(name, kind)
+        by = plan.decided_by(share.slot, rest.slot)
+        for home in sorted(Home, key=lambda home: home is not rest.home):
+            reason = share.reason if home is rest.home else rest.reason
+            found.append(Row(name, 1, kind.value, share.ways, plan.num_bytes(name, kind, home), home, by, reason))
+    keep = plan.keep(name)
+    for home, num_bytes in ((Home.DEVICE, keep.saved_bytes), (Home.HOST, keep.hosted_bytes)):
+        found.append(Row(name, 1, SAVED, 1, num_bytes, home, plan.decided_by(keep.slot), keep.reason))
     return [row for row in found if row.num_bytes]
-
-
-def _alike(plan: Plan) -> list[list[Unit]]:
-    """Runs of consecutive units whose sizes and answers are equal."""
-
-    def signature(unit: Unit) -> tuple[object, ...]:
-        # How far ahead a unit is fetched differs from block to block and is not in this table.
-        decisions = [d for d, _ in plan.answers.values() if d.unit == unit.name and not isinstance(d, Travel)]
-        return (unit.kind, unit.num_params, unit.num_trainable, *map(_said, decisions))
-
-    groups: list[list[Unit]] = []
-    for unit in plan.facts.units:
-        if groups and _close(groups[-1][0], unit) and signature(groups[-1][0]) == signature(unit):
-            groups[-1].append(unit)
-        else:
-            groups.append([unit])
-    return groups
-
-
-def _close(first: Unit, other: Unit) -> bool:
-    # The first block saves its input in addition to what all save; that alone is no reason for a row of its own.
-    return abs(first.saved_bytes - other.saved_bytes) <= max(first.saved_bytes, other.saved_bytes) // 50
-
-
-def _said(decision: Decision) -> tuple[object, ...]:
-    return answer(replace(decision, saved_bytes=0) if isinstance(decision, Keep) else decision), decision.reason
-
-
-def _state_rows(plan: Plan, group: list[Unit], kind: Kind) -> Iterator[Row]:
-    """At the home of the units' tensors, then at that of strays."""
-    name = group[0].name
-    share, rest = plan.share(name, kind), plan.rest(name, kind)
-    by = plan.decided_by(share.slot, rest.slot)
-    for home in sorted(Home, key=lambda home: home is not rest.home):
-        num_bytes = sum(plan.num_bytes(unit.name, kind, home) for unit in group)
-        reason = share.reason if home is rest.home else rest.reason
-        yield Row(name, len(group), kind.value, share.ways, num_bytes, home, by, reason)
-
-
-def _saved_row(plan: Plan, group: list[Unit], home: Home) -> Row:
-    keeps = [plan.keep(unit.name) for unit in group]
-    num_bytes = sum(keep.saved_bytes if home is Home.DEVICE else keep.hosted_bytes for keep in keeps)
-    by = plan.decided_by(keeps[0].slot)
-    return Row(group[0].name, len(group), "saved for backward", 1, num_bytes, home, by, keeps[0].reason)
 
 
 def table(plan: Plan) -> str:
@@ -112,13 +90,18 @@ def title(plan: Plan) -> str:
 def lines(plan: Plan) -> list[str]:
     """The table of the training state, and below it saved tensors, buffers and idle strategies."""
     folded: dict[tuple[UnitKind, str, int, str], list[Row]] = {}
+    saved: dict[Home, dict[UnitKind, list[Row]]] = {}
     for unit in plan.facts.units:
-        for row in (row for kind in Kind for row in _state_rows(plan, [unit], kind) if row.num_bytes):
-            folded.setdefault((unit.kind, row.home.value, row.ways, row.decided_by), []).append(row)
+        for row in _rows_of(plan, unit):
+            if row.tensors == SAVED:
+                saved.setdefault(row.home, {}).setdefault(unit.kind, []).append(row)
+            else:
+                folded.setdefault((unit.kind, row.home.value, row.ways, row.decided_by), []).append(row)
     kinds = list(UnitKind)
     order = sorted(folded, key=lambda key: (kinds.index(key[0]), key[1]))
     found = aligned(HEADER, (_cells(folded[key]) for key in order), {kind.value for kind in Kind})
-    found += [*_saved_lines(plan), *_buffer_lines(plan)]
+    found += [_saved_line(plan, home, saved[home]) for home in Home if home in saved]
+    found += _buffer_lines(plan)
     return found + [f"idle: strategies.{name}: {reason}" for name, reason in plan.idle.items()]
 
 
@@ -137,23 +120,16 @@ def _span(units: Iterable[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]}..{names[-1].rpartition('.')[2]} x{len(names)}"
 
 
-def _saved_lines(plan: Plan) -> Iterator[str]:
-    """What forward saves, by home."""
-    for home in Home:
-        some = [row for unit in plan.facts.units if (row := _saved_row(plan, [unit], home)).num_bytes]
-        if not some:
-            continue
-        kinds = {unit.name: unit.kind for unit in plan.facts.units}
-        parts = []
-        for kind in UnitKind:
-            of_kind = [row for row in some if kinds[row.unit] is kind]
-            if of_kind:
-                parts.append(f"{_span(row.unit for row in of_kind)} {human(sum(row.num_bytes for row in of_kind))}")
-        why = "; ".join(f"{by}: {reason}" for by, reason in dict.fromkeys((row.decided_by, row.reason) for row in some))
-        total = human(sum(row.num_bytes for row in some))
-        times = plan.facts.run.in_flight
-        each = f", for each of {times} micro-batches under way" if times > 1 else ""
-        yield f"saved for backward on the {home.value}{each}: {total} ({', '.join(parts)}) [{why}]"
+def _saved_line(plan: Plan, home: Home, saved: dict[UnitKind, list[Row]]) -> str:
+    def total(some: Iterable[Row]) -> str:
+        return human(sum(row.num_bytes for row in some))
+
+    every = [row for some in saved.values() for row in some]
+    parts = ", ".join(f"{_span(row.unit for row in some)} {total(some)}" for some in saved.values())
+    why = "; ".join(f"{by}: {reason}" for by, reason in dict.fromkeys((row.decided_by, row.reason) for row in every))
+    times = plan.facts.run.in_flight
+    each = f", for each of {times} micro-batches under way" if times > 1 else ""
+    return f"{SAVED} on the {home.value}{each}: {total(every)} ({parts}) [{why}]"
 
 
 def _buffer_lines(plan: Plan) -> Iterator[str]:

@@ -52,29 +52,17 @@ def _ranks(grid: Grid, stage: int, copy: int) -> str:
 
 
 def stage_table(plans: Sequence[Plan]) -> list[str]:
-    """What each stage holds, one row per stage; none for a single one.
-
-    Args:
-        plans: of the stages, in order.
-    """
+    """What each stage holds, by the ``plans`` of the stages in order; none for a single one."""
     if len(plans) < 2:
         return []
     header = ("stage", "units", "parameters", "training state", "saved", "peak", "of")
     rows = []
     for number, plan in enumerate(plans):
-        assert plan.facts.cut is not None
-        parts = [plan.facts.cut.parts[part] for part in plan.facts.cut.of_stage(number)]
+        facts = plan.facts
+        assert facts.cut is not None
+        parts = [facts.cut.parts[part] for part in facts.cut.of_stage(number)]
         units = ", ".join(part[0] if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in parts)
-        saved = plan.facts.run.in_flight * sum(plan.keep(unit.name).saved_bytes for unit in plan.facts.units)
-        rows.append(
-            (
-                str(number),
-                units,
-                f"{plan.facts.num_params / 1e6:,.1f} M",
-                human(plan.states(Home.DEVICE)),
-                human(saved),
-                human(plan.peak(Home.DEVICE)),
-                human(plan.facts.machine.device_bytes),
-            )
-        )
+        saved = facts.run.in_flight * sum(plan.saved_bytes(unit.name) for unit in facts.units)
+        sizes = (plan.states(Home.DEVICE), saved, plan.peak(Home.DEVICE), facts.machine.device_bytes)
+        rows.append((str(number), units, f"{facts.num_params / 1e6:,.1f} M", *map(human, sizes)))
     return ["each rank of a stage, on its device:", *table(header, rows, header[2:])]

@@ -1,8 +1,4 @@
-"""Recomputation as a table: bytes kept on the device and on the host, bytes freed, and time, per policy and for the
-plan.
-
-The time is that of recomputed work; copies to the host are part of the simulated step.
-"""
+"""Recomputation as a table: bytes kept and freed, and the time of recomputed work, per policy and for the plan."""
 
 from __future__ import annotations
 
@@ -19,10 +15,7 @@ HEADER = ("policy", "blocks", "kept", "on the host", "freed", "paid", "operation
 
 
 def to_json(plan: Plan) -> list[dict[str, Any]]:
-    """For each policy and for the plan: bytes that all blocks keep, bytes freed, and the cost per optimizer step.
-
-    ``seconds`` is None if the machine's rates are unknown. Empty if nothing is recomputed.
-    """
+    """Of all blocks, cost per optimizer step; None: the machine's rates are unknown. Empty if nothing is recomputed."""
     facts = plan.facts
     if not any(plan.keep(unit.name).recomputes for unit in facts.units):
         return []

@@ -1,14 +1,15 @@
 """Blocks of a matrix: rows of some of its columns, as a rank has them where a weight is divided along its columns.
 
-A range of a matrix with few columns, counted row by row, is at most three rectangles of the whole matrix: the rest of a
-row, whole rows, the beginning of a row. Any two divisions of a matrix can be compared and copied by their rectangles.
+A range of some columns, counted row by row, is at most three rectangles of the whole matrix: the rest of a row, whole
+rows, the beginning of a row. Any two divisions of a matrix can be compared and copied by their rectangles. A range of a
+whole tensor is a rectangle as well, if the tensor is taken for a matrix of one row.
 
-Tensors of other than two dimensions are matrices of their last one.
+Tensors of other than two dimensions of which ranks have columns are matrices of their last dimension.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 
@@ -73,20 +74,3 @@ def rectangles(columns: Columns, start: int, count: int) -> Iterator[Rectangle]:
 def all_columns(of: int) -> Columns:
     """Of a matrix that has ``of``."""
     return Columns(0, of, of)
-
-
-def gaps(found: Sequence[Rectangle], rows: int, of: int) -> Iterator[str]:
-    """Why rectangles do not cover a matrix once, one line each."""
-    ordered = sorted(found)
-    for place, one in enumerate(ordered):
-        if one.bottom > rows or one.right > of:
-            yield f"rows {one.top} to {one.bottom} of columns {one.left} to {one.right} are outside of {rows} x {of}"
-        for other in ordered[place + 1 :]:
-            if other.top >= one.bottom:
-                break
-            if one.common(other) is not None:
-                bottom, column = min(one.bottom, other.bottom), max(one.left, other.left)
-                yield f"rows {other.top} to {bottom} of column {column} are there twice"
-    missing = rows * of - sum(each.area for each in found)
-    if missing > 0:
-        yield f"{missing} of {rows * of} elements are in no file"

@@ -1,11 +1,8 @@
-"""Training state on disk, in one format for all strategies: an index, and spans of named parameters.
-
-    optimizer.json                                rule, groups with hyperparameters, how many ranks have written
-    optimizer-00000-of-00002.json                 what rank 0 of 2 has written: counts, kinds of tensors, files
-    optimizer-00000-of-00002-001.safetensors      its spans (``spans.py``)
+"""Training state on disk, in one format for all strategies: an index, and spans of named parameters (``spans.py``).
 
 A ``Holder`` is the state of one strategy on one rank: what it has, as views of where it is, and places to fill. Saving
-writes what each rank holds; loading fills what each rank needs, from whatever ranks and strategy have saved it.
+writes what each rank holds; loading fills what each rank needs, from whatever ranks and strategy have saved it. The
+files are listed in docs/checkpoint-format.md.
 
     kinds of tensors    exp_avg, exp_avg_sq, ... torch's names; master (fp32, of a weight in lower precision); weight
     numbers             per parameter; ``step`` counts its updates. A parameter never updated has none
@@ -22,11 +19,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol, TypeAlias, TypeVar
 
+from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, ValidationError
 from torch import Tensor
 
 from strategies.core.sealed import Damaged, content_of, signed, size_and_hash
@@ -36,19 +34,46 @@ from strategies.state.spans import WEIGHT, Span, SpanError, Store
 
 VERSION = 2
 INDEX = "optimizer.json"
-FILE_NAME = re.compile(r"optimizer-\d{5}-of-\d{5}(-\d{3,}\.safetensors|\.json)")
+FILE_NAME = re.compile(r"^optimizer-\d{5}-of-\d{5}(-\d{3,}\.safetensors|\.json)$")
 MASTER = "master"
 AGAIN = "save again, or load an earlier save"
+M = TypeVar("M", bound=BaseModel)
+
+
+Size: TypeAlias = Annotated[int, Field(strict=True, ge=0)]
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
     """What is saved of a parameter: its shape, the dtype of its weight, numbers, and the shapes of tensors by kind."""
 
-    shape: tuple[int, ...]
+    shape: tuple[Size, ...]
     dtype: str
-    numbers: Mapping[str, float]
-    tensors: Mapping[str, tuple[int, ...]]
+    numbers: Mapping[str, StrictInt | StrictFloat]
+    tensors: Mapping[str, tuple[Size, ...]]
+
+
+class _File(BaseModel):
+    bytes: Size
+    sha256: str | None
+
+
+class _Record(BaseModel):
+    parameters: dict[str, Described]
+    files: dict[Annotated[str, Field(pattern=FILE_NAME.pattern)], _File]
+
+
+class _Group(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    params: list[str]
+
+
+class _Index(BaseModel):
+    ranks: Annotated[int, Field(strict=True, gt=0, lt=10**5)]
+    rule: str
+    param_groups: list[_Group]
+    extra: dict[str, Any]
 
 
 class Holder(Protocol):
@@ -87,7 +112,6 @@ class Saved:
     store: Store
 
     def trained(self) -> set[str]:
-        """The parameters that the optimizer has."""
         return {name for group in self.param_groups for name in group["params"]}
 
 
@@ -107,7 +131,6 @@ class Weights:
         return None
 
     def faults(self, name: str, shape: Sequence[int]) -> Iterator[str]:
-        """Why the weight cannot be read, one line each."""
         found = self.find(name)
         if found is None:
             yield f"{name}: its weight is in no file"
@@ -126,11 +149,7 @@ class Weights:
 
 
 def write_part(folder: Path, holder: Holder, more: Iterable[Span], *, rank: int, ranks: int, hashed: bool) -> None:
-    """Write what this rank holds, and ``more``, into ``folder``, which exists.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+    """Write what this rank holds, and ``more``, into ``folder``, which exists."""
     described, more = holder.described(), list(more)
     for span in more:
         known = described.get(span.name, Described(span.shape, _name_of(span.tensor), {}, {}))
@@ -141,34 +160,17 @@ def write_part(folder: Path, holder: Holder, more: Iterable[Span], *, rank: int,
         name = f"optimizer-{rank:05}-of-{ranks:05}-{number:03}.safetensors"
         size, digest = spans.write(folder / name, part, hashed=hashed)
         files[name] = {"bytes": size, "sha256": digest}
-    parameters = {
-        name: {
-            "shape": list(each.shape),
-            "dtype": each.dtype,
-            "numbers": dict(each.numbers),
-            "tensors": {kind: list(shape) for kind, shape in each.tensors.items()},
-        }
-        for name, each in described.items()
-    }
-    sign(folder / _record_of(rank, ranks), {"version": VERSION, "parameters": parameters, "files": files})
+    parameters = {name: asdict(each) for name, each in described.items()}
+    content = {"version": VERSION, "parameters": parameters, "files": files}
+    (folder / _record_of(rank, ranks)).write_text(signed(content))
 
 
 def write_index(folder: Path, holder: Holder, ranks: int, extra: Mapping[str, Any] | None = None) -> None:
-    """Write what concerns all ranks; for the first one.
-
-    Raises:
-        ValueError: a hyperparameter cannot be written as JSON.
-        OSError: the file cannot be written.
-    """
+    """Write what concerns all ranks; for the first one. Raise ValueError if a hyperparameter is not JSON."""
     groups = holder.groups()
     check_json(groups)
     head = {"version": VERSION, "ranks": ranks, "rule": holder.rule, "param_groups": groups, "extra": dict(extra or {})}
-    sign(folder / INDEX, head)
-
-
-def sign(path: Path, content: Mapping[str, Any]) -> None:
-    """Write ``content`` with a hash of its own."""
-    path.write_text(signed(content))
+    (folder / INDEX).write_text(signed(head))
 
 
 def _record_of(rank: int, ranks: int) -> str:
@@ -179,12 +181,9 @@ def _name_of(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _merged(records: Sequence[Mapping[str, Any]]) -> dict[str, Described]:
-    """What all ranks together have written of each parameter."""
+def _merged(records: Sequence[_Record]) -> dict[str, Described]:
     merged: dict[str, Described] = {}
-    for name, raw in ((name, raw) for record in records for name, raw in record["parameters"].items()):
-        tensors = {kind: tuple(shape) for kind, shape in raw["tensors"].items()}
-        each = Described(tuple(raw["shape"]), raw["dtype"], raw["numbers"], tensors)
+    for name, each in ((name, each) for record in records for name, each in record.parameters.items()):
         known = merged.setdefault(name, each)
         held = [one for one in (known, each) if set(one.tensors) != {WEIGHT}]  # a rank may have written that alone
         if (known.shape, known.dtype) != (each.shape, each.dtype) or len({str(one.numbers) for one in held}) > 1:
@@ -221,99 +220,52 @@ def check_json(groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def opened(folder: Path, *, hashes: bool = False) -> Saved:
-    """Open a save. Nothing of it is trusted: names, sizes, ranges and counts are checked, and hashes by wish.
-
-    Raises:
-        SpanError: there is no save, it has another format, or is damaged; a line for each file.
+    """Open a save. Nothing of it is trusted: names, sizes, ranges and counts are checked, and hashes by wish. Raise
+    SpanError if there is none, if it has another format, or is damaged: a line for each file.
     """
-    index = read_index(folder)
-    records = [_signed(folder / _record_of(rank, index["ranks"]), _is_record) for rank in range(index["ranks"])]
-    files = {name: file for record in records for name, file in record["files"].items()}
-    complaints = list(damaged_files(folder, files, hashes=hashes))
-    if complaints:
+    if not (folder / INDEX).is_file():
+        raise SpanError(f"{folder}: no {INDEX} in it; name a folder that optimizer.save() has written")
+    index = _signed(folder / INDEX, _Index)
+    records = [_signed(folder / _record_of(rank, index.ranks), _Record) for rank in range(index.ranks)]
+    files = {name: file for record in records for name, file in record.files.items()}
+    if complaints := list(_damaged(folder, files, hashes=hashes)):
         raise SpanError("\n  ".join(complaints))
     parameters, store = _merged(records), Store.of(folder / name for name in files)
-    trained = {name for group in index["param_groups"] for name in group["params"]}
+    trained = {name for group in index.param_groups for name in group.params}
     complaints = [f"{name}: no rank has written its state; {AGAIN}" for name in sorted(trained - parameters.keys())]
     complaints += [f"{line}; {AGAIN}" for line in _faults(parameters, store)]
     if complaints:
         raise SpanError(complaints[0])
-    return Saved(folder, index["rule"], index["param_groups"], parameters, index["extra"], store)
+    groups = [group.model_dump() for group in index.param_groups]
+    return Saved(folder, index.rule, groups, parameters, index.extra, store)
 
 
-def read_index(folder: Path) -> dict[str, Any]:
-    """What ``optimizer.json`` says.
-
-    Raises:
-        SpanError: there is none, it has another format, or is damaged.
-    """
-    path = folder / INDEX
-    if not path.is_file():
-        raise SpanError(f"{folder}: no {INDEX} in it; name a folder that optimizer.save() has written")
-    return _signed(path, _is_index)
-
-
-def _signed(path: Path, is_sound: Callable[[Mapping[str, Any]], bool]) -> dict[str, Any]:
-    """What a signed file says.
-
-    Raises:
-        SpanError: it is missing, has another format, or is damaged.
-    """
+def _signed(path: Path, kind: type[M]) -> M:
+    """What a signed file says. Raise SpanError if it is missing, has another format, or is damaged."""
     if path.is_symlink() or not path.is_file():
         raise SpanError(f"{path}: missing; {AGAIN}")
     try:
-        content: dict[str, Any] = content_of(path.read_bytes())
+        content = content_of(path.read_bytes())
         version = content["version"]
     except (OSError, Damaged, KeyError, TypeError):
         raise SpanError(f"{path}: damaged, its hash is another; {AGAIN}") from None
     if version != VERSION:
         raise SpanError(f"{path}: format {version}, this release reads {VERSION}; use the one that saved it")
     try:
-        sound = is_sound(content)
-    except (KeyError, TypeError, AttributeError):
-        sound = False
-    if not sound:
-        raise SpanError(f"{path}: damaged, something is missing in it; {AGAIN}")
-    return content
+        return kind.model_validate(content)
+    except ValidationError:
+        raise SpanError(f"{path}: damaged, something is missing in it; {AGAIN}") from None
 
 
-def _is_index(content: Mapping[str, Any]) -> bool:
-    """Whether all that is read from the index is there, with the right types."""
-    return (
-        isinstance(content["rule"], str)
-        and isinstance(content["extra"], dict)
-        and type(content["ranks"]) is int
-        and 0 < content["ranks"] < 10**5
-        and all(isinstance(name, str) for group in content["param_groups"] for name in group["params"])
-    )
-
-
-def _is_record(content: Mapping[str, Any]) -> bool:
-    return (
-        all(type(file["bytes"]) is int and isinstance(file["sha256"], str | None) for file in content["files"].values())
-        and all(FILE_NAME.fullmatch(name) for name in content["files"])
-        and all(_is_description(each) for each in content["parameters"].values())
-    )
-
-
-def _is_description(each: Mapping[str, Any]) -> bool:
-    shapes = [each["shape"], *each["tensors"].values()]
-    return (
-        all(isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape) for shape in shapes)
-        and isinstance(each["dtype"], str)
-        and all(type(number) in (int, float) for number in each["numbers"].values())
-    )
-
-
-def damaged_files(folder: Path, files: Mapping[str, Mapping[str, Any]], *, hashes: bool) -> Iterator[str]:
+def _damaged(folder: Path, files: Mapping[str, _File], *, hashes: bool) -> Iterator[str]:
     """Why files that a rank has listed cannot be read, one line each."""
     for name, known in files.items():
         path = folder / name
         if path.is_symlink() or not path.is_file():
             yield f"{path}: missing; {AGAIN}"
-        elif path.stat().st_size != known["bytes"]:
-            yield f"{path}: {path.stat().st_size} bytes, {known['bytes']} were written; {AGAIN}"
-        elif hashes and known["sha256"] is not None and size_and_hash(path)[1] != known["sha256"]:
+        elif path.stat().st_size != known.bytes:
+            yield f"{path}: {path.stat().st_size} bytes, {known.bytes} were written; {AGAIN}"
+        elif hashes and known.sha256 is not None and size_and_hash(path)[1] != known.sha256:
             yield f"{path}: damaged, its hash is another; {AGAIN}"
 
 

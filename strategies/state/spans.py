@@ -1,14 +1,10 @@
 """Spans of named parameters in safetensors files: written by whoever holds them, read by whoever needs them.
 
-    model.norm.weight.exp_avg                   the whole tensor ``exp_avg`` of a parameter, in the parameter's shape
-    model.norm.weight.exp_avg[1024:2048]        elements 1024 to 2047 of it, counted row by row
-    ...o_proj.weight.exp_avg[0:64,32:48/48]     rows 0 to 63 of its columns 32 to 47, of which it has 48
-
-Problem. A rank holds whole parameters, rows or columns of them, or what happens to lie in its share of a flat buffer.
-A file that says what it holds by name and range can be read under any other division, by any number of ranks.
+A rank holds whole parameters, rows or columns of them, or what happens to lie in its share of a flat buffer. A file
+that says what it holds by name and range (docs/checkpoint-format.md) can be read under any other division.
 
 ``write`` streams from where tensors are, in pieces, and makes no second copy of them. ``Store`` reads any range of any
-tensor from any number of files, straight into the memory that it is for; nothing is mapped, and nothing is unpickled.
+tensor from any number of files, straight into the memory that it is for; nothing is unpickled.
 
 Invariant. A range is read only if its elements are each in exactly one span.
 
@@ -29,13 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from strategies.state.blocks import Columns, Rectangle, all_columns, gaps, rectangles
+from strategies.state.blocks import Columns, Rectangle, all_columns, rectangles
 
 FILE_BYTES = 1 << 30  # a writer begins another file beyond that
 PIECE_BYTES = 16 << 20  # hashed, brought down from the device, or read for it at a time
-HEADER_BYTES = 100 << 20  # more than any header has
 WEIGHT = "weight"
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -53,18 +49,14 @@ class SpanError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Elements ``start`` to ``start + tensor.numel()`` of the tensor ``kind`` of parameter ``name``.
-
-    ``shape`` is that of the whole tensor. With ``columns`` elements are counted in these columns alone, and the span
-    has whole rows of them, or a part of one row.
-    """
+    """Elements ``start`` to ``start + tensor.numel()`` of the tensor ``kind`` of parameter ``name``."""
 
     name: str
     kind: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor
     start: int
     tensor: Tensor
-    columns: Columns | None = None
+    columns: Columns | None = None  # elements are counted in these alone; there are whole rows, or a part of one row
 
     @property
     def is_whole(self) -> bool:
@@ -72,7 +64,6 @@ class Span:
 
     @property
     def key(self) -> str:
-        """Its name in the file."""
         end = "" if self.is_whole else f"[{self.start}:{self.start + self.tensor.numel()}]"
         if self.columns is not None:
             (block,) = rectangles(self.columns, self.start, self.tensor.numel())
@@ -127,7 +118,6 @@ def _pieces(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host."""
     data: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(data)
 
@@ -137,18 +127,15 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A span in a file: elements ``start`` to ``stop``, from byte ``offset`` on. ``shape``: if it is a whole tensor.
-
-    With ``columns`` elements are counted in these columns alone.
-    """
+    """A span in a file: elements ``start`` to ``stop``, from byte ``offset`` on."""
 
     path: Path
     start: int
     stop: int
     dtype: torch.dtype
     offset: int
-    shape: tuple[int, ...] | None
-    columns: Columns | None = None
+    shape: tuple[int, ...] | None  # of a whole tensor
+    columns: Columns | None = None  # elements are counted in these alone
 
     def rectangles(self, of: int) -> Iterator[Rectangle]:
         """Which part it is of a matrix with ``of`` columns; the memory is the file's, from ``offset`` on."""
@@ -159,17 +146,12 @@ class Store:
     """What a number of files hold, by parameter and kind."""
 
     def __init__(self, stored: Mapping[tuple[str, str], Sequence[Stored]]) -> None:
-        self._stored = {key: sorted(spans, key=lambda span: span.start) for key, spans in stored.items()}
-        self._kinds: dict[str, set[str]] = {}
-        for name, kind in stored:
-            self._kinds.setdefault(name, set()).add(kind)
+        self._stored = stored
 
     @classmethod
     def of(cls, paths: Iterable[Path], *, kind: str | None = None) -> Store:
-        """Read the headers of ``paths``. With ``kind``, keys are names of whole tensors of that kind.
-
-        Raises:
-            SpanError: a file is missing or malformed.
+        """Read the headers of ``paths``. With ``kind``, keys are names of whole tensors of that kind. Raise SpanError
+        if a file is missing or malformed.
         """
         found: dict[tuple[str, str], list[Stored]] = {}
         for path in paths:
@@ -180,57 +162,48 @@ class Store:
                 found.setdefault((name, what), []).append(span)
         return cls(found)
 
-    def kinds(self, name: str) -> set[str]:
-        """The kinds of tensors that there are of a parameter."""
-        return self._kinds.get(name, set())
-
     def __contains__(self, key: tuple[str, str]) -> bool:
         return key in self._stored
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
-        """Parameter and kind of all tensors of which something is there."""
         return iter(self._stored)
 
     def shape(self, name: str, kind: str) -> tuple[int, ...] | None:
-        """The shape, where a file holds the whole tensor."""
         return next((span.shape for span in self._stored.get((name, kind), ()) if span.shape is not None), None)
 
     def dtype(self, name: str, kind: str) -> torch.dtype:
-        """The dtype of a tensor that is there."""
         return self._stored[name, kind][0].dtype
 
     def faults(self, name: str, kind: str, shape: Sequence[int]) -> Iterator[str]:
         """Why a tensor of ``shape`` cannot be put together, one line each."""
-        what, numel, end = f"{name}.{kind}", math.prod(shape), 0
-        if any(span.columns for span in self._stored.get((name, kind), ())):
-            yield from (f"{what}: {why}" for why in self._block_faults(name, kind, shape))
+        what, spans, numel = f"{name}.{kind}", self._stored.get((name, kind), ()), math.prod(shape)
+        of = shape[-1] if shape and any(span.columns for span in spans) else max(1, numel)
+        if not spans:
+            yield f"{what} is in no file"
             return
-        last: Stored | None = None
-        for span in self._stored.get((name, kind), ()):
+        for span in spans:
             if span.shape is not None and span.shape != tuple(shape):
                 yield f"{span.path}: {what} has shape {list(span.shape)}, not {list(shape)}"
-            elif span.stop > numel:
-                yield f"{span.path}: {what} goes on to element {span.stop}, and it has {numel}"
-            elif span.start > end:
-                yield f"{what}: elements {end} to {span.start} of {numel} are in no file"
-            elif span.start < end and last is not None:
-                yield f"{what}: elements {span.start} to {min(end, span.stop)} are in {last.path} and in {span.path}"
-            if last is not None and span.dtype is not last.dtype:
-                yield f"{span.path}: {what} is {span.dtype} here and {last.dtype} in {last.path}"
-            end, last = max(end, span.stop), span
-        if end < numel or last is None:
-            yield f"{what}: elements {end} to {numel} of {numel} are in no file" if last else f"{what} is in no file"
-
-    def _block_faults(self, name: str, kind: str, shape: Sequence[int]) -> Iterator[str]:
-        """The same where spans have some of the columns."""
-        spans, of = self._stored[name, kind], shape[-1] if shape else 1
-        if any(span.columns is not None and span.columns.of != of for span in spans) or len(shape) < 2:
-            yield f"it was saved as a matrix of other columns than {of}"
-        elif len({span.dtype for span in spans}) > 1:
-            yield "it has several dtypes"
-        else:
-            found = [each for span in spans for each in span.rectangles(of)]
-            yield from gaps(found, math.prod(shape) // of, of)
+                return
+            if span.columns is not None and span.columns.of != of:
+                yield f"{span.path}: {what} was saved as a matrix of other columns than {of}"
+                return
+            if span.dtype is not spans[0].dtype:
+                yield f"{span.path}: {what} is {span.dtype} here and {spans[0].dtype} in {spans[0].path}"
+        blocks = [(block, span.path) for span in spans for block in span.rectangles(of)]
+        blocks.sort(key=lambda it: (it[0].top, it[0].left))
+        for place, (block, path) in enumerate(blocks):
+            last = (block.bottom - 1) * of + block.right
+            if last > numel:
+                yield f"{path}: {what} goes on to element {last}, and it has {numel}"
+            for other, second in blocks[place + 1 :]:
+                if (other.top, other.left) >= (block.bottom - 1, block.right):
+                    break
+                if (both := block.common(other)) is not None:
+                    twice = f"{both.top * of + both.left} to {(both.bottom - 1) * of + both.right}"
+                    yield f"{what}: elements {twice} are in {path} and in {second}"
+        if (missing := numel - sum(block.area for block, _ in blocks)) > 0:
+            yield f"{what}: {missing} of {numel} elements are in no file"
 
     @torch.no_grad()
     def read(
@@ -252,90 +225,45 @@ class Store:
         Raises:
             SpanError: an element is in no span, the dtype does not fit, or a file ends early.
         """
-        stop = start + into.numel()
         if not into.is_contiguous():
             made = torch.empty(into.shape, dtype=into.dtype, device=into.device)
             self.read(name, kind, start, made, columns=columns, rounding=rounding)
             into.copy_(made)
             return
-        known = columns or next((span.columns for span in self._stored.get((name, kind), ()) if span.columns), None)
-        if known is not None:
-            self._read_blocks(name, kind, columns or all_columns(known.of), start, into, rounding=rounding)
-            return
-        flat, done = into.view(-1), start
-        for span in self._stored.get((name, kind), ()):
-            low, high = max(span.start, done), min(span.stop, stop)
-            if low > done or low >= high:
-                continue
-            _refuse_rounding(span, f"{name}.{kind}", into, rounding=rounding)
-            _read(span, low - span.start, flat[low - start : high - start])
-            done = high
-        if done < stop:
-            raise SpanError(f"{name}.{kind}: elements {done} to {stop} are in no file")
-
-    def _read_blocks(self, name: str, kind: str, columns: Columns, start: int, into: Tensor, *, rounding: bool) -> None:
-        """Fill ``into`` where it or what is stored has some of the columns."""
-        wanted, missing = list(rectangles(columns, start, into.numel())), into.numel()
-        for span in self._stored.get((name, kind), ()):
-            for have in span.rectangles(columns.of):
+        spans, flat, missing = self._stored.get((name, kind), ()), into.view(-1), into.numel()
+        cut = columns or next((span.columns for span in spans if span.columns), None)
+        # Without columns, the tensor is a matrix of one row; how long it is on disk does not matter here.
+        of = cut.of if cut else max([start + missing, *(span.stop for span in spans)])
+        wanted = list(rectangles(columns or all_columns(of), start, missing))
+        for span in spans:
+            for have in span.rectangles(of):
                 for want in wanted:
                     source, target = have.common(want), want.common(have)
                     if source is not None and target is not None:
                         _refuse_rounding(span, f"{name}.{kind}", into, rounding=rounding)
-                        _read_block(span, source, into.view(-1), target)
+                        _read_block(span, source, flat, target)
                         missing -= source.area
         if missing:
             raise SpanError(f"{name}.{kind}: {missing} elements are in no file")
 
 
-def read_header(path: Path) -> list[tuple[str, torch.dtype, tuple[int, ...], int]]:
-    """Key, dtype, shape and place in the file of every tensor.
-
-    Raises:
-        SpanError: the file is missing or malformed.
-    """
+def read_header(path: Path) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], int]]:
+    """Key, dtype, shape and place in the file of every tensor. Raise SpanError if it is missing or malformed."""
     try:
-        size = path.stat().st_size
+        with safe_open(path, "pt"):  # checks the header, and that the tensors take the whole of the file
+            pass
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, HEADER_BYTES):
-                raise SpanError(f"{path}: cut, or not a safetensors file")
-            header = json.loads(file.read(length), object_pairs_hook=_distinct)
+            header = json.loads(file.read(length))
     except OSError as error:
-        raise SpanError(f"{path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise error if isinstance(error, SpanError) else SpanError(f"{path}: its header cannot be read") from None
-    if not isinstance(header, dict):
-        raise SpanError(f"{path}: its header is not a table")
+        raise SpanError(f"{path}: {error.strerror or error}") from None
+    except (SafetensorError, ValueError) as error:
+        raise SpanError(f"{path}: cut, or not a safetensors file: {error}") from None
     header.pop("__metadata__", None)
-    found = [(key, *_entry(path, key, entry)) for key, entry in header.items()]
-    found.sort(key=lambda entry: (entry[3], entry[4]))
-    end = 0
-    for key, _, _, begin, stop in found:
-        if begin != end:
-            raise SpanError(f"{path}: {key} begins at byte {begin} of the data and not at {end}")
-        end = stop
-    if end != size - 8 - length:
-        raise SpanError(f"{path}: {size} bytes, and its header says {8 + length + end}")
-    return [(key, dtype, shape, 8 + length + begin) for key, dtype, shape, begin, _ in found]
-
-
-def _entry(path: Path, key: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...], int, int]:
-    """Dtype, shape, first byte and last byte of a tensor."""
-    try:
-        dtype, shape, (begin, stop) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
-        sound = all(type(each) is int and each >= 0 for each in (*shape, begin, stop))
-    except (KeyError, TypeError, ValueError):
-        sound = False
-    if not sound or stop - begin != math.prod(shape) * dtype.itemsize:
-        raise SpanError(f"{path}: what its header says about {key} cannot be")
-    return dtype, shape, begin, stop
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len({key for key, _ in pairs}) != len(pairs):
-        raise ValueError("a name twice")
-    return dict(pairs)
+    for key, entry in header.items():
+        if entry["dtype"] not in DTYPES:
+            raise SpanError(f"{path}: {key} is of the type {entry['dtype']}, which is not read here")
+        yield key, DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0]
 
 
 def _parsed(path: Path, key: str) -> tuple[str, str, int | None, Columns | None]:
@@ -375,11 +303,14 @@ def _read(span: Stored, skipped: int, into: Tensor) -> None:
 
 
 def _read_block(span: Stored, source: Rectangle, flat: Tensor, target: Rectangle) -> None:
-    """Read a rectangle of ``span`` into its place in ``flat``, as many rows at a time as fit into a piece."""
-    width, stride = source.right - source.left, source.stride
+    """Read a rectangle of ``span`` into its place in ``flat``: at once where both are without gaps, else in pieces."""
+    height, width, stride = source.bottom - source.top, source.right - source.left, source.stride
+    if height == 1 or width == stride == target.stride:
+        _read(span, source.offset, flat[target.offset : target.offset + source.area])
+        return
     rows = max(1, PIECE_BYTES // (stride * span.dtype.itemsize))
-    for top in range(0, source.bottom - source.top, rows):
-        count = min(rows, source.bottom - source.top - top)
+    for top in range(0, height, rows):
+        count = min(rows, height - top)
         host = torch.empty((count - 1) * stride + width, dtype=span.dtype)
         _read(span, source.offset + top * stride, host)
         place = flat.as_strided(

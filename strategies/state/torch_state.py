@@ -29,18 +29,15 @@ RECOMPUTED = frozenset(["RMS"])  # Adafactor computes it anew in every step befo
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """``count`` elements of a parameter from element ``start`` on; in the tensor that holds it from ``offset`` on.
-
-    With ``columns`` elements are counted in these columns alone. ``written``: no other rank writes them.
-    """
+    """``count`` elements of a parameter from element ``start`` on; in the tensor that holds it from ``offset`` on."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole parameter
     start: int
     offset: int
     count: int
-    columns: Columns | None = None
-    written: bool = True
+    columns: Columns | None = None  # elements are counted in these columns alone
+    written: bool = True  # this rank writes them
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,80 +56,58 @@ class Held:
 
     @property
     def is_parameter(self) -> bool:
-        """Whether it is one whole parameter, in its shape."""
         return len(self.pieces) == 1 and tuple(self.tensor.shape) == self.pieces[0].shape
 
     def part(self, tensor: Tensor, piece: Piece) -> Tensor:
         """The elements of ``piece`` in ``tensor``, which is divided as this one is."""
-        return tensor if self.is_parameter else tensor.detach().view(-1)[piece.offset : piece.offset + piece.count]
+        if self.is_parameter or piece.count == tensor.numel():
+            return tensor
+        return tensor.detach().view(-1)[piece.offset : piece.offset + piece.count]
 
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Elements of a model's weight on this rank, from ``start`` on; as in ``Piece``."""
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    tensor: Tensor
-    columns: Columns | None = None
-    written: bool = True
+    def shape_of(self, tensor: Tensor, piece: Piece) -> tuple[int, ...]:
+        """The shape that state like ``tensor`` has for the whole parameter."""
+        return tuple(tensor.shape) if self.is_parameter else piece.shape
 
 
 class TorchState:
-    """A ``Holder`` for an optimizer of torch's kind.
-
-    Args:
-        optimizer: has the state.
-        held: what it updates on this rank.
-        groups: names of the parameters in each of its groups, the same on all ranks.
-        places: the model's weights on this rank, also those that are not trained.
-        writes: whether this rank writes; False if another one has the same.
-    """
+    """A ``Holder`` for an optimizer of torch's kind."""
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        held: Sequence[Held],
-        groups: Sequence[Sequence[str]],
-        shapes: Mapping[str, tuple[int, ...]],
-        places: Sequence[Place],
+        held: Sequence[Held],  # what it updates on this rank
+        groups: Sequence[Sequence[str]],  # names of the parameters in each of its groups, the same on all ranks
+        shapes: Mapping[str, tuple[int, ...]],  # of the trained parameters, the same on all ranks
+        weights: Sequence[Held],  # the model's on this rank, also those that are not trained
         *,
-        writes: bool,
+        divides_weights: bool = False,  # each rank has a part of the weights
     ) -> None:
-        self._optimizer, self._held, self._groups, self._writes = optimizer, held, groups, writes
-        self._shapes, self.places = shapes, places
+        self._optimizer, self._held, self._groups = optimizer, held, groups
+        self._shapes, self._weights, self.divides_weights = shapes, weights, divides_weights
         self.rule = type(optimizer).__name__
         self._is_torchs = type(optimizer).__module__.startswith("torch.")  # they keep state in the dtype of the weight
 
     def groups(self) -> list[dict[str, Any]]:
-        """Hyperparameters of each group, with names for parameters."""
         named = zip(self._optimizer.param_groups, self._groups, strict=True)
         return [{**group, "params": list(names)} for group, names in named]
 
     def described(self) -> dict[str, Described]:
-        """Every trained parameter of which this rank has a piece."""
         found: dict[str, Described] = {}
-        for held in self._held if self._writes else ():
+        for held, piece in _written(self._held):
             tensors, numbers = self._state_of(held)
-            for piece in (each for each in held.pieces if each.written):
-                shapes = {k: tuple(v.shape) if held.is_parameter else piece.shape for k, v in tensors.items()}
-                found[piece.name] = Described(piece.shape, held.dtype, numbers, shapes)
+            shapes = {kind: held.shape_of(tensor, piece) for kind, tensor in tensors.items()}
+            found[piece.name] = Described(piece.shape, held.dtype, numbers, shapes)
         return found
 
     def spans(self) -> Iterator[Span]:
-        """State and masters, piece by piece."""
-        for held in self._held if self._writes else ():
+        for held, piece in _written(self._held):
             for kind, tensor in self._state_of(held)[0].items():
-                for piece in (each for each in held.pieces if each.written):
-                    shape = tuple(tensor.shape) if held.is_parameter else piece.shape
-                    yield from _spans(kind, shape, piece, held.part(tensor, piece))
+                yield from _spans(kind, held.shape_of(tensor, piece), piece, held.part(tensor, piece))
 
     def weight_spans(self, names: set[str]) -> Iterator[Span]:
-        """The weights of ``names`` on this rank."""
-        for place in self.places if self._writes else ():
-            if place.name in names and place.written:
-                yield from _spans(WEIGHT, place.shape, place, place.tensor)
+        for held, piece in _written(self._weights):
+            if piece.name in names:
+                yield from _spans(WEIGHT, piece.shape, piece, held.part(held.tensor, piece))
 
     def _state_of(self, held: Held) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Tensors and numbers of what is held; a master is one of the tensors."""
@@ -151,7 +126,6 @@ class TorchState:
     # --- loading -----------------------------------------------------------------------------------------------------
 
     def misfits(self, saved: Saved) -> Iterator[str]:
-        """Why ``saved`` cannot be filled in, one line each."""
         complaints = list(other_model(saved, self._shapes, self.rule))
         yield from complaints
         for held in self._held if not complaints else ():
@@ -164,7 +138,6 @@ class TorchState:
                     yield f"{first.name}: {kind} was saved in {dtype}, and here it would be {held.tensor.dtype}"
 
     def fill(self, saved: Saved) -> None:
-        """Replace the state of every tensor by what was saved."""
         for held in self._held:
             known = saved.parameters[held.pieces[0].name]
             state: dict[str, Any] = {}
@@ -198,16 +171,18 @@ class TorchState:
         return made
 
     def fill_weights(self, weights: Weights) -> None:
-        """Read every weight that was saved, and the masters of those that are trained."""
-        for place in self.places:
-            if weights.find(place.name) is not None:
-                weights.read(place.name, place.start, place.tensor, place.columns)
-        for held in self._held:
-            for piece in held.pieces if held.copied else ():
-                weights.read(piece.name, piece.start, held.part(held.tensor.detach(), piece), piece.columns)
+        copies = [held for held in self._held if held.copied]
+        for each in (*self._weights, *copies):
+            for piece in each.pieces:
+                if each.copied or weights.find(piece.name) is not None:
+                    weights.read(piece.name, piece.start, each.part(each.tensor.detach(), piece), piece.columns)
 
 
-def _spans(kind: str, shape: tuple[int, ...], what: Piece | Place, tensor: Tensor) -> Iterator[Span]:
+def _written(some: Sequence[Held]) -> Iterator[tuple[Held, Piece]]:
+    return ((held, piece) for held in some for piece in held.pieces if piece.written)
+
+
+def _spans(kind: str, shape: tuple[int, ...], what: Piece, tensor: Tensor) -> Iterator[Span]:
     """``tensor``, which holds ``what``, as spans; of some columns whole rows and parts of one row."""
     if what.columns is None:
         yield Span(what.name, kind, shape, what.start, tensor)
@@ -236,16 +211,17 @@ def _unlike(saved: Saved, held: Held, first: str, name: str) -> Iterator[str]:
         yield f"{name}: saved with other kinds of state than {first}: train on with the strategy that saved it"
 
 
+def whole(param: Tensor, name: str, *, written: bool) -> Held:
+    """A parameter that is whole on this rank."""
+    piece = Piece(name, tuple(param.shape), 0, 0, param.numel(), written=written)
+    return Held(param, (piece,), str(param.dtype).removeprefix("torch."))
+
+
 def plain_state(optimizer: torch.optim.Optimizer, model: nn.Module, *, writes: bool) -> TorchState:
     """The ``Holder`` of plain training, in which the optimizer updates the model's own parameters."""
-    named = dict(model.named_parameters())
-    names = {id(param): name for name, param in named.items()}
+    names = {id(param): name for name, param in model.named_parameters()}
     groups = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
-    held = [
-        Held(param, (Piece(name, tuple(param.shape), 0, 0, param.numel()),), str(param.dtype).removeprefix("torch."))
-        for name in (name for group in groups for name in group)
-        for param in (named[name],)
-    ]
-    places = [Place(name, tuple(param.shape), 0, param) for name, param in named.items()]
+    weights = {name: whole(param, name, written=writes) for name, param in model.named_parameters()}
+    held = [weights[name] for group in groups for name in group]
     shapes = {piece.name: piece.shape for each in held for piece in each.pieces}
-    return TorchState(optimizer, held, groups, shapes, places, writes=writes)
+    return TorchState(optimizer, held, groups, shapes, list(weights.values()))

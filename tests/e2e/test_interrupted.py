@@ -34,7 +34,7 @@ ZERO = {"zero": {"stage": 2}}
 
 @pytest.mark.parametrize(
     ("num_ranks", "to", "number", "strategies"),
-    [(1, 0, signal.SIGTERM, {}), (2, 1, signal.SIGUSR1, ZERO)],
+    [(1, 0, signal.SIGHUP, {}), (2, 1, signal.SIGUSR1, ZERO)],
     ids=["plain", "one of two ranks"],
 )
 def test_a_signal_saves_at_the_end_of_the_step(

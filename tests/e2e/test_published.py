@@ -19,22 +19,11 @@ from tests.helpers.releases import HIGHEST_STAGE
 
 ELSEWHERE = {
     "bench": "test_bench.py, tests/unit/test_bench.py",
-    "doctor": "test_commands.py, tests/unit/test_rates.py",
+    "doctor": "tests/unit/test_doctor.py, tests/unit/test_rates.py",
     "verify": "test_verify.py",
 }
-MAKE = {
-    "train",
-    "finetune",
-    "test",
-    "test-all",
-    "faults",
-    "lint",
-    "setup",
-    "docs",
-    "bench",
-    "gpu-check",
-    "gpu-rehearsal",
-}  # the first two are run here
+RUN_HERE = {"train", "finetune"}
+MAKE = RUN_HERE | {"test", "test-all", "faults", "lint", "setup", "docs", "bench", "gpu-check", "gpu-rehearsal"}
 PLACES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "docs/**/*.md", "configs/*.yaml"]
 STARTS = r"(?:python |(?:deepspeed|torchrun) (?:[^\n]*?--(?:num_gpus|nproc_per_node) (\d) )?)?"
 COMMAND = re.compile(STARTS + r"launch/(train|plan|verify|doctor|bench)\.py( [^`\n#|]*)?")
@@ -42,10 +31,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, 
 BLOCKS = {"num_hidden_layers": 4}  # two in each of two stages
 FEW = {"num_hidden_layers": 2, "vocab_size": 512}  # where a command names them
 SMALL: dict[str, Any] = {
-    "model": {
-        "config": SIZES | BLOCKS,
-        "tokenizer": {"vocab_size": 512},
-    },
+    "model": {"config": SIZES | BLOCKS, "tokenizer": {"vocab_size": 512}},
     "data": {"max_length": 64},
     "training": {
         "per_device_train_batch_size": 1,

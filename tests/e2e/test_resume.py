@@ -21,29 +21,22 @@ pytestmark = pytest.mark.ranks
 STEPS, SAVE = 8, 4
 STREAMED = {"offload": {"site": "host", "weights": "streamed", "prefetch": 0}}  # its two blocks share one place
 SENT = {"recompute": {"policy": "selective", "activation_offloading": True}}
-CASES: list[tuple[int, dict[str, Any]]] = [
-    (1, {}),
-    (1, {"zero": {"stage": 0}}),
-    (2, {"zero": {"stage": 2}}),
-    (2, {"zero": {"stage": HIGHEST_STAGE}}),
-    (1, {**STREAMED, **SENT}),
-    (2, STREAMED),
-    (2, {**STREAMED, "zero": {"stage": 3}}),
-    (2, {"offload": {"site": "host"}, "zero": {"stage": 1}}),
-    (4, {"tensor": {"degree": 2}, "zero": {"stage": 2}}),
-    (4, {"pipeline": {"stages": 2, "schedule": "gpipe"}, "offload": {"site": "host"}, "zero": {"stage": 1}}),
-]
-IDS = [
-    "plain",
-    "stage 0",
-    "stage 2 on two ranks",
-    "highest stage",
-    "offload, recompute",
-    "offload on two ranks",
-    "offload shared by two ranks, weights too",
-    "offload shared by two ranks",
-    "tensor 2 x data 2",
-    "pipeline 2 x data 2, offload shared by copies",
+STAGES: dict[str, Any] = {"pipeline": {"stages": 2, "schedule": "gpipe"}, "offload": {"site": "host"}}
+
+
+def case(name: str, num_ranks: int, strategies: dict[str, Any], *, slow: bool = False) -> Any:
+    return pytest.param(num_ranks, strategies, id=name, marks=[pytest.mark.slow] if slow else [])
+
+
+CASES = [
+    case("plain", 1, {}),
+    case("stage 2 on two ranks", 2, {"zero": {"stage": 2}}, slow=True),
+    case("highest stage", 2, {"zero": {"stage": HIGHEST_STAGE}}),
+    case("offload, recompute", 1, {**STREAMED, **SENT}),
+    case("offload on two ranks", 2, STREAMED, slow=True),
+    case("offload shared by two ranks, weights too", 2, {**STREAMED, "zero": {"stage": 3}}),
+    case("tensor 2 x data 2", 4, {"tensor": {"degree": 2}, "zero": {"stage": 2}}, slow=True),
+    case("pipeline 2 x data 2, offload shared by copies", 4, {**STAGES, "zero": {"stage": 1}}),
 ]
 
 
@@ -64,7 +57,7 @@ def kill_after(job: Job, mark: Path, timeout_s: float = 120.0) -> None:
     job.kill()
 
 
-@pytest.mark.parametrize(("num_ranks", "strategies"), CASES, ids=IDS)
+@pytest.mark.parametrize(("num_ranks", "strategies"), CASES)
 def test_killed_and_resumed(
     num_ranks: int, strategies: dict[str, Any], server: Server, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -14,8 +14,9 @@ import pytest
 from tests.e2e.commands import REPO, Result, run, write_config
 
 TOPS = ("trainer", "strategies", "launch", "benchmarks/harness")
-LOOP = """
-import deepstow, torch
+PROGRAM = """
+import sys, deepstow, torch
+from launch.cli import main
 from transformers import LlamaConfig, LlamaForCausalLM
 sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=2)
 model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
@@ -30,6 +31,10 @@ for _ in range(3):
     losses.append(loss.item())
 assert losses[2] < losses[0], losses
 print(deepstow.__file__)
+config = ["--config", sys.argv[1]]
+assert main(["plan", "--search", *config, "--world-size", "2", "--profile", "rtx4090-pcie4"]) == 0
+assert main(["doctor"]) in (0, 1)
+assert main(["train", *config, "training.lr=1"]) == 2  # by foreign.yaml
 """
 
 
@@ -73,22 +78,14 @@ def test_the_wheel_has_every_module(wheel: Path) -> None:
     assert names == there
 
 
-def test_import_and_version(elsewhere: Callable[..., Result]) -> None:
-    assert "/env/" in elsewhere("python", "-c", LOOP).check().out
+def test_all_that_a_program_can_call(elsewhere: Callable[..., Result], tmp_path: Path) -> None:
+    found = elsewhere("python", "-c", PROGRAM, str(write_config(tmp_path))).check().quiet()
+    assert "/env/" in found.out and "that is PyTorch's name" in found.err
+    assert found.lines("ok   python") and found.lines("ok   torch")
+
+
+def test_the_command(elsewhere: Callable[..., Result], tmp_path: Path) -> None:
     assert elsewhere("deepstow", "--version").check().out.startswith("deepstow 0.")
-
-
-def test_plan_search_and_doctor(elsewhere: Callable[..., Result], tmp_path: Path) -> None:
-    config = write_config(tmp_path)
-    found = elsewhere(
-        "deepstow", "plan", "--search", "--config", str(config), "--world-size", "2", "--profile", "rtx4090-pcie4"
-    ).quiet()
-    assert found.check().out
-    found = elsewhere("deepstow", "doctor").quiet()
-    assert found.code in (0, 1) and found.lines("ok   python") and found.lines("ok   torch")
-
-
-def test_train(elsewhere: Callable[..., Result], tmp_path: Path) -> None:
     config = write_config(tmp_path, training={"max_steps": 1})
     assert elsewhere("deepstow", "train", "--config", str(config)).check().quiet()
     assert (tmp_path / "run" / "metrics.jsonl").exists()

@@ -1,5 +1,6 @@
 """Checkpoints without training: folders with a manifest."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ def make(output_dir: Path, step: int, *, marked: bool = True, finite: bool = Tru
     for name, content in CONTENT.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content + str(step).encode() if content else b"")
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     if marked:
         seal(folder, KIND, Manifest(step=step, finite=finite, run=about()).model_dump(mode="json"))
     return folder

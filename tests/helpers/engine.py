@@ -206,8 +206,8 @@ def shared_state(optimizer: StowOptimizer) -> dict[str, Tensor]:
     """Counts, moments and masters of which each rank has a span, whole, by parameter and torch's name. A collective."""
     optimizer.drain()
     engine, found = optimizer.engine, dict[str, Tensor]()
-    assert engine.shares is not None
-    group = engine.shares._hosts
+    ranks: Any = engine.ranks
+    group = ranks._hosts
     for bucket in engine.buckets:
         if bucket.spec.group is None:
             continue

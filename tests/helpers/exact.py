@@ -4,8 +4,7 @@
 ``all_issues`` evaluates every issue vector too. ``pack`` branches over packings in which each piece lies at 0 or on a
 piece that is there with it, placed in order of offset; it is fine for about ten pieces.
 
-``complaints`` and ``packing_errors`` check plans and packings directly. ``polished`` and ``two_integers`` are parts of
-the search in ``greedy.py``, each alone.
+``complaints`` and ``packing_errors`` check plans and packings directly.
 """
 
 from __future__ import annotations
@@ -13,13 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 
-from strategies.planner.greedy import SEARCHED, Search, check_fits, issue
+from strategies.planner.greedy import issue
 from strategies.planner.packing import Packing, Piece, max_live
 from strategies.planner.packing import pack as quick
 from strategies.planner.problem import Eviction, Gap, Problem, memory
 from strategies.planner.simulate import reload_period
-
-MOST_GAPS = 14
 
 
 def best_gaps(problem: Problem) -> float:
@@ -37,22 +34,6 @@ def all_issues(problem: Problem) -> float:
             if max(memory(problem, plan)) <= problem.budget:
                 found = min(found, reload_period(problem, plan))
     return found
-
-
-def polished(problem: Problem) -> tuple[Eviction, ...]:
-    """Starts and local search alone: no enumeration, no smaller budgets."""
-    check_fits(problem)
-    search = Search(problem, SEARCHED)
-    search.improve_all()
-    return search.found()
-
-
-def two_integers(problem: Problem) -> tuple[Eviction, ...]:
-    """The best of the plans with turns of the first blocks and boundaries of the last."""
-    check_fits(problem)
-    search = Search(problem, SEARCHED)
-    search.try_in_order(search.prefixes_and_suffixes())
-    return search.found()
 
 
 def complaints(problem: Problem, evictions: Sequence[Eviction]) -> list[str]:
@@ -87,8 +68,6 @@ def packing_errors(pieces: Sequence[Piece], offsets: Sequence[int], arena: int, 
 
 
 def _sets(problem: Problem) -> Iterator[tuple[Gap, ...]]:
-    if len(problem.gaps) > MOST_GAPS:
-        raise ValueError(f"{len(problem.gaps)} gaps are too many; {MOST_GAPS} can be enumerated")
     for number in range(len(problem.gaps) + 1):
         yield from combinations(problem.gaps, number)
 

@@ -7,22 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional as F  # noqa: N812
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from strategies.core.compose import compose
-from strategies.core.facts import Facts, Unit
+from strategies.core.facts import Facts
 from strategies.core.layout import PAGE_BYTES
 from strategies.core.peak import backward_peak
 from strategies.core.plan import Home, Plan
 from strategies.core.registry import find
 from strategies.engine.forward.checkpointing import checkpointed, room_of
-from strategies.planner.activation_policy import by_policy
 from tests.helpers.live import Live
 from trainer.machine.probe import probe
-from trainer.model.counting import Counter, flop_formulas
+from trainer.model.counting import flop_formulas
 from trainer.planning.plan_for import plan_for
 from trainer.run.plan_check import count_saved
 
@@ -80,9 +77,15 @@ def recomputed(name: str, attention: str, policy: str, dtype: torch.dtype = torc
     return model, plan
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "attention", "dtype"),
+    [
+        ("llama", "eager", torch.float32),
+        ("llama", "sdpa", torch.bfloat16),
+        ("gpt2", "eager", torch.bfloat16),
+        ("gpt2", "sdpa", torch.float32),
+    ],
+)
 def test_bytes_kept_and_the_peak_are_as_predicted(name: str, attention: str, dtype: torch.dtype) -> None:
     """Measured by weak references to all storages: nobody's account but the allocator's."""
     kept = {}
@@ -101,8 +104,7 @@ def test_bytes_kept_and_the_peak_are_as_predicted(name: str, attention: str, dty
     assert kept["selective, on the host"] < kept["selective"]
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "attention"), [("llama", "sdpa"), ("gpt2", "eager")])
 def test_the_host_has_room_for_what_waits_there(name: str, attention: str) -> None:
     for policy in HOSTED:
         model, plan = recomputed(name, attention, policy, torch.bfloat16)
@@ -112,7 +114,7 @@ def test_the_host_has_room_for_what_waits_there(name: str, attention: str) -> No
         assert [bool(keep.hosted) for keep in keeps] == [False, True, True, True, False, False]  # not the last block
         model(**batch())
         sent = sum(keep.hosted_bytes for keep in keeps)
-        assert sent <= max(slot.end for slot in room._slots) <= plan.hosted_bytes()
+        assert sent <= max(end for end, _ in room._slots) <= plan.hosted_bytes()
         assert plan.hosted_bytes() - sent <= sum(2048 * len(keep.hosted) + PAGE_BYTES for keep in keeps if keep.hosted)
         assert plan.peak(Home.HOST) == plan.facts.machine.runtime_host_bytes + plan.hosted_bytes()
         assert room._memory is not None and room._memory.nbytes == plan.hosted_bytes()
@@ -158,117 +160,3 @@ def test_operations_of_backward_are_exact(name: str, attention: str) -> None:
         if policy == "full":
             per_block = sum(operator.work.flops for operator in blocks[0].choices.operators)
             assert expected == per_block * len(blocks)
-
-
-# --- the closed formulas ---------------------------------------------------------------------------------------------
-
-S, B, A, HEADS_KV, H, FFN = 2048, 2, 32, 8, 4096, 11008
-
-
-class Classic(nn.Module):
-    """The layer of the paper: two norms, explicit attention, GELU, three dropouts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.between = nn.LayerNorm(H), nn.LayerNorm(H)
-        self.q, self.k, self.v, self.out = (nn.Linear(H, H) for _ in range(4))
-        self.up, self.down = nn.Linear(H, 4 * H), nn.Linear(4 * H, H)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.before(x)
-        q, k, v = (self.heads(layer(y)) for layer in (self.q, self.k, self.v))
-        scores = torch.bmm(q / (H // A) ** 0.5, k.transpose(1, 2))
-        probabilities, _ = torch.native_dropout(scores.softmax(-1), 0.1, True)
-        core = torch.bmm(probabilities, v).view(B, A, S, H // A).transpose(1, 2).reshape(B, S, H)
-        x = x + torch.native_dropout(self.out(core), 0.1, True)[0]
-        return x + torch.native_dropout(self.down(F.gelu(self.up(self.between(x)))), 0.1, True)[0]
-
-    def heads(self, x: Tensor) -> Tensor:
-        return x.view(B, S, A, H // A).transpose(1, 2).reshape(B * A, S, H // A)
-
-
-class RMS(torch.autograd.Function):
-    """A fused norm: keeps its input and one number per token."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        scale = x.float().pow(2).mean(-1, keepdim=True).rsqrt()
-        ctx.save_for_backward(x, scale, weight)
-        return (x * scale).to(x.dtype) * weight
-
-
-class Modern(nn.Module):
-    """RMSNorm, grouped heads, fused attention, SwiGLU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        narrow = H * HEADS_KV // A
-        self.before, self.between = nn.Parameter(torch.ones(H)), nn.Parameter(torch.ones(H))
-        self.q, self.k, self.v = (nn.Linear(H, width, bias=False) for width in (H, narrow, narrow))
-        self.out = nn.Linear(H, H, bias=False)
-        self.gate, self.up, self.down = (nn.Linear(*size, bias=False) for size in ((H, FFN), (H, FFN), (FFN, H)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = RMS.apply(x, self.before)
-        q, k, v = (layer(y).view(B, S, -1, H // A).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        core = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.out(core.transpose(1, 2).reshape(B, S, H))
-        y = RMS.apply(x, self.between)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
-
-
-class Stack(nn.Module):
-    """Three of them."""
-
-    def __init__(self, layer: type[nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layer() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def middle_of(layer: type[nn.Module]) -> Unit:
-    """Counts of the second of three layers in bf16, on fake tensors."""
-    with torch.device("meta"):
-        model = Stack(layer).to(torch.bfloat16)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model.to_empty(device="cpu")
-        counter = Counter(model)
-        with counter:
-            model(torch.empty(B, S, H, dtype=torch.bfloat16, requires_grad=True))
-    return counter.units()[1]
-
-
-def test_explicit_attention_with_dropout() -> None:
-    sbh, core = S * B * H, 5 * A * S * S * B
-    unit = middle_of(Classic)
-    assert unit.saved_bytes == pytest.approx(34 * sbh + core, rel=1e-3)
-    assert unit.choices is not None
-    kinds: dict[str, int] = {}
-    for operator in unit.choices.operators:
-        kind = operator.name.split()[0]
-        kinds[kind] = kinds.get(kind, 0) + operator.num_bytes
-    # q, k, v, out and down have H numbers of 2 bytes, up has 4 H; scores and softmax one per pair of tokens.
-    assert kinds == {
-        "linear": 18 * sbh,
-        "scores": 2 * A * S * S * B,
-        "softmax": 2 * A * S * S * B,
-        "attention": 2 * sbh,
-    }
-    assert by_policy(unit, "selective").saved_bytes == 22 * sbh
-    assert by_policy(unit, "full").saved_bytes == 2 * sbh
-    assert by_policy(unit, "selective").again.flops == 2 * S * S * B * H  # the scores, once more
-
-
-def test_fused_attention_and_gates() -> None:
-    sbh, sbf, ratio = S * B * H, S * B * FFN, HEADS_KV / A
-    unit = middle_of(Modern)
-    none = (12 + 4 * ratio) * sbh + 8 * sbf + 4 * A * S * B  # 6 sbf where the gate's product is one kernel
-    assert unit.saved_bytes == pytest.approx(none, rel=1e-3)
-    selective = (8 + 4 * ratio) * sbh + 4 * sbf + 4 * A * S * B
-    assert by_policy(unit, "selective").saved_bytes == pytest.approx(selective, rel=1e-3)
-    assert by_policy(unit, "selective").again.flops == 0
-    assert by_policy(unit, "full").saved_bytes == 2 * sbh

@@ -22,7 +22,7 @@ import torch
 from strategies.core.compose import compose
 from strategies.core.plan import Home, Kind
 from tests.helpers.fakes import block, facts
-from tests.helpers.releases import STAGE_3
+from tests.helpers.releases import HIGHEST_STAGE
 from tests.helpers.tiny import GPT2, run_config
 from trainer.config.sections import RunConfig
 from trainer.dist.ranks import Ranks
@@ -103,29 +103,28 @@ def slack(kind: Kind, stage: int | None, found: Mapping[str, int], element_bytes
     return element_bytes * (2 * GROUPS + found["units"])
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [None, 0, 1, 2, STAGE_3])
-def test_the_plan_is_what_deepspeed_holds(stage: int | None, precision: str, tmp_path: Path) -> None:
-    bf16 = precision == "bf16"
-    config = run_config(
-        ODD, output_dir=tmp_path, stage=stage, bf16=bf16, max_steps=2, per_device_train_batch_size=2,
-        data={"max_length": 32},
-    )  # fmt: skip
-    compare(stage, run_world(RANKS, held, config), compute_bytes=2 if bf16 and stage is not None else 4)
+def held_by_each(ranks: Ranks, configs: list[RunConfig]) -> list[dict[str, int]]:
+    return [held(ranks, config) for config in configs]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("stage", [2, STAGE_3])
-def test_frozen_weights_have_no_state(stage: int, tmp_path: Path) -> None:
-    config = run_config(
-        ODD, output_dir=tmp_path, stage=stage, model=LORA, max_steps=2, per_device_train_batch_size=2,
-        data={"max_length": 32},
-    )  # fmt: skip
-    found = run_world(RANKS, held, config)
-    compare(stage, found, compute_bytes=4)
-    # Adapters of rank 3 at two layers: 3 x 33 down and 99 x 3 up, halved, master and two moments in fp32.
-    assert 0 < found["moments"] <= 2 * 4 * (2 * (3 * 33 + 99 * 3) // RANKS + 2 * GROUPS + found["tensors"])
+def test_the_plan_is_what_deepspeed_holds(tmp_path: Path) -> None:
+    """In fp32 and bf16, and with adapters alone trained: frozen weights have no state."""
+    cases: list[tuple[int | None, bool, dict[str, Any]]] = [
+        *((stage, bf16, {}) for stage in (None, *range(HIGHEST_STAGE + 1)) for bf16 in (False, True)),
+        *((stage, False, LORA) for stage in range(2, HIGHEST_STAGE + 1)),
+    ]
+    configs = [
+        run_config(
+            ODD, output_dir=tmp_path / str(number), stage=stage, bf16=bf16, max_steps=2, model=model,
+            per_device_train_batch_size=2, data={"max_length": 32},
+        )
+        for number, (stage, bf16, model) in enumerate(cases)
+    ]  # fmt: skip
+    for (stage, bf16, model), found in zip(cases, run_world(RANKS, held_by_each, configs), strict=True):
+        compare(stage, found, compute_bytes=2 if bf16 and stage is not None else 4)
+        if model:  # adapters of rank 3 at two layers: 3 x 33 down and 99 x 3 up, halved, both moments in fp32
+            assert 0 < found["moments"] <= 2 * 4 * (2 * (3 * 33 + 99 * 3) // RANKS + 2 * GROUPS + found["tensors"])
 
 
 def compare(stage: int | None, found: Mapping[str, int], compute_bytes: int) -> None:
@@ -154,7 +153,7 @@ def ddp_holds(ranks: Ranks, num_params: int) -> float:
 @pytest.mark.ranks
 def test_data_parallel_holds_gradients_twice() -> None:
     """Within 15 %: pages of the process are counted, and gloo has buffers of its own. Without buckets it is half."""
-    num_params = 64 << 20
+    num_params = 32 << 20
     plan = compose({}, facts(block("model.layers.0", num_params), world_size=RANKS))
     (reserved,) = plan.reserves(Home.DEVICE)
     predicted = reserved.num_bytes + plan.total(Kind.GRAD)

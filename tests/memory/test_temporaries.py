@@ -70,7 +70,6 @@ def prepared(name: str, dtype: torch.dtype, strategy: str) -> tuple[Any, Plan]:
     for each in chosen.values():
         each.apply(model, plan)
     model(**batch(model.config.vocab_size)).loss.backward()  # a block's first forward only looks
-    model.zero_grad()
     return model, plan
 
 
@@ -78,6 +77,7 @@ def measured(model: nn.Module, *, lands: bool) -> tuple[int, int, int]:
     """Bytes that are saved, and at the peaks of forward and of backward. ``lands``: gradients are taken away."""
     config: Any = model.config
     inputs = batch(config.vocab_size)
+    model.zero_grad()
     for param in model.parameters() if lands else ():
         param.register_post_accumulate_grad_hook(lambda own: setattr(own, "grad", None))
     with Everything() as live:
@@ -87,12 +87,14 @@ def measured(model: nn.Module, *, lands: bool) -> tuple[int, int, int]:
         return saved, forward, live.peak
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", MODELS)
+CASES = [*((name, torch.float32) for name in MODELS), *((name, torch.bfloat16) for name in list(MODELS)[2:4])]
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
 def test_peaks_are_as_predicted(name: str, dtype: torch.dtype) -> None:
     for strategy in STRATEGIES:
-        for lands in (True, False):
-            model, plan = prepared(name, dtype, strategy)
+        model, plan = prepared(name, dtype, strategy)
+        for lands in (False, True):
             saved, forward, backward = measured(model, lands=lands)
             kept = plan.kept()
             grads = [0 if lands else plan.num_bytes(unit.name, Kind.GRAD) for unit in plan.facts.units]
@@ -120,11 +122,3 @@ def test_chunks_free_what_the_plan_says(name: str, monkeypatch: pytest.MonkeyPat
     assert [plan.keep(unit.name).policy == CHUNKS for unit in plan.facts.units] == [False] * 5 + [True]
     facts_of.cache_clear()
     assert peaks["plain"] - peaks["chunks"] > 6 * logits
-
-
-def test_kinds_of_blocks_are_counted_once_and_all_of_them() -> None:
-    """Attention over all and over a window differ; with blocks of both kinds, each has its own numbers."""
-    facts = facts_of("gemma2, 3000 words", torch.float32)
-    assert all(unit.temporaries is not None for unit in facts.units)
-    blocks = [unit.temporaries for unit in facts.units[1:-1]]
-    assert blocks[0] == blocks[2] and blocks[1] == blocks[3]

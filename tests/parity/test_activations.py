@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def quiet(room: HostRoom) -> bool:
     """Nothing is on its way, nothing was refused, and no slot is taken."""
-    return not (room._leaving or room._coming or room.num_refused) and all(slot.free for slot in room._slots)
+    return not (room._leaving or room._coming or room.num_refused) and all(sent() is None for _, sent in room._slots)
 
 
 # --- models ----------------------------------------------------------------------------------------------------------

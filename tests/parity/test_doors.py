@@ -301,7 +301,7 @@ def test_what_is_made_of_copies_does_not_keep_them() -> None:
     assert part.untyped_storage().nbytes() == part.nbytes
     bucket, index = optimizer.engine.bucket_of[id(model.get_parameter("model.layers.3.mlp.up_proj.weight"))]
     found = state["model.layers.3.mlp.up_proj.weight"]
-    assert found.data_ptr() == bucket.part(bucket.newest, index).data_ptr()
+    assert found.data_ptr() == bucket.weight_of(index).data_ptr()
 
 
 def test_an_error_while_a_state_dict_is_made() -> None:

@@ -25,8 +25,10 @@ FROZEN = ("model.layers.0.self_attn.k_proj.", "model.layers.1.", "lm_head.", "mo
 STEPS, FROM, UNTIL = 5, 1, 3
 
 
-def freezing(model: nn.Module) -> nn.Module:
-    """``model``, which freezes some parameters itself at the start of one step and unfreezes them later."""
+def freezing(model: nn.Module, *, after: bool = False) -> nn.Module:
+    """``model``, which freezes some parameters itself at the start of one step and unfreezes them later; ``after``: at
+    the end of a forward, whose backward then has gradients that torch drops.
+    """
     forwards = [0]
 
     def change(module: nn.Module, *_: Any) -> None:
@@ -37,24 +39,34 @@ def freezing(model: nn.Module) -> nn.Module:
                 param.requires_grad_(not FROM <= step < UNTIL)
 
     model.accumulation = 1  # type: ignore[assignment]
-    model.register_forward_pre_hook(change)
+    if after:
+        model.register_forward_hook(change)
+    else:
+        model.register_forward_pre_hook(change)
     return model
 
 
-@pytest.mark.parametrize(("dtype", "accumulation"), [(torch.float32, 1), (torch.bfloat16, 2)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "accumulation", "after"),
+    [(torch.float32, 1, False), (torch.bfloat16, 2, False), (torch.float32, 1, True)],
+    ids=["fp32", "bf16", "after forward"],
+)
 @pytest.mark.parametrize("where", PLANS.values(), ids=PLANS)
 @pytest.mark.usefixtures("one_thread")
-def test_frozen_and_unfrozen(where: dict[str, Any], dtype: torch.dtype, accumulation: int) -> None:
+def test_frozen_and_unfrozen(where: dict[str, Any], dtype: torch.dtype, accumulation: int, after: bool) -> None:
     loop: dict[str, Any] = {"accumulation": accumulation, "max_norm": 0.0 if "in_backward" in where else 0.05}
     batches = tokens("llama", STEPS * accumulation)
 
     def made() -> Any:
-        model: Any = freezing(build("llama", dtype=dtype))
+        model: Any = freezing(build("llama", dtype=dtype), after=after)
         model.accumulation = accumulation
         return model
 
     wanted = plain(made(), batches, **loop)
-    assert {int(value) for name, value in wanted.tensors.items() if name.endswith(" step")} == {STEPS, STEPS - 2}
+    assert {int(value) for name, value in wanted.tensors.items() if name.endswith(" step")} == {
+        STEPS,
+        STEPS - 2 - after,
+    }
     for transfer in (Delayed(), RaceDetector()):
         model = made()
         found = stowed(model, plan_of(model, **where, **loop), batches, transfer=transfer, **loop)

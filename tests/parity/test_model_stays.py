@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from strategies.core.facts import Home
 from strategies.engine.buckets.bucket_state import BucketState
 from strategies.engine.tensors.parameters import AbsentParameter
 from tests.helpers.engine import plan_of
@@ -262,7 +261,7 @@ def test_state_dict_copies_nothing(layout: str) -> None:
     for name, value in model.state_dict().items():
         bucket = bucket_of(optimizer, name)
         index = bucket.spec.params.index(name)
-        assert value.data_ptr() == bucket.part(bucket.newest, index).data_ptr()
+        assert value.data_ptr() == bucket.weight_of(index).data_ptr()
         assert value.untyped_storage().nbytes() == value.nbytes, "a storage of its own, or it looks tied"
 
 
@@ -350,7 +349,7 @@ def test_close_gives_a_plain_model_back() -> None:
         model.load_state_dict(expected)
         optimizer.close()
         assert unequal(expected, weights_of(model)) == []
-        memory = optimizer.engine.arena._memories[Home.HOST].memory
+        memory = optimizer.engine.arena._host.memory
         start, end = memory.data_ptr(), memory.numel()
         for param in model.parameters():
             assert param.grad is None and not param._post_accumulate_grad_hooks  # type: ignore[attr-defined]

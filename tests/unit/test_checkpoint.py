@@ -1,6 +1,7 @@
 """Which checkpoint is good, which is resumed, which may go. Folders only; nothing is trained here."""
 
 import itertools
+import os
 import shutil
 from pathlib import Path
 
@@ -80,6 +81,27 @@ def test_a_manifest_of_another_release_is_one_line(tmp_path: Path) -> None:
     seal(folder, "checkpoint", {"step": 10, "finite": True})
     with pytest.raises(Damaged, match=r"^manifest\.json is of another release: run: field required$"):
         verified(folder)
+
+
+def test_a_pipe_in_the_place_of_a_file_is_damage_and_not_waited_for(tmp_path: Path) -> None:
+    for name in ("model.safetensors", MANIFEST):
+        folder = make(tmp_path, 10)
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        with pytest.raises(Damaged, match=rf"^{name}:? cannot be read"):
+            verified(folder)
+        shutil.rmtree(folder)
+
+
+def test_hugging_faces_state_must_be_of_the_same_step(tmp_path: Path) -> None:
+    from strategies.core.sealed import read, seal
+
+    folder = make(tmp_path, 10)
+    for text, step in (('{"global_step": 4}', "4"), ("{}", "None")):
+        (folder / "trainer_state.json").write_text(text)
+        seal(folder, "checkpoint", read(folder, "checkpoint").about)
+        with pytest.raises(Damaged, match=rf"^trainer_state\.json is of step {step}, its manifest of step 10$"):
+            verified(folder)
 
 
 # Pruning

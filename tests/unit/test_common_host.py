@@ -4,13 +4,13 @@ import os
 import subprocess
 import threading
 from dataclasses import replace
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from strategies.core.facts import Home
 from strategies.core.layout import Spot
@@ -30,7 +30,7 @@ def two() -> tuple[CommonHost, CommonHost]:
     for one, other, at in ((first, second, 0), (second, first, 1)):
         theirs = one._open(os.getpid(), other._file, other._size, other._token.tolist())
         one._memories = [one.own, theirs] if at == 0 else [theirs, one.own]
-        one._processes = [os.getpid()] * 2
+        one._processes, one._timeout_s = [os.getpid()] * 2, 60.0
     return first, second
 
 
@@ -45,9 +45,9 @@ def test_each_sees_what_the_other_writes(two: tuple[CommonHost, CommonHost]) -> 
 
 def test_a_reader_waits_for_the_others_and_not_for_itself(two: tuple[CommonHost, CommonHost]) -> None:
     first, second = two
-    first.wait(1, 0, timeout_s=5.0)
+    first.wait(1, 0)
     threading.Timer(0.05, second.count, (1, 2)).start()
-    first.wait(1, 2, timeout_s=60.0)
+    first.wait(1, 2)
     assert int(first._counts(first._memories[1])[1]) == 2 and not first._counts(first.own).any()
 
 
@@ -56,14 +56,15 @@ def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_for_a_collectiv
 ) -> None:
     first, second = two
     second.count(0, 1)
+    first._timeout_s = 0.0
     with pytest.raises(dist.DistError, match="Timed out waiting 0 s for the weights of rank 1"):
-        first.wait(0, 2, timeout_s=0.0)
+        first.wait(0, 2)
     ended = subprocess.Popen(["true"], stdout=subprocess.PIPE)
     assert ended.stdout is not None and ended.stdout.read() == b""  # it is about to end, and nobody has asked for that
-    first._processes[1] = ended.pid
+    first._processes[1], first._timeout_s = ended.pid, 60.0
     for _ in range(2):
         with pytest.raises(dist.DistError, match="rank 1 has ended, and this one waits for its weights"):
-            first.wait(0, 2, timeout_s=60.0)
+            first.wait(0, 2)
         ended.wait()
 
 
@@ -81,14 +82,20 @@ class Watched(Transfer):
 
 def test_what_is_still_copied_is_neither_counted_nor_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     transfer, met = Watched(), list[int]()
-    monkeypatch.setattr("strategies.engine.ranks.common_copies.timeout_of", lambda hosts: timedelta(seconds=1))
-    monkeypatch.setattr(dist, "barrier", lambda group: met.append(len(transfer.waited)))
+    one = {"get_world_size": lambda group: 1, "get_rank": lambda group: 0, "get_global_rank": lambda group, rank: 0}
+    one |= {
+        "all_gather_object": lambda found, mine, group: found.__setitem__(slice(None), [mine]),
+        "barrier": lambda group: met.append(len(transfer.waited)),
+    }
+    for name, instead in one.items():
+        monkeypatch.setattr(dist, name, instead)
     whole = layouts.bucket("b", "layers.0", 1024, ways=2, resident_ticks=((0, 1), (1, 2)))
     planned = replace(layouts.layout(whole), common_host=True)
-    common: Any = CommonCopies(planned, CPU, None, transfer, beside=True)  # type: ignore[arg-type]
-    bucket: Any = SimpleNamespace(index=0, replaced=7)
+    monkeypatch.setattr(CommonCopies, "_share", lambda self, tensors, device: None)
+    common: Any = CommonCopies(nn.Module(), None, transfer, CPU, planned, beside=True)  # type: ignore[arg-type]
+    bucket: Any = SimpleNamespace(index=0, replaced=7, sources=[torch.ones(1)])
     common.written(bucket, transfer.record(Lane.DOWN))
-    counts = common.host._counts(common.host.own)
+    counts = common.common._counts(common.common.own)
     assert int(counts[0]) == 0
     transfer.passed.set()
     common.close()  # after the thread has done its work
@@ -103,7 +110,7 @@ def test_what_a_late_thread_counts_does_not_take_back_what_was_counted_since(
     first, second = two
     second.count(2, 5)
     second.count(2, 4)
-    first.wait(2, 5, timeout_s=60.0)
+    first.wait(2, 5)
 
 
 def test_too_little_memory_is_said_as_for_any_arena() -> None:

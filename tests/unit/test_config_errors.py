@@ -24,7 +24,6 @@ MISSING = (
 )
 
 SEED = "must be a whole number >= 0 and < 4294967296"
-TAGS = "tags (!name) are not read; write a plain value"
 KEY_VALUE = "an override is written key=value, as in training.max_steps=10"
 BASE = "must be the path of one config, relative to this file"
 
@@ -47,34 +46,6 @@ FILES: tuple[tuple[bytes, tuple[str, ...]], ...] = (
     (b"data:\n  path: x\n max_length: 9\n", ("3: the indentation does not match the lines above",)),
     (b"data: {path: @x}\n", ("1: text that begins with a special character; put it in quotes",)),
     (b"[" * 5000, ("1: nested too deeply",)),
-)
-
-# Parts of a file that YAML reads and we refuse; the rest is still checked.
-PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (
-        "training: {output_dir: r}\ntraining: {output_dir: q}",
-        ('2: training = {"output_dir": "q"}: duplicate key, first on line 1; keep one',),
-    ),
-    (
-        "training:\n  output_dir: r\n  seed: 1\n  seed: 2",
-        ("4: training.seed = 2: duplicate key, first on line 3; keep one",),
-    ),
-    (
-        "training:\n  seed: -1\n  output_dir: r\n  output_dir: q",
-        (
-            f"2: training.seed = -1: {SEED}",
-            '4: training.output_dir = "q": duplicate key, first on line 3; keep one',
-        ),
-    ),
-    ("data: {path: !!python/name:os.system x}", (f'1: data.path = "tag:yaml.org,2002:python/name:os.system": {TAGS}',)),
-    ("data: {path: !!timestamp 2020-01-01}", (f'1: data.path = "tag:yaml.org,2002:timestamp": {TAGS}',)),
-    ("1: x", ('1: "1": a key must be text; put it in quotes',)),
-    (
-        "training: {output_dir: r, seed: 99999999999999999999}",
-        ('1: training.seed = "99999999999999999999": not a number that fits into 64 bits',),
-    ),
-    ('data: {path: "\\ud800"}', ('1: data.path = "\\ud800": half of a character; write the character itself',)),
-    ('"a\\nb": 1', ("1: a\\nb = 1: unknown key; known here: extends, model, data, training, strategies",)),
 )
 
 OVERRIDES: tuple[tuple[str, str], ...] = (
@@ -132,20 +103,10 @@ def test_files(content: bytes, expected: tuple[str, ...]) -> None:
     assert sorted(lines()) == sorted(f"x.yaml:{line}" for line in expected)
 
 
-@pytest.mark.parametrize(("text", "expected"), PARTS)
-def test_parts_of_files(text: str, expected: tuple[str, ...]) -> None:
-    Path("x.yaml").write_text(complete(text), encoding="utf-8")
-    assert lines() == [f"x.yaml:{line}" for line in expected]
-
-
 @pytest.mark.parametrize(("override", "expected"), OVERRIDES)
 def test_overrides(override: str, expected: str) -> None:
     Path("x.yaml").write_text(complete(""), encoding="utf-8")
     assert lines(override) == [f"command line: {expected}"]
-
-
-def test_there_are_enough() -> None:
-    assert len(list(blocks())) + len(FILES) + len(PARTS) + len(OVERRIDES) >= 130
 
 
 def test_all_errors_of_all_layers_at_once_in_order() -> None:
@@ -165,8 +126,8 @@ def test_conflicts_are_found_beside_other_errors_and_never_twice() -> None:
     training = "training: {output_dir: r, bf16: true, fp16: true, seed: -1, max_steps: no}\n"
     Path("x.yaml").write_text(complete(training + "data: {path: x, streaming: true}"))
     assert lines() == [
-        'x.yaml:1: training.max_steps = "no": must be a whole number >= 1, or -1 for no limit',
         f"x.yaml:1: training.seed = -1: {SEED}",
+        'x.yaml:1: training.max_steps = "no": must be a whole number >= 1, or -1 for no limit',
         "x.yaml:1: training.fp16 = true: cannot go with training.bf16; keep one of the two",
     ]
 
@@ -213,16 +174,15 @@ def test_missing_file_names_the_nearest() -> None:
     assert caught.value.lines == ("configs: cannot be read: Is a directory",)
 
 
-def test_no_pydantic_phrasing_leaks() -> None:
-    for text, expected in blocks():
-        assert not any(word in line for line in expected for word in ("Input should", "valid_", "type=")), text
-
-
-def test_refusing_imports_nothing_heavy() -> None:
+def test_loading_and_refusing_import_nothing_heavy() -> None:
     """Every bad config in one fresh process; afterwards nothing that takes a second to import is loaded."""
     program = """
 import sys, tests.unit.test_config_errors as t
 from pathlib import Path
+from trainer.config.load import json_schema
+Path("x.yaml").write_text(t.complete(""))
+t.load("x.yaml").dump()
+json_schema()
 for text, expected in t.blocks():
     Path("x.yaml").write_text(t.complete(text))
     try:

@@ -16,7 +16,7 @@ from strategies.core.registry import find
 from strategies.planner.cuts import Schedule, cut, work
 from strategies.report.rank_grid import picture
 from tests.helpers.fakes import block, facts
-from trainer.run.saves import estimated_bytes
+from trainer.run.saving import estimated_bytes
 
 
 def model(*sizes: int, table: int = 7) -> tuple[Unit, ...]:

@@ -80,9 +80,6 @@ CASES = [
     Case("null in a mapped column", {"d.jsonl": jsonl({"b": None})}, {"columns": {"text": "b"}}, [
         "d.jsonl:1: field 'text' (column 'b') is null; every row needs a string",
     ]),
-    Case("null in parquet", {"d.parquet": parquet(text=["a b", None])}, {}, [
-        "d.parquet:2: field 'text' is null; every row needs a string",
-    ]),
     Case("empty cell in csv", {"d.csv": "prompt,completion\na,b\nc,\n"}, {}, [
         "d.csv:2: field 'completion' is null; every row needs a string",
     ]),
@@ -92,15 +89,12 @@ CASES = [
     Case("half a surrogate pair", {"d.jsonl": '{"text": "a \\ud800"}\n'}, {}, [
         "d.jsonl:1: field 'text' holds half a surrogate pair (\\ud800 to \\udfff), which is no character",
     ]),
-    Case("nested too deeply", {"d.json": "[" * 100_000}, {}, ["d.json:1: broken JSON: nested too deeply"]),
-    Case("messages is a string", {"d.jsonl": jsonl({"messages": "hi"})}, {}, [
-        "d.jsonl:1: field 'messages' is a string; every row needs a list",
+    Case("a number of 5000 digits", {"d.jsonl": f'{{"text": {"1" * 5000}}}'}, {}, [
+        "d.jsonl:1: broken JSON: a number of too many digits",
     ]),
+    Case("nested too deeply", {"d.json": "[" * 100_000}, {}, ["d.json:1: broken JSON: nested too deeply"]),
     Case("empty file", {"d.jsonl": ""}, {}, ["d.jsonl: the file is empty; it has no rows"]),
-    Case("blank text file", {"d.txt": " \n\n"}, {}, ["d.txt: the file is empty; it has no rows"]),
-    Case("empty json list", {"d.json": "[]"}, {}, ["d.json: the file is empty; it has no rows"]),
     Case("csv header only", {"d.csv": "text\n"}, {}, ["d.csv: there are no rows"]),
-    Case("parquet without rows", {"d.parquet": parquet(text=[])}, {}, ["d.parquet: there are no rows"]),
     Case("only empty texts", {"d.jsonl": jsonl({"text": ""}, {"text": " "})}, {}, [
         "d.jsonl: all 2 rows are empty text",
     ]),
@@ -115,9 +109,6 @@ CASES = [
     ]),
     Case("broken json array", {"d.json": '[{"text": "a"},\n{"text": "b"\n]'}, {}, [
         "d.json:3: broken JSON: Expecting ',' delimiter at column 1",
-    ]),
-    Case("json array of strings", {"d.json": '[{"text": "a b"}, "c"]'}, {}, [
-        "d.json:2: a row must be a JSON object, not a string",
     ]),
     Case("csv with a field too many", {"d.csv": "text,id\na b,1\nc,d,2\n"}, {}, [
         "d.csv:2: the row has 3 fields, the header has 2",
@@ -162,9 +153,6 @@ CASES = [
     ]),
     Case("eval path not found", {"d.jsonl": jsonl(OK)}, {"eval_path": "zzz"}, [
         "data.eval_path: zzz does not exist; a hub name looks like owner/name",
-    ]),
-    Case("eval file is bad", {"d.jsonl": jsonl(OK), "e.jsonl": jsonl({"text": 1})}, {"eval_path": "e.jsonl"}, [
-        "e.jsonl:1: field 'text' is an integer; every row needs a string",
     ]),
     Case("nothing to divide", {"d.jsonl": jsonl(PAIR)}, {"eval_fraction": 0.5}, [
         "data.eval_fraction: d.jsonl has one row; use data.eval_path",
@@ -211,9 +199,6 @@ CASES = [
     Case("everything masked", {"d.jsonl": jsonl({"input_ids": [5, 6, 7], "labels": [-100] * 3})}, {}, [
         "d.jsonl:1: every token is masked: nothing to train on in 3 tokens (every label is -100)",
     ]),
-    Case("only the first token is trained on", {"d.jsonl": jsonl({"input_ids": [5, 6], "labels": [5, -100]})}, {}, [
-        "d.jsonl:1: every token is masked: nothing to train on in 2 tokens (every label is -100)",
-    ]),
     Case("id beyond the vocabulary", {"d.jsonl": jsonl({"input_ids": [5, 6]}, {"input_ids": [5, 320]})}, {}, [
         "d.jsonl:2: token id 320 is beyond the model's vocabulary of 320; "
         "the data or the tokenizer belongs to another model",
@@ -242,20 +227,11 @@ CASES = [
 
 # What files are made of, to be put together at random.
 PIECES = [
-    *(b"[", b"]", b"{", b"}", b'"text"', b'"input_ids"', b":", b",", b'"a b"', b'"', b"\n", b"text", b"5", b"-1"),
-    *(
-        b'{"text": "a b"}\n',
-        b'{"text": "a b"},',
-        b"null",
-        b"1.5",
-        b'"\\ud800"',
-        b"true",
-        b"PAR1",
-        b"text,id\n",
-        b"x,1\n",
-    ),
-    *(b'{"input_ids": [5, 6]}\n', b'{"messages": [{"role": "user", "content": "a"}]}\n', b"\r", b" "),
-]
+    b"[", b"]", b"{", b"}", b'"text"', b'"input_ids"', b":", b",", b'"a b"', b'"', b"\n", b"text", b"5", b"-1",
+    b"\r", b" ", b"null", b"1.5", b'"\\ud800"', b"true", b"PAR1", b"text,id\n", b"x,1\n", b'{"text": "a b"}\n',
+    b'{"text": "a b"},', b'{"input_ids": [5, 6]}\n', b'{"messages": [{"role": "user", "content": "a"}]}\n', b"\xff",
+    b"\x00", b"\xef\xbb\xbf",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -279,10 +255,7 @@ def test_bad_data(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, t
 
 
 @settings(derandomize=True, max_examples=100, deadline=None)
-@given(
-    st.sampled_from(sources.SUFFIXES),
-    st.lists(st.sampled_from([*PIECES, b"\xff", b"\x00", b"\xef\xbb\xbf"]), max_size=30).map(b"".join),
-)
+@given(st.sampled_from(sources.SUFFIXES), st.lists(st.sampled_from(PIECES), max_size=30).map(b"".join))
 def test_any_bytes_are_data_or_a_data_error(
     tmp_path_factory: pytest.TempPathFactory, tokenizer: Any, suffix: str, content: bytes
 ) -> None:

@@ -93,7 +93,8 @@ CASES = [(name, suffix) for name in ROWS for suffix in ("jsonl", "json", "parque
 
 @pytest.mark.parametrize(("name", "suffix"), CASES)
 def test_every_format_from_every_file(name: str, suffix: str, tokenizer: Any) -> None:
-    prepared = prepare(tokenizer, write(f"d.{suffix}", ROWS[name]))
+    said: list[str] = []
+    prepared = prepare(tokenizer, write(f"d.{suffix}", ROWS[name]), said=said)
     assert prepared.format == name
     if name in EXPECTED:
         texts = decoded(tokenizer, prepared.train)
@@ -102,9 +103,8 @@ def test_every_format_from_every_file(name: str, suffix: str, tokenizer: Any) ->
     elif name == "input_ids":
         assert prepared.train[0] == {"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}
         assert prepared.train[1] == {"input_ids": [8, 9], "labels": [-100, 9]}
-    facts = json.loads(Path("prepared", prepared.fingerprint, "facts.json").read_text())
-    assert facts["tokens"] == sum(len(row["input_ids"]) for row in prepared.train)
-    assert facts["trained"] == sum(label != MASKED for row in prepared.train for label in row["labels"])
+    labels = [label for row in prepared.train for label in row["labels"]]
+    assert said[-1].endswith(f"; {sum(it != MASKED for it in labels)} of {len(labels)} tokens trained on")
 
 
 def test_text_file_is_one_document_and_a_folder_is_many(tokenizer: Any) -> None:
@@ -304,20 +304,8 @@ def test_second_call_opens_what_the_first_one_saved(tokenizer: Any, monkeypatch:
     said: list[str] = []
     again = prepare(tokenizer, path, eval_fraction=0.1, said=said)
     assert said == [f"data: d.jsonl is prepared already ({first.fingerprint})"]
-    opened = preparing.open_prepared(Path("prepared"), first.fingerprint)
-    for other in (again, opened):
-        assert list(other.train) == list(first.train) and list(other.eval) == list(first.eval)
-        assert other.format == "text"
+    assert list(again.train) == list(first.train) and list(again.eval) == list(first.eval)
     assert [p.name for p in Path("prepared").iterdir()] == [first.fingerprint]
-
-
-@pytest.mark.parametrize("size", [0, 30, -20])
-@pytest.mark.parametrize("file", ["train.arrow", "eval.arrow", "facts.json"])
-def test_damaged_prepared_data_is_made_anew(file: str, size: int, tokenizer: Any) -> None:
-    prepared = prepare(tokenizer, write("d.jsonl", documents(600)), eval_fraction=0.5)
-    rows, saved = list(prepared.train), Path("prepared", prepared.fingerprint, file)
-    saved.write_bytes(saved.read_bytes()[:size])
-    damaged(prepared.fingerprint, rows, file, tokenizer)
 
 
 def test_a_flipped_bit_in_a_row_is_noticed(tokenizer: Any) -> None:
@@ -330,7 +318,7 @@ def test_a_flipped_bit_in_a_row_is_noticed(tokenizer: Any) -> None:
     damaged(prepared.fingerprint, rows, "train.arrow", tokenizer)
 
 
-@pytest.mark.parametrize("content", [None, "", "{", "{}"])
+@pytest.mark.parametrize("content", [None, "{}"])
 def test_data_without_a_manifest_is_made_anew(content: str | None, tokenizer: Any) -> None:
     prepared = prepare(tokenizer, write("d.jsonl", documents(600)), eval_fraction=0.5)
     manifest = Path("prepared", prepared.fingerprint, "manifest.json")

@@ -26,20 +26,12 @@ document_lengths = st.lists(st.integers(2, 100), min_size=1, max_size=30)
 
 @exact
 @given(lengths_and_capacity)
-def test_pack_places_every_span_once_and_never_overfills(case: tuple[list[int], int]) -> None:
+def test_pack_places_every_span_once_in_few_rows(case: tuple[list[int], int]) -> None:
     lengths, capacity = case
     packed = pack(lengths, capacity)
     assert sorted(index for row in packed for index in row) == list(range(len(lengths)))
     assert all(sum(lengths[index] for index in row) <= capacity for row in packed)
-    assert packed == pack(lengths, capacity)
-
-
-@exact
-@given(lengths_and_capacity)
-def test_pack_is_near_the_least_number_of_rows(case: tuple[list[int], int]) -> None:
-    lengths, capacity = case
-    least = -(-sum(lengths) // capacity)
-    assert least <= len(pack(lengths, capacity)) <= 2 * least  # any two rows together overfill one
+    assert len(packed) <= 2 * -(-sum(lengths) // capacity)  # any two rows together overfill one
 
 
 def test_pack_fills_gaps_best() -> None:
@@ -61,23 +53,18 @@ def test_chunk_loses_nothing_and_leaves_no_lone_token(lengths: list[int], max_le
 
 @exact
 @given(document_lengths, st.floats(0.01, 0.5), st.integers(0, 5))
-def test_split_is_a_partition_that_follows_from_the_seed(lengths: list[int], fraction: float, seed: int) -> None:
-    spans = whole([length + 2 for length in lengths])
+def test_split_is_a_partition(lengths: list[int], fraction: float, seed: int) -> None:
+    spans = whole([length + 2 for length in [*lengths, 5]])
     train, held = split(spans, fraction, seed)
-    assert train and held
-    assert (train, held) == split(spans, fraction, seed)
-    if len(spans) > 1:
-        assert sorted([*train, *held]) == spans
-        assert len(held) == max(1, round(len(spans) * fraction))
-    else:
-        assert (train[0].stop, train[0].start, held[0].stop) == (held[0].start, 0, spans[0].stop)
-        assert held[0].stop - held[0].start >= 2
+    assert sorted([*train, *held]) == spans and train
+    assert len(held) == max(1, round(len(spans) * fraction))
 
 
-def test_split_depends_on_the_seed() -> None:
+def test_split_depends_on_the_seed_alone_and_keeps_the_end_of_a_single_document() -> None:
     spans = whole([5] * 100)
-    assert split(spans, 0.1, 1) != split(spans, 0.1, 2)
+    assert split(spans, 0.1, 1) == split(spans, 0.1, 1) != split(spans, 0.1, 2)
     assert split([Span(0, 0, 100)], 0.1, 1) == ([Span(0, 0, 90)], [Span(0, 90, 100)])
+    assert split([Span(0, 0, 4)], 0.01, 1) == ([Span(0, 0, 2)], [Span(0, 2, 4)])
 
 
 @exact
@@ -115,18 +102,13 @@ def row_of(*documents: Sequence[int], packing: bool) -> dict[str, list[int]]:
 
 
 def test_collator_unpacked() -> None:
-    batch = Collator(0, packing=False, pad_to_multiple_of=4)(
-        [row_of([5, 6, 7], packing=False), row_of([8, 9, 1, 2, 3], packing=False)]
-    )
-    assert batch["input_ids"].tolist() == [[5, 6, 7, 0, 0, 0, 0, 0], [8, 9, 1, 2, 3, 0, 0, 0]]
-    assert batch["labels"].tolist() == [[-100, 6, 7, *[-100] * 5], [-100, 9, 1, 2, 3, *[-100] * 3]]
+    """The pad token may be eos: a row's own keeps its label."""
+    rows_of = [row_of(ids, packing=False) for ids in ([5, 6, 0], [8, 9, 1, 2, 3])]
+    batch = Collator(0, packing=False, pad_to_multiple_of=4)(rows_of)
+    assert batch["input_ids"].tolist() == [[5, 6, 0, 0, 0, 0, 0, 0], [8, 9, 1, 2, 3, 0, 0, 0]]
+    assert batch["labels"].tolist() == [[-100, 6, 0, *[-100] * 5], [-100, 9, 1, 2, 3, *[-100] * 3]]
     assert batch["attention_mask"].tolist() == [[1] * 3 + [0] * 5, [1] * 5 + [0] * 3]
     assert all(tensor.dtype == torch.int64 for tensor in batch.values())
-
-
-def test_collator_keeps_eos_when_it_is_the_pad_token() -> None:
-    batch = Collator(9, packing=False)([row_of([5, 6, 9], packing=False)])
-    assert batch["labels"].tolist() == [[-100, 6, 9, -100, -100, -100, -100, -100]]
 
 
 def test_collator_packed() -> None:
@@ -141,20 +123,14 @@ def test_collator_packed() -> None:
 # --------------------------------------------------------------------------------------------- models
 
 SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCAB,
-}
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": VOCAB,
+}  # fmt: skip
 CONFIGS: dict[str, Any] = {
     "llama": LlamaConfig(**SIZES),
     "qwen2": Qwen2Config(**SIZES),
     "mistral, a window shorter than a document": MistralConfig(**SIZES, sliding_window=6),
-    "gpt2": GPT2Config(
-        n_embd=32, n_layer=2, n_head=4, vocab_size=VOCAB, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-    ),
+    "gpt2": GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=VOCAB, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
 }
 
 
@@ -180,6 +156,7 @@ def loss_and_gradient(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch
 @pytest.mark.parametrize("name", CONFIGS)
 def test_packed_equals_unpacked(name: str, attention: str, flatten: bool) -> None:
     model = tiny(CONFIGS[name], attention)
+    assert packing_supported(model) is None
     generator = torch.Generator().manual_seed(1)
     documents = [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in (9, 4, 12, 7, 2, 13)]
     groups = pack([len(document) for document in documents], 24)
@@ -206,12 +183,6 @@ def test_packed_equals_unpacked(name: str, attention: str, flatten: bool) -> Non
             expected = alone[index, : stop - start]
             torch.testing.assert_close(logits[row, start:stop], expected, rtol=1e-5, atol=1e-5)
             start = stop
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_packing_supported(name: str, attention: str) -> None:
-    assert packing_supported(tiny(CONFIGS[name], attention)) is None
 
 
 def test_packing_refused_without_position_ids() -> None:

@@ -53,20 +53,15 @@ def test_bytes_are_those_of_plain_training(dtype: str, lora: dict[str, Any] | No
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["all weights", "lora"])
-def test_operations_are_those_that_torch_counts(lora: dict[str, Any] | None) -> None:
+def test_operations_are_those_that_torch_counts_and_take_the_time_of_the_machine(lora: dict[str, Any] | None) -> None:
     """Within 3 %: the first block's input needs no gradient, which is a part of one of eight blocks."""
-    config = config_of(lora=lora, attn_implementation="eager")
-    model, tokens = real(config), torch.ones(2, 16, dtype=torch.long)
+    config, rates = config_of(lora=lora, attn_implementation="eager"), find_profile("rtx4090-pcie4").rates
+    model, tokens, known = real(config), torch.ones(2, 16, dtype=torch.long), facts_of(config)
     with FlopCounterMode(display=False) as counted:
         model(input_ids=tokens, labels=tokens).loss.backward()
-    predicted = step_flops(facts_of(config))
+    predicted = step_flops(known)
     assert predicted == pytest.approx(counted.get_total_flops(), rel=0.03)
-    assert (predicted < 2.2 * facts_of(config).run.forward_flops) == (lora is not None)
-
-
-@pytest.mark.parametrize("lora", [None, LORA], ids=["all weights", "lora"])
-def test_simulated_compute_is_those_operations_at_the_rate_of_the_machine(lora: dict[str, Any] | None) -> None:
-    known, rates = facts_of(config_of(lora=lora)), find_profile("rtx4090-pcie4").rates
+    assert (predicted < 2.2 * known.run.forward_flops) == (lora is not None)
     assert rates is not None
     seconds = sum(forward + backward for forward, backward in unit_seconds(known, rates))
-    assert seconds == pytest.approx(step_flops(known) / rates.gemm_flops(Precision.BF16))
+    assert seconds == pytest.approx(predicted / rates.gemm_flops(Precision.BF16))

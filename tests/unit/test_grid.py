@@ -14,20 +14,17 @@ def test_every_rank_is_in_one_group_of_each_kind(sizes: tuple[int, int, int]) ->
     grid = Grid(*sizes)
     ranks = list(range(grid.world_size))
     assert [grid.rank(grid.cell(rank)) for rank in ranks] == ranks
-    for groups, size in (
-        (grid.tensor_groups(), grid.tensor),
-        (grid.data_groups(), grid.replicas),
-        (grid.pipelines(), grid.stages),
-    ):
+    for axis, size in zip(Cell._fields, sizes, strict=True):
+        groups = grid.groups(axis)
         assert sorted(rank for group in groups for rank in group) == ranks
         assert {len(group) for group in groups} == {size}
 
 
 def test_groups_of_eight_ranks() -> None:
     grid = Grid(stages=2, replicas=2, tensor=2)
-    assert grid.tensor_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert grid.data_groups() == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert grid.pipelines() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert grid.groups("tensor") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert grid.groups("replica") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert grid.groups("stage") == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert grid.cell(6) == Cell(stage=1, replica=1, tensor=0)
     assert str(grid) == "pipeline 2 x data 2 x tensor 2"
 

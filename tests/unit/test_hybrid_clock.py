@@ -8,7 +8,6 @@ import pytest
 from strategies.planner.cuts import Schedule
 from strategies.planner.hybrid.pipeline_clock import (
     StageSeconds,
-    bubble,
     last_backwards,
     least_seconds,
     order,
@@ -33,7 +32,6 @@ def test_equal_stages_take_the_closed_form(schedule: Schedule) -> None:
         ends = last_backwards(same, micro_batches, schedule)
         assert ends[0] == (micro_batches + stages - 1) * 3 == least_seconds(same, micro_batches)
         assert total_seconds(same, micro_batches) == ends[0]
-        assert 1 - micro_batches * 3 / ends[0] == pytest.approx(bubble(stages, micro_batches))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -67,7 +65,7 @@ def test_a_slow_boundary_sends_one_after_the_other() -> None:
 
 def test_no_schedule_is_faster_than_the_bound_and_nothing_faster_makes_it_slower() -> None:
     slower = 0
-    for seed in range(150):
+    for seed in range(40):
         stages, micro_batches = random_stages(seed)
         ends = last_backwards(stages, micro_batches)
         assert max(ends) == ends[0] >= least_seconds(stages, micro_batches) * (1 - 1e-12)
@@ -78,4 +76,4 @@ def test_no_schedule_is_faster_than_the_bound_and_nothing_faster_makes_it_slower
                 after = last_backwards(faster, micro_batches)
                 assert after[0] <= ends[0], (seed, index, name)
                 slower += after[0] < ends[0]
-    assert slower > 300
+    assert slower > 80

@@ -54,12 +54,7 @@ DEVICE, HOST = Home.DEVICE, Home.HOST
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
-        (("float32", Site.NONE, False, DEVICE), {"WEIGHT": ("device", 4)}),
         (("bfloat16", Site.NONE, True, DEVICE), {"WEIGHT": ("device passing", 2), "COPY": ("host", 2)}),
-        (
-            ("float32", Site.DEVICE, False, DEVICE),
-            {"WEIGHT": ("device", 4), "GRAD": ("device", 4), "MOMENTS": ("device", 8)},
-        ),
         (
             ("bfloat16", Site.DEVICE, False, DEVICE),
             {"WEIGHT": ("device", 2), "GRAD": ("device", 2), "MASTER": ("device", 4), "MOMENTS": ("device", 8)},
@@ -134,12 +129,6 @@ def test_without_copies_the_host_has_masters_only(site: Site) -> None:
     assert on_host(1, DEVICE, site=Site.NONE, group=None) == {"COPY": (False, 2)}, "a frozen weight has no master"
 
 
-def test_micro_batches_arrive_one_by_one() -> None:
-    once = sizes("bfloat16", Site.HOST, False, HOST)
-    more = sizes("bfloat16", Site.HOST, False, HOST, accumulation=2)
-    assert more == once | {"ARRIVAL": ("host passing", 2)}
-
-
 def test_counts_stand_where_the_update_is() -> None:
     for site, home in ((Site.DEVICE, DEVICE), (Site.STREAMED, DEVICE), (Site.HOST, HOST)):
         made = bucket("b", "layers.0", 10, 10, 10, site=site)
@@ -177,16 +166,11 @@ def test_a_block_is_a_bucket_and_small_vectors_share_one() -> None:
     assert made[2].offsets == (0, 4 * 64 * 64)
 
 
-def test_one_group_makes_one_bucket_per_block() -> None:
-    made = form(transformer(blocks=3, groups=False))
-    assert [b.name for b in made] == ["embedding", "layers.0", "layers.1", "layers.2", "head"]
-    assert {b.weight_bytes for b in made[1:4]} == {block_bytes(transformer(blocks=3))}
-
-
 def test_small_blocks_are_packed_and_large_ones_cut() -> None:
     known = transformer(blocks=4, groups=False)
     two = form(known, 2 * block_bytes(known))
     assert [b.name for b in two] == ["embedding", "layers.0..1", "layers.2..3", "head"]
+    assert {b.weight_bytes for b in form(known)[1:5]} == {block_bytes(known)}
     cut = form(known, 5 * 64 * 64 * 4)
     assert [b.name for b in cut[:4]] == ["embedding", "layers.0/0", "layers.0/1", "layers.1/0"]
     assert cut[1].params == ("layers.0.norm", "layers.0.attention")
@@ -198,17 +182,10 @@ def test_a_tied_parameter_lies_at_its_first_use_and_names_the_other() -> None:
     assert [b.name for b in made if "head" in b.units] == ["embedding", "head"]
 
 
-def test_offsets_are_aligned_in_the_compute_dtype() -> None:
-    (made,) = form(
-        facts_of(*(Param(f"p{i}", "embedding", size, "bfloat16", 0) for i, size in enumerate((1, 257, 256))))
-    )
-    assert made.offsets == (0, 256, 768)
-    assert made.num_elements == 1024
-
-
 def test_names_tell_groups_dtypes_and_frozen_ones_apart() -> None:
-    kinds = [("float32", 0), ("float32", None), ("bfloat16", 0)]
-    made = form(facts_of(*(Param(f"p{i}", "embedding", 5, dtype, group) for i, (dtype, group) in enumerate(kinds))))
+    kinds = [("float32", 0), ("float32", None), ("bfloat16", 0), ("bfloat16", 0)]
+    made = form(facts_of(*(Param(f"p{i}", "embedding", 257, dtype, group) for i, (dtype, group) in enumerate(kinds))))
+    assert (made[-1].offsets, made[-1].num_elements) == ((0, 512), 1024), "aligned to 512 bytes"
     assert [b.name for b in made] == [
         "embedding:group0:float32",
         "embedding:frozen:float32",
@@ -216,7 +193,7 @@ def test_names_tell_groups_dtypes_and_frozen_ones_apart() -> None:
     ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(random_facts(), st.none() | st.integers(512, 50_000))
 def test_every_bucket_keeps_the_rules(known: Facts, capacity: int | None) -> None:
     made = form(known, capacity)

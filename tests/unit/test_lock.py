@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.tiny import LLAMA, run_config
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, ExitCode
+from trainer.planning.from_config import WRITTEN, refuse_folder
 from trainer.run import lock
 from trainer.run.lock import NAME, Holder, held, why_not
 
@@ -166,7 +167,48 @@ def test_a_file_system_without_locks_is_held_by_the_process_number(
     assert f"process {parent} on" in refused(config)
 
 
+def test_what_a_link_leads_to_is_not_written(tmp_path: Path) -> None:
+    (tmp_path / "own").write_text("own")
+    (tmp_path / NAME).symlink_to(tmp_path / "own")
+    assert "cannot be written (run.lock is a symbolic link)" in refused(run_config(LLAMA, output_dir=tmp_path))
+    assert (tmp_path / "own").read_text() == "own" and (tmp_path / NAME).is_symlink()
+    (tmp_path / NAME).unlink()
+    os.mkfifo(tmp_path / NAME)
+    assert "cannot be written (run.lock is no file)" in refused(run_config(LLAMA, output_dir=tmp_path))
+
+
 @pytest.mark.parametrize("folder", ["/proc/x", "/dev/null/run"])
 def test_a_folder_that_cannot_be_is_one_line(folder: str) -> None:
     line = refused(run_config(LLAMA, output_dir=Path(folder)))
     assert line.startswith(f'training.output_dir = "{folder}": cannot be written (')
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("a\0b", "no folder can have this name (embedded null byte)"),
+        ("a" * 300, "no folder can have this name (File name too long)"),
+        ("run", "{tmp}/run/metrics.jsonl is no file, and a run writes one there"),
+    ],
+    ids=["NUL", "300 characters", "a pipe in the place of a file"],
+)
+def test_a_folder_that_a_run_cannot_use_is_one_line(name: str, why: str, tmp_path: Path, capsys: Any) -> None:
+    """Of the whole command: no traceback, no waiting for the pipe, and nothing has been made."""
+    from launch.train import main
+
+    (tmp_path / "run").mkdir()
+    os.mkfifo(tmp_path / "run" / "metrics.jsonl")
+    config = run_config(LLAMA, output_dir=tmp_path / name)
+    (tmp_path / "c.yaml").write_text(config.dump())
+    assert main(["--config", str(tmp_path / "c.yaml")]) == ExitCode.CONFIG
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert "training.output_dir = " in err and f": {why.format(tmp=tmp_path)}; name another folder\n" in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.yaml", "run"]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_folder_in_the_place_of_a_file_of_the_run(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match=f"{name} is no file, and a run writes one there; name another folder"):
+        refuse_folder(run_config(LLAMA, output_dir=tmp_path))

@@ -45,11 +45,18 @@ def lines(tmp_path: Path, config: str) -> list[str]:
             [
                 "num_layrs = 3: unknown key of llama; did you mean 'num_hidden_layers'?",
                 "intermediate_sise = 9: unknown key of llama; did you mean 'intermediate_size'?",
-                "vocab_size = 0: must be a whole number >= 1",
+                "vocab_size = 0: must be a whole number >= 1 and <= 268435456",
             ],
         ),
         ("model_type: gpt2, n_embed: 64", ["n_embed = 64: unknown key of gpt2; did you mean 'n_embd'?"]),
-        ("model_type: gpt2, n_layer: -2", ["n_layer = -2: must be a whole number >= 1"]),
+        ("model_type: gpt2, n_layer: -2", ["n_layer = -2: must be a whole number >= 1 and <= 10000"]),
+        (
+            "model_type: llama, hidden_size: 1000000000000, num_hidden_layers: 1000000000000",
+            [
+                "hidden_size = 1000000000000: must be a whole number >= 1 and <= 268435456",
+                "num_hidden_layers = 1000000000000: must be a whole number >= 1 and <= 10000",
+            ],
+        ),
         (
             f"{LLAMA}, rope_theta: -1.0, rms_norm_eps: 0.0",
             ["rope_theta = -1.0: must be > 0", "rms_norm_eps = 0.0: must be > 0"],
@@ -64,6 +71,13 @@ def lines(tmp_path: Path, config: str) -> list[str]:
 )
 def test_keys_and_sizes(tmp_path: Path, config: str, expected: list[str]) -> None:
     assert sorted(lines(tmp_path, config)) == sorted(expected)
+
+
+def test_sizes_whose_product_is_absurd() -> None:
+    sizes = dict.fromkeys(("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads"), 2**28)
+    config = run_config({"model_type": "llama", "num_hidden_layers": 1, **sizes})
+    with pytest.raises(ConfigError, match=r"^model\.config: cannot be built: RuntimeError: .*overflow"):
+        count_model(config)
 
 
 def test_a_run_ends_before_data_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

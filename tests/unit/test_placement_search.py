@@ -12,9 +12,10 @@ from strategies.core.layout import Item, Layout, Site
 from strategies.core.protocol import MemoryRefusal, Refusal
 from strategies.core.sizes import parse_bytes
 from strategies.core.validate import validate
+from strategies.planner import placement_search
 from strategies.planner.addresses import place, slot_pools, weight_packing
 from strategies.planner.buckets import block_bytes
-from strategies.planner.least_memory import LeastMemory
+from strategies.planner.least_memory import least_memory
 from strategies.planner.placement_search import PlacementSearch
 from strategies.planner.state_placement import OffloadRequest, StatePlacements
 from strategies.planner.step_cost import cost_of
@@ -299,8 +300,12 @@ def test_what_would_be_enough_is_searched_once_and_when_asked(
     budgets: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     searched: list[object] = []
-    device = LeastMemory.device
-    monkeypatch.setattr(LeastMemory, "device", lambda *args: (searched.append(args), device(*args))[1])
+
+    def counted(families: Any, home: Home, *args: Any, **options: Any) -> Any:
+        searched.extend([home] if home is DEVICE else [])
+        return least_memory(families, home, *args, **options)
+
+    monkeypatch.setattr(placement_search, "least_memory", counted)
     with pytest.raises(MemoryRefusal) as caught:
         choose(transformer(groups=False), request(*budgets, site="host"), 1000)
     before = len(searched)

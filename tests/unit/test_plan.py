@@ -5,8 +5,6 @@ import json
 from dataclasses import FrozenInstanceError, replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from strategies.core.compose import ANSWERS, compose
 from strategies.core.facts import MachineFacts, Precision
@@ -31,9 +29,6 @@ from strategies.core.protocol import Idle, Phase, Requirement
 from strategies.core.registry import find
 from strategies.report.plan_table import table, to_json
 from tests.helpers.fakes import block, embedding, facts, fake, head
-
-exact = settings(derandomize=True, max_examples=100, deadline=None)
-sizes = st.lists(st.integers(0, 10_000), min_size=1, max_size=5)
 
 
 def share(unit: str, kind: Kind, ways: int = 2, element_bytes: int = 4, reason: str = "test") -> Share:
@@ -61,20 +56,13 @@ def test_baseline_answers_every_question_of_every_unit() -> None:
     assert plan.engine() == {}
 
 
-@pytest.mark.parametrize("precision", Precision)
-def test_baseline_bytes(precision: Precision) -> None:
+@pytest.mark.parametrize("moments", [0, 1, 2])
+def test_baseline_bytes(moments: int) -> None:
     """Autocast keeps fp32 parameters, so plain training takes the same bytes in every precision."""
-    plan = Plan.baseline(facts(precision=precision))
+    plan = Plan.baseline(facts(precision=Precision.BF16, moments=moments))
     num_params = 10 + 20 + 30 + 40
-    assert plan.total(Kind.PARAM) == 4 * num_params
-    assert plan.total(Kind.GRAD) == 4 * num_params
-    assert plan.total(Kind.MASTER) == 0
-    assert plan.total(Kind.MOMENT) == 8 * num_params
-
-
-def test_moments_follow_the_optimizer() -> None:
-    assert Plan.baseline(facts(moments=0)).total(Kind.MOMENT) == 0
-    assert Plan.baseline(facts(moments=1)).total(Kind.MOMENT) == 4 * 100
+    sizes = {Kind.PARAM: 4, Kind.GRAD: 4, Kind.MASTER: 0, Kind.MOMENT: 4 * moments}
+    assert {kind: plan.total(kind) for kind in Kind} == {kind: size * num_params for kind, size in sizes.items()}
 
 
 # Amending
@@ -83,9 +71,9 @@ def test_moments_follow_the_optimizer() -> None:
 def test_amend_leaves_the_plan_as_it_was() -> None:
     plan = Plan.baseline(facts())
     before = dict(plan.answers)
-    changed = plan.amend([share("head", Kind.PARAM, ways=4)], by="a")
+    changed = plan.amend([share("head", Kind.PARAM, ways=3)], by="a")
     assert plan.answers == before
-    assert (plan.num_bytes("head", Kind.PARAM), changed.num_bytes("head", Kind.PARAM)) == (160, 40)
+    assert (plan.num_bytes("head", Kind.PARAM), changed.num_bytes("head", Kind.PARAM)) == (160, 4 * 14), "rounded up"
     with pytest.raises(TypeError):
         plan.answers[("Impl", "head")] = changed.answers[("Impl", "head")]  # type: ignore[index]  # must be refused
     with pytest.raises(FrozenInstanceError):
@@ -98,14 +86,8 @@ def test_amend_leaves_the_plan_as_it_was() -> None:
     ("first", "second"),
     [
         (share("head", Kind.PARAM, 2), share("head", Kind.PARAM, 4)),
-        (rest("head", Kind.MOMENT, Home.HOST), rest("head", Kind.MOMENT, Home.DEVICE)),
         (engine_set("zero_optimization.stage", 1), engine_set("zero_optimization.stage", 2)),
-        (
-            Keep(unit="head", reason="", policy="full", saved_bytes=1),
-            Keep(unit="head", reason="", policy="full", saved_bytes=2),
-        ),
         (Travel(unit="head", reason="", fetch_ahead=1), Travel(unit="head", reason="", fetch_ahead=2)),
-        (Impl(unit="head", reason="", implementation="x"), Impl(unit="head", reason="", implementation="y")),
         (Reserve(unit=RUN, reason="", owner="o", num_bytes=1), Reserve(unit=RUN, reason="", owner="o", num_bytes=2)),
     ],
     ids=lambda decision: type(decision).__name__,
@@ -123,11 +105,8 @@ def test_answers_to_different_questions_do_not_meet() -> None:
     plan = plan.amend(
         [share("head", Kind.GRAD, 4), share("embedding", Kind.PARAM, 8), rest("head", Kind.PARAM)], by="b"
     )
-    assert [plan.share(*of).ways for of in (("head", Kind.PARAM), ("head", Kind.GRAD), ("embedding", Kind.PARAM))] == [
-        2,
-        4,
-        8,
-    ]
+    which = (("head", Kind.PARAM), ("head", Kind.GRAD), ("embedding", Kind.PARAM))
+    assert [plan.share(*each).ways for each in which] == [2, 4, 8]
 
 
 def test_one_strategy_that_contradicts_itself_is_refused() -> None:
@@ -225,13 +204,6 @@ def test_peak_without_accumulation() -> None:
     assert plan.peak(Home.HOST) == 0
 
 
-def test_peak_at_the_end_of_backward() -> None:
-    """Where saved tensors are small, the peak is when all gradients are there."""
-    plan = Plan.baseline(facts(embedding(1000, 8), block(0, 10, 4), head(10, 4)))
-    params, moments, grads, saved = 4 * 1020, 8 * 1020, 4 * 1020, 8
-    assert plan.peak(Home.DEVICE) == params + moments + grads + saved
-
-
 def test_peak_in_the_middle_of_backward() -> None:
     plan = Plan.baseline(facts(embedding(1, 1), block(0, 1, 5000), block(1, 1000, 1), head(1, 10)))
     params, moments = 4 * 1003, 8 * 1003
@@ -274,49 +246,6 @@ def test_what_rests_on_the_host_counts_there() -> None:
     assert plan.states(Home.HOST) == moments_there + grads_there
 
 
-# Properties
-
-
-@exact
-@given(sizes, st.sampled_from([0, 1, 2, 3]), st.sampled_from(Precision), st.integers(1, 64), st.integers(1, 64))
-def test_more_ranks_never_hold_more_each(
-    elements: list[int], stage: int, precision: Precision, some: int, more: int
-) -> None:
-    units = [block(index, size) for index, size in enumerate(elements)]
-    zero = find("zero").model_validate({"stage": stage})
-    few, many = (
-        compose({"zero": zero}, facts(*units, precision=precision, world_size=ranks)) for ranks in sorted((some, more))
-    )
-    for unit, kind in itertools.product(units, Kind):
-        assert many.num_bytes(unit.name, kind) <= few.num_bytes(unit.name, kind)
-
-
-@exact
-@given(sizes, st.sampled_from([0, 1, 2, 3]), st.sampled_from(Precision), st.integers(1, 64))
-def test_all_ranks_together_hold_every_element(
-    elements: list[int], stage: int, precision: Precision, world_size: int
-) -> None:
-    units = [block(index, size) for index, size in enumerate(elements)]
-    zero = find("zero").model_validate({"stage": stage})
-    plan = compose({"zero": zero}, facts(*units, precision=precision, world_size=world_size))
-    for unit, kind in itertools.product(units, Kind):
-        answer = plan.share(unit.name, kind)
-        together = plan.num_bytes(unit.name, kind) * world_size
-        assert together >= unit.num_params * answer.element_bytes
-        if answer.ways == world_size:  # rounding costs less than one element per rank
-            assert together < (unit.num_params + world_size) * answer.element_bytes or not answer.element_bytes
-
-
-@exact
-@given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 100)), min_size=1, max_size=6), st.integers(1, 2))
-def test_the_peak_is_between_the_parts_and_their_sum(pairs: list[tuple[int, int]], accumulation: int) -> None:
-    units = [block(index, params, saved) for index, (params, saved) in enumerate(pairs)]
-    plan = Plan.baseline(facts(*units, accumulation=accumulation))
-    states, saved = plan.states(Home.DEVICE), sum(unit.saved_bytes for unit in units)
-    without_grads = states - plan.total(Kind.GRAD)
-    assert max(states, without_grads + saved) <= plan.peak(Home.DEVICE) <= states + saved
-
-
 # What it says
 
 
@@ -328,31 +257,13 @@ def test_explain_gives_every_answer_with_who_and_why() -> None:
     assert changed.endswith("[zero: a half each]")
     kept = next(line for line in lines if line.startswith("Keep head "))
     assert kept.endswith("policy=none, saved_bytes=4000  [baseline: all kept]")
-
-
-def test_decided_by_names_strategies_or_the_baseline() -> None:
-    plan = (
-        Plan.baseline(facts()).amend([share("head", Kind.PARAM)], by="zero").amend([rest("head", Kind.PARAM)], by="a")
-    )
-    assert plan.decided_by(("Share", "head", "PARAM"), ("Rest", "head", "PARAM")) == "a, zero"
-    assert plan.decided_by(("Share", "head", "GRAD")) == "baseline"
+    both = plan.amend([rest("head", Kind.PARAM)], by="a")
+    assert both.decided_by(("Share", "head", "PARAM"), ("Rest", "head", "PARAM")) == "a, zero"
 
 
 def test_json_is_json() -> None:
     plan = compose({"zero": find("zero").model_validate({"stage": 3})}, facts(world_size=2, precision=Precision.BF16))
     written = to_json(plan)
     assert json.loads(json.dumps(written, allow_nan=False)) == written  # no tuple, no enum, no number as a key
-    assert written["facts"]["units"][1] == {
-        "name": "layers.0",
-        "kind": "block",
-        "num_params": 20,
-        "num_trainable": 20,
-        "saved_bytes": 2000,
-        "choices": None,
-        "again": {"flops": 0, "touched_bytes": 0},
-        "hosted_bytes": 0,
-        "temporaries": None,
-        "in_chunks": None,
-    }
     assert written["totals"]["device"]["parameters"] == plan.total(Kind.PARAM) == 2 * 50
     assert sum(row["bytes"] for row in written["rows"] if row["tensors"] == "moments") == plan.total(Kind.MOMENT)

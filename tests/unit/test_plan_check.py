@@ -15,8 +15,7 @@ from strategies.engine.memory import accelerator
 from tests.helpers import layouts
 from tests.helpers.fakes import CPU, block, facts
 from trainer.machine.block_timing import median_of
-from trainer.run.plan_check import Comparison, PlanCheck
-from trainer.run.timed_steps import TimedSteps
+from trainer.run.plan_check import Comparison, PlanCheck, TimedSteps
 
 
 class Square(torch.nn.Module):

@@ -58,53 +58,31 @@ def onto_the_next(content: Content) -> None:
     second["offset"] = first["offset"]
 
 
-def leave_out(content: Content) -> None:
-    del content["parameters"][0]
+def first(content: Content, where: str, key: str) -> list[Any]:
+    """The first list under ``key`` that is not empty."""
+    found: list[Any] = next(each[key] for each in content[where] if each[key])
+    return found
 
 
-def too_short(content: Content) -> None:
-    content["arenas"]["device"] -= 512
+CORRUPT: list[tuple[Callable[[Content], object], str]] = [
+    (onto_the_next, "overlaps"),
+    (lambda content: content["parameters"].pop(0), "in no bucket"),
+    (lambda content: content["arenas"].update(device=content["arenas"]["device"] - 512), "lies outside its arena"),
+    (lambda content: first(content, "buckets", "stays").pop(), "is away at tick"),
+    (lambda content: content["updates"].reverse(), "updates: do not follow"),
+    (lambda content: first(content, "ticks", "fetch").clear(), "ticks: do not follow"),
+    (lambda content: content["slots"].pop(), "slots: do not follow"),
+    (lambda content: content["buckets"][0].update(bytes=1), "bytes or num_params do not follow from its parameters"),
+    (lambda content: content["parameters"][0].update(dtype="bfloat16"), "another dtype or group than its bucket"),
+    (lambda content: content["units"][0].update(hosted=["x"], hosted_bytes=4096), "saved tensors: has no address"),
+    (lambda content: content.update(schema_version=2), "schema_version = 2: this reads 1"),
+    (lambda content: content.pop("arenas"), "arenas: Field required"),
+    (lambda content: content["buckets"][0].update(site="moon"), "buckets.0.site: Input should be 'frozen', "),
+    (lambda content: content["layout"].update(speed=3), "layout.speed: Extra inputs are not permitted"),
+]
 
 
-def away_when_used(content: Content) -> None:
-    next(bucket for bucket in content["buckets"] if bucket["stays"])["stays"].pop()
-
-
-def another_order(content: Content) -> None:
-    content["updates"].reverse()
-
-
-def fetched_later(content: Content) -> None:
-    tick = next(tick for tick in content["ticks"] if tick["fetch"])
-    tick["fetch"] = []
-
-
-def another_dtype(content: Content) -> None:
-    content["parameters"][0]["dtype"] = "bfloat16"
-
-
-def no_room_for_saved(content: Content) -> None:
-    content["units"][0] |= {"hosted": ["input"], "hosted_bytes": 4096}
-
-
-@pytest.mark.parametrize(
-    ("corrupt", "says"),
-    [
-        (onto_the_next, "overlaps"),
-        (leave_out, "in no bucket"),
-        (too_short, "lies outside its arena"),
-        (away_when_used, "is away at tick"),
-        (another_order, "updates: do not follow"),
-        (fetched_later, "ticks: do not follow"),
-        (another_dtype, "another dtype or group than its bucket"),
-        (no_room_for_saved, "saved tensors: has no address"),
-        (lambda content: content.update(schema_version=2), "schema_version = 2: this reads 1"),
-        (lambda content: content.pop("schema_version"), "schema_version = None: this reads 1"),
-        (lambda content: content.pop("arenas"), "arenas: Field required"),
-        (lambda content: content["buckets"][0].update(site="moon"), "buckets.0.site: Input should be 'frozen', "),
-        (lambda content: content["layout"].update(speed=3), "layout.speed: Extra inputs are not permitted"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("corrupt", "says"), CORRUPT)
 def test_a_corrupted_file_is_seen(corrupt: Callable[[Content], object], says: str) -> None:
     content = written(moving())
     assert plan_json.problems(json.dumps(content)) == []
@@ -122,15 +100,9 @@ def test_what_happens_when() -> None:
     for bucket in plan.layout.buckets:
         fetched = [index for index, tick in enumerate(ticks) if bucket.name in tick.fetch]
         evicted = [index for index, tick in enumerate(ticks) if bucket.name in tick.evict]
-        assert (
-            len(fetched)
-            == len(evicted)
-            == len(bucket.resident_ticks)
-            - (
-                len(bucket.resident_ticks) > 1
-                and (bucket.resident_ticks[0][0], bucket.resident_ticks[-1][1]) == (0, 12)
-            )
-        )
+        stays = bucket.resident_ticks
+        over_the_end = len(stays) > 1 and (stays[0][0], stays[-1][1]) == (0, 12)
+        assert len(fetched) == len(evicted) == len(stays) - over_the_end
     assert sorted(plan_json.updates(plan.layout)) == sorted(bucket.name for bucket in plan.layout.buckets)
     assert sorted(name for tick in ticks for name in tick.gradients) == sorted(plan_json.updates(plan.layout))
 

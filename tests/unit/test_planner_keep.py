@@ -89,7 +89,7 @@ def test_where_nothing_is_freed_everything_is_kept() -> None:
 
 
 @EVERY
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_a_frontier_costs_more_per_byte_and_no_option_is_better(seed: int, costs: KeepCosts) -> None:
     unit = random_block(Random(seed))
     options = frontier(unit, costs)
@@ -149,7 +149,7 @@ def test_against_enumeration_of_blocks_that_differ() -> None:
     assert max(ratios) < 2.5
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_more_memory_never_costs_time_and_no_budget_is_exceeded(seed: int) -> None:
     units = [*equal_blocks(Random(seed), 6), head(8, 30)]
     lowest = peak(TradeoffCurve(units, HERE).at(len(TradeoffCurve(units, HERE).moves)))
@@ -186,19 +186,6 @@ def test_masks_that_blocks_share_are_counted_with_the_first_that_keeps_them() ->
         assert [way.saved_bytes for way in _with_shared(units, ways)] == sizes
     ways = [by_policy(unit, FULL) for unit in units]
     assert [way.saved_bytes for way in _with_shared(units, ways)] == [17, 10, 10]
-
-
-def test_where_nothing_fits_the_peak_is_lowest() -> None:
-    units = equal_blocks(Random(1), 3)
-    assert peak(cheapest(units, HERE, peak, 0)) == min(peak(ways) for ways in all_plans(units))
-
-
-def test_the_order_of_operators_does_not_matter() -> None:
-    unit = random_block(Random(5))
-    assert unit.choices is not None
-    other = replace(unit, choices=replace(unit.choices, operators=unit.choices.operators[::-1]))
-    sizes = [[(way.saved_bytes, way.again) for way in frontier(one, HERE)] for one in (unit, other)]
-    assert sizes[0] == sizes[1]
 
 
 # --- on the host -----------------------------------------------------------------------------------------------------

@@ -80,32 +80,16 @@ def test_serial_updates_hide_nothing_but_gradients() -> None:
     assert found.hidden[Resource.CPU] == found.hidden[Resource.UP] == 0.0
 
 
-def test_a_policy_fits_or_not() -> None:
-    assert zero_offload(two_blocks(10), COSTS).fits
-    assert not zero_offload(two_blocks(9), COSTS).fits
-    assert on_demand(two_blocks(9), COSTS).fits
-
-
-def test_whole_buckets_leave_in_all_their_gaps() -> None:
-    for seed in range(60):
-        problem = uneven(seed)
+def test_whole_buckets_leave_in_all_their_gaps_and_single_gaps_gain() -> None:
+    """Of many buckets only some sets are tried."""
+    ratios = []
+    for problem in (*map(uneven, range(30)), uneven(5, (14,))):
         policy = whole_bucket(problem)
         assert complaints(problem, policy.evictions) == []
         leaving = {eviction.gap.weight for eviction in policy.evictions}
         assert {eviction.gap for eviction in policy.evictions} == {g for g in problem.gaps if g.weight in leaving}
-        assert reload_period(problem, choose(problem)) <= policy.outcome().period * (1 + 1e-6)
-
-
-def test_gaps_gain_over_whole_buckets() -> None:
-    """On the random problems of the notes: 2.4 % on average, much more at worst."""
-    ratios = [whole_bucket(p).outcome().period / reload_period(p, choose(p)) for p in map(uneven, range(60))]
-    assert sum(ratios) / len(ratios) > 1.005
-    assert max(ratios) > 1.1
-
-
-def test_many_whole_buckets() -> None:
-    problem = uneven(5, (14,))
-    assert complaints(problem, whole_bucket(problem).evictions) == []
+        ratios.append(policy.outcome().period / reload_period(problem, choose(problem)))
+    assert min(ratios) > 1 - 1e-6 and sum(ratios) / len(ratios) > 1.005
     with pytest.raises(DoesNotFit):
         whole_bucket(replace(problem, budget=span(problem)[0] - 1))
 

@@ -26,8 +26,7 @@ from strategies.planner.problem import (
 )
 from strategies.planner.simulate import Outcome, reload_period, simulate, simulated_period
 from strategies.planner.tasks import Resource
-from tests.helpers.exact import complaints
-from tests.unit.planning import blocks, even, halved, uneven, updated
+from tests.unit.planning import blocks, halved, uneven, updated
 
 COMPUTE, UP, DOWN, CPU, NET = Resource
 FAST = Link(0.0, 1.0, 1.0)  # a byte per second
@@ -63,14 +62,12 @@ def spans(outcome: Outcome, resource: Resource) -> list[tuple[str, float, float]
 def test_gaps_by_hand() -> None:
     """FP 1 and BP 1 are neighbours, and so are BP 0 and the next FP 0: neither is a gap."""
     assert two_blocks().gaps == (Gap(0, 0, 3), Gap(1, 2, 5))
+    assert [two_blocks().idle_seconds(gap) for gap in two_blocks().gaps] == [
+        3.0,
+        3.0,
+    ]  # FP 1, BP 1; BP 0, the next FP 0
     alone = replace(two_blocks(), weights=(Weight("head", 4, (1,)), Weight("none", 0, (0,))))
     assert alone.gaps == (Gap(0, 1, 5),)
-
-
-def test_idle_time_over_the_boundary() -> None:
-    turn, boundary = two_blocks().gaps
-    assert two_blocks().idle_seconds(turn) == 3.0  # FP 1, BP 1
-    assert two_blocks().idle_seconds(boundary) == 3.0  # BP 0, the next FP 0
 
 
 def test_memory_by_hand() -> None:
@@ -88,29 +85,6 @@ def test_stays_by_hand() -> None:
     turn, boundary = problem.gaps
     assert present_ticks(problem, at_need([turn, boundary])) == [{0, 3}, {1, 2}]
     assert present_ticks(problem, [Eviction(boundary, 4)]) == [{0, 1, 2, 3}, {0, 1, 2}]
-
-
-def test_complaints_about_plans() -> None:
-    problem = two_blocks(budget=9)
-    turn, boundary = problem.gaps
-    assert complaints(problem, at_need([turn])) == []
-    assert complaints(problem, [Eviction(boundary, 5)]) == ["FP 1: 10 bytes, 1 too much", "BP 1: 10 bytes, 1 too much"]
-    assert complaints(problem, [Eviction(turn, 0)]) == [f"{turn}: issued at 0"]
-    assert complaints(problem, [Eviction(turn, 4)]) == [f"{turn}: issued at 4"]
-    assert complaints(problem, [Eviction(turn, 3), Eviction(turn, 2)]) == ["a gap is evicted twice"]
-    assert "not a gap" in complaints(problem, [Eviction(Gap(0, 1, 3), 3)])[0]
-
-
-@pytest.mark.parametrize("uses", [(), (1, 0), (0, 0), (4,), (-1, 2)])
-def test_uses_that_are_none(uses: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="used at"):
-        replace(two_blocks(), weights=(Weight("a", 1, uses),))
-
-
-@pytest.mark.parametrize("link", [Link(0, 0, 1), Link(0, 1, -1), Link(-1, 1, 1), Link(0, 1, 1, 0), Link(0, 1, 1, 1.1)])
-def test_links_that_are_none(link: Link) -> None:
-    with pytest.raises(ValueError, match="not a link"):
-        two_blocks(link=link)
 
 
 # Weights only
@@ -154,15 +128,6 @@ def test_reloads_share_the_link_in_order_of_need() -> None:
     assert reload_period(problem, [Eviction(turn, 2), Eviction(boundary, 4)]) == pytest.approx(12.0)
 
 
-def test_a_slow_link_binds() -> None:
-    """20 seconds of copy that FP 0 hides one of, and 12 that BP 1 hides two of."""
-    problem = two_blocks(link=Link(0, 0.25, 1))
-    plan = [Eviction(problem.gaps[0], 2), Eviction(problem.gaps[1], 4)]
-    found = simulate(problem, plan)
-    assert found.binds is UP
-    assert found.period == pytest.approx(reload_period(problem, plan)) == pytest.approx(32 + 1 + 2)
-
-
 def test_reloads_keep_the_order_of_need() -> None:
     """Weight 2 is issued before weight 1, which is needed first: it waits."""
     problem = blocks([1, 2, 2], [1.0] * 3, [2.0] * 3, [0] * 3, FAST, 99)
@@ -181,19 +146,6 @@ def test_the_fast_half_is_the_whole_for_any_issues(seeds: range) -> None:
         plan = [Eviction(gap, random.randint(gap.after + 1, gap.before)) for gap in gaps]
         whole = simulate(problem, plan, iterations=20)
         assert whole.period == pytest.approx(reload_period(problem, plan), rel=1e-4), seed
-
-
-def test_the_fast_half_is_the_whole(seeds: range) -> None:
-    for seed in seeds:
-        problem = (uneven if seed % 2 else even)(seed, (3, 4, 6))
-        chosen = [gap for index, gap in enumerate(problem.gaps) if (seed >> index % 5) & 1]
-        loose = replace(problem, budget=max(memory(problem, at_need(chosen))) + seed % 7 * 100)
-        plan = issue(loose, chosen)
-        assert plan is not None
-        whole = simulate(problem, plan, iterations=10)
-        assert whole.period == pytest.approx(reload_period(problem, plan), rel=1e-6), seed
-        assert sum(whole.critical.values()) == pytest.approx(whole.period)
-        assert whole.period >= problem.compute_seconds - 1e-9
 
 
 # Copies in both directions
@@ -244,9 +196,6 @@ def test_updates_on_the_host_after_the_norm() -> None:
 
 
 def test_the_lowest_block_is_updated_first() -> None:
-    problem = with_update(two_blocks(link=Link(0, 1, 1e9)), seconds=4.0)
-    started = [label for label, *_ in spans(simulate(problem, ()), CPU)]
-    assert started[-2:] == ["update 1", "update 0"]  # alone at the norm
     problem = with_update(blocks([1, 1, 1], [1.0] * 3, [2.0] * 3, [0] * 3, Link(0, 1, 1e9), 9), seconds=4.0)
     cpu = [label for label, *_ in spans(simulate(problem, ()), CPU)]
     # When the norm is known, 1 and 2 have landed; 0 lands during the first update and comes next.
@@ -483,7 +432,7 @@ def test_a_reload_waits_until_a_new_weight_at_its_addresses_is_down() -> None:
     )
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_no_time_is_less_than_what_any_resource_needs(seed: int) -> None:
     """Counted here from the weights, not by the simulator."""
     random = Random(f"bounds {seed}")
@@ -540,7 +489,7 @@ def test_accumulated_gradients_cross_once_where_they_rest_on_the_device() -> Non
 
 def test_random_updates_add_up() -> None:
     """What each resource is busy is what the plan makes it do; the chain of causes has no holes; again is the same."""
-    for seed in range(60):
+    for seed in range(30):
         problem = updated(uneven(seed), seed)
         plan = issue(replace(problem, budget=10**9), problem.gaps[:: 1 + seed % 2])
         assert plan is not None
@@ -584,14 +533,8 @@ def test_it_crosses_in_every_pass_and_shares_the_link() -> None:
     outcome = simulate(saving(2, accumulation=3), ())
     assert (outcome.busy[UP], outcome.busy[DOWN]) == (pytest.approx(6), pytest.approx(6))
     assert outcome.period == pytest.approx(3 * 9 + 3 * 1)  # each pass waits a second for its way down
-    assert not saving(2).moves_weights_only and saving(0).moves_weights_only
     weights = simulate(saving(0), at_need(saving(0).gaps)).busy[UP]
     assert simulate(saving(2), at_need(saving(2).gaps)).busy[UP] == pytest.approx(weights + 2)
-
-
-def test_three_iterations_at_least() -> None:
-    with pytest.raises(ValueError, match="2 iterations"):
-        simulate(two_blocks(), (), iterations=2)
 
 
 def test_steps_need_not_be_blocks() -> None:

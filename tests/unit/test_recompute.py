@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from strategies.core.compose import compose
 from strategies.core.facts import Facts, Operator, Param, Rates, Unit, Work
 from strategies.core.layout import Item
-from strategies.core.plan import NONE, Home, Keep, Plan
+from strategies.core.plan import NONE, Home, Plan
 from strategies.core.protocol import Refusal
 from strategies.core.registry import find
 from strategies.engine.forward.checkpointing import Names, OutputRecorder, checkpoint_blocks, checkpointed, draws
@@ -67,23 +67,18 @@ def test_the_peak_has_one_block_in_full() -> None:
     # Three inputs wait while the last block runs again: its input and all that it saves.
     assert plan.saved_peak() == 3 * MIB + (9 + 1) * MIB
     assert planned(about(), policy="none").saved_peak() == 4 * 9 * MIB + MIB
-    grads = sum(plan.facts.unit(unit.name).num_trainable * 4 for unit in plan.facts.units)
     assert plan.peak(Home.DEVICE) == plan.states(Home.DEVICE) + plan.saved_peak()
-    assert grads > 0
 
 
-@pytest.mark.parametrize("waiting", range(14, 38, 3))
+@pytest.mark.parametrize("waiting", [14, 20, 35, 37])
 def test_auto_stays_within_the_device(waiting: int) -> None:
     state = Plan.baseline(about()).states(Home.DEVICE)
     budget = int((state + waiting * MIB) / 0.9) + 1
     plan = planned(about(device_bytes=budget), policy="auto")
     assert plan.peak(Home.DEVICE) <= state + waiting * MIB + 1
     assert (policies(plan) == [NONE] * 4) is (waiting >= 37)
-
-
-def test_auto_that_cannot_fit_takes_the_lowest_peak() -> None:
-    plan = planned(about(device_bytes=MIB), policy="auto")
-    assert plan.saved_peak() == 13 * MIB  # either the last block and the head, or the last block with its input
+    # What cannot fit has the lowest peak: either the last block and the head, or the last block with its input.
+    assert planned(about(device_bytes=MIB), policy="auto").saved_peak() == 13 * MIB
 
 
 def test_refused_and_idle() -> None:
@@ -136,17 +131,17 @@ def test_auto_sends_what_would_not_fit_otherwise() -> None:
 
 @pytest.mark.parametrize(("link", "sends"), [(1e9, True), (1e5, False)])
 def test_auto_weighs_the_link(link: float, sends: bool) -> None:
-    """Products are dear, so a fast link is worth its while; a slow one is not."""
+    """Products are dear, so a fast link is worth its while, with half the host's room as well; a slow one is not."""
     rates = replace(FAST, gemm_fp32_flops_per_s=1e11, up_bytes_per_s=link, down_bytes_per_s=link)
     state = Plan.baseline(about(8)).states(Home.DEVICE)
     known = about(8, rates=rates, device_bytes=int((state + 22 * MIB) / 0.9) + 1)
     plan = planned(known, policy="auto")
-    assert (sum(hosted(plan)) > 0) is sends
-    assert plan.peak(Home.DEVICE) <= state + 22 * MIB + 1
     room = plan.peak(Home.HOST) // 2
     half = planned(replace(known, machine=replace(known.machine, host_bytes=room)), policy="auto")
-    assert half.peak(Home.DEVICE) <= state + 22 * MIB + 1 and half.peak(Home.HOST) <= room
-    assert (sum(hosted(half)) > 0) is sends
+    assert half.peak(Home.HOST) <= room
+    for each in (plan, half):
+        assert (sum(hosted(each)) > 0) is sends
+        assert each.peak(Home.DEVICE) <= state + 22 * MIB + 1
 
 
 @pytest.mark.parametrize(("link", "mib", "sends"), [(1e10, 40, True), (1e8, 60, False)])
@@ -172,13 +167,10 @@ def test_the_host_must_hold_it() -> None:
     assert sum(row.num_bytes for row in rows(plan) if row.home is Home.HOST) == plan.peak(Home.HOST)
     full = {"site": "host", "gpu_memory": "1GiB"}
     least = planned(about(8), policy="full", activation_offloading=True, offload={**full, "host_memory": "1TiB"})
-    for host_memory in (least.peak(Home.HOST), least.peak(Home.HOST) - MIB):
-        given = {**full, "host_memory": host_memory}
-        if host_memory == least.peak(Home.HOST):
-            planned(about(8), policy="full", activation_offloading=True, offload=given)
-        else:
-            with pytest.raises(Refusal, match="host_memory"):
-                planned(about(8), policy="full", activation_offloading=True, offload=given)
+    enough = least.peak(Home.HOST)
+    planned(about(8), policy="full", activation_offloading=True, offload={**full, "host_memory": enough})
+    with pytest.raises(Refusal, match="host_memory"):
+        planned(about(8), policy="full", activation_offloading=True, offload={**full, "host_memory": enough - MIB})
 
 
 # --- together with offload -------------------------------------------------------------------------------------------
@@ -192,29 +184,6 @@ def test_what_is_open_is_decided_again() -> None:
     assert {fixed.answers["Keep", f"layers.{i}"][1] for i in range(4)} == {"recompute"}
 
 
-def both(rates: Rates, gpu_memory: int, **recompute: Any) -> float:
-    plan = planned(about(8, rates=rates), **recompute, offload={"host_memory": "1TiB", "gpu_memory": gpu_memory})
-    priced = plan_cost(plan)
-    assert priced is not None
-    assert plan.peak(Home.DEVICE) <= gpu_memory
-    return priced.seconds
-
-
-@pytest.mark.parametrize(("gemm", "link"), [(1e11, 1e10), (1e12, 1e8), (1e14, 1e10)])
-def test_the_joint_plan_is_not_slower_than_any_policy(gemm: float, link: float) -> None:
-    rates = replace(
-        FAST,
-        gemm_fp32_flops_per_s=gemm,
-        up_bytes_per_s=link,
-        down_bytes_per_s=link,
-        update_fp32_params_per_s=1e8,
-        device_bytes_per_s=1e11,
-    )
-    budget = 130 * MIB
-    times = {name: both(rates, budget, policy=name) for name in ("none", "selective", "full")}
-    assert both(rates, budget, policy="auto") <= min(times.values()) * 1.01, times
-
-
 def test_without_rates_offload_comes_first() -> None:
     plan = planned(about(12), policy="auto", offload={"host_memory": "1TiB", "gpu_memory": 200 * MIB})
     assert policies(plan) == [NONE] * 12
@@ -224,18 +193,6 @@ def test_without_rates_offload_comes_first() -> None:
     assert 0 < sum(policy != NONE for policy in policies(plan)) < 12
     with pytest.raises(Refusal, match="gpu_memory"):
         planned(about(12), policy="auto", offload={"host_memory": "1TiB", "gpu_memory": 9 * MIB})
-
-
-def test_what_is_done_again_is_in_the_price() -> None:
-    rates = replace(FAST, device_bytes_per_s=1e9)
-    prices = {}
-    for name in ("none", "selective", "full"):
-        priced = plan_cost(planned(about(rates=rates), policy=name, offload={"site": "device", "host_memory": "1TiB"}))
-        assert priced is not None
-        prices[name] = priced.compute_seconds
-    rest = 2 * 4 * 4 * MIB / 1e9  # two micro-batches, four blocks
-    assert prices["selective"] - prices["none"] == pytest.approx(rest + 2 * 4 * 1e7 / 1e12)
-    assert prices["full"] - prices["none"] == pytest.approx(rest + 2 * 4 * (1e9 + 1e7) / 1e12)
 
 
 # --- shown -----------------------------------------------------------------------------------------------------------
@@ -293,22 +250,15 @@ def names_in(block_: nn.Module, *inputs: Tensor) -> list[str]:
 
 
 def test_names_follow_what_operators_do() -> None:
-    assert names_in(Watched(), torch.randn(2, 3, 4)) == [
-        "linear 0",
-        "scores 0",
-        "softmax 0",
-        "attention 0",
-        "linear 1",
-    ]
+    expected = ["linear 0", "scores 0", "softmax 0", "attention 0", "linear 1"]
+    assert names_in(Watched(), torch.randn(2, 3, 4)) == expected
 
 
-@pytest.mark.parametrize(("dropout", "expected"), [(0.0, ["attention 0"]), (0.1, [])])
-def test_fused_attention_with_dropout_is_not_kept(dropout: float, expected: Sequence[str]) -> None:
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_fused_attention_with_dropout_is_not_kept(dropout: float) -> None:
     """On a GPU its random numbers would be missing when later ones are replayed."""
-    names = Names(nn.Identity())
     flash = torch.ops.aten._scaled_dot_product_flash_attention.default
-    found = [names.of(flash, (None, None, None, dropout), {})]
-    assert [name for name in found if name] == list(expected)
+    assert bool(Names(nn.Identity()).of(flash, (None, None, None, dropout), {})) is not bool(dropout)
     assert draws(flash, (None, None, None), {"dropout_p": dropout}) is bool(dropout)
 
 
@@ -350,12 +300,3 @@ def test_what_is_written_to_in_place_is_not_kept() -> None:
 
     for kept in ([], ["linear 0"], ["linear 0", "linear 1"]):
         assert all(torch.equal(one, two) for one, two in zip(grads(None), grads(kept), strict=True))
-
-
-def test_an_open_answer_may_be_given_again_and_a_final_one_not() -> None:
-    first = Keep(unit="layers.0", reason="", policy="full", saved_bytes=1, open=True)
-    second = replace(first, saved_bytes=2, open=False)
-    plan = Plan.baseline(facts()).amend([first], by="a").amend([second], by="b")
-    assert plan.saved_bytes("layers.0") == 2
-    with pytest.raises(ValueError, match=r"strategies\.b and strategies\.c both decide"):
-        plan.amend([first], by="c")

@@ -121,17 +121,6 @@ def test_a_key_of_another_section(write: Callable[..., Path], capsys: pytest.Cap
     assert planned(path, capsys).startswith(expected)
 
 
-def test_weights_that_a_stage_keeps_do_not_travel(
-    write: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write("  zero: {stage: 2}\n  offload: {weights: streamed}")
-    for command in (planned, trained):
-        line = command(path, capsys)
-        assert line.startswith(f'{path}:9: strategies.offload.weights = "streamed": strategies.zero.stage 2 keeps '), (
-            line
-        )
-
-
 def test_the_folder_of_the_run(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     path = write("  {}")
     (path.parent / "run").write_text("a file")

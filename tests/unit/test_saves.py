@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
-from strategies.core.modes import same_modes
-from trainer.dist.ranks import Ranks
-from trainer.dist.store import LOOPBACK, listening, loopback_interface
+from strategies.core.commit import same_modes
+from trainer.dist.ranks import LOOPBACK, Ranks, listening, loopback_interface
 from trainer.errors import ConfigError
-from trainer.run import finished, saves, saving
-from trainer.run.saves import Saves
+from trainer.run import finished, saving
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -38,17 +36,14 @@ def test_what_libraries_say_of_a_full_disk(error: Exception, of_the_disk: bool) 
 
 
 def test_a_checkpoint_takes_as_much_as_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = Saves(tmp_path)
-    monkeypatch.setattr(saves.shutil, "disk_usage", lambda path: Usage(1 << 30, 0, 5000))
-    assert known.shortage() is None, "of the first nothing is known, so it is tried"
-    assert known.shortage(estimate=5001) is not None
-    (tmp_path / "checkpoint-4").mkdir()
-    (tmp_path / "checkpoint-4" / "weights").write_bytes(bytes(5000))
-    known.succeeded(tmp_path / "checkpoint-4")
-    assert known.shortage() is None
-    (tmp_path / "checkpoint-4" / "more").write_bytes(bytes(1))
-    known.succeeded(tmp_path / "checkpoint-4")
-    assert known.shortage() == f"a checkpoint takes about 4.9 KiB, and the disk of {tmp_path} has 4.9 KiB free"
+    monkeypatch.setattr(saving.shutil, "disk_usage", lambda path: Usage(1 << 30, 0, 5000))
+    assert saving.shortage(tmp_path / "absent", 0) is None, "of the first nothing is known, so it is tried"
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "weights").write_bytes(bytes(5000))
+    assert saving.shortage(tmp_path, saving.size_of(tmp_path)) is None
+    (tmp_path / "more").write_bytes(bytes(1))
+    line = f"a checkpoint takes about 4.9 KiB, and the disk of {tmp_path} has 4.9 KiB free"
+    assert saving.shortage(tmp_path, saving.size_of(tmp_path)) == line
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
@@ -88,15 +83,13 @@ def test_an_export_says_of_which_step_it_is(tmp_path: Path) -> None:
     from strategies.core.sealed import seal
     from tests.helpers.tiny import LLAMA, run_config
 
-    config = run_config(LLAMA, output_dir=tmp_path, max_steps=6)
-    assert finished.export_of(tmp_path / "export") is None
+    config, longer = (run_config(LLAMA, output_dir=tmp_path, max_steps=steps) for steps in (6, 8))
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "model.safetensors").write_bytes(b"weights")
+    assert finished.already(config, 6) is None, "it is not sealed"
     seal(tmp_path / "export", "export", finished.about(config, 6))
-    said = finished.export_of(tmp_path / "export")
-    assert said is not None and finished.is_over(config, 6, said)
-    assert not finished.is_over(config, 5, said), "another checkpoint is resumed"
-    longer = run_config(LLAMA, output_dir=tmp_path, max_steps=8)
-    assert not finished.is_over(longer, 6, said)
+    assert finished.already(config, 6) == finished.line(tmp_path / "export", 6)
+    assert finished.already(config, 5) is None, "another checkpoint is resumed"
+    assert finished.already(config, None) is None and finished.already(longer, 6) is None
     (tmp_path / "export" / "model.safetensors").write_bytes(b"weighty")
-    assert finished.export_of(tmp_path / "export") is None
+    assert finished.already(config, 6) is None

@@ -19,9 +19,9 @@ OFFLOAD = {"offload": {"site": "host", "weights": "streamed"}}
 SAVE, STEPS = 2, 4
 
 
-def config_in(folder: Path, strategies: dict[str, Any]) -> RunConfig:
+def config_in(folder: Path, strategies: dict[str, Any] | None = None) -> RunConfig:
     return run_config(
-        LLAMA, output_dir=folder, strategies=strategies, max_steps=STEPS, save_strategy="steps", save_steps=SAVE,
+        LLAMA, output_dir=folder, strategies=strategies or {}, max_steps=STEPS, save_strategy="steps", save_steps=SAVE,
         save_total_limit=1, per_device_train_batch_size=2,
     )  # fmt: skip
 
@@ -67,13 +67,12 @@ def sealed_late(ranks: Ranks, config: RunConfig) -> dict[int, list[str]]:
     return {**seen, STEPS + 1: there(folder)}
 
 
-@pytest.mark.parametrize("strategies", [{}, OFFLOAD], ids=["plain", "offload"])
-def test_training_goes_on(strategies: dict[str, Any], tmp_path: Path) -> None:
+def test_training_goes_on(tmp_path: Path) -> None:
     """And the checkpoint has the values of its step, though training has changed the weights since."""
-    seen = run_world(1, sealed_late, config_in(tmp_path / "late", strategies))
+    seen = run_world(1, sealed_late, config_in(tmp_path / "late", OFFLOAD))
     assert seen[SAVE + 1] == [WRITING], "sealed in the step after the save, or not at all"
     assert seen[STEPS + 1] == [f"checkpoint-{STEPS}"], "the run does not end before its last save"
-    run_world(1, sealed_late, config_in(tmp_path / "again", strategies))
+    run_world(1, sealed_late, config_in(tmp_path / "again", OFFLOAD))
     one, other = (verified(tmp_path / name / f"checkpoint-{STEPS}").path for name in ("late", "again"))
     assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
 
@@ -82,10 +81,11 @@ def full_disk(ranks: Ranks, config: RunConfig, full_at: int) -> list[list[str]]:
     """What every rank has said after a run in which the disk is full while one save is sealed."""
     import torch.distributed
 
-    from trainer.run import job_trainer, saving
+    from trainer.run import saving
+    from trainer.run import trainer as trainer_file
 
     said: list[str] = []
-    job_trainer.write_line, commit = said.append, saving.commit
+    trainer_file.write_line, commit = said.append, saving.commit
 
     def failing(written: Path, folder: Path, manifest: Any) -> None:
         if folder.name == f"checkpoint-{full_at}":
@@ -97,7 +97,7 @@ def full_disk(ranks: Ranks, config: RunConfig, full_at: int) -> list[list[str]]:
     trainer = trainer_of(ranks, config, lambda step: None)
     trainer.train()
     trainer.accelerator.free_memory()
-    said.append(f"newest: {trainer.saves.newest}")
+    said.append(f"newest: {trainer.newest}")
     found: list[list[str]] = [[] for _ in range(ranks.world_size)]
     torch.distributed.all_gather_object(found, said)
     return found
@@ -107,7 +107,7 @@ def full_disk(ranks: Ranks, config: RunConfig, full_at: int) -> list[list[str]]:
 def test_a_seal_that_fails_is_one_line(full_at: int, tmp_path: Path) -> None:
     """All ranks know it, and the checkpoint before is as it was."""
     good = SAVE + STEPS - full_at
-    found = run_world(2, full_disk, config_in(tmp_path, {}), full_at)
+    found = run_world(2, full_disk, config_in(tmp_path), full_at)
     error = "[Errno 28] No space left on device; older ones are as they were"
     line = f"{tmp_path}/checkpoint-{full_at} was not saved: {error}"
     assert found == [
@@ -142,7 +142,7 @@ def broken_off(ranks: Ranks, config: RunConfig) -> bool:
 
 
 def test_an_error_loses_no_save(tmp_path: Path) -> None:
-    assert run_world(1, broken_off, config_in(tmp_path, {}))
+    assert run_world(1, broken_off, config_in(tmp_path))
 
 
 def interrupted(ranks: Ranks, config: RunConfig) -> list[str]:
@@ -172,7 +172,7 @@ def interrupted(ranks: Ranks, config: RunConfig) -> list[str]:
 
 
 def test_an_interruption_while_it_is_settled_loses_no_save(tmp_path: Path) -> None:
-    assert run_world(1, interrupted, config_in(tmp_path, {})) == [f"checkpoint-{SAVE}"]
+    assert run_world(1, interrupted, config_in(tmp_path)) == [f"checkpoint-{SAVE}"]
 
 
 def unprunable(ranks: Ranks, config: RunConfig) -> list[str]:
@@ -196,7 +196,7 @@ def unprunable(ranks: Ranks, config: RunConfig) -> list[str]:
 
 
 def test_what_cannot_be_deleted_is_no_failed_save(tmp_path: Path) -> None:
-    (said,) = run_world(1, unprunable, config_in(tmp_path, {}))
+    (said,) = run_world(1, unprunable, config_in(tmp_path))
     assert said == f"{tmp_path}: older checkpoints could not be deleted: [Errno 39] Directory not empty"
     assert verified(tmp_path / f"checkpoint-{STEPS}")
 
@@ -218,7 +218,7 @@ def looked_at(ranks: Ranks, config: RunConfig) -> list[bool]:
 
 
 def test_callbacks_of_others_find_the_checkpoint(tmp_path: Path) -> None:
-    assert run_world(1, looked_at, config_in(tmp_path, {})) == [True, True]
+    assert run_world(1, looked_at, config_in(tmp_path)) == [True, True]
 
 
 BEST = {
@@ -252,7 +252,7 @@ def evaluated(ranks: Ranks, config: RunConfig, where: str) -> str:
     trainer.save_model = full
     trainer.train()
     trainer.accelerator.free_memory()
-    return str(trainer.saves.newest)
+    return str(trainer.newest)
 
 
 @pytest.mark.parametrize(

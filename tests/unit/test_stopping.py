@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from trainer.dist import stopping
 from trainer.dist.launcher import Launcher, find, is_launcher, started_at
 from trainer.dist.ranks import Ranks
 from trainer.dist.stopping import LAUNCHER, Phase, Stop, Stopped
-from trainer.errors import ConfigError, ExitCode
+from trainer.errors import ConfigError, ExitCode, write_line
 
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
 
@@ -110,12 +111,44 @@ def test_forked_processes_end_by_signals_and_do_not_pass_them_on() -> None:
         if pid == 0:
             time.sleep(20)
             os._exit(0)
+        os.kill(pid, signal.SIGHUP)  # as a closed terminal sends to all: a loader has to finish the step
         os.kill(pid, TERM)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         stop.wait(0.8)
         return 5 if status == -TERM and not stop.is_asked else 6
 
     assert Child(trains(forks)).end() == (5, "")
+
+
+def test_a_closed_terminal_is_a_request_and_printing_into_it_ends_nothing() -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        code = 99
+        try:
+            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+            with Stop().listening() as stop:
+                stop.phase = Phase.TRAINING
+                while not stop.is_asked:
+                    write_line("step")
+                write_line("saved")
+                write_line("saved", sys.stderr)
+                code = 7 if stop.reason == "SIGHUP" else 8
+        finally:
+            os._exit(code)
+    os.read(terminal, 1)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+
+
+def test_under_nohup_a_closed_terminal_is_nothing() -> None:
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        child = Child(trains(lambda stop: until_asked(stop) if stop.reason is None else 9))
+        child.send(signal.SIGHUP)
+        child.send(TERM)
+        assert child.end() == (7, ""), "the first would have made the second one end the process"
+    finally:
+        signal.signal(signal.SIGHUP, former)
 
 
 def test_after_leaving_a_signal_does_what_it_does_without_us() -> None:

@@ -8,7 +8,7 @@ import pytest
 from transformers import TrainerState
 
 from tests.helpers.tiny import LLAMA, run_config
-from trainer.run import taken_over
+from trainer.run import resuming
 
 
 def after(folder: Path, best: str | None, said_other: str) -> tuple[TrainerState, list[str]]:
@@ -16,8 +16,8 @@ def after(folder: Path, best: str | None, said_other: str) -> tuple[TrainerState
     args: Any = SimpleNamespace(output_dir=str(folder), process_index=0, logging_steps=1, eval_steps=7, save_steps=0.1)
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(taken_over, "write_line", said.append)
-        taken_over.TakenOver(said_other).on_train_begin(args, state, None)
+        patch.setattr(resuming, "write_line", said.append)
+        resuming.TakenOver(said_other).on_train_begin(args, state, None)
     assert (state.save_steps, state.eval_steps) == (10, 7), (
         "the intervals are the config's, a share is one of all steps"
     )
@@ -25,19 +25,14 @@ def after(folder: Path, best: str | None, said_other: str) -> tuple[TrainerState
 
 
 @pytest.mark.parametrize("best", [None, "/elsewhere/run/checkpoint-6"])
-def test_the_best_one_is_found_in_this_folder_wherever_it_was(best: str | None, tmp_path: Path) -> None:
-    """Hugging Face forgets the path if there is no such folder any more."""
-    (tmp_path / "checkpoint-6").mkdir()
+@pytest.mark.parametrize("there", [True, False])
+def test_the_bar_stays_and_its_checkpoint_is_found_here(there: bool, best: str | None, tmp_path: Path) -> None:
+    """Hugging Face forgets the path if there is no such folder any more; a worse evaluation is not best for that."""
+    if there:
+        (tmp_path / "checkpoint-6").mkdir()
     state, said = after(tmp_path, best, "")
-    assert (state.best_metric, state.best_model_checkpoint) == (4.5, str(tmp_path / "checkpoint-6"))
-    assert said == []
-
-
-@pytest.mark.parametrize("best", [None, "/elsewhere/run/checkpoint-6"])
-def test_the_bar_stays_without_its_checkpoint(best: str | None, tmp_path: Path) -> None:
-    """The best evaluation was not at a save, or its checkpoint is gone: a worse one is not best for that."""
-    state, _ = after(tmp_path, best, "")
-    assert (state.best_metric, state.best_model_checkpoint) == (4.5, None)
+    found = str(tmp_path / "checkpoint-6") if there else None
+    assert (state.best_metric, state.best_model_checkpoint, said) == (4.5, found, [])
 
 
 def test_what_is_not_this_runs_is_forgotten(tmp_path: Path) -> None:
@@ -60,7 +55,7 @@ def test_whose_the_best_one_is(inside: bool, saved: dict[str, Any], why: str, tm
     manifest = SimpleNamespace(run=SimpleNamespace(config={"training": saved}))
     folder = tmp_path / ("own" if inside else "other") / "checkpoint-6"
     resumed: Any = SimpleNamespace(path=folder, found=SimpleNamespace(manifest=manifest), changed=frozenset())
-    assert taken_over.other(resumed, config) == why
+    assert resuming.other(resumed, config) == why
     resumed.changed = frozenset({"data.eval_path"})
-    assert taken_over.other(resumed, config) == (why or "was one of other data")
-    assert taken_over.other(None, config) == ""
+    assert resuming.other(resumed, config) == (why or "was one of other data")
+    assert resuming.other(None, config) == ""

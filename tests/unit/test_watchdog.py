@@ -12,9 +12,8 @@ import torch.distributed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.dist.ranks import Ranks
+from trainer.dist.ranks import Ranks, listening
 from trainer.dist.spawn import run_world
-from trainer.dist.store import listening
 from trainer.dist.watchdog import GRACE_S, Beat, Peer, Watchdog, interval_s
 
 
@@ -105,7 +104,7 @@ def timeouts_after_the_beginning(ranks: Ranks) -> list[float]:
     """Seconds that the job's group and one that a library has made wait, once training has begun."""
     from transformers import TrainerState
 
-    from trainer.run.watched import Watched
+    from trainer.run.callbacks import Watched
 
     groups: list[Any] = [torch.distributed.group.WORLD, torch.distributed.new_group(timeout=timedelta(days=7))]
     Watched(None, 7).on_train_begin(None, TrainerState(), None)

@@ -1,14 +1,9 @@
 """The ``training`` section: the names of Hugging Face's TrainingArguments, with types and ranges.
 
-Problem. TrainingArguments is a plain dataclass. It accepts ``learning_rate: fast``, a negative learning rate and an
-accumulation of 0, and fails (or trains wrongly) much later.
-
-Every name of TrainingArguments is either a field here, with type and range, or in ``REFUSED``, with the reason and what
-to write instead; a test compares both with the installed dataclass. A field that is None is not passed on, so that
-Hugging Face's own default applies; defaults that this framework relies on are stated.
-
-Refused: names that the plan or another section decides (``deepspeed``, ``fsdp``), that hide errors
-(``logging_nan_inf_filter``), or that break exact resuming (``ignore_data_skip``).
+TrainingArguments is a plain dataclass: it accepts ``learning_rate: fast`` and an accumulation of 0, and fails much
+later. Every name of it is either a field here, or in ``REFUSED`` with what to write instead; a test compares both with
+the installed dataclass. Refused is what the plan or another section decides (``deepspeed``), what hides errors
+(``logging_nan_inf_filter``), and what breaks exact resuming (``ignore_data_skip``).
 """
 
 from __future__ import annotations
@@ -27,9 +22,9 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-def unset(description: str) -> Any:
-    """A field that is None unless the config sets it; Hugging Face's, or the model's, own default then applies."""
-    return Field(default=None, description=description)
+def option(description: str, default: object = None) -> Any:
+    """A key that may be left out; if it is None then, Hugging Face's, or the model's, own default applies."""
+    return Field(default=default, description=description)
 
 
 NonEmpty = Annotated[str, Field(min_length=1)]
@@ -51,66 +46,34 @@ Reporters = Annotated[
 ]
 LogLevel = Literal["detail", "debug", "info", "warning", "error", "critical", "passive"]
 Scheduler = Literal[
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "constant",
-    "constant_with_warmup",
-    "inverse_sqrt",
-    "reduce_lr_on_plateau",
-    "cosine_with_min_lr",
-    "cosine_warmup_with_min_lr",
-    "warmup_stable_decay",
-    "greedy",
-]
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
+    "reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy",
+]  # fmt: skip
 Sampling = Literal["random", "sequential", "group_by_length", "batch_rebalance"]
 Counting = Annotated[bool | Literal["all", "non_padding", "no"], Allowed("true, false, all, non_padding or no")]
 Resume = Annotated[bool | NonEmpty, Allowed("the folder of a checkpoint, true, false or auto")]
 # What a resumed run may change of the result, if it is told so (trainer/run/resume_rules.py has the keys of each).
 Changeable = Literal[
-    "data",
-    "max_length",
-    "packing",
-    "seed",
-    "order",
-    "batch_size",
-    "accumulation",
-    "loss",
-    "dropout",
-    "betas",
-    "weight_decay",
-    "clipping",
-    "precision",
-    "kernels",
-    "model",
-    "ranks",
-]
+    "data", "max_length", "packing", "seed", "order", "batch_size", "accumulation", "loss", "dropout", "betas",
+    "weight_decay", "clipping", "precision", "kernels", "model", "ranks",
+]  # fmt: skip
 ALLOWABLE: tuple[str, ...] = get_args(Changeable)
 Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop"]
 
-_OTHER_ENGINE = "DeepSpeed is the only engine here; write the section strategies"
-_DDP = "how gradients are reduced follows from the strategies; remove the line"
-_COMMAND = "the command decides what runs; remove the line"
-_METRICS = "evaluation measures loss and perplexity only; remove the line"
-
-REFUSED: Mapping[str, str] = {
+# Names of TrainingArguments that are not settable, with what to do instead.
+_REASONS: Mapping[str, str] = {
     "deepspeed": "the DeepSpeed config is generated from strategies; write strategies.zero.stage",
-    "fsdp": _OTHER_ENGINE,
-    "fsdp_config": _OTHER_ENGINE,
-    "parallelism_config": _OTHER_ENGINE,
+    "fsdp fsdp_config parallelism_config": "DeepSpeed is the only engine here; write the section strategies",
     "accelerator_config": "the Accelerator is built from this config; remove the line",
     "local_rank": "the launcher sets the rank; remove the line",
     "ddp_backend": "the backend follows from the device; remove the line",
-    "ddp_find_unused_parameters": _DDP,
-    "ddp_bucket_cap_mb": _DDP,
-    "ddp_broadcast_buffers": _DDP,
-    "ddp_static_graph": _DDP,
+    "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph": (
+        "how gradients are reduced follows from the strategies; remove the line"
+    ),
     "auto_find_batch_size": "the plan predicts what fits; write training.per_device_train_batch_size",
     "logging_nan_inf_filter": "a loss that is not finite is always reported; remove the line",
-    "do_train": _COMMAND,
+    "do_train do_predict": "the command decides what runs; remove the line",
     "do_eval": "evaluation is switched on by training.eval_strategy",
-    "do_predict": _COMMAND,
     "debug": "use launch/doctor.py, or torch's own tools; remove the line",
     "skip_memory_metrics": "memory is always measured; remove the line",
     "disable_tqdm": "progress is a bar on a terminal and plain lines elsewhere; remove the line",
@@ -122,16 +85,15 @@ REFUSED: Mapping[str, str] = {
     "use_cache": "the key-value cache has no use in training; remove the line",
     "bf16_full_eval": "evaluation runs in the precision of training; write training.bf16",
     "fp16_full_eval": "evaluation runs in the precision of training; write training.fp16",
-    "prediction_loss_only": _METRICS,
-    "include_for_metrics": _METRICS,
-    "batch_eval_metrics": _METRICS,
-    "eval_do_concat_batches": _METRICS,
-    "eval_use_gather_object": _METRICS,
+    "prediction_loss_only include_for_metrics batch_eval_metrics eval_do_concat_batches eval_use_gather_object": (
+        "evaluation measures loss and perplexity only; remove the line"
+    ),
     "save_only_model": "a checkpoint must be resumable; the final export holds the weights alone",
     "enable_jit_checkpoint": "SIGTERM and SIGUSR1 always save at the end of the step; remove the line",
     "ignore_data_skip": "a resumed run always goes on with the samples not yet seen; remove the line",
     "hub_token": "a secret does not belong into a file; set the environment variable HF_TOKEN",
 }
+REFUSED = {name: reason for names, reason in _REASONS.items() for name in names.split()}
 
 # Release 5.23 of Transformers renamed these and warns about the old names; earlier releases have only the old ones.
 # Both are accepted in the config, and the old one, which every supported release understands, is passed on.
@@ -146,106 +108,95 @@ class TrainingSection(Section):
     """How to train: the names of transformers.TrainingArguments, checked."""
 
     output_dir: NonEmpty = Field(description="Folder of the run: checkpoints, logs, plan, export.")
-    learning_rate: Positive = Field(default=5e-5, description="Peak learning rate.")
-    per_device_train_batch_size: Count = Field(
-        default=8, description="Samples per device and forward pass (the micro-batch)."
-    )
-    gradient_accumulation_steps: Count = Field(default=1, description="Micro-batches per optimizer step.")
-    num_train_epochs: Positive = Field(default=3.0, description="Passes over the data; ignored if max_steps is set.")
-    max_steps: MaxSteps = Field(default=-1, description="Optimizer steps; -1 means num_train_epochs decides.")
-    max_grad_norm: NonNegative = Field(
-        default=1.0, description="Gradients are clipped to this global norm; 0 switches clipping off."
-    )
-    optim: Optimizer = Field(default="adamw_torch_fused", description="Optimizer; those that need no further package.")
-    weight_decay: NonNegative | None = unset("Weight decay; not applied to biases and norms.")
-    adam_beta1: Ratio | None = unset("Decay of Adam's first moment.")
-    adam_beta2: Ratio | None = unset("Decay of Adam's second moment.")
-    adam_epsilon: Positive | None = unset("Added to Adam's denominator.")
-    lr_scheduler_type: Scheduler | None = unset("Course of the learning rate.")
-    lr_scheduler_kwargs: dict[str, Any] | None = unset("Options of the scheduler, e.g. num_cycles.")
-    warmup_steps: Warmup | None = unset("Steps of linear warm-up; below 1 it is a share of all steps.")
-    seed: Seed = Field(default=42, description="Seed of everything random but the order of the data.")
-    data_seed: Seed | None = unset("Seed of the order of the data; not set means seed.")
-    full_determinism: bool | None = unset("Deterministic kernels throughout; slower.")
-    bf16: bool = Field(default=False, description="Compute in bfloat16 and keep fp32 master weights.")
-    fp16: bool = Field(default=False, description="Compute in float16 with loss scaling and keep fp32 master weights.")
-    tf32: bool | None = unset("Allow TF32 in fp32 matrix products.")
-    use_cpu: bool | None = unset("Train on the CPU although an accelerator is present.")
-    average_tokens_across_devices: bool | None = unset("Loss is the mean over the tokens of all devices.")
-    label_smoothing_factor: Ratio | None = unset("Share of the target taken from the true token and spread over all.")
-    neftune_noise_alpha: Positive | None = unset("Strength of NEFTune's noise on the embeddings.")
-    gradient_checkpointing: bool | None = unset("Recompute activations block by block.")
-    gradient_checkpointing_kwargs: dict[str, Any] | None = unset("Options of gradient_checkpointing.")
-    activation_checkpointing: bool | None = unset("Newer name of gradient_checkpointing.")
-    activation_checkpointing_kwargs: dict[str, Any] | None = unset("Newer name of gradient_checkpointing_kwargs.")
-    torch_compile: bool | None = unset("Compile the model with torch.compile.")
-    torch_compile_backend: NonEmpty | None = unset("Backend of torch.compile; setting it switches compiling on.")
-    torch_compile_mode: NonEmpty | None = unset("Mode of torch.compile; setting it switches compiling on.")
-    use_liger_kernel: bool | None = unset("Use Liger's fused kernels; needs liger-kernel.")
-    liger_kernel_config: dict[str, bool] | None = unset("Which Liger kernels to use.")
-    torch_empty_cache_steps: Count | None = unset("Return the device's cached memory every so many steps.")
-    logging_strategy: Interval | None = unset("When to log.")
-    logging_steps: Steps = Field(default=10, description="Optimizer steps between two log lines.")
-    logging_first_step: bool | None = unset("Log the first step too.")
-    log_on_each_node: bool | None = unset("Log on every node and not on the first only.")
-    log_level: LogLevel | None = unset("Level of messages on the first process.")
-    log_level_replica: LogLevel | None = unset("Level of messages on the other processes.")
-    include_num_input_tokens_seen: Counting | None = unset("Count the tokens seen.")
-    report_to: Reporters = Field(default=["tensorboard"], description="Where metrics go besides metrics.jsonl.")
-    run_name: NonEmpty | None = unset("Name of the run at the trackers.")
-    project: NonEmpty | None = unset("Project at the trackers.")
-    trackio_space_id: NonEmpty | None = unset("Hugging Face Space that shows Trackio's metrics.")
-    trackio_bucket_id: NonEmpty | None = unset("Hugging Face bucket that holds Trackio's metrics.")
-    trackio_static_space_id: Annotated[NonEmpty | Literal[False] | None, Allowed("text or false")] = unset(
+    learning_rate: Positive = option("Peak learning rate.", 5e-5)
+    per_device_train_batch_size: Count = option("Samples per device and forward pass (the micro-batch).", 8)
+    gradient_accumulation_steps: Count = option("Micro-batches per optimizer step.", 1)
+    num_train_epochs: Positive = option("Passes over the data; ignored if max_steps is set.", 3.0)
+    max_steps: MaxSteps = option("Optimizer steps; -1 means num_train_epochs decides.", -1)
+    max_grad_norm: NonNegative = option("Gradients are clipped to this global norm; 0 switches clipping off.", 1.0)
+    optim: Optimizer = option("Optimizer; those that need no further package.", "adamw_torch_fused")
+    weight_decay: NonNegative | None = option("Weight decay; not applied to biases and norms.")
+    adam_beta1: Ratio | None = option("Decay of Adam's first moment.")
+    adam_beta2: Ratio | None = option("Decay of Adam's second moment.")
+    adam_epsilon: Positive | None = option("Added to Adam's denominator.")
+    lr_scheduler_type: Scheduler | None = option("Course of the learning rate.")
+    lr_scheduler_kwargs: dict[str, Any] | None = option("Options of the scheduler, e.g. num_cycles.")
+    warmup_steps: Warmup | None = option("Steps of linear warm-up; below 1 it is a share of all steps.")
+    seed: Seed = option("Seed of everything random but the order of the data.", 42)
+    data_seed: Seed | None = option("Seed of the order of the data; not set means seed.")
+    full_determinism: bool | None = option("Deterministic kernels throughout; slower.")
+    bf16: bool = option("Compute in bfloat16 and keep fp32 master weights.", False)
+    fp16: bool = option("Compute in float16 with loss scaling and keep fp32 master weights.", False)
+    tf32: bool | None = option("Allow TF32 in fp32 matrix products.")
+    use_cpu: bool | None = option("Train on the CPU although an accelerator is present.")
+    average_tokens_across_devices: bool | None = option("Loss is the mean over the tokens of all devices.")
+    label_smoothing_factor: Ratio | None = option("Share of the target taken from the true token and spread over all.")
+    neftune_noise_alpha: Positive | None = option("Strength of NEFTune's noise on the embeddings.")
+    gradient_checkpointing: bool | None = option("Recompute activations block by block.")
+    gradient_checkpointing_kwargs: dict[str, Any] | None = option("Options of gradient_checkpointing.")
+    activation_checkpointing: bool | None = option("Newer name of gradient_checkpointing.")
+    activation_checkpointing_kwargs: dict[str, Any] | None = option("Newer name of gradient_checkpointing_kwargs.")
+    torch_compile: bool | None = option("Compile the model with torch.compile.")
+    torch_compile_backend: NonEmpty | None = option("Backend of torch.compile; setting it switches compiling on.")
+    torch_compile_mode: NonEmpty | None = option("Mode of torch.compile; setting it switches compiling on.")
+    use_liger_kernel: bool | None = option("Use Liger's fused kernels; needs liger-kernel.")
+    liger_kernel_config: dict[str, bool] | None = option("Which Liger kernels to use.")
+    torch_empty_cache_steps: Count | None = option("Return the device's cached memory every so many steps.")
+    logging_strategy: Interval | None = option("When to log.")
+    logging_steps: Steps = option("Optimizer steps between two log lines.", 10)
+    logging_first_step: bool | None = option("Log the first step too.")
+    log_on_each_node: bool | None = option("Log on every node and not on the first only.")
+    log_level: LogLevel | None = option("Level of messages on the first process.")
+    log_level_replica: LogLevel | None = option("Level of messages on the other processes.")
+    include_num_input_tokens_seen: Counting | None = option("Count the tokens seen.")
+    report_to: Reporters = option("Where metrics go besides metrics.jsonl.", ["tensorboard"])
+    run_name: NonEmpty | None = option("Name of the run at the trackers.")
+    project: NonEmpty | None = option("Project at the trackers.")
+    trackio_space_id: NonEmpty | None = option("Hugging Face Space that shows Trackio's metrics.")
+    trackio_bucket_id: NonEmpty | None = option("Hugging Face bucket that holds Trackio's metrics.")
+    trackio_static_space_id: Annotated[NonEmpty | Literal[False] | None, Allowed("text or false")] = option(
         "Static Space that shows Trackio's metrics after the run; false for none."
     )
-    eval_strategy: Interval = Field(default="no", description="When to evaluate; needs evaluation data.")
-    eval_steps: Steps | None = unset("Optimizer steps between two evaluations; not set means logging_steps.")
-    eval_delay: NonNegative | None = unset("Epochs or steps, as eval_strategy, before the first evaluation.")
-    eval_on_start: bool | None = unset("Evaluate before the first step.")
-    per_device_eval_batch_size: Count | None = unset("Samples per device and evaluation pass.")
-    eval_accumulation_steps: Count | None = unset("Evaluation batches between two moves of results to the host.")
-    save_strategy: Literal["no", "steps", "epoch", "best"] = Field(
-        default="steps", description="When to write a checkpoint."
+    eval_strategy: Interval = option("When to evaluate; needs evaluation data.", "no")
+    eval_steps: Steps | None = option("Optimizer steps between two evaluations; not set means logging_steps.")
+    eval_delay: NonNegative | None = option("Epochs or steps, as eval_strategy, before the first evaluation.")
+    eval_on_start: bool | None = option("Evaluate before the first step.")
+    per_device_eval_batch_size: Count | None = option("Samples per device and evaluation pass.")
+    eval_accumulation_steps: Count | None = option("Evaluation batches between two moves of results to the host.")
+    save_strategy: Literal["no", "steps", "epoch", "best"] = option("When to write a checkpoint.", "steps")
+    save_steps: Steps = option("Optimizer steps between two checkpoints.", 500)
+    save_total_limit: Count | None = option("Checkpoints to keep; not set means all.")
+    save_on_each_node: bool | None = option("Write checkpoints on every node's own disk.")
+    load_best_model_at_end: bool | None = option("End with the weights of the best evaluation.")
+    metric_for_best_model: NonEmpty | None = option("Metric that decides which evaluation is best; not set means loss.")
+    greater_is_better: bool | None = option("Whether a greater metric is better.")
+    resume_from_checkpoint: Resume | None = option("Folder to resume from; true or auto for the newest valid one.")
+    allow_change: list[Changeable] = option(
+        "What a resumed run may do differently from its checkpoint although the result changes.", []
     )
-    save_steps: Steps = Field(default=500, description="Optimizer steps between two checkpoints.")
-    save_total_limit: Count | None = unset("Checkpoints to keep; not set means all.")
-    save_on_each_node: bool | None = unset("Write checkpoints on every node's own disk.")
-    load_best_model_at_end: bool | None = unset("End with the weights of the best evaluation.")
-    metric_for_best_model: NonEmpty | None = unset("Metric that decides which evaluation is best; not set means loss.")
-    greater_is_better: bool | None = unset("Whether a greater metric is better.")
-    resume_from_checkpoint: Resume | None = unset("Folder to resume from; true or auto for the newest valid one.")
-    allow_change: list[Changeable] = Field(
-        default=[], description="What a resumed run may do differently from its checkpoint although the result changes."
-    )
-    overwrite: bool = Field(
-        default=False, description="Delete an earlier run in output_dir; otherwise it moves to earlier-N in it."
-    )
-    restore_callback_states_from_checkpoint: bool | None = unset("Restore the state of callbacks on resume.")
-    push_to_hub: bool | None = unset("Upload to the hub when saving.")
-    hub_model_id: NonEmpty | None = unset("Repository on the hub; not set means the name of output_dir.")
-    hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] | None = unset(
+    overwrite: bool = option("Delete an earlier run in output_dir; otherwise it moves to earlier-N in it.", False)
+    restore_callback_states_from_checkpoint: bool | None = option("Restore the state of callbacks on resume.")
+    push_to_hub: bool | None = option("Upload to the hub when saving.")
+    hub_model_id: NonEmpty | None = option("Repository on the hub; not set means the name of output_dir.")
+    hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] | None = option(
         "What to upload, and when."
     )
-    hub_private_repo: bool | None = unset("Create the repository as a private one.")
-    hub_always_push: bool | None = unset("Upload although the upload before is still running.")
-    hub_revision: NonEmpty | None = unset("Branch to upload to.")
-    dataloader_drop_last: bool | None = unset("Drop the last batch if it is not full.")
-    dataloader_num_workers: Natural | None = unset("Processes per device that load data; 0 loads in the main one.")
-    dataloader_pin_memory: bool | None = unset("Batches in pinned host memory.")
-    dataloader_persistent_workers: bool | None = unset("Keep the loading processes between epochs.")
-    dataloader_prefetch_factor: Count | None = unset("Batches each loading process prepares ahead.")
-    dataloader_multiprocessing_context: Literal["fork", "spawn", "forkserver"] | None = unset(
+    hub_private_repo: bool | None = option("Create the repository as a private one.")
+    hub_always_push: bool | None = option("Upload although the upload before is still running.")
+    hub_revision: NonEmpty | None = option("Branch to upload to.")
+    dataloader_drop_last: bool | None = option("Drop the last batch if it is not full.")
+    dataloader_num_workers: Natural | None = option("Processes per device that load data; 0 loads in the main one.")
+    dataloader_pin_memory: bool | None = option("Batches in pinned host memory.")
+    dataloader_persistent_workers: bool | None = option("Keep the loading processes between epochs.")
+    dataloader_prefetch_factor: Count | None = option("Batches each loading process prepares ahead.")
+    dataloader_multiprocessing_context: Literal["fork", "spawn", "forkserver"] | None = option(
         "How loading processes start."
     )
-    dataloader_in_order: bool | None = unset("Batches in order although one worker is slow.")
-    train_sampling_strategy: Sampling | None = unset("Order of the samples.")
-    ddp_timeout: Count | None = unset("Seconds before a silent collective fails.")
+    dataloader_in_order: bool | None = option("Batches in order although one worker is slow.")
+    train_sampling_strategy: Sampling | None = option("Order of the samples.")
+    ddp_timeout: Count | None = option("Seconds before a silent collective fails.")
 
     def arguments(self) -> dict[str, object]:
-        """The keyword arguments for TrainingArguments: all fields that are set, by names that every release has.
-
-        Without ``resume_from_checkpoint``, which is an argument of ``Trainer.train``, and without our own.
-        """
+        """The keyword arguments for TrainingArguments: what is set, without our own and ``Trainer.train``'s."""
         given = self.model_dump(exclude={"resume_from_checkpoint", *OWN})
         return {RENAMED.get(name, name): value for name, value in given.items() if value is not None}

@@ -1,232 +1,162 @@
 """Combinations of keys that cannot be run, although each key alone is valid.
 
-Most of them would train for an hour and then fail (no evaluation data), or would run and mean something else (two ways
-of saying which tokens count).
-
-``PAIRS`` are two keys of which one may be given; ``CHECKS`` has the key to report, any other condition, and what would
-work. Conflicts whose words depend on values are functions. A check reads what it needs with ``values[...]``. If one of
-those keys is itself wrong, it is missing from ``values``, and the KeyError skips this check only: one mistake is never
-reported twice, and independent ones are all reported.
+Most of them would train for an hour and then fail (no evaluation data), or would run and mean something else. A check
+yields the key to report, and what would work. A key that is itself wrong has the value ``WRONG``, which makes every
+comparison false, so that one mistake is never reported twice. Checks therefore compare, and do not say ``not``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from strategies.core.protocol import Requirement
 from strategies.core.registry import available, find
 from trainer.config.wording import MISSING, Fault
 
-Values = Mapping[str, Any]
-KEEP_ONE = "keep one of the two"
-UNSET = (None, False)  # and 0.0, which is equal to False
+
+class Wrong:
+    """Not true, equal to nothing, different from nothing, and neither smaller nor larger."""
+
+    def _never(self, other: object) -> bool:
+        return False
+
+    __eq__ = __ne__ = __lt__ = __gt__ = _never
+    __hash__ = None  # type: ignore[assignment]
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class Values(dict[str, Any]):
+    """The keys of a section, as attributes too."""
+
+    def __getattr__(self, key: str) -> Any:
+        return self[key]
+
+
+WRONG = Wrong()
+OFF = (None, False)  # and 0, 0.0, which are equal to False
 PLANNED = {Requirement.PARAMETERS, Requirement.COMPUTE_DTYPE}
+KEEP_ONE = "keep one of the two"
 EVALUATE = "write training.eval_strategy = steps or epoch"
-EVAL_DATA = "needs evaluation data; write data.eval_fraction, data.eval_split or data.eval_path"
+Found = Iterator[tuple[str, str]]
 
 
-def _has_eval_data(values: Values) -> bool:
-    return bool(values["data.eval_fraction"] or values["data.eval_path"] or values["data.eval_split"])
+def conflicts(sections: Mapping[str, Values]) -> list[Fault]:
+    """Every conflict among the values of all sections; ``strategies`` has the options of those that are on."""
+    m, d, t = (sections[name] for name in ("model", "data", "training"))
+    found = [*_model(m, t), *_data(d, t), *_training(d, t), *_strategies(sections)]
+    return [Fault(tuple(key.split(".")), _value(sections, key), words) for key, words in found]
 
 
-# The key to report, the key that it cannot go with, and what to do.
-PAIRS: tuple[tuple[str, str, str], ...] = (
-    ("model.config", "model.name_or_path", KEEP_ONE),
-    ("training.fp16", "training.bf16", KEEP_ONE),
-    ("data.eval_fraction", "data.streaming", "write data.eval_split or data.eval_path"),
-    ("data.num_proc", "data.streaming", "write training.dataloader_num_workers"),
-    ("data.assistant_only_loss", "data.completion_only_loss", KEEP_ONE),
-)
-CHECKS: tuple[tuple[str, Callable[[Values], object], str], ...] = (
-    (
-        "model.name_or_path",
-        lambda v: v["model.name_or_path"] is None and v["model.config"] is None,
-        "missing; write a folder or hub name, or model.config for random weights",
-    ),
-    (
-        "model.tokenizer",
-        lambda v: v["model.config"] is not None and v["model.tokenizer"] is None,
-        "missing; model.config brings none: write a name, a folder or {train: bpe, vocab_size: 4096}",
-    ),
-    (
-        "model.dtype",
-        lambda v: v["training.fp16"] and v["model.dtype"] == "bfloat16",
-        "cannot go with training.fp16, which scales float32 weights; write float32, or training.bf16",
-    ),
-    (
-        "model.dtype",
-        lambda v: v["model.dtype"] == "float16" and v["model.lora"] is None,
-        "float16 weights lose their small updates; write float32 with training.fp16, or bfloat16",
-    ),
-    (
-        "training.bf16",
-        lambda v: v["model.dtype"] == "float16" and v["model.lora"] is not None and v["training.bf16"],
-        "cannot go with model.dtype = float16; write bfloat16 there, or training.fp16",
-    ),
-    ("training.eval_strategy", lambda v: v["training.eval_strategy"] != "no" and not _has_eval_data(v), EVAL_DATA),
-    ("training.eval_on_start", lambda v: v["training.eval_on_start"] and not _has_eval_data(v), EVAL_DATA),
-    (
-        "training.lr_scheduler_type",
-        lambda v: (
-            v["training.lr_scheduler_type"] in ("reduce_lr_on_plateau", "greedy")
-            and v["training.eval_strategy"] == "no"
-        ),
-        f"follows the evaluation loss; {EVALUATE}",
-    ),
-    (
-        "training.dataloader_persistent_workers",
-        lambda v: v["training.dataloader_persistent_workers"],
-        "a resumed run would draw other random numbers than one that was not interrupted; leave it out",
-    ),
-    (
-        "training.gradient_checkpointing_kwargs",
-        lambda v: (v["training.gradient_checkpointing_kwargs"] or {}).get("preserve_rng_state") is False,
-        "recomputing would draw another dropout mask; leave preserve_rng_state out",
-    ),
-    (
-        "data.streaming",
-        lambda v: v["data.streaming"] and v["training.max_steps"] == -1,
-        "a stream has no known length; write training.max_steps",
-    ),
-    (
-        "data.name",
-        lambda v: v["data.path"] == "pydoc" and v["data.name"] not in (None, "text", "pairs"),
-        "must be text or pairs, since data.path = pydoc",
-    ),
-    (
-        "training.save_strategy",
-        lambda v: v["training.save_strategy"] == "best" and v["training.eval_strategy"] == "no",
-        f"needs evaluations; {EVALUATE}",
-    ),
-    (
-        "training.save_strategy",
-        lambda v: v["training.save_strategy"] == "best" and v["training.metric_for_best_model"] is None,
-        "needs training.metric_for_best_model, as in loss",
-    ),
-)
+def _value(sections: Mapping[str, Any], key: str) -> Any:
+    value: Any = sections
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return MISSING if value is None else value
 
 
-def conflicts(values: Values) -> list[Fault]:
-    """Every conflict among ``values``; a key that is missing from them skips the checks that read it."""
-    found: list[Fault] = []
-    for key, other, cure in PAIRS:
-        with suppress(KeyError):
-            both = values[key] not in UNSET and values[other] not in UNSET
-            found += [_fault(values, key, f"cannot go with {other}; {cure}")] if both else []
-    for key, condition, what in CHECKS:
-        with suppress(KeyError):
-            found += [_fault(values, key, what)] if condition(values) else []
-    for check in FUNCTIONS:
-        with suppress(KeyError):
-            found += check(values)
-    return found
+def _model(m: Values, t: Values) -> Found:
+    if m.config and m.name_or_path:
+        yield "model.config", f"cannot go with model.name_or_path; {KEEP_ONE}"
+    if m.config is None and m.name_or_path is None:
+        yield "model.name_or_path", "missing; write a folder or hub name, or model.config for random weights"
+    if isinstance(m.config, dict):
+        if m.tokenizer is None:
+            cure = "write a name, a folder or {train: bpe, vocab_size: 4096}"
+            yield "model.tokenizer", f"missing; model.config brings none: {cure}"
+        kind, size = m.config.get("model_type"), m.config.get("vocab_size")
+        if not (isinstance(kind, str) and kind):
+            lead = "missing; " if kind is None else ""
+            yield "model.config.model_type", f"{lead}must be the name of a Hugging Face architecture, as in llama"
+        if isinstance(m.tokenizer, dict) and type(size) is int and size < m.tokenizer["vocab_size"]:
+            yield "model.tokenizer.vocab_size", f"must be <= model.config.vocab_size, which is {size}"
+    if t.fp16 and t.bf16:
+        yield "training.fp16", f"cannot go with training.bf16; {KEEP_ONE}"
+    if t.fp16 and m.dtype == "bfloat16":
+        what = "cannot go with training.fp16, which scales float32 weights; write float32, or training.bf16"
+        yield "model.dtype", what
+    if m.dtype == "float16" and m.lora is None:
+        yield "model.dtype", "float16 weights lose their small updates; write float32 with training.fp16, or bfloat16"
+    elif m.dtype == "float16" and t.bf16:
+        yield "training.bf16", "cannot go with model.dtype = float16; write bfloat16 there, or training.fp16"
 
 
-def _fault(values: Values, key: str, what: str) -> Fault:
-    value = values.get(key, MISSING)
-    return Fault(tuple(key.split(".")), MISSING if value is None else value, what)
+def _data(d: Values, t: Values) -> Found:
+    if d.streaming and d.eval_fraction:
+        yield "data.eval_fraction", "cannot go with data.streaming; write data.eval_split or data.eval_path"
+    elif d.eval_fraction and (d.eval_path or d.eval_split):
+        yield "data.eval_fraction", f"cannot go with data.eval_{'path' if d.eval_path else 'split'}; {KEEP_ONE}"
+    if d.streaming and d.num_proc:
+        yield "data.num_proc", "cannot go with data.streaming; write training.dataloader_num_workers"
+    if d.streaming and t.max_steps == -1:
+        yield "data.streaming", "a stream has no known length; write training.max_steps"
+    if d.assistant_only_loss and d.completion_only_loss:
+        yield "data.assistant_only_loss", f"cannot go with data.completion_only_loss; {KEEP_ONE}"
+    if d.path == "pydoc":
+        if d.name in (None, "text"):
+            for key in ("completion_only_loss", "assistant_only_loss"):
+                if d[key]:
+                    yield f"data.{key}", "pydoc text has no answers; write data.name = pairs, or leave it out"
+        elif d.name != "pairs":
+            yield "data.name", "must be text or pairs, since data.path = pydoc"
 
 
-def model_type(values: Values) -> Iterator[Fault]:
-    config = values["model.config"]
-    if config is not None and not (isinstance(config.get("model_type"), str) and config["model_type"]):
-        key, value = ("model", "config", "model_type"), config.get("model_type", MISSING)
-        lead = "missing; " if value is MISSING else ""
-        yield Fault(key, value, f"{lead}must be the name of a Hugging Face architecture, as in llama")
-
-
-def vocabulary(values: Values) -> Iterator[Fault]:
-    tokenizer, config = values["model.tokenizer"], values["model.config"]
-    size = config.get("vocab_size") if config else None
-    if isinstance(tokenizer, dict) and type(size) is int and size < tokenizer["vocab_size"]:
-        key = ("model", "tokenizer", "vocab_size")
-        yield Fault(key, tokenizer["vocab_size"], f"must be <= model.config.vocab_size, which is {size}")
-
-
-def one_source_of_eval_data(values: Values) -> Iterator[Fault]:
-    for key in ("data.eval_path", "data.eval_split"):
-        if values["data.eval_fraction"] and values[key] and not values["data.streaming"]:
-            yield _fault(values, "data.eval_fraction", f"cannot go with {key}; {KEEP_ONE}")
-            return
-
-
-def pydoc_completions(values: Values) -> Iterator[Fault]:
-    text = values["data.path"] == "pydoc" and values["data.name"] in (None, "text")
-    for key in ("data.completion_only_loss", "data.assistant_only_loss"):
-        if text and values[key]:
-            yield _fault(values, key, "pydoc text has no answers; write data.name = pairs, or leave it out")
-
-
-def best_model(values: Values) -> Iterator[Fault]:
-    evaluate, save = values["training.eval_strategy"], values["training.save_strategy"]
-    if not values["training.load_best_model_at_end"] or save == "best":
-        return
-    if "no" in (evaluate, save) or evaluate != save:
-        what = f"training.eval_strategy ({evaluate}) and training.save_strategy ({save}) must be equal, not no"
-        yield _fault(values, "training.load_best_model_at_end", what)
-
-
-def best_model_is_saved(values: Values) -> Iterator[Fault]:
-    best, save = values["training.load_best_model_at_end"], values["training.save_strategy"]
-    if not (best and save == values["training.eval_strategy"] == "steps"):
-        return
-    evaluate = values["training.eval_steps"] or values["training.logging_steps"]
-    times = values["training.save_steps"] / evaluate
-    if abs(times - round(times)) > 1e-6 or (values["training.save_steps"] < 1) != (evaluate < 1):
-        what = f"must be a multiple of training.eval_steps ({evaluate}), for training.load_best_model_at_end"
-        yield _fault(values, "training.save_steps", what)
-
-
-def warmup_beyond_end(values: Values) -> Iterator[Fault]:
-    warmup, steps = values["training.warmup_steps"], values["training.max_steps"]
-    if warmup is not None and steps != -1 and warmup > steps:
-        yield _fault(values, "training.warmup_steps", f"must be <= training.max_steps, which is {steps}")
-
-
-def loader_without_workers(values: Values) -> Iterator[Fault]:
-    for key in ("training.dataloader_prefetch_factor", "training.dataloader_persistent_workers"):
-        if values[key] and not values["training.dataloader_num_workers"]:
-            yield _fault(values, key, "needs training.dataloader_num_workers >= 1")
-
-
-def one_name_for_recompute(values: Values) -> Iterator[Fault]:
+def _training(d: Values, t: Values) -> Found:
+    if d.eval_fraction in OFF and d.eval_path is None and d.eval_split is None:
+        for key in ("eval_strategy", "eval_on_start"):
+            if t[key] and t[key] != "no":
+                needs = "needs evaluation data; write data.eval_fraction, data.eval_split or data.eval_path"
+                yield f"training.{key}", needs
+    if t.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy") and t.eval_strategy == "no":
+        yield "training.lr_scheduler_type", f"follows the evaluation loss; {EVALUATE}"
+    if t.dataloader_persistent_workers:
+        what = "a resumed run would draw other random numbers than one that was not interrupted; leave it out"
+        yield "training.dataloader_persistent_workers", what
+    if t.dataloader_prefetch_factor and t.dataloader_num_workers in OFF:
+        yield "training.dataloader_prefetch_factor", "needs training.dataloader_num_workers >= 1"
+    if t.gradient_checkpointing_kwargs and t.gradient_checkpointing_kwargs.get("preserve_rng_state") is False:
+        what = "recomputing would draw another dropout mask; leave preserve_rng_state out"
+        yield "training.gradient_checkpointing_kwargs", what
     for suffix in ("", "_kwargs"):
-        old, new = f"training.gradient_checkpointing{suffix}", f"training.activation_checkpointing{suffix}"
-        if values[old] is not None and values[new] is not None:
-            yield _fault(values, new, f"is the newer name of {old}; {KEEP_ONE}")
+        old, new = t[f"gradient_checkpointing{suffix}"], t[f"activation_checkpointing{suffix}"]
+        if None not in (old, new) and WRONG not in (old, new):
+            what = f"is the newer name of training.gradient_checkpointing{suffix}; {KEEP_ONE}"
+            yield f"training.activation_checkpointing{suffix}", what
+    if t.warmup_steps and t.max_steps != -1 and t.warmup_steps > t.max_steps:
+        yield "training.warmup_steps", f"must be <= training.max_steps, which is {t.max_steps}"
+    if t.save_strategy == "best" and t.eval_strategy == "no":
+        yield "training.save_strategy", f"needs evaluations; {EVALUATE}"
+    if t.save_strategy == "best" and t.metric_for_best_model is None:
+        yield "training.save_strategy", "needs training.metric_for_best_model, as in loss"
+    if t.load_best_model_at_end and t.save_strategy != "best":
+        yield from _best_model(t)
 
 
-def excluded_by_a_strategy(values: Values) -> Iterator[Fault]:
+def _best_model(t: Values) -> Found:
+    evaluate, save = t.eval_strategy, t.save_strategy
+    if evaluate != save or save == "no":
+        what = f"training.eval_strategy ({evaluate}) and training.save_strategy ({save}) must be equal, not no"
+        yield "training.load_best_model_at_end", what
+    every = t.logging_steps if t.eval_steps is None else t.eval_steps
+    if evaluate == save == "steps" and every and t.save_steps:
+        times = t.save_steps / every
+        if abs(times - round(times)) > 1e-6 or (t.save_steps < 1) != (every < 1):
+            what = f"must be a multiple of training.eval_steps ({every}), for training.load_best_model_at_end"
+            yield "training.save_steps", what
+
+
+def _strategies(sections: Mapping[str, Values]) -> Found:
+    m, t = sections["model"], sections["training"]
+    half = m.dtype != "float32" and t.bf16 in OFF and t.fp16 in OFF
     for name in available():
-        if name in values["strategies"]:
+        if name in sections["strategies"]:
             for said, why in find(name).excludes.items():
                 key, _, value = said.partition(" = ")
-                if values.get(key) and value in ("", values[key]):
-                    yield _fault(values, key, f"{why}; {KEEP_ONE}")
-
-
-def half_weights_without_half_compute(values: Values) -> Iterator[Fault]:
-    """A plan of single parameters in the dtype of compute takes that from ``training``: they must be loaded so, too."""
-    if values["model.dtype"] == "float32" or values["training.bf16"] or values["training.fp16"]:
-        return
-    for name in available():
-        if name in values["strategies"] and find(name).requires >= PLANNED:
-            what = f"strategies.{name} computes in float32 without training.bf16; write training.bf16: true, or float32"
-            yield _fault(values, "model.dtype", what)
-
-
-FUNCTIONS: tuple[Callable[[Values], Iterator[Fault]], ...] = (
-    model_type,
-    vocabulary,
-    one_source_of_eval_data,
-    pydoc_completions,
-    best_model,
-    best_model_is_saved,
-    warmup_beyond_end,
-    loader_without_workers,
-    one_name_for_recompute,
-    excluded_by_a_strategy,
-    half_weights_without_half_compute,
-)
+                section, _, field = key.partition(".")
+                if (given := sections[section][field]) and value in ("", given):
+                    yield key, f"{why}; {KEEP_ONE}"
+            if half and find(name).requires >= PLANNED:
+                what = f"strategies.{name} computes in float32 without training.bf16"
+                yield "model.dtype", f"{what}; write training.bf16: true, or float32"

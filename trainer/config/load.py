@@ -1,23 +1,16 @@
 """Load a config file and overrides into a ``RunConfig``, or raise one error that lists everything wrong.
 
-Problem. A typo that is ignored costs a night of training, and errors that are shown one per attempt cost an hour.
-
 There are three layers, each a nested mapping with the location of every key: the base named by ``extends:``, the file,
-and the overrides. Later layers win key by key; null removes what an earlier layer set, so that a section or strategy of
-the base can be dropped. The merged mapping is validated section by section, then combinations of the keys that are
-valid are checked. All problems are raised together as one ``ConfigError``, one line each. Nothing heavy is imported, so
-that this takes a fraction of a second and a bad config fails before torch is loaded.
+and the overrides. Later layers win key by key; null removes what an earlier layer set. A base extends nothing, so that
+at most two files have to be read to find a value. Nothing heavy is imported, so that a bad config fails in a fraction
+of a second, before torch is loaded.
 
     configs/x.yaml:12: training.learning_rte = 0.01: unknown key; did you mean 'learning_rate'?
-
-Refused: a base that extends another one (so that at most two files have to be read to find a value), an override that
-adds an unknown key, and a strategy whose options are null, which could mean on or off.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +18,9 @@ from pydantic import Field, create_model
 from pydantic.json_schema import GenerateJsonSchema
 
 from strategies.core.registry import available, find
-from trainer.config.arguments import REFUSED
-from trainer.config.conflicts import conflicts
-from trainer.config.hints import foreign, unknown_key
-from trainer.config.sections import SECTIONS, RunConfig, flat
-from trainer.config.wording import MISSING, Fault, Unknown, faults
+from trainer.config.check import check
+from trainer.config.sections import SECTIONS, RunConfig
+from trainer.config.wording import MISSING, Fault
 from trainer.config.yaml_file import (
     COMMAND_LINE,
     ConfigProblem,
@@ -45,10 +36,9 @@ from trainer.config.yaml_file import (
     read,
     shown,
 )
-from trainer.errors import ConfigError, nearest, nearest_file
+from trainer.errors import ConfigError, nearest_file
 
 EXTENDS = "Path of one other config, relative to this file, whose keys apply where this file sets none."
-TOP = ("extends", *RunConfig.model_fields)
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -63,11 +53,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def load_tree(tree: dict[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
-    """The config of a ``tree`` that is in no file, changed by ``overrides``.
-
-    Raises:
-        ConfigError: with one line per problem.
-    """
+    """The config of a ``tree`` that is in no file, changed by ``overrides``; raises ConfigError as ``load`` does."""
     return _loaded(COMMAND_LINE, Document(), Document(COMMAND_LINE, tree=tree), overrides)
 
 
@@ -89,31 +75,13 @@ def _loaded(path: str, base: Document, file: Document, overrides: Sequence[str])
         order = {path: 0, COMMAND_LINE: 2}  # the base comes between
         problems.sort(key=lambda problem: (order.get(problem.location.file, 1), problem.location.line))
         raise ConfigError(map(str, problems))
-    config = build(tree)
-    config.note_locations({(): Location(path), **locations})
-    return config
+    return build(tree).note_locations({(): Location(path), **locations})
 
 
 def build(tree: dict[str, Any]) -> RunConfig:
     """The config of a tree in which ``check`` finds nothing."""
     strategies = {name: find(name).model_validate(options) for name, options in (tree.get("strategies") or {}).items()}
     return RunConfig.model_validate({**{name: tree.get(name, {}) for name in SECTIONS}, "strategies": strategies})
-
-
-def check(tree: dict[str, Any], whole: bool = True) -> list[Fault]:
-    """Everything wrong with a merged tree. If a file could not be read ``whole``, missing keys are not reported."""
-    unknown = [name for name in tree if name not in RunConfig.model_fields]
-    found = [fault for name in unknown for fault in _unknown((name,), tree[name], TOP)]
-    # A misspelt section is one mistake: do not also report that the keys of the right name are missing.
-    missing = [name for name in SECTIONS if name not in tree]
-    absent = {near for name in unknown for near in difflib.get_close_matches(name, missing, n=1)}
-    for name, model in SECTIONS.items():
-        if name not in absent:
-            found += _explained(faults(model, tree.get(name, {}), (name,)))
-    found += _strategies(tree.get("strategies"))
-    if not whole:
-        return [fault for fault in found if fault.value is not MISSING]
-    return found + conflicts(flat(tree, frozenset([*(fault.key for fault in found), *((name,) for name in absent)])))
 
 
 class _Partial(GenerateJsonSchema):
@@ -175,7 +143,6 @@ def _base(path: Path, file: Document) -> Document:
 def _overrides(arguments: Sequence[str]) -> Document:
     """Arguments such as ``a.b=value`` as one layer; the last one for a key wins."""
     layer = Document(COMMAND_LINE)
-    location = Location(COMMAND_LINE)
     for argument in arguments:
         name, equals, text = argument.partition("=")
         key = tuple(name.split("."))
@@ -191,9 +158,7 @@ def _overrides(arguments: Sequence[str]) -> Document:
             continue
         value, written = parse(text, COMMAND_LINE, key)
         layer.problems += written.problems
-        layer.locations |= (
-            written.locations | {key[:depth]: location for depth in range(2, len(key) + 1)} | {key: location}
-        )
+        layer.locations |= written.locations | {key[:depth]: Location(COMMAND_LINE) for depth in range(1, len(key) + 1)}
         if not written.problems:
             _set(layer.tree, key, value)
     return layer
@@ -220,60 +185,18 @@ def _locations(layers: Sequence[Document]) -> dict[Key, Location]:
 
     A section of a file stays where it is when the command line changes keys in it.
     """
-    command = layers[-1]
-    locations = {key[:1]: location for key, location in command.locations.items()}  # if the files lack the section
+    locations: dict[Key, Location] = {}
     values: set[Key] = set()
     for layer in layers:
         own = {key for key, value in leaves((), layer.tree) if value != {}}
         values |= own
-        below = {key for key in locations if any(key[:depth] in own for depth in range(1, len(key)))}
-        locations = {key: location for key, location in locations.items() if key not in below}
-        new = layer.locations.items()
-        locations |= {k: at for k, at in new if layer is not command or k in values or k not in locations}
+        kept = {at: of for at, of in locations.items() if not any(at[:depth] in own for depth in range(1, len(at)))}
+        if layer is layers[-1]:
+            kept = layer.locations | kept
+            locations = kept | {key: of for key, of in layer.locations.items() if key in values}
+        else:
+            locations = kept | layer.locations
     return locations
-
-
-def _strategies(section: object) -> Iterator[Fault]:
-    if section is None:
-        return
-    if not isinstance(section, dict):
-        yield Fault(("strategies",), section, "must be a section: indented 'name: {options}' lines")
-        return
-    for name, options in section.items():
-        key = ("strategies", name)
-        if name not in available():
-            yield Fault(key, options, _not_a_strategy(key))
-        elif options is None:
-            yield Fault(key, None, "on or off? write {} to switch it on as it is, or remove the line")
-        else:
-            yield from _explained(faults(find(name), options, key))
-
-
-def _not_a_strategy(key: Key) -> str:
-    hint = foreign(key)
-    more = nearest(key[1], available()) or (f"; {hint}" if hint else "")
-    return f"not a strategy; available: {', '.join(available())}{more}"
-
-
-def _explained(found: Iterable[Fault]) -> Iterator[Fault]:
-    """The same faults, with a hint for each unknown key."""
-    for fault in found:
-        if not isinstance(fault.what, Unknown):
-            yield fault
-        elif fault.key[0] == "training" and fault.key[1] in REFUSED:
-            yield fault._replace(what=f"not settable: {REFUSED[fault.key[1]]}")
-        else:
-            yield from _unknown(fault.key, fault.value, fault.what)
-
-
-def _unknown(key: Key, value: object, siblings: Sequence[str]) -> Iterator[Fault]:
-    """One fault for an unknown key, or one per key inside it if it is a section of another framework."""
-    inner = list(leaves(key, value))
-    if any(foreign(leaf) for leaf, _ in inner if leaf != key):
-        for leaf, leaf_value in inner:
-            yield Fault(leaf, leaf_value, unknown_key(leaf, siblings))
-    else:
-        yield Fault(key, value, unknown_key(key, siblings))
 
 
 def _problem(fault: Fault, locations: dict[Key, Location], file: str) -> ConfigProblem:
@@ -281,4 +204,4 @@ def _problem(fault: Fault, locations: dict[Key, Location], file: str) -> ConfigP
     location = location_of(fault.key, locations) or Location(file, 1)
     if fault.value is MISSING:
         return ConfigProblem(location, f"{dotted(fault.key)}: {fault.what}")
-    return ConfigProblem(location, error_line(fault.key, fault.value, str(fault.what)))
+    return ConfigProblem(location, error_line(fault.key, fault.value, fault.what))

@@ -1,15 +1,9 @@
 """Read YAML by the 1.2 core schema, with the line of every key.
 
-Problem. PyYAML reads ``1e-4`` as text, ``no`` as false and ``010`` as eight, and silently keeps the last of two equal
-keys. Each of these can spoil a training run.
-
-By the core schema ``1e-4``, ``1E5``, ``.5`` and ``1.`` are numbers, and only true and false are booleans (``yes`` and
-``on`` stay text and then fail the type check, whose message names the key).
-
-Refused, each with its line: duplicate keys, tags (``!!python/...`` included), aliases (a value is written where it is
-used, and a small file cannot expand into a huge one), keys that are not text, integers beyond 64 bits, and more than
-one document. Problems that leave the rest of the file readable are collected, so that all are shown at once; a syntax
-error ends the reading.
+PyYAML reads ``1e-4`` as text, ``no`` as false and ``010`` as eight, and silently keeps the last of two equal keys. Each
+of these can spoil a training run. Refused, each with its line: duplicate keys, tags (``!!python/...`` included),
+aliases (a small file cannot expand into a huge one), keys that are not text, integers beyond 64 bits, and more than one
+document. All that leaves the rest of the file readable is collected; a syntax error ends the reading.
 """
 
 from __future__ import annotations
@@ -20,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -57,19 +51,17 @@ SYNTAX: tuple[tuple[str, str], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Location:
-    """Where a key was written: a file and its line, or the command line (line 0)."""
+class Location(NamedTuple):
+    """Where a key was written: a file and its line (0: the whole file), or the command line."""
 
     file: str
     line: int = 0
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}" if self.line else self.file
+        return f"{self.file}:{self.line}" if self.line and self.file != COMMAND_LINE else self.file
 
 
-@dataclass(frozen=True)
-class ConfigProblem:
+class ConfigProblem(NamedTuple):
     """A complete error line. ``key`` is set if its value could not be read at all."""
 
     location: Location
@@ -111,17 +103,10 @@ def error_line(key: Key, value: object, what: str) -> str:
     return f"{dotted(key)} = {shown(key, value)}: {what}"
 
 
-# Resolvers of plain scalars by their first character, as PyYAML takes them.
-RESOLVERS: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
-for _tag, _pattern, _first in SCHEMA:
-    for _char in _first:
-        RESOLVERS.setdefault(_char, []).append((_tag, re.compile(f"(?:{_pattern})\\Z")))
-
-
 class _Loader(yaml.SafeLoader):
     """Turns text into nodes; ``Document``, which knows the keys above a node, turns those into values."""
 
-    yaml_implicit_resolvers = RESOLVERS
+    yaml_implicit_resolvers = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -132,10 +117,6 @@ class _Loader(yaml.SafeLoader):
 class _Dumper(yaml.SafeDumper):
     """Quotes text that our loader or a YAML 1.1 reader would otherwise read as another type."""
 
-    yaml_implicit_resolvers = {
-        first: [*RESOLVERS.get(first, []), *older] for first, older in yaml.SafeDumper.yaml_implicit_resolvers.items()
-    }
-
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
@@ -145,6 +126,9 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Dumper.add_representer(str, _Dumper.represent_str)
+for _tag, _pattern, _first in SCHEMA:
+    for _each in (_Loader, _Dumper):
+        _each.add_implicit_resolver(_tag, re.compile(f"(?:{_pattern})\\Z"), _first)
 
 
 def _integer(text: str) -> int:
@@ -173,13 +157,9 @@ class Document:
     locations: dict[Key, Location] = field(default_factory=dict)
     problems: list[ConfigProblem] = field(default_factory=list)
 
-    def at(self, line: int) -> Location:
-        """A line of this file; the command line has none."""
-        return Location(self.file, 0 if self.file == COMMAND_LINE else line)
-
     def report(self, line: int, text: str, key: Key = ()) -> None:
         """Add a problem; ``key`` is the one whose value could not be read."""
-        self.problems.append(ConfigProblem(self.at(line), text, key))
+        self.problems.append(ConfigProblem(Location(self.file, line), text, key))
 
     def value_of(self, node: yaml.Node, key: Key) -> Any:
         """The value of a node; the locations of keys in it and the problems are added to those of the document."""
@@ -206,11 +186,10 @@ class Document:
             if name_node.tag != "tag:yaml.org,2002:str" or re.search("[\ud800-\udfff]", name):
                 self._refuse(name_node, key, name, "a key must be text; put it in quotes")
                 continue
-            first = self.locations.setdefault(inner, self.at(line))
+            first = self.locations.setdefault(inner, Location(self.file, line))
             value = self.value_of(value_node, inner)
             if name in tree:
-                words = f"duplicate key, first on line {first.line}; keep one"
-                self.report(line, error_line(inner, value, words))
+                self.report(line, error_line(inner, value, f"duplicate key, first on line {first.line}; keep one"))
             else:
                 tree[name] = value
         return tree
@@ -256,11 +235,11 @@ def read(path: Path) -> Document:
         document.report(raw.count(b"\n", 0, error.start) + 1, "not UTF-8; save the file as UTF-8")
         return document
     value, document = parse(text, str(path))
-    if document.problems or isinstance(value, dict):
-        document.tree = value if isinstance(value, dict) else {}
-        return document
-    what = "the file is empty" if value is None else f"{shown((), value)} stands alone"
-    document.report(1, f"{what}; a config has the sections model, data, training, strategies")
+    if isinstance(value, dict):
+        document.tree = value
+    elif not document.problems:
+        what = "the file is empty" if value is None else f"{shown((), value)} stands alone"
+        document.report(1, f"{what}; a config has the sections model, data, training, strategies")
     return document
 
 

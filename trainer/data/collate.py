@@ -2,15 +2,9 @@
 
 Unpacked batches have an ``attention_mask`` and are padded on the right. Packed batches have ``position_ids`` and *no*
 ``attention_mask``: Transformers then builds the block-diagonal causal mask from the positions that restart
-(masking_utils.py; eager, sdpa and flex, any batch size). Two conditions: ``use_cache`` is off, since a cache switches
-that detection off (TrainingArguments does so), and for flash attention the batch is a single row
-(modeling_flash_attention_utils.py), so ``flatten`` concatenates the rows.
-
-The padding of a packed row is a document of its own: positions restart, labels are masked, and no other document
-attends to it.
-
-[Rounding] Packed equals unpacked up to rounding, not bitwise. Masked scores are exact zeros, but the kernels multiply
-and sum rows of another length in another order.
+(masking_utils.py). Two conditions: ``use_cache`` is off, since a cache switches that off (TrainingArguments does so),
+and for flash attention the batch is a single row, so ``flatten`` concatenates the rows. The padding of a packed row is
+a document of its own. Packed equals unpacked up to rounding: kernels sum rows of another length in another order.
 """
 
 import copy

@@ -1,8 +1,6 @@
 """Tokenise rows: input ids, and labels that say which tokens are trained on.
 
-Five formats, recognised by their columns: ``text``; ``prompt`` + ``completion``; ``messages``; ``instruction``
-[+ ``input``] + ``output``; ``input_ids`` [+ ``labels``]. ``data.columns`` maps these names to the columns of the data.
-Data that fits two formats is refused.
+The format is recognised by the columns; ``data.columns`` maps our names to those of the data.
 
 A row of strings is a list of segments, trained on or not, and each segment is tokenised *alone*. So no token straddles
 the boundary between prompt and completion, the mask is exact, and a prompt has the tokens that it has in generation.
@@ -10,11 +8,8 @@ the boundary between prompt and completion, the mask is exact, and a prompt has 
 also cut into segments, at line ends, to bound the memory of the tokenizer, which needs a hundred bytes per token.
 
 A label is the token itself, or -100 if it is not trained on; the model shifts labels. The first label is always -100,
-as in a packed row, so that both count the same number of trained tokens. ``eos`` follows text and completions and is
-trained on, or generation would not stop; a chat template writes its own. The row begins with a bos token if the
-tokenizer adds one itself.
-
-A bad row gives a line of text instead of an exception, so that several can be reported, from any process.
+as in a packed row. ``eos`` follows text and completions and is trained on, or generation would not stop; a chat
+template writes its own. A bad row gives a line of text instead of an exception, so that several can be reported.
 """
 
 from __future__ import annotations
@@ -115,10 +110,7 @@ def detect(options: DataSection, source: Source) -> tuple[Format, dict[str, str]
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns rows of one source into Documents. It can be pickled for worker processes.
-
-    ``template`` is the chat template, or None; ``template_name`` says where it comes from.
-    """
+    """Turns rows of one source into Documents; it can be pickled for worker processes."""
 
     options: DataSection
     format: Format
@@ -126,8 +118,8 @@ class Encoder:
     tokenizer: PreTrainedTokenizerBase = field(repr=False)
     vocab_size: int
     completion_only: bool
-    template: str | None
-    template_name: str
+    template: str | None  # of a chat
+    template_name: str  # where it comes from
 
     def encode(self, rows: Sequence[Row]) -> list[Encoded]:
         """One result per row. The strings of all rows are tokenised in one call, which uses all cores."""
@@ -203,8 +195,7 @@ class Encoder:
     def _finish(self, document: Document) -> Document | str:
         """Truncate; refuse a row without trained tokens, or with a token that the model has no embedding for."""
         ids, labels, limit = document.ids, [MASKED, *document.labels[1:]], self.options.max_length
-        if max(ids, default=0) >= self.vocab_size:
-            worst = max(ids)
+        if (worst := max(ids, default=0)) >= self.vocab_size:
             line = f"token id {worst} is beyond the model's vocabulary of {self.vocab_size}"
             return f"{line}; the data or the tokenizer belongs to another model"
         first = next((index for index, label in enumerate(labels) if label != MASKED), None)
@@ -278,14 +269,10 @@ def _ids_fault(row: Mapping[str, list[Any]]) -> str | None:
 
 
 def make_encoder(options: DataSection, source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Encoder:
-    """The encoder for a source.
-
-    Raises:
-        DataError: options do not fit the format, or there is no usable chat template.
-    """
+    """The encoder for a source; raises DataError if options do not fit the format or a chat template is missing."""
     format, columns = detect(options, source)
-    prompted = format.name in ("prompt/completion", "instruction")
     name = format.name
+    prompted = name in ("prompt/completion", "instruction")
     if options.completion_only_loss and not prompted:
         need = "prompt/completion or instruction data"
         raise DataError(f"data.completion_only_loss: true needs {need}; {source.name} is {name} data")
@@ -298,16 +285,8 @@ def make_encoder(options: DataSection, source: Source, tokenizer: PreTrainedToke
             marks = "{% generation %} ... {% endgeneration %}"
             cure = f"put {marks} around them in a copy and name it in data.chat_template_path"
             raise DataError(f"data.assistant_only_loss: {template_name} does not mark the assistant's turns; {cure}")
-    return Encoder(
-        options=options,
-        format=format,
-        columns=columns,
-        tokenizer=tokenizer,
-        vocab_size=vocab_size,
-        completion_only=prompted and options.completion_only_loss is not False,
-        template=template,
-        template_name=template_name,
-    )
+    masks = prompted and options.completion_only_loss is not False
+    return Encoder(options, format, columns, tokenizer, vocab_size, masks, template, template_name)
 
 
 def _template(options: DataSection, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
@@ -320,7 +299,5 @@ def _template(options: DataSection, tokenizer: PreTrainedTokenizerBase) -> tuple
     try:
         return str(tokenizer.get_chat_template()), "the tokenizer's chat template"
     except ValueError:
-        cure = "name a .jinja file in data.chat_template_path"
-        raise DataError(
-            f"data.chat_template_path: messages need a chat template and the tokenizer has none; {cure}"
-        ) from None
+        what = "messages need a chat template and the tokenizer has none; name a .jinja file in data.chat_template_path"
+        raise DataError(f"data.chat_template_path: {what}") from None

@@ -1,14 +1,11 @@
 """Pack documents into rows of at most ``max_length`` tokens. Pure functions on integers.
 
-A *span* is a piece of one document. Long text becomes several spans; a packed row is several spans in sequence.
-
-Invariant. A row has every token of its spans once, and at most ``max_length`` tokens. ``position_ids`` start at 0 with
-each span, which tells attention where documents end. The first token of a span is not a target, since nothing before it
+A *span* is a piece of one document. A row has every token of its spans once. ``position_ids`` start at 0 with each
+span, which tells attention where documents end; the first token of a span is not a target, since nothing before it
 predicts it. So a packed row trains on the same tokens in the same contexts as the unpacked spans.
 
 Spans are packed by best-fit decreasing: longest first, each into the fullest row that it fits into. That needs at most
-11/9 of the fewest possible rows (plus one); on text, where short pieces fill the gaps, it wastes well under one per
-cent. Ties are broken by index, so the same lengths always give the same rows.
+11/9 of the fewest possible rows (plus one), and on text wastes well under one per cent.
 """
 
 import bisect
@@ -38,10 +35,7 @@ def whole(lengths: Sequence[int]) -> list[Span]:
 
 
 def chunk(spans: Sequence[Span], max_length: int) -> list[Span]:
-    """Cut spans so that none is longer than ``max_length`` (at least 3) and none has a single token.
-
-    A single token has no target to train on, so the piece before it is cut one token shorter.
-    """
+    """Cut spans so that none is longer than ``max_length`` (at least 3) or has a single token, hence no target."""
     assert max_length >= 3, "two pieces of at least two tokens must fit into max_length + 1"
     pieces = []
     for document, start, stop in spans:
@@ -54,10 +48,7 @@ def chunk(spans: Sequence[Span], max_length: int) -> list[Span]:
 
 
 def split(spans: Sequence[Span], fraction: float, seed: int) -> tuple[list[Span], list[Span]]:
-    """Documents for training and for evaluation, each in order; the choice depends on ``seed`` only.
-
-    Of a single document the last ``fraction`` is held out.
-    """
+    """Documents for training and for evaluation, each in order; of a single one the last ``fraction`` is held out."""
     if len(spans) == 1:
         document, start, stop = spans[0]
         cut = stop - min(max(2, round((stop - start) * fraction)), (stop - start) // 2)
@@ -71,10 +62,9 @@ def split(spans: Sequence[Span], fraction: float, seed: int) -> tuple[list[Span]
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Best-fit decreasing: rows of indices into ``lengths``, each summing to at most ``capacity``.
+    """Best-fit decreasing: rows of indices into ``lengths``, each summing to at most ``capacity``; ties by index.
 
-    Rows are ordered by their first index and indices ascend, so neighbours stay near each other. Time is n log n: rows
-    with equal room are kept in one stack, and the distinct rooms sorted.
+    Rows are ordered by their first index and indices ascend, so neighbours stay near each other. Time is n log n.
     """
     rooms: list[int] = []  # the distinct rooms of open rows, ascending
     rows_by_room: dict[int, list[list[int]]] = {}
@@ -105,11 +95,7 @@ def rows(
     max_length: int,
     packing: bool,
 ) -> Iterator[dict[str, Tokens]]:
-    """The rows of a data set, packed (then with ``position_ids``) or one span each.
-
-    Args:
-        read: gives the (ids, labels) of a document.
-    """
+    """The rows of a data set, packed (then with ``position_ids``) or one span each; ``read`` gives ids and labels."""
     lengths = [span.stop - span.start for span in spans]
     groups = pack(lengths, max_length) if packing else [[index] for index in range(len(spans))]
     for group in groups:

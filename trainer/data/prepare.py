@@ -2,10 +2,9 @@
 
 ``prepare`` writes the rows as Arrow into ``folder/<fingerprint>/`` and maps them into memory, so a second run, a
 resumed run and every other rank open the same bytes, and the host holds no copy. The fingerprint is a sha256 over what
-decides the rows (options, tokenizer, contents of the files, seed), not over paths, times or versions of libraries.
-
-The folder has a manifest with the hash of every file (``strategies/core/sealed.py``). It is compared before rows are
-opened, and data that is damaged is made anew, with one line that says so.
+decides the rows (options, tokenizer, contents of the files, seed), not over paths, times or versions of libraries;
+streamed files count by size and time. The folder has a manifest with the hash of every file
+(``strategies/core/sealed.py``); data that is damaged is made anew, with one line that says so.
 
 Every row becomes a tokenised document in a temporary Arrow file. Documents are split into training and evaluation
 *before* they are cut or packed, so that no document is on both sides. Streaming does the same document by document:
@@ -15,15 +14,14 @@ nothing is saved except evaluation data, packing sees a window of documents, and
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -57,10 +55,7 @@ _NOT_CONTENT = {"path", "eval_path", "num_proc", "chat_template_path"}
 
 @dataclass(frozen=True)
 class Prepared:
-    """Rows ready for the Collator; ``format`` is the name of the training data's.
-
-    ``sources`` and ``tokenizer`` are hashes of the contents that the rows were made of.
-    """
+    """Rows ready for the Collator. ``sources`` and ``tokenizer`` are hashes of the contents that they were made of."""
 
     train: Dataset | IterableDataset
     eval: Dataset | None
@@ -68,12 +63,6 @@ class Prepared:
     format: str
     sources: str = ""
     tokenizer: str = ""
-
-
-class _Counts(NamedTuple):
-    rows: int
-    tokens: int
-    trained: int
 
 
 def prepare(
@@ -92,7 +81,6 @@ def prepare(
     Args:
         vocab_size: of the model; a larger token id is an error.
         seed: of the split into training and evaluation documents.
-        say: gets lines about progress.
         opened: called with the hashes of sources and tokenizer and the fingerprint before any row is made; may refuse.
         compares: compare saved data with its manifest; the first rank of a machine does so for the others.
 
@@ -105,29 +93,24 @@ def prepare(
     marks = [source.identity(exact=not section.streaming) for source in ([train, held_out] if held_out else [train])]
     key, made_of = fingerprint(encoder, seed, marks), (digest_of(marks[0]), digest_of(_tokenizer_content(tokenizer)))
     opened(*made_of, key)
-    if (folder / key).is_dir() and (not compares or _is_whole(folder / key, say)):
+    home = folder / key
+    if home.is_dir() and (not compares or _is_whole(home, say)):
         say(f"data: {train.name} is prepared already ({key})")
     elif held_out or not section.streaming:
-        with added_folder(folder / key) as draft:
-            num_held = 0
+        with added_folder(home) as draft:
             if held_out and eval_encoder:
                 documents = _Documents(held_out, eval_encoder, draft, say)
-                num_held = documents.write("eval", documents.spans).rows
+                documents.write("eval", documents.spans)
             if not section.streaming:
-                _Documents(train, encoder, draft, say).write_train(seed, num_held)
+                _Documents(train, encoder, draft, say).write_train(seed, splits=not held_out)
             seal(draft, KIND, {"fingerprint": key})
-    if not section.streaming:
-        return replace(open_prepared(folder, key), sources=made_of[0], tokenizer=made_of[1])
-    evaluation = _open(folder / key / "eval.arrow") if held_out else None
-    return Prepared(_stream(train, encoder), evaluation, key, encoder.format.name, *made_of)
+    rows = _stream(train, encoder) if section.streaming else _open(home / "train.arrow")
+    evaluation = _open(home / "eval.arrow") if (home / "eval.arrow").exists() else None
+    return Prepared(rows, evaluation, key, encoder.format.name, *made_of)
 
 
 def _is_whole(home: Path, say: Say) -> bool:
-    """Whether the prepared data in ``home`` is what was written. Data that is not is deleted, and made anew.
-
-    Raises:
-        DataError: it cannot be deleted.
-    """
+    """Whether the prepared data in ``home`` is what was written. Data that is not is deleted, and made anew."""
     try:
         lines = damage(home, read_manifest(home, KIND))
     except Damaged as error:
@@ -141,36 +124,18 @@ def _is_whole(home: Path, say: Say) -> bool:
     return not lines
 
 
-def open_prepared(folder: Path, key: str) -> Prepared:
-    """The rows that ``prepare`` saved under this fingerprint (not streamed).
-
-    Raises:
-        DataError: a file is missing or damaged.
-    """
-    home = folder / key
-    try:
-        facts = json.loads((home / "facts.json").read_text())
-        train = _open(home / "train.arrow")
-        evaluation = _open(home / "eval.arrow") if facts["eval_rows"] else None
-    except (OSError, ValueError, KeyError):
-        raise DataError(f"{home}: the prepared data is missing or damaged; remove the folder") from None
-    if len(train) != facts["rows"] or (evaluation is not None and len(evaluation) != facts["eval_rows"]):
-        raise DataError(f"{home}: the prepared data is damaged; remove the folder")
-    return Prepared(train, evaluation, key, facts["format"])
-
-
 def open_train(section: DataSection) -> Source:
     """The source of the training rows."""
     return open_source(section.path, section.name, section.split, section.streaming)
 
 
 def _open_eval(section: DataSection) -> Source | None:
-    if section.eval_path is not None:
-        split = section.eval_split or section.split
-        return open_source(section.eval_path, None, split, streaming=False, key="data.eval_")
-    if section.eval_split is not None:
-        return open_source(section.path, section.name, section.eval_split, streaming=False, key="data.eval_")
-    return None
+    path, name, split = section.eval_path, None, section.eval_split or section.split
+    if path is None:
+        if section.eval_split is None:
+            return None
+        path, name = section.path, section.name
+    return open_source(path, name, split, streaming=False, key="data.eval_")
 
 
 def texts(section: DataSection) -> Iterator[str]:
@@ -187,11 +152,7 @@ def texts(section: DataSection) -> Iterator[str]:
 
 
 def fingerprint(encoder: Encoder, seed: int, marks: Sequence[list[str]]) -> str:
-    """16 hex digits that differ for different rows. Streamed files count by size and mtime, not by content.
-
-    Args:
-        marks: the identity of each source.
-    """
+    """16 hex digits that differ for different rows; ``marks`` are the identity of each source."""
     content = {
         "layout": _LAYOUT,
         "options": {k: v for k, v in encoder.options.model_dump(mode="json").items() if k not in _NOT_CONTENT},
@@ -213,11 +174,7 @@ def _tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
 
 
 class _Documents:
-    """Every row of one source, tokenised, in an Arrow file that is deleted and exists as long as it is mapped.
-
-    Args:
-        draft: the folder for this file and for those that ``write`` makes.
-    """
+    """Every row of one source, tokenised, in an Arrow file that is deleted and exists as long as it is mapped."""
 
     def __init__(self, source: Source, encoder: Encoder, draft: Path, say: Say) -> None:
         self._source, self._encoder, self._draft, self._say = source, encoder, draft, say
@@ -232,24 +189,21 @@ class _Documents:
     def _read(self, document: int) -> tuple[Tokens, Tokens]:
         return self._ids[document].values.to_numpy(), self._labels[document].values.to_numpy()
 
-    def write(self, side: str, spans: list[Span]) -> _Counts:
+    def write(self, side: str, spans: list[Span]) -> None:
         """Cut and pack spans into the rows of ``side``.arrow."""
-        counts = _save(self._draft / f"{side}.arrow", _rows(self._encoder, spans, self._read))
-        limit, share = self._encoder.options.max_length, f"{counts.trained:,} of {counts.tokens:,} tokens trained on"
-        self._say(f"data: {side}: {counts.rows:,} rows of up to {limit:,} tokens; {share}")
-        return counts
+        rows, tokens, trained = _save(self._draft / f"{side}.arrow", _rows(self._encoder, spans, self._read))
+        limit, share = self._encoder.options.max_length, f"{trained:,} of {tokens:,} tokens trained on"
+        self._say(f"data: {side}: {rows:,} rows of up to {limit:,} tokens; {share}")
 
-    def write_train(self, seed: int, num_held: int) -> None:
-        """Write the training rows; also evaluation rows, if ``eval_fraction`` asks for them and there are none yet."""
-        spans, format, fraction = self.spans, self._encoder.format.name, self._encoder.options.eval_fraction
-        if fraction and not num_held:
-            if len(spans) == 1 and (format != "text" or spans[0].stop < 4):
+    def write_train(self, seed: int, *, splits: bool) -> None:
+        """Write the training rows; with ``splits`` also evaluation rows, if ``eval_fraction`` asks for them."""
+        spans, fraction = self.spans, self._encoder.options.eval_fraction
+        if fraction and splits:
+            if len(spans) == 1 and (self._encoder.format.name != "text" or spans[0].stop < 4):
                 raise DataError(f"data.eval_fraction: {self._source.name} has one row; use data.eval_path")
             spans, held = packing.split(spans, fraction, seed)
-            num_held = self.write("eval", held).rows
-        counts = self.write("train", spans)
-        facts = {"format": format, "eval_rows": num_held, **counts._asdict()}
-        (self._draft / "facts.json").write_text(json.dumps(facts))
+            self.write("eval", held)
+        self.write("train", spans)
 
 
 def _rows(
@@ -264,8 +218,8 @@ def _rows(
 _TOKENS = pa.list_(pa.int32())
 
 
-def _save(path: Path, rows: Iterable[dict[str, Any]]) -> _Counts:
-    """Write rows of token lists as an Arrow stream, batch by batch."""
+def _save(path: Path, rows: Iterable[dict[str, Any]]) -> tuple[int, int, int]:
+    """Write rows of token lists as an Arrow stream, batch by batch; how many rows, tokens, and tokens trained on."""
     num_rows = tokens = trained = 0
     writer: pa.RecordBatchStreamWriter | None = None
     for batch in _batched(rows, _BATCH):
@@ -278,14 +232,11 @@ def _save(path: Path, rows: Iterable[dict[str, Any]]) -> _Counts:
         trained += int((labels != MASKED).sum())
     assert writer is not None, "a source without rows is refused before this"
     writer.close()
-    return _Counts(num_rows, tokens, trained)
+    return num_rows, tokens, trained
 
 
 def _open(path: Path) -> Dataset:
     return Dataset.from_file(str(path))
-
-
-# Tokenising: rows to Encoded, here or in worker processes, and Encoded to Documents or an error.
 
 
 def _encode(encoder: Encoder, source: Source, num_proc: int | None) -> Iterator[Encoded]:

@@ -1,8 +1,7 @@
 """Print one row as the model will see it: trained and masked tokens, and where documents begin.
 
-Errors in data are silent otherwise: a template that doubles newlines, a mask that is off by one, a prompt that is
-trained on. Tokens are separated by ``|``; characters of several tokens stay together; newlines are shown as ``\\n`` and
-break the line. Long stretches are cut in the middle, since masks begin at the ends.
+Errors in data are silent otherwise: a template that doubles newlines, a mask that is off by one. Tokens are separated
+by ``|``; newlines are shown as ``\\n`` and break the line; long stretches are cut in the middle.
 """
 
 from collections.abc import Sequence
@@ -19,11 +18,7 @@ _GREEN, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 
 
 def render(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, index: int = 0, colour: bool = False) -> str:
-    """Row ``index`` of the training data as text: a heading, its tokens document by document, a legend.
-
-    Args:
-        colour: use ANSI colours; otherwise masked stretches are shown as ``[masked: ...]``.
-    """
+    """Row ``index`` of the training data as text, with ANSI colours or with masked stretches in brackets."""
     row: dict[str, Any] = next(islice(iter(prepared.train), index, None), {})
     ids, labels = row.get("input_ids", []), row.get("labels", [])
     positions = row.get("position_ids") or list(range(len(ids)))

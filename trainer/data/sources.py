@@ -1,14 +1,11 @@
 """Rows of data from files, folders, Python's documentation (``pydoc``) or the hub, each with its place: ``a.jsonl:7``.
 
 Local files are read here row by row and not by a table builder of ``datasets``, which infers one schema for all files,
-reads all columns, and reports a broken row by its block. Reading is ten to a hundred times faster than tokenising, so
-this costs no time, needs little memory, and works for streaming, too. Hub data is read by ``datasets``.
-
-The number in a place is the line in .jsonl and .txt files, and the row counted from 1 in .json, .csv (without the
-header) and .parquet files. A .txt file is one document; blank lines in it separate paragraphs. A folder consists of all
-its data files in name order, or of the files of one split if their names begin with train, test or validation. A row
-that cannot be read is a value (``problem``), so that several can be reported at once; a file that cannot be read is a
-DataError.
+and reports a broken row by its block; reading is ten to a hundred times faster than tokenising. The number in a place
+is the line in .jsonl and .txt files, and the row counted from 1 in .json, .csv (without the header) and .parquet files.
+A .txt file is one document. A folder consists of all its data files in name order, or of the files of one split if
+their names begin with train, test or validation. A row that cannot be read is a value (``problem``), so that several
+can be reported at once; a file that cannot be read is a DataError.
 """
 
 import csv
@@ -17,10 +14,11 @@ import json
 import keyword
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -48,20 +46,6 @@ class Table(NamedTuple):
     columns: tuple[str, ...]
 
 
-class Source(Protocol):
-    """Rows that can be read repeatedly, always in the same order."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def tables(self) -> tuple[Table, ...]: ...
-    def rows(self, wanted: Collection[str]) -> Iterator[Row]:
-        """Rows with at least the columns in ``wanted``, where they have them."""
-
-    def identity(self, exact: bool) -> list[str]:
-        """Lines that identify the content, whatever its path: by sha256 if ``exact``, else by size and mtime."""
-
-
 # Readers: each yields (number, row), where a row is a mapping or a sentence about what is wrong with it.
 
 Numbered = Iterator[tuple[int, Mapping[str, Any] | str]]
@@ -81,10 +65,10 @@ def _read_txt(path: Path, wanted: Collection[str]) -> Numbered:
         yield 1, {"text": text}
 
 
-def _broken(error: json.JSONDecodeError | RecursionError) -> str:
-    if isinstance(error, RecursionError):
-        return "broken JSON: nested too deeply"
-    return f"broken JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
+def _broken(error: ValueError | RecursionError) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"broken JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
+    return f"broken JSON: {'nested too deeply' if isinstance(error, RecursionError) else 'a number of too many digits'}"
 
 
 def _object(value: object) -> Mapping[str, Any] | str:
@@ -100,7 +84,7 @@ def _read_jsonl(path: Path, wanted: Collection[str]) -> Numbered:
                     yield number, _object(json.loads(text))
             except UnicodeDecodeError as error:
                 yield number, f"byte 0x{raw[error.start]:02x} is not valid UTF-8"
-            except (json.JSONDecodeError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:
                 yield number, _broken(error)
 
 
@@ -112,7 +96,7 @@ def _read_json(path: Path, wanted: Collection[str]) -> Numbered:
         return
     try:
         rows = json.loads(_utf8(path.read_bytes(), str(path)))
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}:{getattr(error, 'lineno', 1)}: {_broken(error)}") from None
     yield from enumerate(map(_object, rows), start=1)
 
@@ -196,18 +180,18 @@ class Files:
 
     root: Path
     paths: tuple[Path, ...]
-    tables: tuple[Table, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        tables = tuple(Table(str(path), _columns(path)) for path in self.paths)
-        for table in tables:
-            if not table.columns:
-                raise DataError(f"{table.name}: the file is empty; it has no rows")
-        object.__setattr__(self, "tables", tables)
 
     @property
     def name(self) -> str:
         return str(self.root)
+
+    @cached_property
+    def tables(self) -> tuple[Table, ...]:
+        """Reads the head of every file; raises DataError if one is empty or cannot be read."""
+        tables = tuple(Table(str(path), _columns(path)) for path in self.paths)
+        if empty := next((table.name for table in tables if not table.columns), None):
+            raise DataError(f"{empty}: the file is empty; it has no rows")
+        return tables
 
     def rows(self, wanted: Collection[str]) -> Iterator[Row]:
         for path in self.paths:
@@ -276,11 +260,15 @@ class Arrow:
         return list(self.marks)
 
 
+# Rows that can be read repeatedly, always in the same order. ``rows`` have at least the columns that are wanted, where
+# they have them; ``identity`` is the content, whatever its path: by sha256 if it is to be exact, else by size and time.
+Source = Files | Pydoc | Arrow
+
+
 def open_source(path: str, name: str | None, split: str, streaming: bool, key: str = "data.") -> Source:
-    """The source that ``path`` names; reads only headers.
+    """The source that ``path`` names: a file, a folder, ``pydoc``, or a hub name ``owner/name``.
 
     Args:
-        path: a file, a folder, ``pydoc``, or a hub name ``owner/name``.
         name: the hub subset, or ``text`` or ``pairs`` for pydoc.
         key: prefix of the config keys of this source, for messages.
 

@@ -1,13 +1,9 @@
 """The tokenizer: loaded, or trained on the run's own texts.
 
-A trained one is byte-level BPE: the bytes are tokens, so every text can be encoded. Training is deterministic (counts,
-ties by token order). The result is saved in the run's folder and opened from there, so a resumed run and every other
-rank read the same file; one that is damaged (``strategies/core/sealed.py``) is trained again. It has three special
-tokens, ``<|pad|>``, ``<|eos|>`` and ``<|im_start|>``. Its chat template ends every turn with eos, so that generation
-stops there, and marks the assistant's turns with ``{% generation %}``, so that ``data.assistant_only_loss`` works.
-
-A tokenizer without a pad token gets eos as its pad token. That would mask eos if labels were made from ids
-(``labels[ids == pad] = -100``); here the collator adds padding and masks only that.
+A trained one is byte-level BPE, so every text can be encoded; training is deterministic. It is saved in the run's
+folder and opened from there, so a resumed run and every other rank read the same file; a damaged one is trained again.
+Its chat template ends every turn with eos, so that generation stops there, and marks the assistant's turns for
+``data.assistant_only_loss``. A tokenizer without a pad token gets eos; the collator masks padding, and not eos.
 """
 
 from __future__ import annotations
@@ -50,13 +46,7 @@ def load(
     folder: Path,
     texts: Iterable[str],
 ) -> PreTrainedTokenizerBase:
-    """The run's tokenizer, with a pad token.
-
-    Args:
-        spec: a hub name or folder; None for the model's own; or the size of one to train.
-        name_or_path: the model's hub name or folder.
-        folder: where a trained tokenizer is kept, in ``folder/tokenizer``.
-        texts: to train on; not read otherwise.
+    """The run's tokenizer, with a pad token: that of the model, of ``spec``, or one trained on ``texts``.
 
     Raises:
         ConfigError: there is no such tokenizer.
@@ -79,10 +69,7 @@ def load(
 
 
 def trained(vocab_size: int, folder: Path, texts: Iterable[str]) -> PreTrainedTokenizerBase:
-    """The tokenizer in ``folder/tokenizer``; trained first if there is none of this vocab_size.
-
-    Small data may have fewer merges than that; the tokenizer is smaller then.
-    """
+    """The tokenizer in ``folder/tokenizer``; trained first if there is none of this size, or smaller on small data."""
     home = folder / "tokenizer"
     if _asked_for(home) != vocab_size:
         made = _train(vocab_size, texts)

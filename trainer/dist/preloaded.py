@@ -17,7 +17,7 @@ NAMES = (
     "transformers.trainer", "transformers.models.llama.modeling_llama", "datasets", "accelerate", "peft",
     "torch.distributed.algorithms.ddp_comm_hooks.default_hooks", "torch.utils.serialization",
     "strategies.engine.forward.routed_linear", "trainer.data.collate", "trainer.data.prepare", "trainer.data.sample",
-    "trainer.data.tokenizer", "trainer.run.export", "trainer.run.job_trainer", "trainer.run.oom", "trainer.run.order",
+    "trainer.data.tokenizer", "trainer.run.export", "trainer.run.oom", "trainer.run.order",
     "trainer.run.plan_check", "trainer.run.run", "trainer.run.trainer", "trainer.verify.verify",
 )  # fmt: skip
 

@@ -10,10 +10,17 @@ interpreter lock. If the interpreter is already shutting down, Python ends the t
 not throw, and the process dies with "terminate called without an active exception" after its work is done (seen in one
 run of eight). So every reference to a group is dropped first (the engine and the trainer with the frames of the run,
 DeepSpeed's own with ``deepspeed.comm.destroy_process_group``), and destroying the last one joins the threads.
+
+[Note: the store] torch's store, through which ranks find each other, listens on every interface of the machine, and
+whoever reaches its port can change what the ranks tell each other (some of it is unpickled). A job on one machine needs
+no network: one rank has a store in its own memory; of several the first one's listens on a socket that is bound to
+127.0.0.1 beforehand, and gloo and NCCL are told the loopback interface. With ``torchrun`` and ``accelerate launch`` the
+store is the launcher's, and with several machines the network is needed: both stay as torch has them.
 """
 
 from __future__ import annotations
 
+import errno
 import gc
 import importlib.util
 import io
@@ -30,13 +37,13 @@ from pathlib import Path
 from typing import Any
 
 from trainer.dist.deepspeed_ops import announcement, clear_abandoned_buffers, clear_abandoned_builds
-from trainer.dist.store import is_local, loopback_interface, open_store
 from trainer.dist.watchdog import Watchdog
 from trainer.errors import ConfigError
 
 # A launcher ends all ranks as soon as one has failed, and reports that one's exit code. The rank with the cause should
 # be that one, so a rank that only lost its peer waits this long.
 GRACE_S = 10.0
+LOOPBACK, BACKLOG = "127.0.0.1", 512
 LOOKED_FOR = frozenset(["cpu", "cuda", "hpu", "mlu", "mps", "musa", "neuron", "npu", "sdaa", "tpu", "xpu"])
 
 
@@ -53,6 +60,11 @@ class Ranks:
     def is_first(self) -> bool:
         """Whether this rank prints, writes metrics and exports."""
         return self.rank == 0
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all ranks are on this machine."""
+        return self.local_world_size == self.world_size
 
     @property
     def is_first_local(self) -> bool:
@@ -75,14 +87,14 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> Ranks:
 def describe(ranks: Ranks) -> dict[str, str]:
     """The launchers' five variables for a job that was started without a launcher."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((LOOPBACK, 0))
         port = probe.getsockname()[1]
     return {
         "RANK": str(ranks.rank),
         "LOCAL_RANK": str(ranks.local_rank),
         "WORLD_SIZE": str(ranks.world_size),
         "LOCAL_WORLD_SIZE": str(ranks.local_world_size),
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
     }
 
@@ -197,15 +209,61 @@ def process_group(ranks: Ranks, timeout_s: int, *, single: bool, on_cpu: bool = 
 
 
 def _store(ranks: Ranks, timeout: timedelta) -> Any:
-    """Where the ranks meet. With all of them on this machine, collectives are told to stay on it as well."""
-    interface = loopback_interface() if is_local(ranks) else None
-    if interface is not None:
+    """The store of this job, see [Note: the store].
+
+    Raises:
+        ConfigError: the port is in use.
+    """
+    import torch.distributed
+
+    dist: Any = torch.distributed
+    if ranks.is_local and (interface := loopback_interface()) is not None:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, interface)
-    launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return open_store(
-        ranks, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout, launchers=launchers
-    )
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if ranks.world_size == 1:
+        return dist.HashStore()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # the launcher has opened it
+        return dist.TCPStore(host, port, is_master=False, timeout=timeout)
+    more = {"is_master": ranks.is_first, "timeout": timeout}
+    if ranks.is_local:
+        handle = listening(port) if ranks.is_first else None
+        return dist.TCPStore(LOOPBACK, port, ranks.world_size, master_listen_fd=handle, **more)
+    try:
+        return dist.TCPStore(host, port, ranks.world_size, multi_tenant=True, **more)
+    except RuntimeError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise _in_use(port) from None
+
+
+def loopback_interface() -> str | None:
+    """The name of the loopback interface; None if there is none of a known name."""
+    names = {name for _, name in socket.if_nameindex()}
+    return next((name for name in ("lo", "lo0") if name in names), None)
+
+
+def listening(port: int) -> int:
+    """The descriptor of a socket that listens on ``port`` of the loopback interface.
+
+    Raises:
+        ConfigError: the port is in use.
+    """
+    bound = socket.socket()
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((LOOPBACK, port))
+        bound.listen(BACKLOG)
+    except OSError as error:
+        bound.close()
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            raise
+        raise _in_use(port) from None
+    return bound.detach()
+
+
+def _in_use(port: int) -> ConfigError:
+    return ConfigError(f"port {port} is in use by another program: give the launcher another one (--master_port)")
 
 
 def limit_groups(timeout_s: int) -> None:

@@ -1,8 +1,8 @@
-"""What asks a run to stop from outside: SIGTERM, SIGUSR1, and the end of its launcher.
+"""What asks a run to stop from outside: SIGTERM, SIGUSR1, a closed terminal (SIGHUP), and the end of its launcher.
 
-Problem. A machine that is taken away says so with a signal, some seconds before. By default the signal ends the process,
-and everything since the last checkpoint is lost. A handler in Python does not help while the process waits for another
-rank in C++: Python calls it only when that wait is over.
+Problem. A machine that is taken away says so with a signal, some seconds before; so does a terminal that is closed. By
+default the signal ends the process, and everything since the last checkpoint is lost. A handler in Python does not help
+while the process waits for another rank in C++: Python calls it only when that wait is over.
 
 So the signal is also written into a socket, by the interpreter's own handler in C, and a thread reads it there at once:
 
@@ -14,9 +14,10 @@ So the signal is also written into a socket, by the interpreter's own handler in
 * a second signal ends the process at once. A launcher often repeats what the process got itself, as with a signal to
   the whole group or job, so what comes within ``ECHO_S`` is the same request.
 
-A launcher that has died is a request as well, which is made once. SIGINT stays Python's KeyboardInterrupt. Processes
-that are forked from this one (loaders, tokenizers) have the default handlers: they are ended by their parent with
-SIGTERM, and must not pass it on.
+A launcher that has died is a request as well, which is made once. SIGINT stays Python's KeyboardInterrupt. SIGHUP stays
+ignored where it was, as under nohup. Processes that are forked from this one (loaders, tokenizers) have the default
+handlers: they are ended by their parent with SIGTERM, and must not pass it on. SIGHUP they ignore: a closed terminal
+sends it to all, and without its loaders the run could not finish the step.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from types import FrameType
 from typing import Any
 
 from trainer.dist import launcher
-from trainer.errors import ExitCode
+from trainer.errors import ExitCode, let_go, write_line
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 LOOK_S = 0.5  # between two looks at the launcher
 ECHO_S = 2.0  # the same signal, sent on by a launcher
 STUCK_S = 5.0  # for the main thread to leave what it does
@@ -93,7 +94,8 @@ class Stop:
         for end in (ours, interpreters):
             end.setblocking(False)
         former_fd = signal.set_wakeup_fd(interpreters.fileno(), warn_on_full_buffer=False)
-        self._former = {each: signal.signal(each, self._handle) for each in SIGNALS}
+        heard = SIGNALS if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else SIGNALS[:-1]
+        self._former = {each: signal.signal(each, self._handle) for each in heard}
         _default_in_children(self)
         thread = threading.Thread(target=self._listen, args=(ours,), name="stopping", daemon=True)
         thread.start()
@@ -141,10 +143,12 @@ class Stop:
                 gone = True
                 self._launcher_is_gone()
             if self.is_asked and self.phase is Phase.PREPARING and time.monotonic() - self._asked_s > STUCK_S:
-                _say(f"{self.reason}: stopped before training began; nothing was saved")
+                write_line(f"{self.reason}: stopped before training began; nothing was saved", sys.stderr)
                 os._exit(ExitCode.PREEMPTED)
 
     def _request(self, number: signal.Signals) -> None:
+        if number is signal.SIGHUP:
+            let_go()
         if self._expected:
             self._expected -= 1
             return
@@ -152,10 +156,10 @@ class Stop:
         if self.reason is None or self._asked_s == 0.0:
             self.reason, self._asked_s = self.reason or number.name, now_s
         elif now_s - self._asked_s > ECHO_S:
-            _say(f"{number.name} a second time: ended at once")
+            write_line(f"{number.name} a second time: ended at once", sys.stderr)
             os._exit(128 + number)
         if self.phase is Phase.ENDING:
-            _say(f"{number.name}: training is over, the export is finished first; a second signal ends it at once")
+            write_line(f"{number.name}: training is over, the export is finished first; a second signal ends it at once", sys.stderr)
 
     def _launcher_is_gone(self) -> None:
         if self.is_asked:
@@ -189,13 +193,10 @@ def _default_in_children(stop: Stop) -> None:
         live = reference()
         if live is not None and live._former:
             signal.set_wakeup_fd(-1)
-            for each in SIGNALS:
-                signal.signal(each, signal.SIG_DFL)
+            for each in live._former:
+                signal.signal(each, signal.SIG_IGN if each is signal.SIGHUP else signal.SIG_DFL)
             live._former = {}
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=default)
 
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -3,7 +3,8 @@
 Transformers keeps a key that a config class does not have as an attribute, which nothing reads, and takes any whole
 number as a size. A misspelt key would train another model than was meant, and a negative size ends in a traceback.
 
-Refused: keys that the class neither has nor consumes, sizes below 1, and numbers of heads that do not divide.
+Refused: keys that the class neither has nor consumes, sizes below 1 or beyond all that can be built, and numbers of
+heads that do not divide.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ POSITIVE = {
     *DEPTHS, *HEADS, GROUPS, *WIDTHS, "word_embed_proj_dim", "intermediate_size", "ffn_dim", "n_inner", "head_dim",
     "vocab_size", "max_position_embeddings", "n_positions",
 }  # fmt: skip
+LARGEST, MOST_LAYERS = 2**28, 10_000  # the square of a size, in bytes, has to fit into 64 bits; layers are objects
 ABOVE_0 = {"rope_theta", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"}
 
 
@@ -52,8 +54,9 @@ def _unknown(given: Mapping[str, Any], built: PretrainedConfig) -> Iterator[tupl
 
 def _impossible(given: Mapping[str, Any], built: PretrainedConfig) -> Iterator[tuple[str, str]]:
     for key, value in given.items():
-        if key in POSITIVE and isinstance(value, int) and value < 1:
-            yield key, "must be a whole number >= 1"
+        most = MOST_LAYERS if key in DEPTHS else LARGEST
+        if key in POSITIVE and isinstance(value, int) and not 1 <= value <= most:
+            yield key, f"must be a whole number >= 1 and <= {most}"
         if key in ABOVE_0 and isinstance(value, int | float) and not value > 0:
             yield key, "must be > 0"
     sizes = {name: value for name in POSITIVE if isinstance(value := getattr(built, name, None), int) and value > 0}

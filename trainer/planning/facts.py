@@ -309,4 +309,6 @@ def _meta_model(config: RunConfig, changed: Mapping[str, Any]) -> PreTrainedMode
             model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager", **options)
         except KeyError as error:  # looked up in a table of Transformers, as activation functions are
             raise ConfigError(f"model.config: Transformers knows no {error}") from None
+        except RuntimeError as error:  # sizes whose product no machine can address
+            raise ConfigError(f"model.config: cannot be built: {first_line(error)}") from None
         return with_lora(model, section.lora) if section.lora is not None else model

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
     from trainer.dist.ranks import Ranks
     from trainer.machine.probe import Machine
+
+WRITTEN = ("config.yaml", "facts.json", "plan.json", "plan.txt", "ds_config.json", "metrics.jsonl")  # by a run
 
 
 def plan_of(
@@ -82,7 +85,7 @@ def _largest(config: RunConfig, whole: Facts, refused: Conflict | Refusal) -> Co
     """``refused``, or the refusal of another stage of the pipeline that needs more of the same memory."""
     if whole.run.stages == 1 or not isinstance(refused, MemoryRefusal):
         return refused
-    for rank in whole.run.grid.pipelines()[0]:
+    for rank in whole.run.grid.groups("stage")[0]:
         try:
             compose(config.strategies, narrowed(config, whole, rank))
         except MemoryRefusal as other:
@@ -96,7 +99,7 @@ def _largest(config: RunConfig, whole: Facts, refused: Conflict | Refusal) -> Co
 def plans_of(config: RunConfig, ranks: Ranks, machine: Machine, **how: Any) -> list[Plan]:
     """The plans of a run's stages, in order; one where the model is not cut. Arguments and errors: ``plan_of``."""
     first = plan_of(config, replace(ranks, rank=0), machine, **how)
-    others = first.facts.run.grid.pipelines()[0][1:]
+    others = first.facts.run.grid.groups("stage")[0][1:]
     return [first, *(plan_of(config, replace(ranks, rank=rank), machine, **how) for rank in others)]
 
 
@@ -189,11 +192,24 @@ def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[st
 def refuse_folder(config: RunConfig) -> None:
     """Raise ConfigError unless the run folder exists or can be made. It is not made: the run may still be refused."""
     folder = Path(config.training.output_dir)
+    try:
+        why = _why_unusable(folder)
+    except (OSError, ValueError) as error:  # a name that is too long, or has a NUL in it
+        why = f"no folder can have this name ({getattr(error, 'strerror', None) or error})"
+    if why:
+        raise config.error("training.output_dir", config.training.output_dir, f"{why}; name another folder")
+
+
+def _why_unusable(folder: Path) -> str:
+    with suppress(FileNotFoundError, NotADirectoryError):
+        folder.stat()
     nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        why = "may not be written" if nearest.is_dir() else "is a file"
-        what = f"{nearest} {why}; name another folder"
-        raise config.error("training.output_dir", config.training.output_dir, what)
+    if not nearest.is_dir():
+        return f"{nearest} is a file"
+    if not os.access(nearest, os.W_OK):
+        return f"{nearest} may not be written"
+    other = next((path for name in WRITTEN if (path := folder / name).exists() and not path.is_file()), None)
+    return "" if other is None else f"{other} is no file, and a run writes one there"
 
 
 def advice(config: RunConfig, plan: Plan) -> list[str]:

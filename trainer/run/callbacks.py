@@ -1,12 +1,10 @@
-"""What a run reports: a line and a JSON record per logging step, and a sample of text.
+"""What a run reports: a line and a JSON record per logging step, a sample of text, and where a rank is.
 
-transformers calls ``Trainer.log(logs)``, which stores the record and hands it to the callbacks in turn, TensorBoard
-first. Our own numbers must be in ``logs`` before that, so the trainer's ``log`` calls ``Meter.add_to`` first; then the
-line, the file and TensorBoard show the same values, whatever the order of the callbacks.
+Hugging Face's ``Trainer.log`` stores the record and hands it to the callbacks in turn, TensorBoard first. So our own
+numbers are put into it before, by ``Meter.add_to``, and line, file and TensorBoard show the same values.
 
 Tokens are counted here because ``include_num_input_tokens_seen`` gathers sizes over the ranks for every micro-batch,
-with a collective and an ``.item()``: a synchronisation of host and device inside the step. The host knows a tensor's
-size already; one sum over the ranks per record, where the loss is gathered anyway, gives the same number.
+which makes the host wait for the device inside the step. One sum over the ranks per record gives the same number.
 
 Only the first rank writes files and lines; its peak memory stands for the others.
 """
@@ -20,21 +18,23 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import TrainerCallback, TrainerState
 
 from strategies.core.commit import replace_file
-from trainer.errors import first_line
+from strategies.engine.forward.routed_linear import weights_changed
+from strategies.engine.memory import accelerator
+from trainer.dist.ranks import limit_groups
+from trainer.errors import first_line, write_line
 from trainer.machine.probe import status_bytes
 from trainer.run import metrics
 
+if TYPE_CHECKING:
+    from trainer.dist.watchdog import Watchdog
+
 MIN_NEW_TOKENS, MAX_NEW_TOKENS = 20, 60  # of a sample; one that ends at once shows nothing
-
-
-def write_line(line: str) -> None:
-    """Print one line and flush it, so that a log that is followed or cut off stays readable."""
-    print(line, flush=True)
 
 
 def host_peak_bytes() -> int:
@@ -44,10 +44,6 @@ def host_peak_bytes() -> int:
 
 def device_peak_bytes() -> int | None:
     """The most device memory that tensors have taken at once; None without a device."""
-    import torch
-
-    from strategies.engine.memory import accelerator
-
     return torch.accelerator.max_memory_allocated() if accelerator.kind() is not None else None
 
 
@@ -121,11 +117,41 @@ class StepSeen(TrainerCallback):
     """Tells linear layers that keep a second copy of their weight about each optimizer step."""
 
     def on_optimizer_step(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
-        from strategies.engine.forward.routed_linear import weights_changed
-
         weights_changed(model)
 
     on_train_begin = on_optimizer_step
+
+
+class Watched(TrainerCallback):
+    """Notes for the watchdog what the rank does. The last callback, so that what follows an event is what it says.
+
+    Args:
+        timeout_s: also for groups that libraries have made.
+    """
+
+    def __init__(self, watchdog: Watchdog | None, timeout_s: int) -> None:
+        self._watchdog, self._timeout_s = watchdog, timeout_s
+
+    def _note(self, doing: str) -> None:
+        if self._watchdog is not None:
+            self._watchdog.doing = doing
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        limit_groups(self._timeout_s)
+        self._note(f"at the beginning of training, after step {state.global_step}")
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._note(f"in step {state.global_step + 1}")
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        pauses = control.should_save or control.should_evaluate
+        self._note(f"{'saving or evaluating ' if pauses else ''}after step {state.global_step}")
+
+    def on_prediction_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._note(f"evaluating after step {state.global_step}")
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._note("at the end of training, exporting")
 
 
 class ProgressLine(TrainerCallback):
@@ -193,11 +219,10 @@ def _plain(value: Any) -> Any:
 
 
 class SampleText(TrainerCallback):
-    """Prints the greedy continuation of a prompt at the end of training.
+    """Prints the continuation of a prompt at the end of training; greedy, since sampling would draw random numbers.
 
-    Sampling at random would draw random numbers of the run, so it is greedy, with a penalty on repetition, to which
-    small models are prone. All ranks generate, since with sharded weights that is a collective. For a model that cannot
-    generate, as some that bring their own code, the line says so, and the run goes on.
+    All ranks generate, since with sharded weights that is a collective. If a model cannot generate, as some that bring
+    their own code, the line says so, and the run goes on.
     """
 
     def __init__(self, prompt: str) -> None:
@@ -222,7 +247,7 @@ def sample_block(step: int, prompt: str, text: str) -> str:
 
 
 def continuation(model: Any, tokenizer: Any, prompt: str, max_new_tokens: int) -> str:
-    """The greedy continuation of ``prompt``, without the prompt. The model's mode is restored."""
+    """The greedy continuation of ``prompt``, without the prompt."""
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if longest is not None:

@@ -1,38 +1,40 @@
-"""Checkpoints on disk: which are good, which one is resumed, and which are deleted.
+"""Checkpoints on disk: which are good, which one is resumed, which are deleted, and what moves out of a new run's way.
 
-Problem. A kill, a full disk or a power cut leaves a folder that has the highest number and cannot be resumed; a flipped
-bit leaves one that can, with other weights. Hugging Face and DeepSpeed would choose both.
+A kill, a full disk or a power cut leaves a folder that has the highest number and cannot be resumed; a flipped bit
+leaves one that can, with other weights. So a checkpoint is a folder with a manifest (``trainer/run/manifest.py``), and
+every byte of it is compared with that before it is resumed. ``auto`` takes the newest good one and says which newer
+ones are damaged and how; one that is named has to be good itself.
 
-A checkpoint is a folder with a manifest (``trainer/run/manifest.py``). Before one is resumed every byte of it is
-compared with its manifest. ``auto`` takes the newest good one and says which newer ones are damaged and how; one that
-is named has to be good itself.
-
-Invariant. Nothing is resumed that was not compared. At every moment a checkpoint that was complete is on the disk. The
-newest one whose weights are finite is never deleted. A folder ``checkpoint-N`` disappears in one step: it is renamed
-before it is deleted. Of a checkpoint that is a symbolic link nothing is deleted, not even the link.
+Invariant. At every moment a checkpoint that was complete is on the disk. The newest one whose weights are finite is
+never deleted. A folder ``checkpoint-N`` disappears in one step: it is renamed before it is deleted. Of a checkpoint
+that is a symbolic link nothing is deleted, not even the link.
 
 Refused: checkpoints of releases before there were manifests; starting anew because all checkpoints are damaged.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from strategies.core import sealed
-from strategies.core.commit import EARLIER, remove, restore_earlier
+from strategies.core.commit import EARLIER, remove, restore_earlier, sync
 from strategies.core.sealed import MANIFEST, Damaged
 from trainer.errors import ConfigError
-from trainer.run import aside, manifest
+from trainer.run import manifest
 from trainer.run.manifest import Manifest
 
 if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
 
+TRAINER_STATE = "trainer_state.json"
 FORMER_MARK = "complete.json"  # of releases that wrote no manifest
 FOLDER = re.compile(r"checkpoint-(\d+)")
 WRITING, DELETED = "checkpoints.writing", "checkpoints.deleted"  # what a kill leaves in them is no checkpoint
@@ -65,10 +67,8 @@ def complete(output_dir: Path) -> list[Found]:
     """The checkpoints that have a readable manifest, oldest first. Their files are not compared."""
     found = []
     for path in folders(output_dir):
-        try:
+        with suppress(Damaged):
             found.append(Found(path, _manifest(path)[1]))
-        except Damaged:
-            continue
     return found
 
 
@@ -91,14 +91,26 @@ def verified(path: Path) -> Found:
         Damaged: with one line for all that is wrong.
     """
     seal, about = _manifest(path)
-    lines = sealed.damage(path, seal)
+    lines = damage(path, seal, about)
     if lines:
         more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
         raise Damaged(f"{lines[0]}{more}")
     return Found(path, about)
 
 
-# --- deleting --------------------------------------------------------------------------------------------------------
+def damage(path: Path, seal: sealed.Sealed, about: Manifest) -> list[str]:
+    """A line for all that is not what was saved: each file, and a state of Hugging Face's that is of another step."""
+    lines = sealed.damage(path, seal)
+    if lines:
+        return lines
+    try:
+        step = json.loads((path / TRAINER_STATE).read_bytes())["global_step"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        step = None
+    return [] if step == about.step else [f"{TRAINER_STATE} is of step {step}, its manifest of step {about.step}"]
+
+
+# --- deleting, and moving out of the way -----------------------------------------------------------------------------
 
 
 def to_delete(found: Sequence[Found], keep: int, written: int, best: Path | None) -> list[Found]:
@@ -146,23 +158,47 @@ def clear(output_dir: Path) -> None:
 
 
 def set_aside(output_dir: Path, after: int | None = None, *, overwrite: bool = False) -> Path | None:
-    """Move checkpoints, metrics and export of an earlier run into a folder of their own; nothing is deleted.
+    """Move checkpoints, metrics and export of an earlier run into ``earlier-N``, which is returned if there were any.
 
     Otherwise the old checkpoints, with their higher steps, would be resumed after the first kill of the new run.
-    With ``after``, only checkpoints of later steps are moved: those that a resumed run goes back behind.
-    Returns the folder they are in now; None if there were none.
 
     Args:
+        after: only checkpoints of later steps are moved: those that a resumed run goes back behind.
         overwrite: delete them instead.
     """
-    old = [path for path in folders(output_dir) if after is None or _step(path) > after]
-    if after is None:
-        old.append(output_dir / "export")
+    if after is not None:
+        return move_aside([path for path in folders(output_dir) if _step(path) > after], output_dir, overwrite=False)
+    old = [*folders(output_dir), output_dir / "export"]
     if not any(path.exists() for path in old):
         return None
-    if after is None:
-        old.append(output_dir / "metrics.jsonl")
-    return aside.move(old, output_dir, overwrite=overwrite and after is None)
+    return move_aside([*old, output_dir / "metrics.jsonl"], output_dir, overwrite=overwrite)
+
+
+def move_aside(things: Iterable[Path], output_dir: Path, *, overwrite: bool) -> Path | None:
+    """Move what exists of ``things`` into a new ``earlier-N``, which is returned; delete it with ``overwrite``.
+
+    Each is renamed in one step, so after a kill it is in one of both places, whole. Of a symbolic link the link moves,
+    and nothing is deleted through it.
+
+    Raises:
+        OSError: something cannot be renamed or deleted.
+    """
+    there = [path for path in things if os.path.lexists(path)]
+    if not there:
+        return None
+    numbered = (output_dir / f"earlier-{number}" for number in itertools.count(1))
+    folder = next(each for each in numbered if not each.exists())
+    folder.mkdir()
+    for path in there:
+        if path.is_symlink():  # it may be relative
+            (folder / path.name).symlink_to(path.resolve())
+            path.unlink()
+        else:
+            path.rename(folder / path.name)
+    sync(output_dir)
+    if overwrite:
+        remove(folder)
+    return None if overwrite else folder
 
 
 # --- resuming --------------------------------------------------------------------------------------------------------
@@ -185,11 +221,11 @@ def to_resume(config: RunConfig) -> tuple[Found | None, list[str]]:
     try:
         return verified(path), []
     except Damaged as damaged:
-        what = _former(config, path) or f"damaged: {damaged}"
-        what = what if path.is_dir() else "there is no such folder"
-        good = next(_good([path.parent, output_dir], but=path), None)
-        hint = f"; the newest good one is {good.path}" if good else ""
-        raise config.error(KEY, wanted, f"{what}{hint}") from None
+        what = _former(path) or f"damaged: {damaged}"
+    others = [each for place in dict.fromkeys([path.parent, output_dir]) for each in reversed(folders(place))]
+    good = next((each for each in others if each.resolve() != path.resolve() and _is_good(each)), None)
+    hint = f"; the newest good one is {good}" if good else ""
+    raise config.error(KEY, wanted, f"{what if path.is_dir() else 'there is no such folder'}{hint}")
 
 
 def _newest(config: RunConfig, output_dir: Path, wanted: str | bool) -> tuple[Found | None, list[str]]:
@@ -200,15 +236,14 @@ def _newest(config: RunConfig, output_dir: Path, wanted: str | bool) -> tuple[Fo
             good = verified(path)
         except Damaged as damaged:
             damage.append((path, str(damaged)))
-            continue
-        return good, [f"{bad}: damaged: {why}; going back to {good.path}" for bad, why in damage]
+        else:
+            return good, [f"{bad}: damaged: {why}; going back to {good.path}" for bad, why in damage]
+    if not damage and wanted is True:
+        raise config.error(KEY, wanted, f"{output_dir} holds no checkpoint; write auto to start when there is none")
     if not damage:
-        if wanted is True:
-            what = f"{output_dir} holds no checkpoint; write auto to start when there is none"
-            raise config.error(KEY, wanted, what)
         return None, []
     for path, _ in damage:
-        if what := _former(config, path):
+        if what := _former(path):
             raise config.error(KEY, wanted, f"{path}: {what}")
     path, why = damage[0]
     others = ", and no older one is good" if len(damage) > 1 else ""
@@ -216,7 +251,7 @@ def _newest(config: RunConfig, output_dir: Path, wanted: str | bool) -> tuple[Fo
     raise config.error(KEY, wanted, f"{path}: damaged: {why}{others}; {start}")
 
 
-def _former(config: RunConfig, path: Path) -> str:
+def _former(path: Path) -> str:
     """What to do with a checkpoint of a release that wrote no manifest; empty if it is none."""
     if (path / MANIFEST).exists() or not (path / FORMER_MARK).is_file():
         return ""
@@ -226,15 +261,11 @@ def _former(config: RunConfig, path: Path) -> str:
     )
 
 
-def _good(places: Iterable[Path], but: Path) -> Iterator[Found]:
-    """Good checkpoints in these folders, newest first."""
-    for place in dict.fromkeys(places):
-        for path in reversed(folders(place)):
-            if path.resolve() != but.resolve():
-                try:
-                    yield verified(path)
-                except Damaged:
-                    continue
+def _is_good(path: Path) -> bool:
+    try:
+        return bool(verified(path))
+    except Damaged:
+        return False
 
 
 def refuse_damaged(path: Path, key: str) -> None:

@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strategies.backends.tensor_shards import whole_shape
-from strategies.core.commit import replaced_folder
-from strategies.core.modes import same_modes
+from strategies.core.commit import replaced_folder, same_modes
 from strategies.core.sealed import seal
 from trainer.model.build import set_use_cache
 from trainer.run.finished import KIND
@@ -86,8 +85,7 @@ def export(
     if trainer.pipeline is not None:
         model = trainer.whole
     expected = shapes(model)
-    gathered = trainer.whole_state() if trainer.pipeline else trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    gathered = {name.replace("_orig_mod.", ""): tensor for name, tensor in (gathered or {}).items()}  # of torch.compile
+    gathered = {name.replace("_orig_mod.", ""): tensor for name, tensor in trainer.whole_state().items()}  # compiled
     state, has_adapters = tied_again(model, gathered), hasattr(model, "peft_config")
     if trainer.stowed is not None and has_adapters and merge:
         trainer.stowed.close()  # merging changes weights in place, so they have to be in ordinary memory

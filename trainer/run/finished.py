@@ -1,12 +1,10 @@
 """A run that is over stays as it is.
 
-Problem. A restart script starts a run until it ends well. Started once more after that, a run would take another step,
-write a checkpoint beyond its last and replace its export.
-
-What is exported says so itself: its manifest (``strategies/core/sealed.py``) holds the step, and size and hash of every
-file. A run that is resumed at or after its last step looks at that first, without data or model. If the export is whole
-and of that step, the run says so and ends with exit code 0. If it is missing or damaged, it alone is made again, from
-the checkpoint and without a step of training, so with the bits that it would have had.
+A restart script starts a run until it ends well. Started once more after that, a run would take another step, write a
+checkpoint beyond its last and replace its export. So the export's manifest (``strategies/core/sealed.py``) holds the
+step, and size and hash of every file, and a run that is resumed at or after its last step looks at that first. If the
+export is whole and of that step, the run says so and ends with exit code 0. If it is missing or damaged, it alone is
+made again, from the checkpoint and without a step of training, so with the bits that it would have had.
 
 Invariant. Nothing that a run has finished is replaced: an export of another step, or a damaged one, moves to
 ``earlier-N`` before the new one is written, unless ``training.overwrite`` is said.
@@ -19,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strategies.core.sealed import Damaged, damage, read
-from trainer.run import aside
-from trainer.run.callbacks import write_line
+from trainer.errors import write_line
+from trainer.run.checkpoint import move_aside
 
 if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
@@ -39,12 +37,6 @@ def about(config: RunConfig, step: int) -> dict[str, Any]:
     }
 
 
-def is_over(config: RunConfig, step: int, said: Mapping[str, Any]) -> bool:
-    """Whether a run that is resumed at ``step`` has nothing left to do, given what its export says."""
-    limit = config.training.max_steps
-    return dict(said) == about(config, step) and (limit < 0 or step >= limit)
-
-
 def export_of(folder: Path) -> Mapping[str, Any] | None:
     """What the export in ``folder`` says about itself; None if there is none, or it is not whole. Reads every byte."""
     try:
@@ -60,9 +52,8 @@ def already(config: RunConfig, step: int | None) -> str | None:
     Args:
         step: of the checkpoint that would be resumed; None: none would.
     """
-    folder = Path(config.training.output_dir) / "export"
-    said = export_of(folder) if step is not None else None
-    if step is None or said is None or not is_over(config, step, said):
+    limit, folder = config.training.max_steps, Path(config.training.output_dir) / "export"
+    if step is None or (limit >= 0 and step < limit) or export_of(folder) != about(config, step):
         return None
     return line(folder, step)
 
@@ -84,7 +75,6 @@ def make_room(config: RunConfig, wanted: Mapping[str, Any]) -> bool:
         return False
     if export_of(folder) == wanted:
         return True
-    earlier = aside.move([folder], output_dir, overwrite=config.training.overwrite)
-    if earlier is not None:
+    if (earlier := move_aside([folder], output_dir, overwrite=config.training.overwrite)) is not None:
         write_line(f"the export of before is now in {earlier}")
     return False

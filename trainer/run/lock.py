@@ -13,7 +13,7 @@ watched for a while, since that host may be gone: if it is touched, it is in use
 Invariant. Of two starters exactly one gets the lock; the other one is refused before any data is read. A lock whose
 process has ended on this host is taken over, and so is one of another host that nobody touches for ``WATCHED_S``.
 
-Refused: a folder that another run is using, and one in which no file can be made.
+Refused: a folder that another run is using, and one in which no file can be made. A symbolic link is not followed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.dist.launcher import started_at
-from trainer.run.callbacks import write_line
+from trainer.errors import write_line
 
 if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
@@ -139,12 +140,18 @@ def _take(config: RunConfig, path: Path) -> int:
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         except FileNotFoundError:
             if path.parent.is_dir():
                 raise
             continue  # a run that was refused has just removed the folder that it had made
+        except OSError as error:
+            if path.is_symlink():
+                raise OSError(error.errno, f"{NAME} is a symbolic link") from None
+            raise
         try:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise OSError(errno.EINVAL, f"{NAME} is no file")
             works = _lock(handle)
             found = read(os.pread(handle, 4096, 0))
             if works is None:

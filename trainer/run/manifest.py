@@ -1,10 +1,8 @@
 """What a checkpoint says about itself: the step, how it was made, and from what.
 
-Problem. A checkpoint that is loaded by another run trains on: with other data, another seed, another batch, another
-model of the same shape. Nothing in the weights shows it.
-
-``manifest.json`` (``strategies/core/sealed.py``) has, besides the hash of every file, what is here: enough to compare
-the run that saved with the run that resumes (``trainer/run/resume_rules.py``) before anything is loaded.
+A checkpoint that is loaded by another run trains on: with other data, another seed, another batch, another model of the
+same shape, and nothing in the weights shows it. So ``manifest.json`` (``strategies/core/sealed.py``) has, besides the
+hash of every file, enough to compare the run that saved with the run that resumes (``trainer/run/resume_rules.py``).
 
 Invariant. Everything comes from the config, the data, the model and the ranks; nothing from the clock or from paths
 that the config does not name. Two runs that are the same have the same manifest at the same step.
@@ -14,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,12 +69,6 @@ class About(_Part):
     data: DataFacts
     model: ModelFacts
 
-    @property
-    def strategies(self) -> Mapping[str, Any]:
-        """The strategies by name, with their options."""
-        found: Mapping[str, Any] = self.config.get("strategies", {})
-        return found
-
 
 class Manifest(_Part):
     """What a checkpoint says about itself; it is ``finite`` if no weight, no moment and no loss is NaN or infinite."""
@@ -88,19 +81,13 @@ class Manifest(_Part):
 def about(
     config: RunConfig, prepared: Prepared, hf_config: PretrainedConfig, shapes: Mapping[str, Iterable[int]], ranks: int
 ) -> About:
-    """What the checkpoints of a run have to say.
-
-    Args:
-        hf_config: as it was loaded; the run may have changed its copy.
-        shapes: of all parameters, by name.
-        ranks: how many there are.
-    """
+    """What the checkpoints of a run have to say. ``hf_config`` is as it was loaded; the run may change its copy."""
     tree = _plain(json.dumps(config.tree()))
     rows = len(prepared.train) if hasattr(prepared.train, "__len__") else None
     return About(
         config=tree,
         config_sha256=digest_of(tree),
-        versions=dict(versions()),
+        versions=versions(),
         world_size=ranks,
         data=DataFacts(
             fingerprint=prepared.fingerprint, sources=prepared.sources, tokenizer=prepared.tokenizer, rows=rows
@@ -126,13 +113,13 @@ def digest_of_shapes(shapes: Mapping[str, Iterable[int]]) -> str:
     return digest_of({name: list(shape) for name, shape in shapes.items()})
 
 
-def versions() -> Iterable[tuple[str, str]]:
+def versions() -> dict[str, str]:
     """Names and versions of the packages that decide bits."""
+    found = dict.fromkeys(PACKAGES, "not installed")
     for package in PACKAGES:
-        try:
-            yield package, version(package)
-        except PackageNotFoundError:
-            yield package, "not installed"
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 def read(folder: Path) -> tuple[Sealed, Manifest]:

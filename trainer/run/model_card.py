@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.run.manifest import versions
 from trainer.run.metrics import perplexity
 
 if TYPE_CHECKING:
@@ -23,19 +23,11 @@ if TYPE_CHECKING:
 
     from trainer.config.sections import RunConfig
 
-PACKAGES = ("deepstow", "torch", "transformers", "deepspeed", "accelerate")
-
 
 def model_card(
     config: RunConfig, hf_config: PretrainedConfig, state: TrainerState, argv: Sequence[str], num_ranks: int
 ) -> ModelCard:
-    """The card of the trained model.
-
-    Args:
-        hf_config: of the model.
-        state: of the trainer, with the log.
-        argv: the command.
-    """
+    """The card of the trained model; ``argv`` is the command, and ``state`` has the log."""
     from huggingface_hub import ModelCard, ModelCardData
 
     base, brings_code = config.model.name_or_path, bool(getattr(hf_config, "auto_map", None))
@@ -44,7 +36,9 @@ def model_card(
     header = ModelCardData(
         base_model=base, library_name="peft" if adapters else "transformers", pipeline_tag="text-generation", tags=tags
     )
-    data = config.data
+    data, used = config.data, {name: number for name, number in versions().items() if number != "not installed"}
+    if config.model.lora is None:
+        used.pop("peft", None)
     source = f"`{data.path}` ({data.name})" if data.name else f"`{data.path}`"
     parts = [
         f"# {Path(config.training.output_dir).name}",
@@ -53,7 +47,7 @@ def model_card(
         + " ".join(_results(state.log_history)),
         f"Strategies: {_strategies(config)}. The command, on {num_ranks} process{'es' if num_ranks > 1 else ''}:",
         f"```\n{shlex.join(argv)}\n```",
-        f"Versions: {', '.join(_versions([*PACKAGES, *(['peft'] if config.model.lora is not None else [])]))}.",
+        f"Versions: {', '.join(f'{name} {number}' for name, number in used.items())}.",
     ]
     if brings_code:
         parts.append("The model brings its own Python code: read it, then load it with `trust_remote_code=True`.")
@@ -86,11 +80,3 @@ def _strategies(config: RunConfig) -> str:
         options = [f"{key} {value}" for key, value in strategy.model_dump(exclude_unset=True).items()]
         found.append(f"{name} ({', '.join(options)})" if options else name)
     return ", ".join(found) or "none"
-
-
-def _versions(packages: Sequence[str]) -> Iterator[str]:
-    for package in packages:
-        try:
-            yield f"{package} {version(package)}"
-        except PackageNotFoundError:
-            continue

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +25,7 @@ from transformers import TrainerCallback, TrainerState
 
 from strategies.engine.tensors.nested import tensors_in
 from trainer.errors import ExitCode, UserError
-from trainer.run.checkpoint import newest_complete
-
-if TYPE_CHECKING:
-    from trainer.run.trainer import Trainer
+from trainer.run.pipeline_trainer import PipelineTrainer
 
 MINIMAL_SCALE = 1.0
 DEEPSPEED_SAYS = "Current loss scale already at minimum"
@@ -45,10 +41,13 @@ class StopNonFinite(TrainerCallback):
     """Checks the gradient norm before each update; not with the memory engine, which skips such steps itself.
 
     On an accelerator this waits for the device once per step, as Hugging Face's own filter of losses does.
+
+    Args:
+        ended: the error of a run that ends at a step, and why.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: PipelineTrainer, ended: Callable[[int, str], NonFinite]) -> None:
+        self._trainer, self._ended = trainer, ended
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         accelerator = self._trainer.accelerator
@@ -59,10 +58,10 @@ class StopNonFinite(TrainerCallback):
             return
         state.global_step += 1  # the step that is not taken; its numbers are logged nevertheless
         self._trainer.log({"loss": float(self._trainer.last_loss), "grad_norm": float(norm)})
-        raise described(self._trainer, state.global_step, f"the gradient norm is {float(norm)}")
+        raise self._ended(state.global_step, f"the gradient norm is {float(norm)}")
 
 
-def _is_searching_scale(trainer: Trainer) -> bool:
+def _is_searching_scale(trainer: PipelineTrainer) -> bool:
     """Whether fp16's loss scale can still be lowered, so overflows are expected. DeepSpeed raises if it cannot."""
     if not trainer.args.fp16:
         return False
@@ -70,35 +69,32 @@ def _is_searching_scale(trainer: Trainer) -> bool:
     return scaler is None or float(scaler.get_scale()) > MINIMAL_SCALE
 
 
-def described(trainer: Trainer, step: int, what: str, gradient: str | None = None) -> NonFinite:
-    """The error of a run that ends at ``step``; to be called on every rank, since a forward may be a collective.
+def first_not_finite(trainer: PipelineTrainer, gradient: str | None) -> str:
+    """What was not finite first, in words; to be called on every rank, since a forward may be a collective.
 
     Args:
         gradient: the name of the parameter, if the engine knows it.
     """
     found = next(_first(trainer, gradient), None) if trainer.pipeline is None else _first_of_stages(trainer, gradient)
-    first = found or "nothing that could be found again"
-    trainer.settle()
-    folder = Path(str(trainer.args.output_dir))
-    newest = newest_complete(folder)
-    kept = f"{newest} is the last checkpoint" if newest is not None else "there is no checkpoint yet"
-    return NonFinite(
-        f"step {step}: {what}; not finite first: {first}. Nothing was saved since; {kept}. Lower "
-        f"training.learning_rate, or look at the data of this step"
-    )
+    return found or "nothing that could be found again"
 
 
-def _first(trainer: Trainer, gradient: str | None) -> Iterator[str]:
+def _first(trainer: PipelineTrainer, gradient: str | None) -> Iterator[str]:
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
+
+    def backward() -> None:
+        loss: Any = trainer.compute_loss(model, trainer.last_inputs)
+        loss.backward()
+
     yield from _bad_weights(model)
     yield from _bad_outputs(model, lambda: trainer.compute_loss(trainer.model_wrapped, trainer.last_inputs))
     if gradient is not None:
         yield f"the gradient of {gradient}"
     elif trainer.stowed is None and not trainer.is_deepspeed_enabled:
-        yield from _bad_gradients(model, lambda: trainer.compute_loss(model, trainer.last_inputs).backward())
+        yield from _bad_gradients(model, backward)
 
 
-def _first_of_stages(trainer: Trainer, gradient: str | None) -> str | None:
+def _first_of_stages(trainer: PipelineTrainer, gradient: str | None) -> str | None:
     """The same on the stages of a pipeline, all of which run. The last stage's backward is first."""
     model, pipeline = trainer.model, trainer.pipeline
     assert pipeline is not None

@@ -25,16 +25,16 @@ from strategies.planner.step_cost import plan_cost, step_flops
 from strategies.report import full_report
 from trainer.dist.agreement import Agreement, agreement
 from trainer.dist.ranks import Ranks, name_device
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, write_line
 from trainer.machine import block_timing
 from trainer.machine.probe import Machine, probe
 from trainer.machine.profiles import known_rates
 from trainer.model import build
 from trainer.planning import facts
 from trainer.planning.fit import explained
-from trainer.planning.from_config import advice, plans_of, refuse_folder, refuse_impossible
-from trainer.run import manifest, optimizer_choice, resuming, taken_over
-from trainer.run.callbacks import Meter, MetricsFile, ProgressLine, SampleText, StepSeen, write_line
+from trainer.planning.from_config import advice, plans_of, refuse_impossible
+from trainer.run import manifest, optimizer_choice, resuming
+from trainer.run.callbacks import Meter, MetricsFile, ProgressLine, SampleText, StepSeen
 from trainer.run.stage_trial import form_of_stages
 
 if TYPE_CHECKING:
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 
     from trainer.config.sections import RunConfig
     from trainer.data.prepare import Prepared
-    from trainer.run.job_trainer import JobTrainer
     from trainer.run.manifest import About
     from trainer.run.resuming import Resumed
+    from trainer.run.trainer import Trainer
 
 T = TypeVar("T")
 WEEK_S = 7 * 24 * 3600
@@ -76,7 +76,6 @@ class Run:
 def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> Run:
     """Prepare the data and plan: everything that can fail before a weight exists. ``resumed``: the checkpoint."""
     folder = Path(config.training.output_dir)
-    refuse_folder(config)
     form = None
     if config.model.config is not None:  # a saved model's is found by the first rank, with the data
         facts.check_model(config, build.load_config(config.model, facts.vocab_size_of(config)))
@@ -250,13 +249,13 @@ def names_of(weights: PreTrainedModel) -> list[str]:
     return [name for kind in kinds for name, _ in kind]
 
 
-def make_trainer(run: Run, together: Agreement | None = None) -> JobTrainer:
+def make_trainer(run: Run, together: Agreement | None = None) -> Trainer:
     """The trainer with its callbacks, in the order in which they see an event; the meter must be last."""
     from transformers.trainer_callback import PrinterCallback
 
     from trainer.data.collate import Collator
-    from trainer.run.job_trainer import JobTrainer
     from trainer.run.plan_check import PlanCheck
+    from trainer.run.trainer import Trainer
 
     arguments = make_arguments(run)
     meter = make_meter(run, arguments.device)
@@ -269,7 +268,7 @@ def make_trainer(run: Run, together: Agreement | None = None) -> JobTrainer:
     recomputes = arguments.gradient_checkpointing or bool(run.config.training.activation_checkpointing)
     plan_check = PlanCheck(run.plan, run.folder, recomputes=recomputes) if plan_file.is_file() else None
     model = make_model(run)
-    trainer = JobTrainer(
+    trainer = Trainer(
         model=model,
         args=arguments,
         train_dataset=run.prepared.train,
@@ -286,7 +285,7 @@ def make_trainer(run: Run, together: Agreement | None = None) -> JobTrainer:
             MetricsFile(run.folder / "metrics.jsonl"),
             *sample,
             *([plan_check] if plan_check else []),
-            taken_over.TakenOver(taken_over.other(run.resumed, run.config)),
+            resuming.TakenOver(resuming.other(run.resumed, run.config)),
             StepSeen(),
             meter,
         ],

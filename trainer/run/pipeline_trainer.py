@@ -16,7 +16,6 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,11 +49,12 @@ class PipelineTrainer(_Trainer):
     model: Any
     plan: Any
     last_inputs: Any
+    last_loss: torch.Tensor
 
     def start_pipeline(self, stage: Stage) -> None:
         """Make groups and schedules for ``stage``; a collective."""
         grid = self.plan.facts.run.grid
-        group, self._copies = pipelining.groups(grid, self.args.process_index)
+        group, self._copies = pipelining.groups(grid)
         self.stage = stage
         schedule = Schedule(self.plan.facts.cut.schedule)
         self.pipeline = pipelining.Pipeline(stage, schedule, group, self.args.device, self._around_part)
@@ -168,21 +168,11 @@ class PipelineTrainer(_Trainer):
         self.pipeline.step([self.last_inputs], partial(self._loss_of, None))
 
     def whole_state(self) -> dict[str, torch.Tensor]:
-        """The state dict of the whole model on the first rank, on others nothing; a collective."""
-        assert self.pipeline is not None
+        """The state dict of the whole model on the first rank, on others nothing or parts of it; a collective."""
+        if self.pipeline is None:
+            return dict(self.accelerator.get_state_dict(self.model_wrapped) or {})
         cell = self.plan.facts.run.grid.cell(self.args.process_index)
         return pipeline_state.gathered(self.pipeline) if cell.replica == 0 else {}
-
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """As Hugging Face's, but of a pipeline the whole model is written."""
-        if self.pipeline is None:
-            super()._save(output_dir, state_dict)
-            return
-        state, folder = self.whole_state(), Path(output_dir or str(self.args.output_dir))
-        if self.args.should_save:
-            self.whole.save_pretrained(folder, state_dict=state)
-            if self.processing_class is not None:
-                self.processing_class.save_pretrained(folder)
 
 
 def token_losses(logits: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor) -> torch.Tensor:

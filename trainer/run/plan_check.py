@@ -4,44 +4,47 @@ After two steps every buffer exists and every kernel has had its workspace. Thre
 exactly: the arenas of the memory engine, what autograd saves in one forward, and what crosses the link in one step.
 Saved bytes are predicted for micro-batches of full length; shorter ones save less, on the device and over the link. The
 peak of the process includes libraries, for which the prediction has a round number. Where the plan has a simulated
-step, seconds are compared, too: of forward and backward, and of the whole step (``timed_steps.py``).
+step, seconds are compared, too: of forward and backward, and of the whole step.
 
 Torch's hooks count what is saved in the first micro-batch of step 1. Blocks that ``strategies.recompute`` has changed
-report what they keep. Two cases are not counted: Hugging Face's checkpointing, whose hooks are inside ours, and ZeRO
-stage 3, where gathered weights would count as saved.
+report what they keep. Hugging Face's checkpointing, whose hooks are inside ours, is not counted, nor is ZeRO stage 3,
+where gathered weights would count as saved.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+import torch
+from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerState
 
 from strategies.backends import deepspeed
 from strategies.core.commit import replace_file
+from strategies.core.facts import UnitTimes
 from strategies.core.layout import mapped_bytes
 from strategies.core.plan import Home, Plan
 from strategies.core.sizes import human
 from strategies.engine import stowed_by
-from strategies.engine.forward.checkpointing import room_of
+from strategies.engine.forward.blocks import find_blocks
+from strategies.engine.forward.checkpointing import checkpointed, room_of
 from strategies.planner.step_cost import empty, plan_cost, traffic, unit_seconds
 from strategies.planner.weight_schedule import ASSUMED
 from strategies.report.table import table
+from trainer.errors import write_line
 from trainer.machine import block_timing
-from trainer.run.callbacks import device_peak_bytes, host_peak_bytes, write_line
-from trainer.run.timed_steps import LAST, TimedSteps
+from trainer.machine.block_timing import UnitClock, median_of, without_again
+from trainer.run.callbacks import device_peak_bytes, host_peak_bytes
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from strategies.core.facts import UnitTimes
-
-COUNTED, STEP = 1, 2
+COUNTED, STEP = 1, 2  # steps: what is saved is counted in the first, all is compared after the second
+FIRST, LAST = 2, 8  # that are timed
 HEADER = ("", "predicted", "measured", "error")
 
 
@@ -70,10 +73,6 @@ class Comparison:
 @contextmanager
 def count_saved(model: nn.Module) -> Iterator[dict[int, int]]:
     """Yield by address the bytes that autograd and recomputed blocks save; each storage once, without weights."""
-    import torch
-
-    from strategies.engine.forward.checkpointing import checkpointed
-
     storages: dict[int, int] = {}
     alive: list[Tensor] = []  # a block's first forward shows what it will keep and does not keep it yet
 
@@ -99,6 +98,68 @@ def count_saved(model: nn.Module) -> Iterator[dict[int, int]]:
         alive.clear()
         for block in recomputed:
             block.watch = None
+
+
+class TimedSteps:
+    """Seconds of forward and backward of steps ``FIRST`` to ``LAST``, as blocks are timed, and of these steps, whole.
+
+    The median counts: while memory is touched for the first time and kernels choose their ways, a step takes up to a
+    third longer. A shorter run is timed until its end. On an accelerator each border of a timed step waits for it.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._clock: UnitClock | None = None
+        self._began_s = 0.0
+        self._seconds: dict[int, float] = {}
+        self._units: list[UnitTimes] = []
+
+    def begin(self, step: int) -> None:
+        if FIRST <= step <= LAST:
+            self._clock, self._began_s = None, self._now()
+
+    @contextmanager
+    def forward(self, model: nn.Module, step: int) -> Iterator[None]:
+        """Around each forward of ``step``; blocks are timed in its first micro-batch."""
+        if not FIRST <= step <= LAST or self._clock is not None or not (blocks := find_blocks(model)):
+            yield
+            return
+        self._clock = UnitClock(blocks, next(model.parameters()).device)
+        with self._clock.forward():
+            yield
+
+    def end(self, step: int) -> None:
+        if not FIRST <= step <= LAST or step in self._seconds:
+            return
+        self._seconds[step] = self._now() - self._began_s
+        found = self._clock.seconds() if self._clock is not None else None
+        if found is not None:
+            self._units.append(found)
+
+    @property
+    def name(self) -> str:
+        """What has been timed, for people: "steps 2 to 8"; empty if nothing was."""
+        if not self._seconds:
+            return ""
+        first, last = min(self._seconds), max(self._seconds)
+        return f"steps {first} to {last}" if last > first else f"step {first}"
+
+    @property
+    def step_seconds(self) -> float:
+        """The median of the timed steps."""
+        return statistics.median(self._seconds.values())
+
+    def unit_times(self) -> UnitTimes | None:
+        """The median of each unit's times, without recomputation; None if no step had all the marks that are needed."""
+        if not self._units:
+            return None
+        found = without_again(median_of(self._units), self._plan.facts_as_kept())
+        return replace(found, origin=f"measured in {self.name} of a run")
+
+    def _now(self) -> float:
+        if self._plan.facts.machine.has_accelerator:
+            torch.accelerator.synchronize()
+        return time.perf_counter()
 
 
 class PlanCheck(TrainerCallback):  # type: ignore[misc]

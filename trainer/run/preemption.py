@@ -18,13 +18,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerState
+from transformers.trainer_utils import SaveStrategy
 
 from trainer.dist.agreement import Agreement
 from trainer.dist.stopping import Phase, Stop, Stopped
 from trainer.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
-    from trainer.run.job_trainer import JobTrainer
+    from trainer.run.trainer import Trainer
 
 
 class StoppedUnsaved(UserError):
@@ -36,7 +37,7 @@ class StoppedUnsaved(UserError):
 class SaveAndStop(TrainerCallback):
     """Asks for a save when a rank was asked to stop, and ends the run after it."""
 
-    def __init__(self, stop: Stop, together: Agreement, trainer: JobTrainer) -> None:
+    def __init__(self, stop: Stop, together: Agreement, trainer: Trainer) -> None:
         self._stop, self._together, self._trainer = stop, together, trainer
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -47,6 +48,8 @@ class SaveAndStop(TrainerCallback):
         trainer.is_stopping = trainer.is_stopping or self._together.any(self._stop.is_asked)
         if trainer.is_stopping:
             control.should_save = True
+            if args.save_strategy == SaveStrategy.BEST:  # else an evaluation that is not the best would cancel the save
+                args.save_strategy = SaveStrategy.STEPS
 
     on_evaluate = on_step_end
 
@@ -59,7 +62,7 @@ class SaveAndStop(TrainerCallback):
         why = _why(self._together.gathered(self._stop.reason))
         step = state.global_step
         trainer.settle()
-        if trainer.saves.newest != f"checkpoint-{step}":
+        if trainer.newest != f"checkpoint-{step}":
             raise StoppedUnsaved(f"{why}: ended at step {step}, which could not be saved")
         raise Stopped(
             f"{why}: step {step} is saved, the run ends; training.resume_from_checkpoint=auto goes on from there"

@@ -1,10 +1,13 @@
-"""Which checkpoint a run goes on from, decided by one rank for all, and compared with the run's config.
+"""Which checkpoint a run goes on from, decided by one rank for all; what it takes over, and what not.
 
-Problem. Every rank would hash the same files, and two that do not see the same folder would go on from different steps.
+Every rank would hash the same files, and two that do not see the same folder would go on from different steps. So the
+first rank (with ``training.save_on_each_node`` the first of each machine) puts away what a kill has left, compares the
+checkpoint with its manifest and tells the others. Then every rank compares the manifest with its config, by the table
+in ``trainer/run/resume_rules.py``: first the config alone, before any data is read; then what was opened.
 
-The first rank (with ``training.save_on_each_node`` the first of each machine) puts away what a kill has left, compares
-the checkpoint with its manifest and tells the others. Then every rank compares the manifest with its config, by the
-table in ``trainer/run/resume_rules.py``: first the config alone, before any data is read; then what was opened.
+Hugging Face restores its whole state: how often is logged, evaluated and saved, and the path of the best checkpoint.
+Here intervals are those of the config. What was best so far stays the bar if the run goes on in its own folder with the
+same metric; the best checkpoint is the one of that name there, wherever the folder was when it was saved.
 
 Invariant. All ranks go on from the same checkpoint, or none does. A refusal names each key with its file and line.
 """
@@ -17,9 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from transformers import TrainerCallback, TrainerState
+
 from strategies.core.protocol import Axis
 from trainer.dist.agreement import agreement
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, write_line
 from trainer.run import checkpoint, manifest, resume_rules
 from trainer.run.checkpoint import Found
 
@@ -31,6 +36,7 @@ if TYPE_CHECKING:
     from trainer.run.resume_rules import Changes
 
 DAY_S = 24 * 3600  # how long the first rank may take to compare a checkpoint with its manifest
+METRIC = ("metric_for_best_model", "greater_is_better")
 
 
 @dataclass(slots=True)
@@ -91,9 +97,8 @@ def decide(config: RunConfig, ranks: Ranks, say: Callable[[str], None]) -> Resum
     Raises:
         ConfigError: there is none that could be resumed with this config.
     """
-    looks = ranks.is_first or (bool(config.training.save_on_each_node) and ranks.is_first_local)
     with agreement(ranks, DAY_S) as together:
-        results = together.by_some(looks, lambda: _look(config))
+        results = together.by_some(_looks(config, ranks), lambda: _look(config))
     steps = [each.step if each else None for each, _ in results]
     if len(set(steps)) > 1:
         what = f"the machines hold different checkpoints (steps {', '.join(map(str, steps))}); name one"
@@ -104,43 +109,14 @@ def decide(config: RunConfig, ranks: Ranks, say: Callable[[str], None]) -> Resum
     if ranks.is_first:
         for line in said:
             say(line)
-    resumed = Resumed(found, frozenset(), _versions(found))
-    run = found.manifest.run
-    resumed._take(
-        config,
-        resume_rules.compare(
-            run.config,
-            config.tree(),
-            (_copies(run.config, run.world_size), _copies(config.tree(), ranks.world_size)),
-            str(found.path),
-        ),
-    )
+    resumed, run = Resumed(found, frozenset(), _versions(found)), found.manifest.run
+    copies = _copies(run.config, run.world_size), _copies(config.tree(), ranks.world_size)
+    resumed._take(config, resume_rules.compare(run.config, config.tree(), copies, str(found.path)))
     return resumed
 
 
-def _copies(tree: Mapping[str, Any], world_size: int) -> int:
-    """How many copies of the model the ranks of a run hold: what a step adds up over."""
-    return world_size // math.prod(int(_value(tree, axis.value) or 1) for axis in Axis)
-
-
-def _value(tree: Any, dotted: str) -> Any:
-    """What the config has under ``dotted``; None if it has nothing there."""
-    for name in dotted.split("."):
-        tree = tree.get(name) if isinstance(tree, Mapping) else None
-    return tree
-
-
-def set_aside(config: RunConfig, ranks: Ranks, resumed: Resumed | None) -> str:
-    """Move checkpoints out of the way that the run would otherwise mix with its own; returns the line to log."""
-    folder = Path(config.training.output_dir)
-    if not (ranks.is_first or (config.training.save_on_each_node and ranks.is_first_local)):
-        return ""
-    if resumed is None:
-        aside = checkpoint.set_aside(folder, overwrite=config.training.overwrite)
-        return f"a fresh run: the checkpoints and the export of the earlier one are now in {aside}" if aside else ""
-    inside = resumed.path.parent.resolve() == folder.resolve()
-    aside = checkpoint.set_aside(folder, after=resumed.found.step if inside else -1)
-    return f"checkpoints after {resumed.path.name} are now in {aside}" if aside else ""
+def _looks(config: RunConfig, ranks: Ranks) -> bool:
+    return ranks.is_first or (bool(config.training.save_on_each_node) and ranks.is_first_local)
 
 
 def _look(config: RunConfig) -> tuple[Found | None, list[str]]:
@@ -153,7 +129,65 @@ def _look(config: RunConfig) -> tuple[Found | None, list[str]]:
     return checkpoint.to_resume(config)
 
 
+def _copies(tree: Mapping[str, Any], world_size: int) -> int:
+    """How many copies of the model the ranks of a run hold: what a step adds up over."""
+    strategies = {f"strategies.{name}": options for name, options in tree.get("strategies", {}).items()}
+    degrees = (axis.value.rpartition(".") for axis in Axis)
+    return world_size // math.prod(int(strategies.get(name, {}).get(key) or 1) for name, _, key in degrees)
+
+
 def _versions(found: Found) -> list[str]:
-    then, now = found.manifest.run.versions, dict(manifest.versions())
+    then, now = found.manifest.run.versions, manifest.versions()
     other = [f"{name} {now[name]} (was {then[name]})" for name in now if name in then and then[name] != now[name]]
     return [f"resumed with other versions than the checkpoint's: {', '.join(other)}"] if other else []
+
+
+def set_aside(config: RunConfig, ranks: Ranks, resumed: Resumed | None) -> str:
+    """Move checkpoints out of the way that the run would otherwise mix with its own; returns the line to log."""
+    folder = Path(config.training.output_dir)
+    if not _looks(config, ranks):
+        return ""
+    if resumed is None:
+        aside = checkpoint.set_aside(folder, overwrite=config.training.overwrite)
+        return f"a fresh run: the checkpoints and the export of the earlier one are now in {aside}" if aside else ""
+    inside = resumed.path.parent.resolve() == folder.resolve()
+    aside = checkpoint.set_aside(folder, after=resumed.found.step if inside else -1)
+    return f"checkpoints after {resumed.path.name} are now in {aside}" if aside else ""
+
+
+class TakenOver(TrainerCallback):
+    """Mends the state of Hugging Face's that came with a checkpoint, when training begins.
+
+    Args:
+        other: why what was best so far is not this run's; empty if it is.
+    """
+
+    def __init__(self, other: str) -> None:
+        self._other = other
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        state.compute_steps(args, state.max_steps)
+        if state.best_metric is not None and self._other:
+            if args.process_index == 0:
+                write_line(
+                    f"the best evaluation so far, of step {state.best_global_step}, {self._other}: it is forgotten"
+                )
+            state.best_metric, state.best_model_checkpoint, state.best_global_step = None, None, None
+        elif state.best_metric is not None:
+            # Hugging Face has dropped the path already if there is no folder any more.
+            name = Path(state.best_model_checkpoint or f"checkpoint-{state.best_global_step}").name
+            own = Path(str(args.output_dir)) / name
+            state.best_model_checkpoint = str(own) if own.is_dir() else None
+
+
+def other(resumed: Resumed | None, config: RunConfig) -> str:
+    """Why what was best in the run that saved is not so in this one; empty if it is."""
+    if resumed is None:
+        return ""
+    if resumed.path.parent.resolve() != Path(config.training.output_dir).resolve():
+        return "is another run's"
+    now, then = (tree.get("training", {}) for tree in (config.tree(), resumed.found.manifest.run.config))
+    changed = [name for name in METRIC if now.get(name) != then.get(name)]
+    if not changed and any(key.startswith("data.") for key in resumed.changed):
+        return "was one of other data"
+    return f"was chosen by another {changed[0]}" if changed else ""

@@ -21,23 +21,21 @@ from trainer.dist import deepspeed_ops
 from trainer.dist.agreement import Agreement, agreement, dotted
 from trainer.dist.ranks import GRACE_S, Ranks, collectives_of, process_group, quiet_libraries
 from trainer.dist.stopping import Phase, Stop, Stopped
-from trainer.errors import ExitCode, UserError, first_line, report
+from trainer.errors import ExitCode, UserError, first_line, report, write_line
 from trainer.planning.from_config import check_options, refuse_folder
-from trainer.run import finished, lock, oom, order, resuming
-from trainer.run.callbacks import write_line
+from trainer.run import finished, lock, oom, order, resuming, saving
+from trainer.run.callbacks import Watched
 from trainer.run.export import export
 from trainer.run.model_card import model_card
 from trainer.run.preemption import SaveAndStop
-from trainer.run.saves import estimated_bytes
-from trainer.run.watched import Watched
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from trainer.config.sections import RunConfig
     from trainer.dist.watchdog import Watchdog
-    from trainer.run.job_trainer import JobTrainer
     from trainer.run.order import Run
+    from trainer.run.trainer import Trainer
 
 TIMEOUT_SAYS = ("Timed out waiting", "Application timeout")  # gloo
 GLOO_SAYS = ("gloo/transport", *TIMEOUT_SAYS)
@@ -73,7 +71,7 @@ def run(config: RunConfig, ranks: Ranks, stop: Stop | None = None) -> int:
         with shown, process_group(ranks, timeout_s(config), single=single, on_cpu=on_cpu) as watchdog:
             return _guarded(config, ranks, stop or Stop(), watchdog)
     except torch.distributed.DistError as error:
-        print(f"rank {ranks.rank}: another rank has ended while the ranks met: {first_line(error)}", file=sys.stderr)
+        write_line(f"rank {ranks.rank}: another rank has ended while the ranks met: {first_line(error)}", sys.stderr)
         return ExitCode.PEER_DIED
 
 
@@ -105,13 +103,14 @@ def _guarded(config: RunConfig, ranks: Ranks, stop: Stop | None = None, watchdog
     except Stopped as stopped:
         stop.leave()
         if ranks.is_first or not stop.is_training:
-            print(stopped.line, file=sys.stderr, flush=True)
+            write_line(stopped.line, sys.stderr)
         traceback.clear_frames(stopped.__traceback__)
         return stopped.code
     except KeyboardInterrupt as interrupt:
         stop.leave()
         if ranks.is_first:
-            print("interrupted; training.resume_from_checkpoint=auto goes on from the last checkpoint", file=sys.stderr)
+            line = "interrupted; training.resume_from_checkpoint=auto goes on from the last checkpoint"
+            write_line(line, sys.stderr)
         traceback.clear_frames(interrupt.__traceback__)
         return ExitCode.INTERRUPTED
     except Exception as error:
@@ -122,7 +121,7 @@ def _failed(config: RunConfig, seen: list[Run], stop: Stop, watchdog: Watchdog |
     """The exit code of an error that is not the user's, after it was printed."""
     code, shown, asked_before = ExitCode.FAILED, True, stop.is_asked
     if seen and oom.is_shortage(error):
-        print("\n".join(oom.explain(config, seen[0].plan, error)), file=sys.stderr, flush=True)
+        write_line("\n".join(oom.explain(config, seen[0].plan, error)), sys.stderr)
         code = ExitCode.OUT_OF_MEMORY
     if isinstance(error, torch.distributed.DistError) or any(said in str(error) for said in GLOO_SAYS):
         if watchdog is not None and any(said in str(error) for said in TIMEOUT_SAYS):
@@ -182,8 +181,8 @@ def train(run: Run, stop: Stop, together: Agreement, watchdog: Watchdog | None) 
     if run.resume is not None:
         run.say(f"resuming from {run.resume}")
     if run.config.training.save_strategy != "no":
-        estimate = estimated_bytes(run.plan, adapters=run.config.model.lora is not None)
-        if shortage := trainer.saves.shortage(estimate):
+        estimate = saving.estimated_bytes(run.plan, adapters=run.config.model.lora is not None)
+        if shortage := saving.shortage(run.folder, estimate):
             run.say(f"{shortage}: training goes on without a checkpoint until there is space")
     try:
         trainer.train(resume_from_checkpoint=str(run.resume) if run.resume else None)
@@ -195,7 +194,7 @@ def train(run: Run, stop: Stop, together: Agreement, watchdog: Watchdog | None) 
         gc.collect()
 
 
-def finish(run: Run, trainer: JobTrainer) -> None:
+def finish(run: Run, trainer: Trainer) -> None:
     """Evaluate if the last step was not evaluated, export, check the export, and print where everything is."""
     history = [record for record in trainer.state.log_history if "eval_loss" in record]
     if run.prepared.eval is not None and (not history or history[-1]["step"] < trainer.state.global_step):

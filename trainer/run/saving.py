@@ -3,13 +3,10 @@
     draft emptied by the writer ┆ every rank writes ┆ training goes on                                       ┆ settled
                              together          together   the writer: sync, hash, manifest, rename, delete  together
 
-Problem. Hugging Face writes into ``checkpoint-N`` itself, file by file and without waiting for the disk, and deletes
-older checkpoints after that. A power cut then leaves empty files and no older checkpoint.
-
-So Hugging Face is told another folder, ``checkpoints.writing``. What is in it gets the name ``checkpoint-N`` when all
-of it is on the disk and its manifest, written last, is too. Only then older checkpoints are deleted. Waiting for the
-disk and hashing take longer than writing and need nothing of the model, so a thread does them. The ranks settle a save
-before the next one begins, before a checkpoint is read, and before the run ends.
+Hugging Face writes into ``checkpoint-N`` itself, without waiting for the disk, and deletes older checkpoints after
+that: a power cut leaves empty files and no older checkpoint. Here the draft, ``checkpoints.writing``, gets the name
+``checkpoint-N`` when all of it is on the disk and its manifest, written last, is too. Only then older checkpoints are
+deleted. That takes longer than writing and needs nothing of the model, so a thread does it.
 
 Invariant. A folder ``checkpoint-N`` is complete from the moment it has that name. If a rank cannot write, all ranks
 learn it (``OSError``), at the latest when they settle, and nothing else on the disk has changed. A kill loses at most
@@ -19,27 +16,22 @@ what was trained since the save before the newest one began.
 from __future__ import annotations
 
 import errno
+import shutil
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch.distributed
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from strategies.core.commit import put_in_place, remove
+from strategies.core.plan import Kind, Plan
 from strategies.core.sealed import seal
-from trainer.errors import ExitCode, UserError
+from strategies.core.sizes import human
 from trainer.run import checkpoint
 from trainer.run.manifest import KIND, About, Manifest
-
-
-class NotSaved(UserError, OSError):
-    """A checkpoint could not be written; older ones are as they were. The same on every rank."""
-
-    code = ExitCode.DISK
-
 
 THREADS = 4  # that look for values that are not finite
 
@@ -58,7 +50,13 @@ def draft(output_dir: Path, *, writes: bool) -> Iterator[Path]:
         OSError: on every rank, if the folder cannot be emptied.
     """
     folder = output_dir / checkpoint.WRITING
-    together(lambda: _emptied(output_dir, folder) if writes else None)
+
+    def empty() -> None:
+        if writes:
+            checkpoint.clear(output_dir)
+            folder.mkdir(parents=True)
+
+    together(empty)
     try:
         yield folder
     except BaseException:
@@ -99,23 +97,10 @@ class Save:
         return lines
 
 
-def of_the_disk(error: Exception) -> bool:
-    """Whether an error says that the disk, or memory to look at it, is short; torch and safetensors have their own."""
-    is_one = isinstance(error, OSError | SafetensorError | MemoryError)
-    return is_one or any(said in str(error) for said in ("PytorchStreamWriter", "can't start new thread"))
-
-
-def _emptied(output_dir: Path, folder: Path) -> None:
-    checkpoint.clear(output_dir)
-    folder.mkdir(parents=True)
-
-
 def remove_quietly(folder: Path) -> None:
     """Delete a draft if that is possible; the next save does it otherwise."""
-    try:
+    with suppress(OSError):
         remove(folder)
-    except OSError:
-        return
 
 
 def commit(written: Path, folder: Path, manifest: Callable[[], Manifest]) -> None:
@@ -145,8 +130,6 @@ def all_finite(folder: Path, buffers: Collection[str]) -> bool:
 
 
 def _is_finite(path: Path, buffers: Collection[str]) -> bool:
-    from safetensors import safe_open
-
     with safe_open(path, "pt") as file:
         for name in file.keys():  # noqa: SIM118
             tensor = file.get_tensor(name)
@@ -178,3 +161,49 @@ def together(work: Callable[[], Any]) -> None:
     first = next((each for each in said if each is not None), None)
     if first is not None:
         raise OSError(*first)
+
+
+def of_the_disk(error: Exception) -> bool:
+    """Whether an error says that the disk, or memory to look at it, is short; torch and safetensors have their own."""
+    is_one = isinstance(error, OSError | SafetensorError | MemoryError)
+    return is_one or any(said in str(error) for said in ("PytorchStreamWriter", "can't start new thread"))
+
+
+# --- space -----------------------------------------------------------------------------------------------------------
+
+
+def shortage(folder: Path, needed: int) -> str | None:
+    """Why no checkpoint of ``needed`` bytes fits into ``folder`` now; None if one does, or if that cannot be seen."""
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    try:
+        free = shutil.disk_usage(nearest).free
+    except OSError:
+        return None
+    if free >= needed:
+        return None
+    return f"a checkpoint takes about {human(needed)}, and the disk of {folder} has {human(free)} free"
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files in ``folder``; 0 if it cannot be looked at."""
+    try:
+        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    except OSError:
+        return 0
+
+
+def estimated_bytes(plan: Plan, *, adapters: bool) -> int:
+    """What a checkpoint of this plan takes: weights (of adapters alone, if there are), and the optimizer's state.
+
+    Where layers are divided over ranks, what is not divided counts for each of them, so it is rather too much. A stage
+    stands for as much of the model as it has parameters of it.
+    """
+    facts = plan.facts
+    times = facts.run.tensor if facts.cut is None else facts.run.model_params / facts.num_params
+
+    def over_ranks(kind: Kind) -> int:
+        mine = sum(plan.num_bytes(unit.name, kind) * plan.share(unit.name, kind).ways for unit in facts.units)
+        return int(times * mine)
+
+    weights = facts.num_trainable * 4 if adapters else over_ranks(Kind.PARAM)
+    return weights + over_ranks(Kind.MASTER) + over_ranks(Kind.MOMENT)

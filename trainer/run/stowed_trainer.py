@@ -27,13 +27,12 @@ from torch.utils._pytree import tree_map_only
 from strategies.core.protocol import Refusal
 from strategies.engine import StowOptimizer, stow, stowed_by
 from strategies.engine.forward.checkpointing import recompute
-from trainer.errors import CountingError, first_line
+from trainer.errors import CountingError, first_line, write_line
 from trainer.model.forked import ForkError, in_fork
 from trainer.model.undisturbed import undisturbed
 from trainer.planning.plan_for import plan_for
 from trainer.run import training_state
 from trainer.run.accelerator import StowAccelerator
-from trainer.run.callbacks import write_line
 from trainer.run.optimizer_choice import adopt
 
 if TYPE_CHECKING:
@@ -258,15 +257,9 @@ class StowedTrainer:
         else:
             training_state.load(self, Path(checkpoint))
 
-    def _save_rng_state(self, output_dir: str) -> None:
-        """The generators' states, as JSON."""
-        training_state.save_random_state(self, Path(output_dir))
-
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """The generators' states; Hugging Face's where there are only those."""
-        if checkpoint is None:
-            return
-        if any(Path(checkpoint).glob("rng_state*")):
+        """The generators' states as we have written them; Hugging Face's where there are only those."""
+        if checkpoint is None or not any(Path(checkpoint).glob("random_state-*")):
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
         elif said := training_state.load_random_state(self, Path(checkpoint)):
             write_line(said)

@@ -1,34 +1,40 @@
-"""What DeepStow changes in Hugging Face's Trainer.
+"""What DeepStow changes in Hugging Face's Trainer, for ``launch/train.py``.
 
 * with a memory engine it is a stowed trainer (``trainer/run/stowed_trainer.py``), with the plan of the config;
+* of a pipeline it trains one stage (``trainer/run/pipeline_trainer.py``);
 * evaluation loss is the mean over *tokens*, not over batches, so perplexity is right when lengths differ;
 * our numbers are in every log record before any callback sees it (``trainer/run/callbacks.py``);
 * a run whose gradients are not finite ends (``trainer/run/nonfinite.py``);
 * a checkpoint is written as a draft, sealed beside training, and only then gets its name (``trainer/run/saving.py``);
-* what is in a checkpoint, and how it is read, is said in ``trainer/run/training_state.py``;
-* of a pipeline it trains one stage (``trainer/run/pipeline_trainer.py``).
+  what is in it, and how it is read, is said in ``trainer/run/training_state.py``;
+* a save that finds no space is one line, on every rank or on none, and the run goes on;
+* a run that is resumed at its last step takes no further one.
+
+Which private methods of Hugging Face's that takes, and why, is a table in ``docs/design.md``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from transformers import TrainerCallback
-from transformers.trainer import TRAINING_ARGS_NAME
+from transformers import TrainerCallback, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_callback import ExportableState
 
-from strategies.core.modes import same_modes
+from strategies.core.commit import same_modes
 from strategies.engine import NonFiniteError
 from strategies.state.spans import WEIGHT
-from trainer.errors import ConfigError
+from trainer.dist.agreement import Agreement
+from trainer.errors import write_line
 from trainer.run import saving, training_state
-from trainer.run.callbacks import Meter, write_line
-from trainer.run.checkpoint import prune, refuse_damaged
-from trainer.run.nonfinite import DEEPSPEED_SAYS, StopNonFinite, described
+from trainer.run.callbacks import Meter
+from trainer.run.checkpoint import newest_complete, prune, refuse_damaged
+from trainer.run.nonfinite import DEEPSPEED_SAYS, NonFinite, StopNonFinite, first_not_finite
 from trainer.run.pipeline_trainer import PipelineTrainer, token_losses
 from trainer.run.stowed_trainer import StowedTrainer
 
@@ -41,18 +47,17 @@ if TYPE_CHECKING:
 
 
 class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
-    """``transformers.Trainer`` with our accelerator, token-weighted evaluation and log records.
+    """``transformers.Trainer`` as one rank of a job.
 
     Args:
         meter: counts tokens and time; fills each record.
         plan: of the run; with a layout the memory engine trains.
         plan_check: compares the plan with the run; also one of ``callbacks``.
         about: what every checkpoint says about the run.
+        together: decides with the other ranks.
     """
 
     plan: Plan
-    last_inputs: dict[str, Any]
-    last_loss: torch.Tensor
 
     def __init__(
         self,
@@ -61,16 +66,21 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         plan: Plan,
         plan_check: PlanCheck | None,
         about: About,
+        together: Agreement,
         **kwargs: Any,
     ) -> None:
-        self.meter, self.plan_check, self.plan, self.about = meter, plan_check, plan, about
-        self._draft: Path | None = None
+        self.meter, self.plan_check, self.plan, self.about, self.together = meter, plan_check, plan, about, together
         self._saving: saving.Save | None = None
+        self._resumed: str | None = None
+        self._trained = False
+        self.is_stopping = False  # the ranks have agreed to save and to end
         kwargs |= {"compute_metrics": _mean_over_tokens, "preprocess_logits_for_metrics": token_losses}
         super().__init__(*args, **kwargs)
         # Hugging Face deletes no checkpoints: it does so before the new one is on the disk, and at the end the newest.
         self.keep, self.args.save_total_limit = self.args.save_total_limit, None
-        self.add_callback(StopNonFinite(self))
+        self.output_dir = Path(str(self.args.output_dir))
+        self.newest, self.save_bytes = "", 0  # of this run's newest save: its name, and how much the next one takes
+        self.add_callback(StopNonFinite(self, self.not_finite))
 
     @property
     def stows(self) -> bool:
@@ -94,29 +104,61 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         """The plan of the run."""
         return self.plan
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    # --- training and evaluation -------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As Hugging Face's; the newest save is over when it returns.
 
         Raises:
             NonFinite: gradients are not finite.
-            NotSaved: the newest checkpoint could not be sealed.
         """
+        self._resumed = str(resume_from_checkpoint) if resume_from_checkpoint else None
         try:
-            return super().train(*args, **kwargs)
+            found = super().train(resume_from_checkpoint, *args, **kwargs)
+            self.settle()
+            return found
         except NonFiniteError as error:
             first_step = self.state.global_step + 2 - error.steps_ago
             what = f"gradients are not finite since then, in {error.steps_ago} steps that were skipped"
-            raise described(self, first_step, what, error.parameter) from None
+            raise self.not_finite(first_step, what, error.parameter) from None
         except Exception as error:
             if DEEPSPEED_SAYS not in str(error):
                 raise
             what = "gradients are not finite though the loss scale is at its minimum"
-            raise described(self, self.state.global_step + 1, what) from None
+            raise self.not_finite(self.state.global_step + 1, what) from None
         finally:
             if self._saving is not None:  # after an error, when other ranks may be anywhere
                 self._saving.wait()
 
+    def not_finite(self, step: int, what: str, gradient: str | None = None) -> NonFinite:
+        """The error of a run that ends at ``step``; to be made on every rank, since that is a collective.
+
+        Args:
+            gradient: the name of the parameter, if the engine knows it.
+        """
+        first = first_not_finite(self, gradient)
+        self.settle()
+        newest = newest_complete(self.output_dir)
+        kept = f"{newest} is the last checkpoint" if newest is not None else "there is no checkpoint yet"
+        return NonFinite(
+            f"step {step}: {what}; not finite first: {first}. Nothing was saved since; {kept}. Lower "
+            f"training.learning_rate, or look at the data of this step"
+        )
+
+    def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
+        """As Hugging Face's, but no epoch for a run that is resumed at its last step.
+
+        Hugging Face counts whole epochs. It would begin one more wherever the last step is not the end of an epoch,
+        and look at the number of steps after the first of them.
+        """
+        num_epochs, *others, max_steps = super().set_initial_training_values(*args, **kwargs)
+        if self._resumed is not None:
+            state = TrainerState.load_from_json(str(Path(self._resumed) / TRAINER_STATE_NAME))
+            num_epochs = num_epochs if state.global_step < max_steps else 0
+        return num_epochs, *others, max_steps
+
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *rest: Any, **more: Any) -> torch.Tensor:
+        self._trained = True
         self.meter.count(inputs["input_ids"].numel())
         self.last_inputs = inputs
         self.last_loss = super().training_step(model, inputs, *rest, **more)
@@ -127,8 +169,10 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
             return super().compute_loss(model, inputs, *rest, **more)
 
     def log(self, logs: dict[str, float], *rest: Any, **more: Any) -> None:
-        self.meter.add_to(logs, self.state)
-        super().log(logs, *rest, **more)
+        """As Hugging Face's, with our numbers; no record of a training that did not take place."""
+        if self._trained or "train_loss" not in logs:
+            self.meter.add_to(logs, self.state)
+            super().log(logs, *rest, **more)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """As Hugging Face's, but it draws no random number of training's: its loader would."""
@@ -144,21 +188,17 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
             metrics[f"{metric_key_prefix}_loss"] = metrics.pop(f"{metric_key_prefix}_token_loss")
         return output
 
-    # --- what a checkpoint holds, and how it is read (training_state.py) ---------------------------------------------
+    # --- loading a checkpoint ----------------------------------------------------------------------------------------
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
-        """As Hugging Face's, but DeepSpeed does not load its own checkpoint; then ours is loaded."""
+        """As Hugging Face's, but neither it nor DeepSpeed loads a checkpoint; then ours is loaded."""
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
-        self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        if resume_from_checkpoint is not None:
+            training_state.load(self, Path(resume_from_checkpoint))
         return prepared
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         """Nothing: weights are loaded with the optimizer, exactly, once both are where they stay."""
-
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """As Hugging Face's, which looks for the best checkpoint: by then the newest is there, or known not to be."""
-        self.settle()
-        return super()._finalize_training(*args, **kwargs)
 
     def _load_best_model(self) -> None:
         """Weights of the best evaluation, under every strategy.
@@ -166,118 +206,104 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         Raises:
             ConfigError: that checkpoint is damaged.
         """
-        best = Path(str(self.state.best_model_checkpoint))
-        refuse_damaged(best, "training.load_best_model_at_end = true")
-        with _as_config_error():
+        self.settle()  # then the newest is there, or known not to be
+        if self.state.best_model_checkpoint is not None:
+            best = Path(str(self.state.best_model_checkpoint))
+            refuse_damaged(best, "training.load_best_model_at_end = true")
             training_state.load_weights(self, best)
 
+    # --- saving one --------------------------------------------------------------------------------------------------
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As Hugging Face's. Where ranks have parts of the weights, all come to ``_save``, in every release."""
-        if self.pipeline is not None or (self.stowed is not None and self.stowed.shares_weights):
-            self._save(output_dir)
+        """As Hugging Face's, without the pickle of the arguments; ``config.yaml`` has them.
+
+        Where ranks have parts of the weights they are gathered first, which is a collective in every release.
+        """
+        folder, stowed = Path(output_dir or self.output_dir), self.stowed
+        if self.pipeline is not None:
+            state = self.whole_state()
+        elif stowed is not None and stowed.shares_weights:
+            state = stowed.gathered(keep=bool(self.args.should_save))
         else:
-            super().save_model(output_dir, _internal_call)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """As Hugging Face's, without the pickle of the arguments; ``config.yaml`` has them."""
-        if self.stowed is not None and self.stowed.shares_weights and state_dict is None:
-            # A collective, while Hugging Face makes a state dict only where it writes.
-            state_dict = self.stowed.gathered(keep=bool(self.args.should_save))
-        super()._save(output_dir, state_dict)
-        (Path(output_dir or str(self.args.output_dir)) / TRAINING_ARGS_NAME).unlink(missing_ok=True)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        training_state.save(self, Path(output_dir))
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            with _as_config_error():
-                training_state.load(self, Path(checkpoint))
-
-    def _save_scaler(self, output_dir: str) -> None:
-        """Nothing: the loss scale is saved with the optimizer."""
-
-    def _load_scaler(self, checkpoint: str | None) -> None:
-        """Nothing: the loss scale is loaded with the optimizer."""
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            with _as_config_error():
-                said = training_state.load_random_state(self, Path(checkpoint))
-            if said is not None:
-                write_line(said)
+            super().save_model(str(folder), _internal_call)
+            (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
+            return
+        if self.args.should_save:
+            self.accelerator.unwrap_model(self.whole).save_pretrained(folder, state_dict=state)
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(folder)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """Let Hugging Face write a draft, and have it committed beside training; a collective.
-
-        Raises:
-            NotSaved: on every rank, if one cannot write, or if the save before could not be sealed.
-        """
+        """Write a draft on all ranks, and have it committed beside training; a collective."""
         self.settle()
-        output_dir, writes = Path(str(self.args.output_dir)), bool(self.args.should_save)
-        name = f"checkpoint-{self.state.global_step}"
+        folder, writes = self.output_dir / f"checkpoint-{self.state.global_step}", bool(self.args.should_save)
         former = self.state.best_model_checkpoint
+        missing = saving.shortage(self.output_dir, self.save_bytes) if self.args.process_index == 0 else None
+        if self.together.any(missing is not None):
+            self._say(f"step {self.state.global_step}: no checkpoint was saved: {missing}; the next save tries again")
+            return
+        self.store_flos()
         started: list[saving.Save] = []
 
-        def start(folder: Path) -> None:
-            seals = self._commit(folder / name, output_dir / name) if writes else None
-            started.append(saving.Save(output_dir / name, seals, former))
+        def write(draft: Path) -> None:
+            self.save_model(str(draft), _internal_call=True)
+            training_state.save(self, draft)
+            training_state.save_random_state(self, draft)
+
+        def start(draft: Path) -> None:
+            started.append(saving.Save(folder, self._commit(draft, folder) if writes else None, former))
 
         try:
-            with saving.draft(output_dir, writes=writes) as folder:
-                saving.together(lambda: self._write(folder, model, trial))
-                self.state.best_model_checkpoint = self._best(output_dir, former)
-                saving.together(lambda: start(folder))
+            with saving.draft(self.output_dir, writes=writes) as drafts:
+                saving.together(lambda: write(drafts / folder.name))
+                self.state.best_model_checkpoint = self._best(former)
+                saving.together(lambda: start(drafts / folder.name))
         except OSError as error:
-            self.state.best_model_checkpoint = former
-            raise _not_saved(output_dir / name, error) from None
+            self._not_saved(folder, error, former)
+            return
         (self._saving,) = started
         if self.args.push_to_hub or any(map(_reads_saves, self.callback_handler.callbacks)):
             self.settle()
-        if self.args.push_to_hub and (output_dir / name).is_dir():
-            super()._push_from_checkpoint(str(output_dir / name))
+        if self.args.push_to_hub and folder.is_dir():
+            self._push_from_checkpoint(str(folder))
 
     def settle(self) -> None:
         """Wait until the newest save is over on all ranks, if that was not done yet; a collective.
 
-        Raises:
-            NotSaved: on every rank, if it could not be sealed; older checkpoints are as they were.
+        If it could not be sealed that is one line, and the run goes on; older checkpoints are as they were.
         """
         save = self._saving
         if save is None:
             return
         try:
-            lines = save.settle()
+            for line in save.settle():
+                write_line(line)
+            self.newest, self.save_bytes = save.folder.name, saving.size_of(save.folder)
         except OSError as error:
-            self._saving = None
-            self.state.best_model_checkpoint = save.best
-            raise _not_saved(save.folder, error) from None
+            self._not_saved(save.folder, error, save.best)
         self._saving = None  # not before: who interrupts this waits for it in ``train``
-        for line in lines:
+
+    def _not_saved(self, folder: Path, error: OSError, best: str | None) -> None:
+        self.state.best_model_checkpoint = best
+        self._say(f"{folder} was not saved: {error}; older ones are as they were; the next save tries again")
+
+    def _say(self, line: str) -> None:
+        if self.args.process_index == 0:
             write_line(line)
 
-    def _write(self, folder: Path, model: torch.nn.Module, trial: Any) -> None:
-        """Hugging Face's save, without the barrier that it has in the middle where there is a best step.
-
-        A rank that cannot write would not come to it; all ranks meet after it.
-        """
-        best, self.state.best_global_step = self.state.best_global_step, None
-        self._draft = folder
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self._draft, self.state.best_global_step = None, best
-
-    def _best(self, output_dir: Path, former: str | None) -> str | None:
-        """The best checkpoint by the name that it will have; Hugging Face has looked for it in the draft."""
-        best = self.state.best_global_step
-        is_there = best == self.state.global_step or (best and (output_dir / f"checkpoint-{best}").is_dir())
-        return str(output_dir / f"checkpoint-{best}") if is_there else former
+    def _best(self, former: str | None) -> str | None:
+        """The best checkpoint, by the name that it will have."""
+        best, folder = self.state.best_global_step, self.output_dir / f"checkpoint-{self.state.best_global_step}"
+        return str(folder) if best == self.state.global_step or (best and folder.is_dir()) else former
 
     def _commit(self, written: Path, folder: Path) -> Callable[[], list[str]]:
         """What seals the draft; it uses nothing of the model, which trains meanwhile."""
         training_state.check(self, written)
-        self.state.save_to_json(str(written / "trainer_state.json"))  # with the best one's name
+        kept: Any = [
+            each for each in [*self.callback_handler.callbacks, self.control] if isinstance(each, ExportableState)
+        ]
+        self.state.stateful_callbacks = TrainerState(stateful_callbacks=kept).stateful_callbacks
+        self.state.save_to_json(str(written / TRAINER_STATE_NAME))
         named = (name for name, _ in self.accelerator.unwrap_model(self.whole).named_buffers())
         buffers = {key for name in named for key in (name, f"{name}.{WEIGHT}")}  # in the model's files, and as a span
         loss = float(self.last_loss) if hasattr(self, "last_loss") else None
@@ -293,15 +319,6 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
 
         return seal
 
-    def _get_output_dir(self, trial: Any) -> str:
-        """Where Hugging Face writes and looks for checkpoints: the draft while one is written."""
-        return str(self._draft) if self._draft is not None else super()._get_output_dir(trial)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Nothing while the draft is written: it is uploaded in the background, so it must have its name first."""
-        if self._draft is None:
-            super()._push_from_checkpoint(checkpoint_folder)
-
 
 def _reads_saves(callback: TrainerCallback) -> bool:
     """Whether a callback that is not ours may look for the checkpoint when it hears of a save; on all ranks alike."""
@@ -310,19 +327,6 @@ def _reads_saves(callback: TrainerCallback) -> bool:
         return False
     uploads = getattr(getattr(callback, "_log_model", None), "value", None) == "checkpoint"
     return kind.__name__ != "TrackioCallback" and (kind.__name__ != "WandbCallback" or uploads)
-
-
-def _not_saved(folder: Path, error: OSError) -> saving.NotSaved:
-    return saving.NotSaved(f"{folder} was not saved: {error}; older ones are as they were")
-
-
-@contextmanager
-def _as_config_error() -> Iterator[None]:
-    """A ``ConfigError`` instead of a ``ValueError`` that says why a checkpoint cannot be resumed."""
-    try:
-        yield
-    except ValueError as error:
-        raise ConfigError(str(error).splitlines()) from None
 
 
 def _mean_over_tokens(prediction: EvalPrediction) -> dict[str, float]:

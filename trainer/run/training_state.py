@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,24 +35,38 @@ from strategies.engine.saving import state_file
 from strategies.state import saved_state
 from strategies.state.saved_state import Holder, Weights
 from strategies.state.spans import WEIGHT, Span, Store
+from trainer.errors import ConfigError
 from trainer.run import random_state, schedule
 
 OPTIMIZER = "optimizer"
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
+class Misfit(ConfigError, ValueError):
+    """What is in a checkpoint is damaged, or does not fit this run."""
+
+
+@contextmanager
+def _misfits() -> Iterator[None]:
+    """Whatever says with a ``ValueError`` that a checkpoint cannot be loaded says it with a ``Misfit``."""
+    try:
+        yield
+    except ValueError as error:
+        raise Misfit(str(error).splitlines()) from None
+
+
 def holder_of(trainer: Any) -> Any:
     """The training state of a trainer, wherever its strategy keeps it: a ``Holder`` that can also write weights."""
     inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate wraps what is not stowed
     if trainer.pipeline is not None:
-        from strategies.backends.pipeline_state import EnginesStage, PipelineState
+        from strategies.backends.pipeline_state import EnginesStage, pipeline_state
 
         writes = trainer.accelerator.grid.cell(trainer.args.process_index).replica == 0
         if isinstance(inner, StowOptimizer):
             return EnginesStage(inner, trainer.pipeline, writes=writes)
-        return PipelineState(inner, trainer.pipeline, trainer.gradients, writes=writes)
+        return pipeline_state(inner, trainer.pipeline, trainer.gradients, writes=writes)
     if isinstance(trainer.optimizer, StowOptimizer):
-        return state_file.EngineState(trainer.optimizer, trainer.model, writes=trainer.args.should_save)
+        return state_file.EngineState(trainer.optimizer.access, writes=trainer.args.should_save)
     if trainer.is_deepspeed_enabled:
         from strategies.backends.deepspeed_state import DeepSpeedState
 
@@ -205,11 +220,12 @@ def _model_files(checkpoint: Path) -> list[Path]:
 # --- loading ---------------------------------------------------------------------------------------------------------
 
 
+@_misfits()
 def load(trainer: Any, checkpoint: Path) -> None:
     """Take over weights, optimizer, loss scale and schedule.
 
     Raises:
-        ValueError: they do not fit or are damaged, in one line. Nothing has changed then.
+        Misfit: they do not fit or are damaged, in one line. Nothing has changed then.
     """
     holder: Any = holder_of(trainer)
     saved = saved_state.opened(checkpoint / OPTIMIZER)
@@ -229,11 +245,12 @@ def load(trainer: Any, checkpoint: Path) -> None:
     schedule.load(checkpoint / schedule.FILE, trainer.lr_scheduler, saved.param_groups)
 
 
+@_misfits()
 def load_weights(trainer: Any, checkpoint: Path) -> None:
     """Take over weights and masters alone, as of the best evaluation.
 
     Raises:
-        ValueError: they do not fit or are damaged.
+        Misfit: they do not fit or are damaged.
     """
     saved = saved_state.opened(checkpoint / OPTIMIZER)
     weights = Weights(saved.store, Store.of(_model_files(checkpoint), kind=WEIGHT), _aliases(trainer.whole))
@@ -288,11 +305,12 @@ def save_random_state(trainer: Any, checkpoint: Path) -> None:
         random_state.save(random_state.file_of(checkpoint, stream.number, stream.streams))
 
 
+@_misfits()
 def load_random_state(trainer: Any, checkpoint: Path) -> str | None:
     """Take over this rank's; a line if there is none, since the run that saved had fewer ranks.
 
     Raises:
-        ValueError: the file is damaged.
+        Misfit: the file is damaged.
     """
     rank = _stream_of(trainer).number
     path = random_state.found(checkpoint, rank)

@@ -223,8 +223,7 @@ def _tokenizer() -> Any:
 
 def full_weights(trainer: Any, ranks: Ranks) -> dict[str, torch.Tensor]:
     """Parameters by name on rank 0, wherever their memory is. A collective."""
-    whole = trainer.pipeline is not None
-    state = trainer.whole_state() if whole else trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    state = trainer.whole_state()
     names = [name for name, _ in trainer.accelerator.unwrap_model(trainer.whole).named_parameters()]
     return {name: state[name].detach().float().cpu().clone() for name in names} if ranks.is_first else {}
 
@@ -332,7 +331,7 @@ class Offloaded:
 
         small = self._small(Path("unused"), keep_optimizer=keep_optimizer)
         known = facts.gather(small, self._num_ranks, self._num_ranks, probe())
-        stages = [narrowed(small, known, rank) for rank in known.run.grid.pipelines()[0]]
+        stages = [narrowed(small, known, rank) for rank in known.run.grid.groups("stage")[0]]
         return moving(self._real, small.strategies, stages)
 
     def _small(self, folder: Path, *, keep_optimizer: bool) -> RunConfig:

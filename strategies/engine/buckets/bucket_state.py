@@ -27,9 +27,9 @@ Events of a bucket, each the last of its kind:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -43,7 +43,6 @@ from strategies.engine.memory.arena import Arena
 from strategies.engine.tensors.loans import HandedOut
 from strategies.engine.tensors.parameter_views import ParameterViews
 from strategies.engine.tensors.parameters import put
-from strategies.engine.tensors.pieces import Piece, pieces_of
 from strategies.engine.transfer.transfer import Event
 
 
@@ -56,44 +55,88 @@ class Pending(Enum):
     HOST = "by the worker"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements ``start`` to ``stop`` of parameter ``index``, which begin at element ``at`` of this rank's span."""
+
+    index: int
+    start: int
+    stop: int
+    at: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+def pieces_of(spec: Bucket, rank: int) -> Iterator[Piece]:
+    """The parameters, or parts of them, in the span of ``rank``."""
+    low, high = rank * spec.share, (rank + 1) * spec.share
+    for index, (offset, size) in enumerate(zip(spec.offsets, spec.sizes, strict=True)):
+        start, stop = max(offset, low), min(offset + size, high)
+        if start < stop or (size == 0 and (spec.ways == 1 or low <= offset < high)):
+            yield Piece(index, start - offset, stop - offset, start - low)
+
+
 class BucketState:
-    """A bucket of the layout with its tensors: flat views, None if the layout needs no such. ``weight`` and ``grad``
-    are of the whole bucket, the others of this rank's span, which is the whole bucket unless ranks share it.
+    """Bucket ``spec``, number ``index`` of ``layout``, with flat views of ``arena``, None if the layout needs no such.
+    ``weight`` and ``grad`` are of the whole bucket, the others of this rank's span, which is all unless ranks share it.
+    ``nan`` is a single one on the device; ``fused`` has ids of parameters of modules with a fused kernel.
     """
 
-    spec: Bucket
-    index: int
-    params: list[nn.Parameter]
-    weight: Tensor
-    copy: Tensor | None
-    grad: Tensor | None
-    parked: Tensor | None
-    arrival: Tensor | None
-    master: Tensor | None
-    moments: list[Tensor]
-    steps: Tensor | None
-    visit: Tensor | None
-    views: ParameterViews
-    grads: GradientState
-    pieces: tuple[Piece, ...]
-    rank: int = 0
-    copy_passes: bool = False  # the copy is a slot that fetches round masters into, never the weight's resting place
-    leads: tuple[int, int] = (1, 1)  # ticks ahead of its use that its weight may come, in forward and in backward
+    def __init__(
+        self,
+        spec: Bucket,
+        index: int,
+        params: list[nn.Parameter],
+        arena: Arena,
+        nan: Tensor,
+        layout: Layout,
+        fused: Collection[int],
+        rank: int,
+    ) -> None:
+        def flat(item: Item, of: torch.dtype, numbers: int = 1) -> Tensor | None:
+            region = arena.of(spec.name, item, of)
+            count = spec.num_elements if item in (Item.WEIGHT, Item.GRAD) else spec.share
+            return None if region is None else region[: numbers * count]
 
-    sources: Sequence[Tensor] = ()  # none: the others' spans come over the network
-    replaced: int = 0
-    present: bool = False  # the home is this bucket's
-    given_up: bool = False  # the copy's place holds gradients
-    handed_out: HandedOut = field(default_factory=HandedOut)  # views of the copy that others may hold
-    open: int = 0  # scopes that use it now
-    pending: Pending = Pending.NOTHING
-    job: Job | None = None
-    future: Future[tuple[bool, Event]] | None = None  # the worker's update: whether it changed weights, and when
-    overlapping: list[BucketState] = field(default_factory=list)  # buckets whose homes overlap this one's
-    arrived: Event | None = None
-    used: Event | None = None
-    stored: Event | None = None
+        dtype = getattr(torch, spec.dtype)
+        self.spec, self.index, self.params, self.rank = spec, index, params, rank
+        weight = flat(Item.WEIGHT, dtype)
+        assert weight is not None, f"{spec.name} has no home"
+        self.weight = weight
+        self.copy = flat(Item.COPY, dtype)
+        self.grad = flat(Item.GRAD, dtype)
+        self.parked = self.copy if parks_in_copy(spec, layout) else flat(Item.PARKED, dtype)
+        self.arrival = flat(Item.ARRIVAL, dtype)
+        self.master = flat(Item.MASTER, torch.float32)
+        moments = flat(Item.MOMENTS, torch.float32, layout.moments)
+        self.moments = [] if moments is None else list(moments.view(layout.moments, spec.share))
+        steps = arena.of(spec.name, Item.STEPS, torch.float32)
+        self.steps = None if steps is None else steps[: len(params)]
+        self.visit = flat(Item.VISIT, torch.float32, layout.moments + spec.mixed)
+        parts = zip(params, spec.offsets, spec.sizes, strict=True)
+        homes = [weight[start : start + size].view(param.shape) for param, start, size in parts]
+        kernels = frozenset(index for index, param in enumerate(params) if id(param) in fused)
+        self.views = ParameterViews(spec.params, params, homes, nan, kernels, resident=spec.resident)
+        self.grads = GradientState(spec.params)
+        self.pieces = tuple(pieces_of(spec, rank))
+        # The copy is a slot that fetches round masters into, never the weight's resting place.
+        self.copy_passes = rounded_to_fetch(spec, layout)
+        self.leads = leads(spec, layout)  # ticks ahead of its use that its weight may come, in forward and in backward
+        self.sources: Sequence[Tensor] = ()  # none: the others' spans come over the network
+        self.overlapping: list[BucketState] = []  # buckets whose homes overlap this one's
+        self.replaced = 0
+        self.present = False
+        self.given_up = self.copy_passes
+        self.handed_out = HandedOut()  # views of the copy that others may hold
+        self.open = 0
+        self.pending = Pending.NOTHING
+        self.job: Job | None = None
+        self.future: Future[tuple[bool, Event]] | None = None  # the worker's: whether it changed weights, and when
+        self.arrived: Event | None = None
+        self.used: Event | None = None
+        self.stored: Event | None = None
 
     @property
     def name(self) -> str:
@@ -101,7 +144,6 @@ class BucketState:
 
     @property
     def settled(self) -> bool:
-        """Whether no update is pending."""
         return self.pending is Pending.NOTHING
 
     @property
@@ -111,7 +153,6 @@ class BucketState:
 
     @property
     def grads_on_host(self) -> bool:
-        """Whether gradients wait on the host."""
         return self.spec.grad_home is Home.HOST
 
     @property
@@ -119,13 +160,19 @@ class BucketState:
         """Whether several ranks hold a span each."""
         return self.spec.ways > 1
 
+    @property
+    def parks_in_copy(self) -> bool:
+        """Whether the host's copy and the gradient that waits there are one place."""
+        return self.copy is not None and self.copy is self.parked
+
+    # --- its memory --------------------------------------------------------------------------------------------------
+
     def own(self, flat: Tensor) -> Tensor:
         """This rank's span of a flat view of the whole bucket."""
         share = self.spec.share
         return flat[self.rank * share : (self.rank + 1) * share]
 
     def pieces_in(self, indices: Container[int]) -> list[Piece]:
-        """This rank's pieces of these parameters."""
         return [piece for piece in self.pieces if piece.index in indices]
 
     def part(self, flat: Tensor, index: int) -> Tensor:
@@ -135,7 +182,7 @@ class BucketState:
         return flat[start : start + self.spec.sizes[index]]
 
     def shaped(self, flat: Tensor, index: int) -> Tensor:
-        """The elements of parameter ``index`` in a flat view of the bucket, in the parameter's shape."""
+        """The same in the parameter's shape."""
         return self.part(flat, index).view(self.views.homes[index].shape)
 
     def gradients(self, indices: Iterable[int]) -> list[Tensor]:
@@ -143,39 +190,27 @@ class BucketState:
         assert self.grad is not None, f"{self.name} is frozen"
         return [self.shaped(self.grad, index) for index in indices]
 
-    @property
-    def parks_in_copy(self) -> bool:
-        """Whether the host's copy and the gradient that waits there are one place."""
-        return self.copy is not None and self.copy is self.parked
-
-    @property
-    def newest(self) -> Tensor:
-        """Where the newest weights are while no update is pending: the host's copy, or the home of a resident.
-
-        Not while the copy is given up: ``weight_of`` has the newest weights then, too.
-        """
-        return self.weight if self.copy is None else self.copy
+    def states(self) -> list[Tensor]:
+        """What an update on the device needs besides the weight, in the order of the visit slot."""
+        return ([] if self.master is None else [self.master]) + self.moments
 
     def rounded(self, piece: Piece) -> Tensor:
-        """The rounded master of a piece."""
         assert self.master is not None
         return self.master[piece.at : piece.at + piece.size].to(self.weight.dtype)
-
-    def weight_of(self, index: int) -> Tensor:
-        """The newest weight of one parameter in its shape, while no update is pending, for the host or COMPUTE to read.
-
-        A view of ``newest``, or a rounded master if the copy is given up. The master is on the host then; what DOWN
-        has written there has to be waited for (``stored``).
-        """
-        if not self.given_up:
-            return self.shaped(self.newest, index)
-        assert not self.is_shared, f"{self.name}: other ranks hold parts of it"
-        return self.rounded(self.pieces[index]).view(self.views.homes[index].shape)
 
     def round_master(self, target: Tensor, master: Tensor) -> None:
         """Round the masters of this rank's span to compute weights, piece by piece, leaving out the padding."""
         for piece in self.pieces:
             target[piece.at : piece.at + piece.size].copy_(master[piece.at : piece.at + piece.size])
+
+    def weight_of(self, index: int) -> Tensor:
+        """The newest weight of one parameter in its shape, while no update is pending, for the host or COMPUTE to read.
+        If the copy is given up it is a rounded master, which DOWN may still be writing (``stored``).
+        """
+        if not self.given_up:
+            return self.shaped(self.weight if self.copy is None else self.copy, index)
+        assert not self.is_shared, f"{self.name}: other ranks hold parts of it"
+        return self.rounded(self.pieces[index]).view(self.views.homes[index].shape)
 
     def measures(self, index: int) -> bool:
         """Whether this rank's slot has the whole summed gradient of a parameter."""
@@ -185,22 +220,16 @@ class BucketState:
         """The rank that tells the others about a parameter: its owner, or the first of them."""
         return min(self.spec.offsets[index] // self.spec.share, self.spec.ways - 1)
 
-    def states(self) -> list[Tensor]:
-        """What an update on the device needs besides the weight, in the order of the visit slot."""
-        return ([] if self.master is None else [self.master]) + self.moments
-
-    # --- the home ----------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def take_in(self) -> None:
         """Copy the model's own weights to their places; afterwards the model's own memory is free."""
-        values = [param.detach().reshape(-1) for param in self.params]
+        values = dict(enumerate(param.detach().reshape(-1) for param in self.params))
         if self.copy is None:
-            for index, value in enumerate(values):
+            for index, value in values.items():
                 self.part(self.weight, index).copy_(value)
         for flat in (None if self.given_up else self.copy, self.master):
             if flat is not None:
-                self.fill(flat, dict(enumerate(values)))
+                self.fill(flat, values)
         for index, param in enumerate(self.params):
             put(param, self.views.absent(index))
         if self.spec.site is Site.DEVICE:
@@ -223,6 +252,8 @@ class BucketState:
         for piece in self.pieces_in([index]):
             value[piece.start : piece.stop].copy_(span[piece.at : piece.at + piece.size])
 
+    # --- the home ----------------------------------------------------------------------------------------------------
+
     def claim(self) -> None:
         """The home is this bucket's from now on; UP may write it."""
         self.present = True
@@ -236,9 +267,16 @@ class BucketState:
         self.used = used
 
     def vacate(self) -> None:
-        """The home belongs to another bucket from now on."""
         self.views.unbind()
         self.present = False
+
+    def enter(self, times: int = 1) -> None:
+        self.open += times
+
+    def leave(self) -> None:
+        self.open -= 1
+
+    # --- the host's copy ---------------------------------------------------------------------------------------------
 
     def hand_out(self, view: Tensor) -> None:
         """``view``, made from ``weight_of``, is given to somebody who may hold it until a gradient takes its place."""
@@ -260,16 +298,7 @@ class BucketState:
         self.sources = sources
 
     def load(self) -> None:
-        """New weights are about to be written."""
         self.replaced += 1
-
-    def enter(self, times: int = 1) -> None:
-        """Scopes that use it begin."""
-        self.open += times
-
-    def leave(self) -> None:
-        """A scope that uses it has ended."""
-        self.open -= 1
 
     # --- updates -----------------------------------------------------------------------------------------------------
 
@@ -287,7 +316,6 @@ class BucketState:
             self.views.unbind()
 
     def compute_on_host(self, future: Future[tuple[bool, Event]]) -> None:
-        """The worker computes the pending update."""
         self.future = future
 
     def begin_visit(self, *, arrived: Event) -> None:
@@ -325,69 +353,6 @@ class BucketOf(dict[int, tuple[BucketState, int]]):
             "a parameter of this model is not the one that was stowed: model.to(), to_empty() or an assignment has "
             "put another in its place; close() the optimizer before such changes"
         )
-
-
-def make_bucket(
-    spec: Bucket,
-    index: int,
-    params: list[nn.Parameter],
-    arena: Arena,
-    nan: Tensor,
-    layout: Layout,
-    fused: Collection[int] = (),
-    rank: int = 0,
-) -> BucketState:
-    """The state of bucket ``spec``, number ``index`` of ``layout``, with its views of ``arena``.
-
-    Args:
-        params: the model's, in the order of ``spec.params``.
-        nan: a single NaN of their dtype on the device.
-        fused: ids of parameters of modules with a fused kernel; see ``ParameterViews``.
-        rank: whose span this is, where ranks share the bucket.
-    """
-    dtype = getattr(torch, spec.dtype)
-    num_moments = layout.moments
-
-    def flat(item: Item, of: torch.dtype, numbers: int = 1) -> Tensor | None:
-        region = arena.of(spec.name, item, of)
-        count = spec.num_elements if item in (Item.WEIGHT, Item.GRAD) else spec.share
-        return None if region is None else region[: numbers * count]
-
-    weight = flat(Item.WEIGHT, dtype)
-    assert weight is not None, f"{spec.name} has no home"
-    copy = flat(Item.COPY, dtype)
-    moments = flat(Item.MOMENTS, torch.float32, num_moments)
-    steps = arena.of(spec.name, Item.STEPS, torch.float32)
-    parts = zip(params, spec.offsets, spec.sizes, strict=True)
-    views = ParameterViews(
-        names=spec.params,
-        params=params,
-        homes=[weight[start : start + size].view(param.shape) for param, start, size in parts],
-        nan=nan,
-        resident=spec.resident,
-        fused=frozenset(index for index, param in enumerate(params) if id(param) in fused),
-    )
-    return BucketState(
-        spec=spec,
-        index=index,
-        params=params,
-        weight=weight,
-        copy=copy,
-        grad=flat(Item.GRAD, dtype),
-        parked=copy if parks_in_copy(spec, layout) else flat(Item.PARKED, dtype),
-        arrival=flat(Item.ARRIVAL, dtype),
-        master=flat(Item.MASTER, torch.float32),
-        moments=[] if moments is None else list(moments.view(num_moments, spec.share)),
-        steps=None if steps is None else steps[: len(params)],
-        visit=flat(Item.VISIT, torch.float32, num_moments + spec.mixed),
-        views=views,
-        grads=GradientState(spec.params),
-        pieces=tuple(pieces_of(spec, rank)),
-        rank=rank,
-        copy_passes=rounded_to_fetch(spec, layout),
-        given_up=rounded_to_fetch(spec, layout),
-        leads=leads(spec, layout),
-    )
 
 
 def find_overlapping(buckets: list[BucketState], arena: Arena) -> None:

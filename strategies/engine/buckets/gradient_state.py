@@ -39,7 +39,6 @@ class GradientState:
 
     @property
     def complete(self) -> bool:
-        """Whether all gradients of this micro-batch have landed."""
         return len(self.landed) == len(self.params)
 
     def exists(self, index: int) -> bool:
@@ -49,7 +48,6 @@ class GradientState:
     # --- from backward to the place where gradients wait -------------------------------------------------------------
 
     def new_pass(self) -> None:
-        """The backward of another micro-batch begins."""
         self.landed.clear()
 
     def land(self, index: int) -> None:
@@ -69,11 +67,9 @@ class GradientState:
         self.unsent.clear()
 
     def add_on_host(self, added: Future[Event]) -> None:
-        """The worker adds what was sent to PARKED."""
         self.added = added
 
     def measure_on_host(self, indices: list[int], norms: Future[list[Tensor]]) -> None:
-        """The worker computes norms of what is in PARKED."""
         self.host_norms = indices, norms
 
     def measured(self, indices: Iterable[int], norms: Iterable[Tensor]) -> None:
@@ -88,7 +84,6 @@ class GradientState:
         self.norms.pop(index, None)
 
     def reset(self) -> None:
-        """The gradients were taken by a step, or are discarded."""
         for indices in (self.landed, self.unsent, self.touched, self.summed):
             indices.clear()
         self.norms, self.host_norms = {}, None
@@ -96,7 +91,6 @@ class GradientState:
     # --- after the step: spent and zeroed ----------------------------------------------------------------------------
 
     def spend(self) -> None:
-        """A step takes the gradients."""
         self.spent |= self.touched
         self.zeroed.clear()
 
@@ -106,7 +100,6 @@ class GradientState:
         self.spent.clear()
 
     def zero_one(self, index: int) -> None:
-        """This gradient becomes zero."""
         self.zeroed.add(index)
 
     def forget_spent(self, index: int) -> bool:
@@ -117,7 +110,6 @@ class GradientState:
         return was_spent
 
     def refuse_spent(self, index: int) -> None:
-        """Raise RuntimeError if ``step`` has taken the gradient of this parameter."""
         if index in self.spent:
             raise RuntimeError(
                 f"step() took the gradient of {self.params[index]}: read it before, and call zero_grad() after "

@@ -13,15 +13,11 @@ from strategies.engine.transfer.transfer import Event
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The factor on every gradient of a step, and whether the step is to be skipped.
+    """The factor on every gradient of a step, and whether the step is to be skipped."""
 
-    ``factor`` (None: there is nothing to multiply) and ``bad`` (1.0: a gradient is not finite) are single fp32 numbers
-    on the device; ``on_host`` holds both for the worker, once ``known`` has passed.
-    """
-
-    factor: Tensor | None
-    bad: Tensor
-    on_host: Tensor
+    factor: Tensor | None  # one fp32 number on the device; None: there is nothing to multiply
+    bad: Tensor  # the same; 1.0: a gradient is not finite
+    on_host: Tensor  # both for the worker, once ``known`` has passed
     known: Event
 
     @property
@@ -32,10 +28,7 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One update of one bucket: which parameters have a gradient, and with which hyperparameters.
-
-    ``group`` is a copy: a scheduler may change the rate before the update is computed.
-    """
+    """One update of one bucket: of the parameters that have a gradient, with a copy of their group."""
 
     touched: tuple[int, ...]
     group: Mapping[str, Any]

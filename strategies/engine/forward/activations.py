@@ -1,18 +1,14 @@
 """Saved tensors that wait on the host: copied down during forward, brought back during backward.
 
-Problem. What a recomputed block keeps lies on the device from its forward to its backward, and nobody reads it.
-
-Order of events, for what block i sends:
+What a recomputed block keeps lies on the device from its forward to its backward, and nobody reads it. So:
 
     forward of i             a copy down begins as soon as the tensor is made
     end of forward of i + 1  compute waits for those copies; only then is the device's memory released
     backward of i + 1 begins the copies up begin
     backward of i            waits for them where it reads them
 
-Arithmetic. On the device, what two blocks send at a time; on the host, what all of them send in one micro-batch, in a
-region of planned size. With ``strategies.offload`` that is a spot of its host arena, which is there once the model is
-stowed; otherwise an arena of its own, taken when the blocks are changed. Each byte crosses the link twice per
-micro-batch.
+On the device is what two blocks send at a time; on the host, what all of them send in one micro-batch, in a region of
+planned size: a spot of the host arena of ``strategies.offload``, otherwise an arena of its own.
 
 Invariant. What comes back has the bits, the shape and the strides of what was sent: kernels' bits depend on strides.
 
@@ -21,19 +17,13 @@ COMPUTE issues later. So a tensor on its way down is referenced until COMPUTE ha
 its way up is referenced until COMPUTE waits for it as its reader or, if its graph was freed and nobody will read it,
 until the next block begins or ends. A copy up begins after everything that was issued on COMPUTE before, since that
 may use the memory that the copy writes to. By then COMPUTE has waited for every copy down, so the host has what is
-brought back.
-
-A slot on the host is free again when the last reference to what was sent is gone, that is, with the graph: backward may
-run again over a graph that was retained. A copy down waits for the last copy up, which may read its slot.
-
-Slots are a stack: forward pushes, backward pops. A tensor that finds no slot, or that has gaps, is not sent; this is
-counted, and logged the first time.
+brought back. A slot on the host is free again when the graph is gone: backward may run again over a graph that was
+retained. A copy down waits for the last copy up, which may read its slot. Slots are a stack: forward pushes, backward
+pops. A tensor that finds no slot, or that has gaps, is not sent; the first time this is logged.
 
 [Note: no graph] The room must not reference a graph, because the graph references the room: that cycle would leak the
 graph. Outputs of operators are sent before autograd has seen them, so at the end of their block they are replaced by
-detached aliases. These share the version counter, by which a later write is noticed.
-
-Refused: a tensor that is written to after it was sent. What came back would be neither its old value nor its new one.
+detached aliases. These share the version counter, by which a later write is noticed, and refused.
 """
 
 from __future__ import annotations
@@ -58,33 +48,20 @@ from strategies.engine.transfer.transfer import Event, Lane, Transfer, transfer_
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False)
-class HostSlot:
-    """A range of the room's memory, in bytes."""
-
-    start: int
-    end: int
-    free: bool = False
-
-
 class Sent:
-    """A tensor that waits on the host in ``memory``. Its slot is free again when nothing references this object."""
+    """A tensor that waits on the host in ``memory``, which is free again when nothing references this object."""
 
-    def __init__(self, room: HostRoom, slot: HostSlot, memory: Tensor, like: Tensor) -> None:
-        self.slot, self.memory = slot, memory
+    def __init__(self, room: HostRoom, memory: Tensor, like: Tensor) -> None:
+        self.memory = memory
         self.tensor: Tensor | None = None  # on its way up, or there
         self.up: Event | None = None
         self._room, self._shape, self._strides, self._device = room, like.shape, like.stride(), like.device
-
-    def __del__(self) -> None:
-        self.slot.free = True  # nothing more: this may run in any thread
 
     def get(self) -> Tensor:
         """The tensor on the device, for COMPUTE."""
         return self._room.give(self)
 
     def allocate(self) -> Tensor:
-        """Memory on the device for it."""
         return torch.empty_strided(self._shape, self._strides, dtype=self.memory.dtype, device=self._device)
 
 
@@ -99,12 +76,10 @@ class Leaving:
 
 
 class HostRoom:
-    """The host's memory for the saved tensors of some blocks, and the copies there and back.
+    """The host's memory for the saved tensors of ``blocks``, which are all in order of use, and the copies there and
+    back.
 
-    Args:
-        blocks: all blocks of the model, in order of use.
-        arena: has the memory; None: nothing is sent before ``use`` names one.
-        transfer: moves the bytes; None: what suits the device of the first tensor that is sent.
+    Nothing is sent before ``use`` names an arena; ``transfer`` is by default what suits the first tensor that is sent.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], arena: Arena | None, transfer: Transfer | None = None) -> None:
@@ -122,16 +97,15 @@ class HostRoom:
             block.register_forward_hook(partial(self._end, index), always_call=True)
 
     def use(self, arena: Arena | None) -> None:
-        """Send to the spot for saved tensors of ``arena`` from now on; None: send nothing any more.
-
-        What was sent before can still be read. Returns when no copy uses the former arena.
+        """Send to the spot for saved tensors of ``arena`` from now on; None: send nothing any more. What was sent
+        before can still be read. Returns when no copy uses the former arena.
         """
         if self._transfer is not None and self._arena is not None:
             self._transfer.host_wait(self._transfer.record(Lane.DOWN), self._transfer.record(Lane.UP))
         self._arena = arena  # it stays pinned as long as it is referenced
         self._memory = None if arena is None else arena.of("", Item.SAVED, torch.uint8)
         self._borders = [] if arena is None else arena.borders(arena.addresses.of("", Item.SAVED))
-        self._slots: list[HostSlot] = []
+        self._slots: list[tuple[int, weakref.ref[Sent]]] = []  # a stack: where each ends, in bytes, and whose it is
 
     @property
     def traffic(self) -> tuple[int, int]:
@@ -149,8 +123,8 @@ class HostRoom:
     def send(self, tensor: Tensor) -> Sent | None:
         """Start to copy ``tensor`` down. The caller keeps what is returned instead; None: it cannot be sent."""
         source = flat(tensor)
-        slot = None if source is None else self._take(tensor.nbytes)
-        if source is None or slot is None or self._memory is None:
+        start = None if source is None else self._top(tensor.nbytes)
+        if source is None or start is None or self._memory is None:
             self.num_refused += 1
             if self.num_refused == 1:
                 logger.warning(
@@ -161,14 +135,25 @@ class HostRoom:
             return None
         if self._transfer is None:
             self._transfer = transfer_for(tensor.device)
-        transfer, memory = self._transfer, self._memory[slot.start : slot.start + tensor.nbytes].view(tensor.dtype)
-        sent = Sent(self, slot, memory, tensor)  # from here on the slot is free again if anything fails
+        transfer, memory = self._transfer, self._memory[start : start + tensor.nbytes].view(tensor.dtype)
+        sent = Sent(self, memory, tensor)
+        self._slots.append((start + aligned(tensor.nbytes), weakref.ref(sent)))
         transfer.writes(Lane.COMPUTE, source)
         transfer.wait(Lane.DOWN, transfer.record(Lane.COMPUTE), self._last_up)
         transfer.copy(Lane.DOWN, memory, source)
         self._leaving.append(Leaving(self._block, tensor, tensor._version, transfer.record(Lane.DOWN)))
         self._sent.setdefault(self._block, []).append(weakref.ref(sent))
         return sent
+
+    def _top(self, num_bytes: int) -> int | None:
+        """Where the memory on top of the stack begins; None if it would reach beyond the room."""
+        while self._slots and self._slots[-1][1]() is None:
+            self._slots.pop()
+        start = self._slots[-1][0] if self._slots else 0
+        for border in self._borders:
+            if start < border < start + num_bytes:  # no copy may lie in two registrations
+                start = border
+        return start if self._memory is not None and start + aligned(num_bytes) <= self._memory.numel() else None
 
     def _end(self, index: int, module: nn.Module, inputs: Any, output: Any) -> None:
         self._release(index if output is not None else None)  # None: an error
@@ -194,7 +179,6 @@ class HostRoom:
     # --- backward ----------------------------------------------------------------------------------------------------
 
     def _bring(self, some: list[weakref.ref[Sent]]) -> None:
-        """Start to copy up those that are not there yet; once, for a block may have several outputs."""
         self._release(None)
         for ref in some:
             sent = ref()
@@ -236,40 +220,16 @@ class HostRoom:
             elif self._transfer is not None:
                 self._transfer.wait(Lane.COMPUTE, one[2])
 
-    # --- the host's memory -------------------------------------------------------------------------------------------
-
-    def _take(self, num_bytes: int) -> HostSlot | None:
-        """A slot on top of the stack; None if it would reach beyond the memory."""
-        while self._slots and self._slots[-1].free:
-            self._slots.pop()
-        start = self._slots[-1].end if self._slots else 0
-        for border in self._borders:
-            if start < border < start + num_bytes:  # no copy may lie in two registrations
-                start = border
-        slot = HostSlot(start, start + aligned(num_bytes))
-        if self._memory is None or slot.end > self._memory.numel():
-            return None
-        self._slots.append(slot)
-        return slot
-
 
 def arena_of_saved(num_bytes: int, device: torch.device) -> Arena:
-    """A pinned arena on the host for saved tensors alone.
-
-    Raises:
-        OutOfMemoryError: the host has not that much, or the driver refuses to pin it.
-    """
+    """A pinned arena on the host for saved tensors alone."""
     arena = Arena(Addresses({Home.HOST: num_bytes}, {("", Item.SAVED): Spot(Home.HOST, 0, num_bytes)}), device)
     arena.pin()
     return arena
 
 
 def unwritten(tensor: Tensor, version: int) -> Tensor:
-    """``tensor``, if it has not been written to since it had that version.
-
-    Raises:
-        RuntimeError: it has been.
-    """
+    """``tensor``, which must not have been written to since it had that version."""
     if tensor._version != version:
         raise RuntimeError(
             "a saved tensor was written to before backward: write strategies.recompute.activation_offloading: false"

@@ -1,11 +1,8 @@
 """Which modules of a model are its blocks: the one definition for counting, hooks, recomputation and timing.
 
-A block is a module with parameters and a forward of its own that stands in an ``nn.ModuleList``. Containers in a list
-(another list, an ``nn.ModuleDict``, a bare ``nn.Module`` that only groups others) are never called, so their members
-stand in the list in their place. Of nested blocks the outermost counts: the experts of a mixture belong to their layer.
-A module that is registered under several names is one block, under the first of its names in a list.
-
-Example: ``model.layers.0``, ``model.layers.1``, ... of a Llama; the layers of encoder and decoder of a T5.
+A block is a module with parameters and a forward of its own that stands in an ``nn.ModuleList``: ``model.layers.0`` of
+a Llama. Members of containers in a list, which are never called (another list, a dict, a bare ``nn.Module``), stand in
+their place. Of nested blocks the outermost counts. A module with several names is one block, under the first of them.
 """
 
 from __future__ import annotations

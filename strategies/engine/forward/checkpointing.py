@@ -5,8 +5,8 @@ replaces a block's ``forward``, inside all hooks of the block, so that the block
 ZeRO fetches in hooks, are there when backward runs it again. No module is renamed or wrapped. The engine also stands
 ``around`` each run, because backward may start one before any hook of the block has run (``guard.py``).
 
-Names. What is kept is named by kind and number within one forward of a block: "linear 3" is its fourth product with a
-weight. Names come from what an operator does, not from the model's class, and are the same on every device:
+What is kept is named by kind and number within one forward of a block: "linear 3" is its fourth product with a weight.
+Names come from what an operator does, and are the same for all models and devices:
 
     linear      a product with a weight
     attention   a fused kernel, or the product of two activations after a softmax
@@ -21,10 +21,6 @@ Exactness. An operator that is not found where it was expected is run again, or 
 changes no bit. Two kinds of output cannot be kept. One that is written to later would come back changed, so the first
 forward keeps nothing and looks for such outputs. One that draws random numbers would not draw them in the replay, so
 operators that are replayed after it would get other numbers: a fused attention with dropout is run again.
-
-Refused: recomputing a block twice.
-
-Sources: torch.utils.checkpoint; Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models".
 """
 
 from __future__ import annotations
@@ -123,12 +119,10 @@ class OutputRecorder(TorchDispatchMode):
         return out
 
     def tensors_of(self, names: Collection[str]) -> list[Tensor]:
-        """Outputs of the operators in ``names`` that have not been written to."""
         return [tensor for name, tensor, version in self._made if name in names and tensor._version == version]
 
     @property
     def written(self) -> frozenset[str]:
-        """Names of operators whose outputs have been written to."""
         return frozenset(name for name, tensor, version in self._made if tensor._version != version)
 
 
@@ -179,11 +173,8 @@ class Receiving(TorchDispatchMode):
 
 
 class Checkpointed:
-    """Replaces the ``forward`` of ``block``: keeps its inputs and the outputs named in ``kept``.
-
-    Args:
-        hosted: which of these, and whether the input, wait in ``room``.
-        name: of the block, for messages.
+    """Replaces the ``forward`` of ``block``: keeps its inputs and the outputs named in ``kept``; those in ``hosted``,
+    and the input if it is among them, wait in ``room``.
     """
 
     def __init__(
@@ -340,14 +331,7 @@ def checkpoint_blocks(
     hosted: Mapping[str, Collection[str]] = MappingProxyType({}),
     room: HostRoom | None = None,
 ) -> None:
-    """Recompute the blocks named in ``kept`` (dotted paths), keeping the outputs that are listed for each.
-
-    Args:
-        hosted: which of these, and of the inputs, wait in ``room``.
-
-    Raises:
-        ValueError: one of them is recomputed already.
-    """
+    """Recompute blocks by dotted path, keeping the outputs listed for each; those in ``hosted`` wait in ``room``."""
     for path, names in kept.items():
         block: Any = model.get_submodule(path)
         if checkpointed(block) is not None or getattr(block, "gradient_checkpointing", False):

@@ -6,9 +6,10 @@ backward computes the log-probabilities again and writes the gradient of the log
 
 Exactness. ``_log_softmax``, its gradient and the gradient of ``nll_loss`` treat every row by itself. A chunk starts on
 a multiple of ``ROWS`` rows, so that a row has the alignment in its chunk that it has in the whole, by which kernels may
-choose how they add up. The losses of the rows are reduced by ``nll_loss`` itself, on one column per row: it reads one
-number per row, and adds these in an order that depends on the number of rows only. The products of the head are not
-cut, so sums over rows stay as they are. Tried on CPUs; no GPU has run it yet.
+choose how they add up. The losses of the rows are reduced by ``nll_loss`` itself, on one column per row, in an order
+that depends on the number of rows only. The products of the head are not cut (as
+``torch.nn.functional.linear_cross_entropy`` and DeepSpeed's ``TiledFusedLogitsLoss`` do), so sums over rows stay as
+they are. Tried on CPUs; no GPU has run it yet.
 
 [Note: memory of the logits] The gradient has the size and dtype of the logits, and is written into their memory if
 nothing else can read them any more. Tensors that share memory hold its storage, so the storage is asked how many there
@@ -17,9 +18,6 @@ code's hooks on saved tensors may have kept them; then the gradient gets memory 
 
 Left to Transformers: compiled code, transforms of ``torch.func``, tensor subclasses, targets that are no class indices.
 A second derivative is refused.
-
-Not used: ``torch.nn.functional.linear_cross_entropy`` (torch 2.13) and DeepSpeed's ``TiledFusedLogitsLoss``. Both cut
-the head's products as well, and so add up the gradient of its weight in another order; torch 2.11 lacks the former.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Side effects of a block happen once, however often the block runs.
 
-Problem. A recomputed block runs again in backward. A batch norm moves its running statistics, a spectral norm iterates,
-a block drops itself by ``random.random()`` or draws from a generator of its own. The second run would do so again, and
-from another state than the first, so that backward would be that of another forward.
-
-So a replay starts from the state that the first run found, and afterwards everything is restored to what it was before
-the replay:
+A recomputed block runs again in backward. A batch norm would move its running statistics again, a block that drops
+itself by ``random.random()`` would draw again, and backward would be that of another forward. So a replay starts from
+the state that the first run found, and afterwards everything is restored to what it was before the replay:
 
     random numbers   of Python, of NumPy, and of generators that are attributes of the block's modules. Torch's own are
                      restored by its checkpoints
@@ -15,15 +12,11 @@ the replay:
 
 What the block writes to is learned in its first run: everything is copied before and compared bit by bit afterwards. It
 is learned again when one of its modules changes between training and evaluation. After that torch's version counters
-are compared.
-
-Memory, until backward: a copy of what it writes to, and the former tensor of an attribute that it replaces. Both are
+are compared, and a write to a tensor that the first run did not write to is refused. The copies, until backward, are
 small (statistics, an auxiliary loss) and not in the plan.
 
 Not noticed: anything in lists, closures and other objects; writes through ``.data`` that begin after the first run;
 numbers under DeepSpeed's stage 3, whose hooks count in the attributes of modules, and have to count each run.
-
-Refused: a write to a tensor that the first run did not write to.
 """
 
 from __future__ import annotations
@@ -47,11 +40,7 @@ GLOBAL: tuple[Source, Source] = ((random.getstate, random.setstate), (np.random.
 
 
 class Effects:
-    """Remembers which tensors a block writes to when it runs.
-
-    Args:
-        name: of the block, for messages.
-    """
+    """Remembers which tensors a block writes to when it runs."""
 
     def __init__(self, block: nn.Module, name: str) -> None:
         self.block, self.name = block, name
@@ -67,14 +56,14 @@ class Snapshot(AbstractContextManager[None]):
         modules = dict(effects.block.named_modules())
         self._effects, self._mode = effects, tuple(module.training for module in modules.values())
         self._known = effects.written.get(self._mode)  # None: this is the first such run
-        self._before: list[tuple[Owner, Owner]] = []  # the dict of a module, and a copy of it
-        self._states: list[tuple[str, Owner, str, Tensor, int]] = []  # path, owner, name, tensor and its version
-        self._copies: dict[int, Tensor] = {}  # by id of the tensor
+        self._found: list[tuple[str, Owner, Owner]] = []  # path, the dict of a module, and what it held
+        self._versions: dict[int, int] = {}  # of tensors, by id
+        self._copies: dict[int, Tensor] = {}  # the same
         self._changed: list[tuple[Owner, str, Any]] = []  # owner, name and the former value
         self._sources = list(GLOBAL)
         for path, module in modules.items():
             for owner in (module._buffers, module.__dict__):
-                self._before.append((owner, owner.copy()))
+                self._found.append((path, owner, owner.copy()))
                 self._note(path, owner)
         self._random = [get() for get, _ in self._sources]
         self._present: list[tuple[Owner, str, Any]] = []  # during a replay: the values to restore
@@ -82,52 +71,39 @@ class Snapshot(AbstractContextManager[None]):
 
     def _note(self, path: str, owner: Owner) -> None:
         for name, value in owner.items():
-            if value.__class__ in PLAIN:
-                continue
             if _is_state(value):
-                self._states.append((path, owner, name, value, _version(value)))
+                self._versions[id(value)] = _version(value)
                 if self._known is None or (path, name) in self._known:
                     self._copies[id(value)] = _copy(value)
-            elif (generator := source(value)) is not None:
+            elif value.__class__ not in PLAIN and (generator := source(value)) is not None:
                 self._sources.append(generator)
 
     @torch.no_grad()
     def _end(self) -> None:
-        """The run is over: keep the former values of what it changed.
-
-        Raises:
-            RuntimeError: a tensor was written to that was not copied before.
-        """
+        """The run is over: keep the former values of what it changed."""
         written = set(self._known or ())
-        for path, owner, name, was, version in self._states:
-            if (path, name) in written or self._is_written(was, version):  # some kernels do not count writes
-                written.add((path, name))
-                if id(was) not in self._copies:
-                    self._refuse(path, name)
-                self._changed.append((owner, name, self._copies[id(was)]))
-            elif owner.get(name) is not was:
-                # without its graph, which would stay alive with it
-                self._changed.append((owner, name, was.detach().requires_grad_(was.requires_grad)))
+        for path, owner, before in self._found:
+            for name, now in (dict.fromkeys(before, ABSENT) | owner).items():
+                was = before.get(name, ABSENT)
+                if not _is_state(was):
+                    counted = self._effects.counts and now.__class__ in NUMBERS and was != now
+                    if counted or _is_state(now):
+                        self._changed.append((owner, name, was))
+                elif (path, name) in written or self._is_written(was):  # some kernels do not count writes
+                    written.add((path, name))
+                    if id(was) not in self._copies:
+                        self._refuse(path, name)
+                    self._changed.append((owner, name, self._copies[id(was)]))
+                elif now is not was:
+                    # without its graph, which would stay alive with it
+                    self._changed.append((owner, name, was.detach().requires_grad_(was.requires_grad)))
         if self._known is None:
             self._effects.written[self._mode] = written
-        self._add_new()
-        self._states.clear()
-        self._copies.clear()
+        for each in (self._found, self._versions, self._copies):
+            each.clear()
 
-    def _add_new(self) -> None:
-        """Note tensors that were not there before, and numbers that changed."""
-        noted = {(id(owner), name) for _, owner, name, *_ in self._states}
-        for owner, before in self._before:
-            for name, value in owner.items():
-                if value.__class__ in NUMBERS:
-                    if self._effects.counts and before.get(name, ABSENT) != value:
-                        self._changed.append((owner, name, before.get(name, ABSENT)))
-                elif value.__class__ not in PLAIN and _is_state(value) and (id(owner), name) not in noted:
-                    self._changed.append((owner, name, before.get(name, ABSENT)))
-        self._before.clear()
-
-    def _is_written(self, tensor: Tensor, version: int) -> bool:
-        if _version(tensor) != version:
+    def _is_written(self, tensor: Tensor) -> bool:
+        if _version(tensor) != self._versions[id(tensor)]:
             return True
         comparable = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
         return self._known is None and comparable and not same_bits(tensor, self._copies[id(tensor)])
@@ -141,7 +117,6 @@ class Snapshot(AbstractContextManager[None]):
 
     @contextmanager
     def first(self) -> Iterator[None]:
-        """Around the run itself."""
         yield
         self._end()
 
@@ -185,7 +160,7 @@ def source(value: Any) -> Source | None:
 
 
 def _is_state(value: Any) -> bool:
-    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+    return value.__class__ not in PLAIN and isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
 
 
 def _version(tensor: Tensor) -> int:

@@ -4,19 +4,11 @@ The class of a routed layer becomes a subclass that differs in ``forward`` only,
 ``isinstance`` do not change. In eval mode the stock ``forward`` runs.
 
 The second copy of a weight is stamped with what it was made of: the weight's version, which in-place operations seen
-by autograd raise, its address, and a count of the changes that autograd does not see. Fused optimizers do not raise the
-version, and neither do engines that keep weights in flat buffers, such as DeepSpeed's. Whoever drives the optimizer
-announces its steps with ``weights_changed``, as our Trainer does. Until the first announcement every backward counts as
-a change, so the copy is correct in any training loop, but written once per micro-batch. The copy is written again when
-its stamp no longer matches. If that happened between a forward and its backward, backward raises.
-
-Backward saves the weight as the parameter itself, not as a view, so it reads what an engine that moves weights has
-put there by then.
-
-[Note: gradient slots] wgrad returns its result to autograd, and the memory engine copies it into its slot. Writing into
-the slot directly was left out: accumulating inside the product (beta = 1) rounds differently, a shared slot can pass to
-its next bucket before autograd has summed the gradients of a weight that is used twice, and tensors returned by
-``torch.autograd.grad`` would be overwritten later.
+by autograd raise, its address, and a count of the changes that autograd does not see, such as those of fused optimizers
+and of engines with flat buffers. Whoever drives the optimizer announces its steps with ``weights_changed``, as our
+Trainer does; until then every backward counts as a change. If the copy was written again between a forward and its
+backward, backward raises. Backward saves the weight as the parameter itself, not as a view, so it reads what an engine
+that moves weights has put there by then.
 """
 
 from __future__ import annotations
@@ -69,8 +61,6 @@ def product(gemm: Gemm, route: Route, stored: str, first: Tensor, second: Tensor
 
 
 class _Products(torch.autograd.Function):
-    """The three products as one autograd node."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Routed, copy: Tensor | None) -> Tensor:
         route = layer._routes.forward
@@ -106,10 +96,8 @@ class _Products(torch.autograd.Function):
 
 
 class Copy:
-    """A transposed copy of one weight in the dtype of compute.
-
-    Not an attribute tensor of the layer: recomputation would take it for state of the module, and refuse a forward that
-    writes it.
+    """A transposed copy of one weight in the dtype of compute. Not an attribute tensor of the layer: recomputation
+    would take it for state of the module, and refuse a forward that writes it.
     """
 
     def __init__(self) -> None:
@@ -174,12 +162,7 @@ def _routed(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def route(model: nn.Module, chosen: Mapping[str, Routes]) -> None:
-    """Set the routes of the layers at these dotted paths. Native layers stay untouched.
-
-    Raises:
-        AttributeError: there is no such module.
-        ValueError: the module is not a stock linear layer.
-    """
+    """Set the routes of the layers at these dotted paths. Native layers stay untouched."""
     for path, routes in chosen.items():
         module: Any = model.get_submodule(path)
         stored = storage_of(module)

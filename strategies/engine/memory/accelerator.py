@@ -1,13 +1,9 @@
 """What this machine's accelerator can do beyond ``torch.accelerator``, one row of a table per kind of device.
 
-Streams, events, memory statistics and waiting have calls that are the same for all accelerators (``torch.accelerator``,
-``torch.Stream``, ``torch.Event``), and the project uses those. What has no such call is here, and this is the only file
-that names ``torch.cuda``. Example: ``row_of(torch.device("cuda"))`` has the driver that registers host memory.
-
-Invariant. A kind of device without a row trains with the same results and loses time only. If host memory cannot be
-registered, copies make the host wait.
-
-Refused: Apple's ``mps``, which has no streams. It is ignored, and training runs on the CPU.
+Streams, events, memory statistics and waiting have calls that are the same for all accelerators, and the project uses
+those. What has no such call is here, and this is the only file that names ``torch.cuda``. A kind of device without a
+row trains with the same results: where host memory cannot be registered, copies make the host wait. Apple's ``mps`` has
+no streams; it is ignored, and training runs on the CPU.
 """
 
 from __future__ import annotations
@@ -22,9 +18,8 @@ WITHOUT_STREAMS = {"mps"}
 
 
 class Driver:
-    """Registers host memory for copies: locks its pages and makes it known to the device.
-
-    By CUDA's runtime, as far as torch exposes it; in a ROCm build of torch the same names call HIP.
+    """Registers host memory for copies: locks its pages and makes it known to the device. By CUDA's runtime, as far as
+    torch exposes it; in a ROCm build of torch the same names call HIP.
     """
 
     def register(self, pointer: int, num_bytes: int) -> str | None:
@@ -80,10 +75,8 @@ def current() -> torch.device | None:
 
 
 def device_of(wanted: torch.device | str | None) -> torch.device:
-    """``wanted`` with its index; by default the accelerator, else the CPU.
-
-    Raises:
-        ValueError: this machine has no such device, or it has no streams.
+    """``wanted`` with its index; by default the accelerator, else the CPU. ValueError if this machine has no such
+    device.
     """
     device = (current() or torch.device("cpu")) if wanted is None else torch.device(wanted)
     if device.type == "cpu":

@@ -1,9 +1,7 @@
 """The arenas: one stretch of memory per home, reserved once. Nothing else in the engine allocates buffers.
 
-Problem. A caching allocator rounds up, fragments, and gives memory to whoever asks first; torch's pinned allocator
-rounds to powers of two, so that 20 GiB become 32. A plan that knows every address needs none of that.
-
-How each home is reserved, pinned and released is one entry of ``RESERVE``:
+A caching allocator rounds up, fragments, and gives memory to whoever asks first; torch's pinned allocator rounds to
+powers of two, so that 20 GiB become 32. A plan that knows every address needs none of that.
 
     device   one ``torch.empty``
     host     one anonymous mapping of the exact size (huge pages where the kernel grants them), registered with the
@@ -11,12 +9,8 @@ How each home is reserved, pinned and released is one entry of ``RESERVE``:
              machine read from each other comes first, in a mapping of its own (``common_host.py``)
 
 Without an accelerator both are ordinary memory and the same code runs, so every rule about addresses is tested on any
-machine.
-
-Invariant. The arenas do not grow, shrink or move after construction; a region is a view, never a copy. The few places
-in ``strategies/engine`` that allocate something else are listed, with reasons, in ``tests/unit/test_one_allocator.py``.
-
-Refused: more bytes than there are, with the numbers, before the kernel ends the process.
+machine. The arenas do not grow, shrink or move; a region is a view, never a copy. The few places in
+``strategies/engine`` that allocate something else are listed, with reasons, in ``tests/unit/test_one_allocator.py``.
 """
 
 from __future__ import annotations
@@ -25,7 +19,7 @@ import logging
 import mmap
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -40,46 +34,22 @@ from strategies.engine.memory.accelerator import Driver, row_of
 
 logger = logging.getLogger(__name__)
 PIECE_BYTES = 16 << 30  # one registration; above 64 GiB some drivers refuse
+HOMES = (Home.DEVICE, Home.HOST)
 
 
 class OutOfMemoryError(RuntimeError):
     """An arena could not be reserved."""
 
 
-class ArenaMemory:
-    """The memory of one arena, as bytes. As it is, one tensor on the device.
-
-    Raises:
-        OutOfMemoryError: the device has not that much; the message names ``owner``.
-    """
-
-    def __init__(self, num_bytes: int, device: torch.device, owner: str) -> None:
-        self.borders: list[int] = []  # offsets that no copy may cross
-        try:
-            self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        except RuntimeError as error:  # torch.OutOfMemoryError on accelerators, RuntimeError on the CPU
-            raise OutOfMemoryError(f"{owner} needs {human(num_bytes)}: {error}") from None
-
-    def pin(self, starts: Iterable[int]) -> None:
-        """Let copies to and from the device run beside compute. Memory on the device needs nothing for that."""
-
-    def release(self) -> None:
-        """Undo ``pin``."""
-
-
-class HostMemory(ArenaMemory):
-    """One mapping of host memory of the exact size, zero as it comes, to be pinned for ``device``.
-
-    Args:
-        file: its descriptor, if other processes map it too; None: it is this process's own.
-
-    Raises:
-        OutOfMemoryError: the host has not that much; the message names ``owner``.
+class HostMemory:
+    """One mapping of host memory of the exact size, zero as it comes, to be pinned for ``device``; of ``file``, a
+    descriptor, if other processes map it too.
     """
 
     def __init__(self, num_bytes: int, device: torch.device, owner: str, file: int | None = None) -> None:
-        super().__init__(0, torch.device("cpu"), owner)
         self._device, self._owner = device, owner
+        self.borders: list[int] = []  # offsets that no copy may cross
+        self.memory = torch.empty(0, dtype=torch.uint8)
         self._mapping: Any = None
         if num_bytes:
             try:
@@ -99,13 +69,9 @@ class HostMemory(ArenaMemory):
         """Lock the pages in memory, so that copies run beside compute, and keep them from forked processes.
 
         Drivers refuse a copy whose range lies in two registrations. So a registration begins only at an offset in
-        ``starts``, of which none is copied together with the bytes before it.
-
-        A forked process (a data loader's) would share these pages until somebody writes to them, after which the
-        device may go on with the copy that the writer does not have. So a fork gets none of them.
-
-        Raises:
-            OutOfMemoryError: the driver refuses.
+        ``starts``, of which none is copied together with the bytes before it. A forked process (a data loader's) would
+        share these pages until somebody writes to them, after which the device may go on with the copy that the writer
+        does not have. So a fork gets none of them.
         """
         driver, total = row_of(self._device).driver, self.memory.numel()
         if driver is None:
@@ -123,7 +89,6 @@ class HostMemory(ArenaMemory):
             self._registered.append((driver, self.memory.data_ptr() + begin))
 
     def release(self) -> None:
-        """Make the pages pageable again; views stay valid."""
         _unregister(self._registered)
         self._advise("MADV_DOFORK")
 
@@ -148,9 +113,6 @@ def _borders(total: int, starts: Iterable[int]) -> Iterator[int]:
         last = start
 
 
-RESERVE: Mapping[Home, type[ArenaMemory]] = {Home.DEVICE: ArenaMemory, Home.HOST: HostMemory}
-
-
 class CommonPart(Protocol):
     """The first ``num_bytes`` of the host's arena, where other ranks read them: a ``CommonHost``."""
 
@@ -159,27 +121,22 @@ class CommonPart(Protocol):
 
 
 class Arena:
-    """The arenas of one rank, one per home, cut up as ``addresses`` says.
-
-    Args:
-        common: the first bytes of the host's arena, if they are memory that other ranks read.
-
-    Raises:
-        OutOfMemoryError: a home has not that much; the message says what was to lie there.
+    """The arenas of one rank, one per home, cut up as ``addresses`` says. ``common``: the first bytes of the host's, if
+    they are memory that other ranks read.
     """
 
     def __init__(self, addresses: Addresses, device: torch.device, common: CommonPart | None = None) -> None:
         self.addresses, self._common = addresses, common
-        first = {} if common is None else {Home.HOST: common.num_bytes}
-        self._memories = {
-            home: RESERVE[home](
-                num_bytes - first.get(home, 0), device, f"the {home.value} arena ({self._contents(home)})"
-            )
-            for home, num_bytes in addresses.arena_bytes.items()
-        }
+        self._first = 0 if common is None else common.num_bytes
+        device_owner, host_owner = (f"the {home.value} arena ({self._contents(home)})" for home in HOMES)
+        num_bytes = self.num_bytes(Home.DEVICE)
+        try:
+            self._device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        except RuntimeError as error:  # torch.OutOfMemoryError on accelerators, RuntimeError on the CPU
+            raise OutOfMemoryError(f"{device_owner} needs {human(num_bytes)}: {error}") from None
+        self._host = HostMemory(self.num_bytes(Home.HOST) - self._first, device, host_owner)
 
     def num_bytes(self, home: Home) -> int:
-        """The size of the arena of one home."""
         return self.addresses.num_bytes(home)
 
     def of(self, bucket: str, item: Item, dtype: torch.dtype) -> Tensor | None:
@@ -187,50 +144,38 @@ class Arena:
         spot = self.addresses.spots.get((bucket, item))
         if spot is None:
             return None
-        memory, first = self._behind(spot)
-        return memory.memory[spot.offset - first : spot.end - first].view(dtype)
+        if spot.home is Home.DEVICE:
+            return self._device[spot.offset : spot.end].view(dtype)
+        if self._common is not None and spot.offset < self._first:
+            return self._common.own.memory[spot.offset : spot.end].view(dtype)
+        return self._host.memory[spot.offset - self._first : spot.end - self._first].view(dtype)
 
     def borders(self, spot: Spot) -> list[int]:
-        """Offsets in ``spot`` that no copy may cross."""
-        memory, first = self._behind(spot)
-        borders = [border + first for border in memory.borders]
+        """Offsets in ``spot`` on the host that no copy may cross."""
+        borders = [border + self._first for border in self._host.borders]
         return [border - spot.offset for border in borders if spot.offset < border < spot.end]
-
-    def _behind(self, spot: Spot) -> tuple[ArenaMemory, int]:
-        """The memory that has ``spot``, and where in the arena it begins."""
-        if spot.home is not Home.HOST or self._common is None:
-            return self._memories[spot.home], 0
-        if spot.offset < self._common.num_bytes:
-            return self._common.own, 0
-        return self._memories[spot.home], self._common.num_bytes
 
     def owners(self) -> Iterator[str]:
         """What each arena holds, by kind of memory, as lines for people."""
-        for home in self._memories:
+        for home in self.addresses.arena_bytes:
             yield f"{home.value} arena {human(self.num_bytes(home))}: {self._contents(home)}"
 
     def pin(self) -> None:
-        """Pin the arenas where their homes and the driver need it, without what other ranks read.
+        """Pin the host's arena if the driver needs it, without what other ranks read.
 
         Called when the weights have moved in and the model's own memory is free again: pinning takes every page at
         once, and until then the pages of the moments are not there. So the model never exists twice beside the arena.
-
-        Raises:
-            OutOfMemoryError: the driver refuses.
         """
-        starts: dict[Home, set[int]] = {home: set() for home in self._memories}
+        starts = set[int]()
         for (_, item), spot in self.addresses.spots.items():
-            memory, first = self._behind(spot)
-            step = PIECE_BYTES if item is Item.SAVED else max(spot.num_bytes, 1)  # saved tensors keep to ``borders``
-            if memory is self._memories[spot.home]:
-                starts[spot.home].update(range(spot.offset - first, spot.end - first, step))
-        for home, memory in self._memories.items():
-            memory.pin(starts[home])
+            if spot.home is Home.HOST and spot.offset >= self._first:
+                step = PIECE_BYTES if item is Item.SAVED else max(spot.num_bytes, 1)  # those keep to ``borders``
+                starts.update(range(spot.offset - self._first, spot.end - self._first, step))
+        self._host.pin(starts)
 
     def close(self) -> None:
         """Give pinned pages back to the system. The views stay valid, the pages are pageable again."""
-        for memory in self._memories.values():
-            memory.release()
+        self._host.release()
 
     def _contents(self, home: Home) -> str:
         """The kinds of memory at one home with their sizes, largest first. Shared slots count once."""
@@ -242,10 +187,8 @@ class Arena:
 
 
 def alone(view: Tensor) -> Tensor:
-    """The same memory as a tensor with a storage of its own.
-
-    Libraries take tensors that share a storage for tied weights; views of an arena share one and are not tied. Kinds of
-    device that are registered with torch have no DLPack, and keep the arena's.
+    """The same memory as a tensor with a storage of its own: libraries take tensors that share one for tied weights.
+    Kinds of device that are registered with torch have no DLPack, and keep the arena's.
     """
     there = view.numel() and view.device.type != torch._C._get_privateuse1_backend_name()
     return from_dlpack(view.detach()) if there else view.detach()

@@ -1,9 +1,8 @@
 """The host memory that ranks of one machine read from each other, and up to which update they may.
 
-Problem. Consumer cards cannot copy to each other. What a rank gets from another one over the network goes down from
-that one's device, through the host's memory, and up again, although the host has had it from the start: a weight that
-travels rests in the arenas of its ranks, and one that is updated on the host is there anew. So each rank maps the first
-part of the others' arenas, which has those weights (``common_bytes``), and copies all spans up by itself.
+Consumer cards cannot copy to each other: what a rank gets over the network goes down from the other's device, through
+the host's memory, and up again, although the host has had it from the start. So each rank maps the first part of the
+others' arenas, which has the weights that rest or are updated on the host, and copies all spans up by itself.
 
 Each rank makes one file that exists in memory only (``memfd_create``) and ends with the last process that has mapped
 it; the others open it by way of ``/proc``. Behind the weights it has one number per bucket: how many times the rank's
@@ -15,10 +14,7 @@ Ordering.
     write after read   see ``strategies/engine/ranks/common_copies.py``
 
 Memory that one core writes before it counts is seen by a core that has seen the count: x86 keeps the order of writes
-and of reads. Others may not.
-
-Refused, with the way out: other processors; ranks on several machines, or in containers that do not see each other's
-processes.
+and of reads. Others may not, and are refused; so are ranks that do not see each other's processes.
 """
 
 from __future__ import annotations
@@ -30,7 +26,6 @@ import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -40,9 +35,6 @@ from strategies.core.facts import IN_ORDER, Home
 from strategies.core.layout import Spot, aligned
 from strategies.engine.memory.arena import HostMemory
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 POLL_S = 5e-5
 LOOK_S = 0.5  # between looks at whether the others are alive
 TOKEN_BYTES = 16
@@ -51,15 +43,8 @@ CURE = "write strategies.offload.gather: network"
 
 
 class CommonHost:
-    """This rank's part of the memory that all read, and after ``connect`` the others' parts.
-
-    Args:
-        num_bytes: of weights, at the start of the arena on the host.
-        num_buckets: that may have been replaced.
-
-    Raises:
-        OutOfMemoryError: the host has not that much.
-        RuntimeError: the processor may not keep the order of writes.
+    """This rank's part of the memory that all read, ``num_bytes`` of weights at the start of its arena on the host, and
+    after ``connect`` the others' parts.
     """
 
     def __init__(self, num_bytes: int, num_buckets: int, device: torch.device) -> None:
@@ -74,6 +59,7 @@ class CommonHost:
         self.own = self._map(self._file)
         self._memories = [self.own]
         self._processes: list[int] = []
+        self._timeout_s = 0.0  # as long as the ranks wait for each other in collectives
         self._lock = threading.Lock()
         self._token = torch.frombuffer(bytearray(secrets.token_bytes(TOKEN_BYTES)), dtype=torch.uint8)
         self.own.memory[-TOKEN_BYTES:].copy_(self._token)
@@ -81,12 +67,9 @@ class CommonHost:
     def _map(self, file: int) -> HostMemory:
         return HostMemory(self._size, self._device, OWNER, file)
 
-    def connect(self, hosts: ProcessGroup) -> None:
-        """Map the others' parts. A collective: all ranks have written theirs when it begins.
-
-        Raises:
-            RuntimeError: on all ranks, if one of them cannot.
-        """
+    def connect(self, hosts: dist.ProcessGroup) -> None:
+        """Map the others' parts, or raise on all ranks. A collective: all have written theirs when it begins."""
+        self._timeout_s = hosts._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         ranks, rank = dist.get_world_size(hosts), dist.get_rank(hosts)
         mine = (os.getpid(), self._file, self._size, self._token.tolist())
         known: list[tuple[int, int, int, list[int]]] = [mine] * ranks
@@ -109,12 +92,10 @@ class CommonHost:
         path = Path(f"/proc/{process}/fd/{file}")
         opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            if os.fstat(opened).st_size != size:
-                raise FileNotFoundError(2, "another file", str(path))
-            found = self._map(opened)
+            found = self._map(opened) if os.fstat(opened).st_size == size else None
         finally:
             os.close(opened)
-        if found.memory[-TOKEN_BYTES:].tolist() != token:
+        if found is None or found.memory[-TOKEN_BYTES:].tolist() != token:
             raise FileNotFoundError(2, "another file", str(path))
         return found
 
@@ -123,21 +104,16 @@ class CommonHost:
         return [memory.memory[spot.offset : spot.end].view(dtype)[:count] for memory in self._memories]
 
     def count(self, bucket: int, replaced: int) -> None:
-        """This rank's span of a bucket has been ``replaced`` so many times; it holds its newest weights now.
-
-        The thread that waits for copies down may come here later than the caller who has loaded weights since.
+        """This rank's span of a bucket has been ``replaced`` so many times; it holds its newest weights now. The thread
+        that waits for copies down may come here later than the caller who has loaded weights since.
         """
         counts = self._counts(self.own)
         with self._lock:
             counts[bucket] = max(replaced, int(counts[bucket]))
 
-    def wait(self, bucket: int, replaced: int, timeout_s: float) -> None:
-        """Wait until every other rank has ``replaced`` its span of a bucket as often. Events tell of this rank's own.
-
-        Raises:
-            DistError: a rank has ended, or has not done so in time.
-        """
-        until_s, look_s = time.monotonic() + timeout_s, 0.0
+    def wait(self, bucket: int, replaced: int) -> None:
+        """Wait until every other rank has ``replaced`` its span of a bucket as often; events tell of this rank's."""
+        until_s, look_s = time.monotonic() + self._timeout_s, 0.0
         for rank, memory in enumerate(self._memories):
             if memory is self.own:
                 continue
@@ -145,26 +121,23 @@ class CommonHost:
             while int(counts[bucket]) < replaced:
                 time.sleep(POLL_S)
                 if (now_s := time.monotonic()) > look_s:
-                    self._refuse_dead(rank)
                     look_s = now_s + LOOK_S
+                    if not _is_alive(self._processes[rank]):
+                        raise dist.DistError(f"rank {rank} has ended, and this one waits for its weights")
                     if now_s > until_s:
-                        raise dist.DistError(f"Timed out waiting {timeout_s:.0f} s for the weights of rank {rank}")
-
-    def _refuse_dead(self, rank: int) -> None:
-        if not _is_alive(self._processes[rank]):
-            raise dist.DistError(f"rank {rank} has ended, and this one waits for its weights")
+                        raise dist.DistError(
+                            f"Timed out waiting {self._timeout_s:.0f} s for the weights of rank {rank}"
+                        )
 
     def _counts(self, memory: HostMemory) -> Tensor:
         return memory.memory[self.num_bytes : -TOKEN_BYTES].view(torch.int64)
 
     def pin(self, starts: Iterable[int]) -> None:
-        """Pin the parts of all ranks, which begin their copies at ``starts``; see ``HostMemory.pin``."""
         known = set(starts)
         for memory in self._memories:
             memory.pin(known)
 
     def release(self) -> None:
-        """Undo ``pin``. What is mapped stays mapped as long as somebody holds a view."""
         for memory in self._memories:
             memory.release()
 

@@ -5,20 +5,16 @@
     sum_to_owners   a whole gradient of each rank becomes, in each rank's span of the slot, the sum of all ranks' spans
 
 Exactness. N ranks have the bits of one process that accumulates N micro-batches: an owner adds the gradients in the
-order of ranks, as that process does one micro-batch after the other, and an element-wise update of a span has the bits
-of the update of the whole. Both divide by N first, which is exact for powers of two. With ``reduction: fast`` the
-library adds while it sends (``reduce_scatter``), in an order of its own: of N ranks, N - 1 additions of each element
-round otherwise; all else is the same, and two ranks have the same bits. The norm of a parameter is a
-reduction in an order of its own, so it needs all elements in one place: most parameters have one owner, who computes
-it; of one that is cut the owner of its first elements gets the others' sums, behind its own span in the slot.
+order of ranks, and an element-wise update of a span has the bits of the update of the whole. Both divide by N first,
+which is exact for powers of two. With ``reduction: fast`` the library adds while it sends, in an order of its own: N -
+1 additions of each element round otherwise. The norm of a parameter needs all its elements in one place: most have one
+owner; of one that is cut the owner of its first elements gets the others' sums, behind its own span in the slot.
 
 Ordering. All are on the lane NET of one process group, and every rank issues them in the same order, which follows from
 the plan and the model, never from timing. UP before NET: a fetch brings up this rank's span first. COMPUTE before NET:
 the home is free, or the gradient is written, and what was received before has been added. NET before COMPUTE: weights
 are whole, gradients are there to be added. DOWN reads this rank's span only, after COMPUTE has written it; NET writes
 others.
-
-What a host has to know before it goes on, the hosts tell each other (``rank_sync.hosts_of``): no device is waited for.
 
 Refused: ranks that take different paths through the model. Two buckets of one size would be taken for each other, so
 what the ranks have run and exchanged, and will go back through, is compared when forward and backward begin, and again
@@ -31,53 +27,69 @@ import hashlib
 from collections import deque
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from strategies.core.layout import Site
-from strategies.engine.buckets.bucket_state import BucketState
-from strategies.engine.ranks.rank_sync import on_any_rank
-from strategies.engine.tensors.pieces import head_of
+from strategies.core.layout import Bucket, Item, Site
+from strategies.engine.buckets.bucket_state import BucketState, pieces_of
+from strategies.engine.memory.arena import Arena
+from strategies.engine.ranks.one_rank import Place
+from strategies.engine.ranks.replicas import Replicas
 from strategies.engine.transfer.transfer import Lane, Transfer
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 REMEMBERED = 10_000  # of what ranks compare, for the message; a long evaluation has more
 
 
-class Shares:
-    """The exchanges of one process group.
+class Shares(Replicas):
+    """The exchanges of one process group."""
 
-    Args:
-        hosts: a group of the same ranks, for what the hosts agree on.
-        received: bytes on the device, as many as the gradient of the largest shared bucket has. None: ``reduction`` is
-            fast, or nothing is trained.
-    """
+    shared = True
 
-    def __init__(self, group: ProcessGroup, hosts: ProcessGroup, transfer: Transfer, received: Tensor | None) -> None:
-        self._group, self._hosts, self._transfer, self._received = group, hosts, transfer, received
-        self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, transfer: Transfer, device: torch.device) -> None:
+        super().__init__(model, group, transfer, device)
+        self.rank = dist.get_rank(group)
+        self._received: Tensor | None = None  # bytes for the largest gradient; None: ``reduction`` is fast
         # What was run and exchanged since the ranks have last compared it: its digest, and the newest of it.
         self._digest, self._path = hashlib.sha256(), deque[str](maxlen=REMEMBERED)
 
+    def connect(self, buckets: Sequence[BucketState], arena: Arena) -> None:
+        self._received = arena.of("", Item.RECEIVED, torch.uint8)
+
+    # --- weights -----------------------------------------------------------------------------------------------------
+
+    def brought(self, bucket: BucketState) -> None:
+        super().brought(bucket)
+        self.gather(bucket)
+
     def gather(self, bucket: BucketState) -> None:
-        """Bring the other spans of the home; its own span has been given its newest weights. A collective."""
-        transfer = self._transfer
-        self._note(f"gathered {bucket.name}")
+        transfer, home, own = self._transfer, bucket.weight, bucket.own(bucket.weight)
+        first = self.rank * bucket.spec.share
+        self.note("gathered", bucket.name)
         transfer.wait(Lane.NET, bucket.arrived, bucket.used)
-        self._all_gather(bucket, bucket.weight)
+        transfer.reads(Lane.NET, own)
+        transfer.writes(Lane.NET, home[:first], home[first + bucket.spec.share :])
+        with transfer.on(Lane.NET):
+            dist.all_gather_into_tensor(home, own, group=self._group)
         bucket.arrive(arrived=transfer.record(Lane.NET))
+
+    # --- gradients ---------------------------------------------------------------------------------------------------
+
+    def due(self, waiting: Sequence[BucketState], landed: BucketState) -> Sequence[BucketState]:
+        """None: they are exchanged as backward goes on (``Gradients.exchange``)."""
+        return ()
+
+    def _add_up(self, bucket: BucketState, grad: Tensor) -> None:
+        self.sum_to_owners(bucket)
 
     def sum_to_owners(self, bucket: BucketState) -> None:
         """The mean of all ranks' gradients in this rank's span, and of a parameter that begins there all of it. What
-        any rank has a gradient for has one on all. A collective.
+        any rank has a gradient for has one on all.
         """
         assert bucket.grad is not None
-        self._note(f"added gradients of {bucket.name}")
+        self.note("added gradients of", bucket.name)
         bucket.grad.div_(self.ranks)
         self._transfer.wait(Lane.NET, self._transfer.record(Lane.COMPUTE))
         if bucket.sources:  # gradients may take their place, which all ranks have read by then
@@ -90,10 +102,7 @@ class Shares:
         if bucket.spec.cut:
             self._complete_the_last(bucket, bucket.grad)
         if bucket.spec.grad_passes or bucket.spec.site is Site.HOST:  # it leaves now; others are asked about later
-            mine = [index in bucket.grads.touched for index in range(len(bucket.params))]
-            for index, flag in enumerate(on_any_rank(mine, self._hosts)):
-                if flag and not mine[index]:
-                    bucket.grads.touch(index)
+            super().end_backward([(bucket, index) for index in range(len(bucket.params))])
 
     def _add_in_order(self, bucket: BucketState, grad: Tensor, memory: Tensor) -> None:
         transfer, own, share = self._transfer, bucket.own(grad), bucket.spec.share
@@ -104,9 +113,10 @@ class Shares:
         transfer.wait(Lane.COMPUTE, transfer.record(Lane.NET))
         transfer.reads(Lane.COMPUTE, received)
         transfer.writes(Lane.COMPUTE, grad)
-        own.copy_(received[:share])
-        for rank in range(1, self.ranks):
-            own.add_(received[rank * share :][:share])
+        first, *others = received.split(share)
+        own.copy_(first)
+        for other in others:
+            own.add_(other)
 
     def _add_on_the_way(self, bucket: BucketState, grad: Tensor) -> None:
         """In place, as NCCL and gloo allow where the result is this rank's span of what is sent."""
@@ -118,11 +128,10 @@ class Shares:
 
     def _complete_the_last(self, bucket: BucketState, grad: Tensor) -> None:
         """What the other ranks have of the parameter that goes on behind this rank's span comes there, for its norm.
-
-        Every rank has at most one part of a parameter that began before its span: the first elements of the span.
+        Each has at most one part of a parameter that began before its span: the first elements of the span.
         """
         transfer, spec, own = self._transfer, bucket.spec, bucket.own(grad)
-        heads = [head_of(spec, rank) for rank in range(self.ranks)]
+        heads = [_head_of(spec, rank) for rank in range(self.ranks)]
         gets = [size if to == self.rank and rank != to else 0 for rank, (to, size) in enumerate(heads)]
         to, size = heads[self.rank]
         sends = [size if rank == to else 0 for rank in range(self.ranks)]
@@ -134,43 +143,40 @@ class Shares:
             dist.all_to_all_single(behind, own[:size], gets, sends, group=self._group)
         transfer.wait(Lane.COMPUTE, transfer.record(Lane.NET))
 
-    def keep_span(self, bucket: BucketState) -> None:
-        """Of the sum this rank keeps its span, so that the slot is free for others: on COMPUTE, as the update is."""
-        assert bucket.grad is not None and bucket.parked is not None
-        source = bucket.own(bucket.grad)
-        self._transfer.reads(Lane.COMPUTE, source)
-        self._transfer.writes(Lane.COMPUTE, bucket.parked)
-        bucket.parked.copy_(source)
-        bucket.grads.send(sent=self._transfer.record(Lane.COMPUTE))
+    def end_backward(self, order: Sequence[Place]) -> None:
+        self._refuse_other_paths()
+        super().end_backward(order)
+
+    def tell_norms(self, gradients: Sequence[Place], device: torch.device) -> None:
+        """All ranks but one contribute a zero, and adding zeros is exact."""
+        zero = torch.zeros((), device=device)
+        mine = [b.grads.norms[i] if b.rank == b.speaker(i) else zero for b, i in gradients]
+        known = torch.stack([zero, *mine])
+        dist.all_reduce(known, group=self._group)
+        for (bucket, index), norm in zip(gradients, known[1:].unbind(), strict=True):
+            bucket.grads.measured([index], [norm])
 
     def everywhere(self, flag: bool) -> bool:
-        """Whether all ranks say so. A collective."""
-        (some_not,) = on_any_rank([not flag], self._hosts)
+        (some_not,) = self._on_any([not flag])
         return not some_not
 
-    def begins(self, what: str) -> None:
-        """Forward begins, if it does so on all ranks. A collective."""
-        self._note(f"began {what}")
-        self.refuse_other_paths()
+    # --- the same path -----------------------------------------------------------------------------------------------
 
-    def ran(self, what: str) -> None:
-        """Forward has come to a module. What runs decides what is exchanged in backward, and when."""
-        self._note(f"ran {what}")
+    def begin_forward(self, *, trains: bool, is_last: bool) -> None:
+        self.note("began", f"a forward {'with' if trains else 'without'} gradients")
+        self._refuse_other_paths()
+        super().begin_forward(trains=trains, is_last=is_last)
 
-    def comes_back_to(self, what: str) -> None:
-        """Backward has begun and will come to a module, which is not so if the loss does not depend on it."""
-        self._note(f"goes back through {what}")
+    def begin_backward(self) -> None:
+        self._refuse_other_paths()  # an exchange of gradients would not find its like
 
-    def _note(self, what: str) -> None:
-        self._digest.update(f"{what}\n".encode())
-        self._path.append(what)
+    def note(self, what: str, module: str) -> None:
+        line = f"{what} {module}"
+        self._digest.update(f"{line}\n".encode())
+        self._path.append(line)
 
-    def refuse_other_paths(self) -> None:
-        """Compare what the ranks have run and exchanged since this was last called. A collective.
-
-        Raises:
-            RuntimeError: on all ranks, if it was not the same in the same order.
-        """
+    def _refuse_other_paths(self) -> None:
+        """All ranks raise if they have not run and exchanged the same since this was last called. A collective."""
         mine, digest = list(self._path), int.from_bytes(self._digest.digest()[:7])
         self._digest, self._path = hashlib.sha256(), deque(maxlen=REMEMBERED)
         known = torch.empty(self.ranks, dtype=torch.int64)
@@ -188,22 +194,12 @@ class Shares:
             f"drop or early exits, and to read weights together"
         )
 
-    def tell_norms(self, gradients: Sequence[tuple[BucketState, int]], device: torch.device) -> None:
-        """Give every rank the norms of these gradients, of which each was measured somewhere. A collective.
 
-        All ranks but one contribute a zero, and adding zeros is exact.
-        """
-        zero = torch.zeros((), device=device)
-        mine = [b.grads.norms[i] if b.rank == b.speaker(i) else zero for b, i in gradients]
-        known = torch.stack([zero, *mine])
-        dist.all_reduce(known, group=self._group)
-        for (bucket, index), norm in zip(gradients, known[1:].unbind(), strict=True):
-            bucket.grads.measured([index], [norm])
-
-    def _all_gather(self, bucket: BucketState, flat: Tensor) -> None:
-        transfer, own = self._transfer, bucket.own(flat)
-        first = self.rank * bucket.spec.share
-        transfer.reads(Lane.NET, own)
-        transfer.writes(Lane.NET, flat[:first], flat[first + bucket.spec.share :])
-        with transfer.on(Lane.NET):
-            dist.all_gather_into_tensor(flat, own, group=self._group)
+def _head_of(spec: Bucket, rank: int) -> tuple[int, int]:
+    """Of the parameter that began before the span of ``rank`` and goes on in it: the rank in whose span it began, and
+    how many elements of this span it takes, from the first one on; ``rank`` itself and 0 if there is none.
+    """
+    for piece in pieces_of(spec, rank):
+        if piece.start > 0:
+            return spec.offsets[piece.index] // spec.share, piece.size
+    return rank, 0

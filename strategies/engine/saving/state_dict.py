@@ -1,7 +1,4 @@
-"""Reading and writing a stowed model from outside: state dicts, chosen parameters, gradients, optimizer state.
-
-Problem. Libraries read and write parameters at any time, wherever the weights are at that moment. All such access comes
-through here; ``parameters.py`` makes sure that there is no other way.
+"""Reading and writing a stowed model from outside: state dicts, chosen parameters, optimizer state.
 
     state_dict          each module that owns parameters returns views of the newest weights: the host's copy of
                         offloaded ones, the home of residents. They have storages of their own and are no copies, except
@@ -10,14 +7,14 @@ through here; ``parameters.py`` makes sure that there is no other way.
     load_state_dict     before a module is loaded its parameters are plain views of the newest weights; afterwards
                         masters and homes get the loaded values
     present             chosen parameters are on loan (``loans.py``), with copies on the device; changes are kept
-    reading             a function that reads a parameter outside of the modules that own it asks its keeper
-                        (``keeper.py``)
+
+A function that reads a parameter at any other time asks its keeper (``keeper.py``).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,10 +25,9 @@ from strategies.engine.buckets.bucket_state import BucketState
 from strategies.engine.engine import Engine
 from strategies.engine.keeper import Keeper, lent_value
 from strategies.engine.memory.arena import alone
-from strategies.engine.saving.loans import Loans
+from strategies.engine.tensors.loans import LentParameter
 from strategies.engine.tensors.nested import same_bits
 from strategies.engine.tensors.parameters import RAW_DATA, Copied
-from strategies.engine.tensors.saved_views import copies_to_host, customizes_state_dict, same_memory
 from strategies.engine.transfer.transfer import Lane
 
 SWAPPED = (
@@ -44,9 +40,9 @@ class StateAccess(Copied):
     """Access to a stowed model's weights, gradients and optimizer state."""
 
     def __init__(self, model: nn.Module, engine: Engine) -> None:
-        self._engine = engine
+        self.engine, self.model = engine, model
         self._handles: list[Any] = []
-        self.loans = Loans(self)
+        self.out: dict[nn.Parameter, tuple[BucketState, int]] = {}  # parameters on loan
         self.only_takes_part = False  # state dicts have no values: another rank reads them, with this one's help
         self._lent_to_modules: dict[int, list[nn.Parameter]] = {}  # while a state dict is made, by id of the module
         # Torch does not swap a tensor that has a weak reference. Without one, ``model.to`` would swap parameters where
@@ -63,30 +59,123 @@ class StateAccess(Copied):
                 self._handles.append(module.register_load_state_dict_pre_hook(self._before_load))
                 self._handles.append(module.register_load_state_dict_post_hook(self._after_load))
 
+    def drain(self) -> None:
+        """Complete all updates that are under way, and make what is on loan the newest weights."""
+        self.engine.refuse_partly_updated()
+        self.engine.drain()
+        self._keep(tuple(self.out))
+
+    def release(self) -> None:
+        """Give every parameter ordinary memory on the CPU, and remove all hooks."""
+        self._referred.clear()
+        for bucket in self.engine.buckets:
+            for index, param in enumerate(bucket.params):
+                del param._keeper  # type: ignore[attr-defined]
+                bucket.views.lend(index, self._whole(bucket, index).to("cpu", copy=True), nn.Parameter)
+        for handle in self._handles:
+            handle.remove()
+
     # --- weights -----------------------------------------------------------------------------------------------------
 
     def newest_of(self, param: nn.Parameter) -> Tensor:
         """The newest weight of ``param`` itself, which the host may read."""
-        return self._whole(*self.settle(param))
+        return self._whole(*self._settle(param))
 
     def _whole(self, bucket: BucketState, index: int) -> Tensor:
-        return self._engine.whole_weight(bucket, index, "cpu") if bucket.is_shared else bucket.weight_of(index)
+        return self.engine.whole_weight(bucket, index, "cpu") if bucket.is_shared else bucket.weight_of(index)
 
-    def settle(self, param: nn.Parameter) -> tuple[BucketState, int]:
+    def _settle(self, param: nn.Parameter) -> tuple[BucketState, int]:
         """The bucket of ``param`` and its index there, settled, so that the host may read its newest weight."""
-        self._engine.refuse_partly_updated()
-        bucket, index = self._engine.bucket_of[id(param)]
-        self._engine.settle(bucket)
-        self._engine.transfer.host_wait(bucket.stored, bucket.arrived)
+        self.engine.refuse_partly_updated()
+        bucket, index = self.engine.bucket_of[id(param)]
+        self.engine.settle(bucket)
+        self.engine.transfer.host_wait(bucket.stored, bucket.arrived)
         return bucket, index
+
+    @torch.no_grad()
+    def set_weight(self, param: nn.Parameter, value: Tensor, *, master: bool = True) -> None:
+        """Copy a new weight to every place that has the weight, and to the master unless ``master`` is False."""
+        bucket, index = self._settle(param)
+        if bucket.sources:
+            self.engine.ranks.stop_reading()
+        bucket.load()
+        copy = None if bucket.given_up else bucket.copy  # if it is, the gradient stays, and the master is the weight
+        for place in (copy, bucket.master if master else None):
+            if place is not None:
+                bucket.fill(place, {index: value.reshape(-1)})
+        if bucket.present and bucket.part(bucket.weight, index).data_ptr() != value.data_ptr():
+            bucket.part(bucket.weight, index).copy_(value.reshape(-1))
+        loan = lent_value(param)
+        if loan is not None and loan.data_ptr() != value.data_ptr():
+            loan.copy_(value)
+        self.engine.ranks.written(bucket)
+        self._was_used(bucket)
+        self._restore(param)
+
+    def _was_used(self, bucket: BucketState) -> None:
+        """COMPUTE has been given all reads and writes of the home by outside code."""
+        bucket.was_used(used=self.engine.transfer.record(Lane.COMPUTE))
+
+    def _restore(self, param: nn.Parameter) -> None:
+        bucket, index = self.engine.bucket_of[id(param)]
+        if index in bucket.views.own:
+            bucket.views.restore(index)
+
+    # --- loans -------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def lend(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Lend those of ``params`` that are not on loan until ``give_back``, and return them."""
+        chosen = [param for param in dict.fromkeys(params) if param not in self.out]
+        places = [self._settle(param) for param in chosen]  # all first: settling one bucket may hide another
+        values = [param._keeper.value_to_lend() for param in chosen]  # type: ignore[attr-defined]
+        for param, (bucket, index), value in zip(chosen, places, values, strict=True):
+            bucket.views.lend(index, value, LentParameter)
+            self.out[param] = bucket, index
+        return chosen
+
+    def _keep(self, params: Iterable[nn.Parameter]) -> None:
+        for param in params:
+            if not self._is_as_lent(param):
+                self.set_weight(param, param.data)
+
+    def _is_as_lent(self, param: nn.Parameter) -> bool:
+        bucket, index = self._settle(param)
+        span = bucket.own(bucket.weight) if bucket.copy is None else bucket.copy
+        known = param.data.reshape(-1).to("cpu", copy=True)
+        bucket.read_into(known, index, span if bucket.master is None else bucket.master)
+        return self.engine.ranks.everywhere(same_bits(param.data.reshape(-1).cpu(), known))
+
+    def give_back(self, params: Sequence[nn.Parameter]) -> None:
+        """End the loan of ``params`` and keep what was written to them."""
+        try:
+            self._keep(params)
+        finally:
+            for param in params:
+                bucket, index = self.out.pop(param)
+                bucket.views.take_back(index)
+                self._was_used(bucket)
+
+    def end_module_loans(self, *modules: int) -> None:
+        """The state dicts of ``modules``, by id and by default of all, were made or interrupted."""
+        for module in modules or tuple(self._lent_to_modules):
+            self.give_back(self._lent_to_modules.pop(module, ()))
+
+    def refuse_loans(self, what: str) -> None:
+        """Raise RuntimeError if a parameter is on loan while ``what`` changes weights."""
+        self.end_module_loans()
+        if self.out:
+            raise RuntimeError(f"{what} inside of `with optimizer.present(...)`: leave the block before")
+
+    # --- state dicts -------------------------------------------------------------------------------------------------
 
     def _before_state_dict(self, module: nn.Module, *rest: Any) -> None:
         """Make this module's parameters plain ones, with values if the module customizes its state dict."""
-        self._engine.refuse_partly_updated()
+        self.engine.refuse_partly_updated()
         self.end_module_loans(id(module))  # an earlier one was interrupted
         mine = list(module.parameters(recurse=False))
-        if any(customizes_state_dict(each) for each in module.modules()):
-            self._lent_to_modules[id(module)] = self.loans.lend(mine)
+        if any(_customizes_state_dict(each) for each in module.modules()):
+            self._lent_to_modules[id(module)] = self.lend(mine)
             return
         for param in mine:
             if lent_value(param) is None:
@@ -100,30 +189,24 @@ class StateAccess(Copied):
             if lent_value(param) is not None:  # by ``present``, until the end of its block
                 continue
             self._restore(param)
-            as_it_is = id(param) not in lent or same_memory(saved, lent[id(param)])
+            as_it_is = id(param) not in lent or _same_memory(saved, lent[id(param)])
             if as_it_is and isinstance(saved, Tensor) and not isinstance(saved, nn.Parameter):
                 state[prefix + name] = self._hand_out(param)
-        if lent:
-            copies_to_host(state, prefix, lent.values())
+        # What else views the copies moves to the host, since the plan has no device memory for them.
+        copies = {tensor.untyped_storage().data_ptr() for tensor in lent.values()}
+        for key, value in state.items() if lent else ():
+            strided = isinstance(value, Tensor) and value.layout is torch.strided
+            plain = strided and not isinstance(value, nn.Parameter)
+            if plain and key.startswith(prefix) and value.untyped_storage().data_ptr() in copies:
+                state[key] = value.detach().to("cpu", copy=True)
 
     def _hand_out(self, param: nn.Parameter) -> Tensor:
         view = alone(self.newest_of(param))
         if self.only_takes_part:
             return view.new_empty(0)
-        bucket, _ = self._engine.bucket_of[id(param)]
+        bucket, _ = self.engine.bucket_of[id(param)]
         bucket.hand_out(view)
         return view
-
-    def end_module_loans(self, *modules: int) -> None:
-        """The state dicts of ``modules``, by id and by default of all, were made or interrupted."""
-        for module in modules or tuple(self._lent_to_modules):
-            self.loans.give_back(self._lent_to_modules.pop(module, ()))
-
-    def refuse_loans(self, what: str) -> None:
-        """Raise RuntimeError if a parameter is on loan while ``what`` changes weights."""
-        self.end_module_loans()
-        if self.loans.out:
-            raise RuntimeError(f"{what} inside of `with optimizer.present(...)`: leave the block before")
 
     def _before_load(self, module: nn.Module, state: Any, prefix: str, metadata: Mapping[str, Any], *rest: Any) -> None:
         if metadata.get("assign_to_params_buffers"):
@@ -132,13 +215,13 @@ class StateAccess(Copied):
             )
         if torch.__future__.get_swap_module_params_on_conversion():
             raise RuntimeError(SWAPPED)
-        self._engine.drain()  # all buckets: to settle another one before ``_after_load`` would hide these
+        self.engine.drain()  # all buckets: to settle another one before ``_after_load`` would hide these
         for param in module.parameters(recurse=False):
             if lent_value(param) is None:
                 value = self.newest_of(param)
                 param.__class__ = nn.Parameter
                 if not torch._has_compatible_shallow_copy_type(param, value):
-                    value = value.to(self._engine.device)  # ``_after_load`` copies it back
+                    value = value.to(self.engine.device)  # ``_after_load`` copies it back
                 RAW_DATA.__set__(param, value)
 
     def _after_load(self, module: nn.Module, *rest: Any) -> None:
@@ -146,80 +229,29 @@ class StateAccess(Copied):
             if lent_value(param) is None:
                 self.set_weight(param, param.data)
 
-    @torch.no_grad()
-    def set_weight(self, param: nn.Parameter, value: Tensor, *, master: bool = True) -> None:
-        """Copy a new weight to every place that has the weight, and to the master unless ``master`` is False."""
-        bucket, index = self.settle(param)
-        self._engine.residency.stop_reading(bucket)
-        copy = None if bucket.given_up else bucket.copy  # if it is, the gradient stays, and the master is the weight
-        for place in (copy, bucket.master if master else None):
-            if place is not None:
-                bucket.fill(place, {index: value.reshape(-1)})
-        if bucket.present and bucket.part(bucket.weight, index).data_ptr() != value.data_ptr():
-            bucket.part(bucket.weight, index).copy_(value.reshape(-1))
-        loan = lent_value(param)
-        if loan is not None and loan.data_ptr() != value.data_ptr():
-            loan.copy_(value)
-        self._engine.residency.written(bucket)
-        self.was_used(bucket)
-        self._restore(param)
-
-    def is_as_lent(self, param: nn.Parameter) -> bool:
-        """Whether a parameter on loan still has its newest weight. A collective if ranks share it."""
-        bucket, index = self.settle(param)
-        span = bucket.own(bucket.weight) if bucket.copy is None else bucket.copy
-        known = param.data.reshape(-1).to("cpu", copy=True)
-        bucket.read_into(known, index, span if bucket.master is None else bucket.master)
-        same = same_bits(param.data.reshape(-1).cpu(), known)
-        return same if self._engine.shares is None else self._engine.shares.everywhere(same)
-
-    def was_used(self, bucket: BucketState) -> None:
-        """COMPUTE has been given all reads and writes of the home by outside code."""
-        bucket.was_used(used=self._engine.transfer.record(Lane.COMPUTE))
-
-    def _restore(self, param: nn.Parameter) -> None:
-        bucket, index = self._engine.bucket_of[id(param)]
-        if index in bucket.views.own:
-            bucket.views.restore(index)
-
-    def release(self) -> None:
-        """Give every parameter ordinary memory on the CPU, and remove all hooks."""
-        self._referred.clear()
-        for bucket in self._engine.buckets:
-            for index, param in enumerate(bucket.params):
-                del param._keeper  # type: ignore[attr-defined]
-                bucket.views.lend(index, self._whole(bucket, index).to("cpu", copy=True), nn.Parameter)
-        for handle in self._handles:
-            handle.remove()
-
     # --- optimizer state ---------------------------------------------------------------------------------------------
 
     def state_of(self, param: nn.Parameter) -> dict[str, Tensor]:
-        """Views by torch's names; ``master`` where the weight is in a lower precision.
-
-        Raises:
-            RuntimeError: ranks share it.
-        """
-        bucket, index = self._engine.bucket_of[id(param)]
-        assert bucket.steps is not None, "a frozen parameter has no state"
+        """Views by torch's names; ``master`` where the weight is in a lower precision."""
+        bucket, index = self.engine.bucket_of[id(param)]
         if bucket.is_shared:
             raise RuntimeError(
                 f"the optimizer's state of {bucket.spec.params[index]} is shared over ranks, and no rank has all of "
                 f"it: save it in a checkpoint of the run"
             )
         state, shape = next(tensors for _, tensors in self.pieces_of(param)), param.shape
-        return {"step": bucket.steps[index]} | {name: tensor.view(shape) for name, tensor in state.items()}
+        return {"step": self.count_of(param)} | {name: tensor.view(shape) for name, tensor in state.items()}
 
     def count_of(self, param: nn.Parameter) -> Tensor:
         """How many updates ``param`` has had, as a view; on a rank that has a piece of it."""
-        bucket, index = self._engine.bucket_of[id(param)]
+        bucket, index = self.engine.bucket_of[id(param)]
         assert bucket.steps is not None, "a frozen parameter has no state"
         return bucket.steps[index]
 
     def pieces_of(self, param: nn.Parameter) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """What this rank has of the moments and the master: the first element, and flat views by torch's names."""
-        bucket, index = self._engine.bucket_of[id(param)]
-        flats = dict(zip(self._engine.rule.names, bucket.moments, strict=True))
+        bucket, index = self.engine.bucket_of[id(param)]
+        flats = dict(zip(self.engine.rule.names, bucket.moments, strict=True))
         if bucket.spec.mixed:
             assert bucket.master is not None
             flats["master"] = bucket.master
@@ -243,3 +275,52 @@ class StateAccess(Copied):
             for name, place in state.items():
                 if name != "master":
                     place.zero_()
+
+
+class State(MutableMapping[nn.Parameter, dict[str, Tensor]]):
+    """``optimizer.state``, as torch's optimizers have it: a mapping from each parameter that was updated to views of
+    its state in the arenas. To delete a parameter is to reset its state; then its dict is empty, and it is not listed.
+    """
+
+    def __init__(self, access: StateAccess) -> None:
+        self._access = access
+
+    def __getitem__(self, param: nn.Parameter) -> dict[str, Tensor]:
+        self._access.drain()
+        state = self._access.state_of(param)
+        return state if state["step"] > 0 else {}
+
+    def __setitem__(self, param: nn.Parameter, state: Mapping[str, Any]) -> None:
+        del self[param]
+        self._access.set_state(param, state)
+
+    def __delitem__(self, param: nn.Parameter) -> None:
+        self._access.drain()
+        self._access.forget_state(param)
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        for group in self._access.engine.groups():
+            yield from (param for param in group["params"] if self[param])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, param: object) -> bool:
+        return any(param is other for other in self)
+
+
+def _same_memory(first: Any, second: Tensor) -> bool:
+    if not isinstance(first, Tensor) or first.layout is not torch.strided:
+        return False
+    same = (first.dtype, first.shape, first.stride()) == (second.dtype, second.shape, second.stride())
+    return same and first.data_ptr() == second.data_ptr()
+
+
+def _customizes_state_dict(module: nn.Module) -> bool:
+    """Whether the module has its own state dict methods, or hooks other than ours."""
+    ours = 2 if next(module.parameters(recurse=False), None) is not None else 0
+    hooks = len(module._state_dict_pre_hooks) + len(module._state_dict_hooks)
+    return hooks > ours or any(
+        getattr(getattr(module, name), "__func__", None) is not getattr(nn.Module, name)
+        for name in ("state_dict", "_save_to_state_dict", "get_extra_state")
+    )

@@ -1,15 +1,9 @@
 """The memory engine's state on disk, in the format of all strategies (``strategies/state/saved_state.py``).
 
-Problem. The state takes up to three times the memory of fp32 weights, so it must not be copied to be saved; and neither
-safetensors nor ``torch.load`` has a hash that would detect a flipped bit.
-
-Files are written directly from the arenas and hashed while writing; from the device in pieces. They are read directly
-into the arenas, under any layout. Nothing is pickled.
-
-A save goes into ``<folder>.writing``, which takes the place of an earlier one once it is on the disk. A kill between
-both renames leaves the earlier one in ``<folder>.earlier``, where ``load`` finds it (``strategies/core/commit.py``).
-
-Invariant. ``load`` checks everything, hashes included, before it changes anything.
+The state takes up to three times the memory of fp32 weights, so it is written directly from the arenas, hashed while
+writing, and read directly into them, under any layout. A save goes into ``<folder>.writing``, which takes the place of
+an earlier one once it is on the disk; a kill between both renames leaves that one where ``load`` finds it
+(``strategies/core/commit.py``). ``load`` checks everything, hashes included, before it changes anything.
 
 Refused: hyperparameters that are not JSON; a folder with other files in it; state of another model or rule, or damaged.
 """
@@ -22,38 +16,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from strategies.core import commit
 from strategies.core.sizes import human
-from strategies.engine.saving.optimizer_state import Stowed
+from strategies.engine.saving.state_dict import StateAccess
 from strategies.state import saved_state
 from strategies.state.saved_state import FILE_NAME, INDEX, MASTER, Described, Saved, Weights, other_model
 from strategies.state.spans import WEIGHT, Span, SpanError
 
 
 class EngineState:
-    """The ``Holder`` for a stowed model. If every rank has the same, one of them writes; if they share it, each does.
+    """The ``Holder`` for a stowed model. If every rank has all, one of them writes; if they share it, each does."""
 
-    Attributes:
-        divides_weights: ranks share the weights, too.
-    """
-
-    def __init__(self, optimizer: Stowed, model: nn.Module, *, writes: bool = True) -> None:
-        self._shared = optimizer.is_shared
-        self.divides_weights = self._shares_weights = optimizer.shares_weights
-        self._optimizer, self._model = optimizer, model
+    def __init__(self, access: StateAccess, *, writes: bool = True) -> None:
+        self._access, self._engine = access, access.engine
+        self._shared = self._engine.ranks.shared
+        self.divides_weights = self._shares_weights = self._engine.shares_weights
         self._writes_whole, self._writes = writes, writes or self._shared
-        self._params = dict(model.named_parameters())
-        self.rule = type(optimizer.engine.rule).__name__
+        self._params = dict(access.model.named_parameters())
+        self.rule = type(self._engine.rule).__name__
 
     def groups(self) -> list[dict[str, Any]]:
         """Hyperparameters of each group, with names for parameters."""
         names = {id(param): name for name, param in self._params.items()}
-        return [
-            {**group, "params": [names[id(param)] for param in group["params"]]}
-            for group in self._optimizer.param_groups
-        ]
+        return [{**group, "params": [names[id(param)] for param in group["params"]]} for group in self._engine.groups()]
 
     def described(self) -> dict[str, Described]:
         """Every trained parameter. Those never updated have no count and no moments."""
@@ -73,17 +59,16 @@ class EngineState:
             yield from spans
 
     def weight_spans(self, names: set[str]) -> Iterator[Span]:
-        """The newest weights of ``names``."""
         if self._shared:
-            self._optimizer.drain()  # a collective: on all ranks now, whatever they write
+            self._access.drain()  # a collective: on all ranks now, whatever they write
         for name in names if self._writes else ():
             param = self._params.get(name)
             if param is None:  # in another stage of a pipeline
                 continue
-            bucket, index = self._optimizer.engine.bucket_of[id(param)]
+            bucket, index = self._engine.bucket_of[id(param)]
             if not self._shares_weights:
                 if self._writes_whole:
-                    yield Span(name, WEIGHT, tuple(param.shape), 0, self._optimizer.access.newest_of(param))
+                    yield Span(name, WEIGHT, tuple(param.shape), 0, self._access.newest_of(param))
                 continue
             resting = bucket.own(bucket.weight) if bucket.copy is None else bucket.copy
             for piece in bucket.pieces_in([index]):
@@ -91,14 +76,12 @@ class EngineState:
                 yield Span(name, WEIGHT, tuple(param.shape), piece.start, tensor)
 
     def _entries(self) -> Iterator[tuple[str, str, float | None, list[Span]]]:
-        """Name, dtype, updates and spans of every trained parameter."""
-        self._optimizer.drain()
+        self._access.drain()
         names = {id(param): name for name, param in self._params.items()}
-        for bucket in self._optimizer.engine.buckets:
+        for bucket in self._engine.buckets:
             for param in bucket.params if bucket.spec.group is not None else ():
-                name, access = names[id(param)], self._optimizer.access
-                pieces = list(access.pieces_of(param))
-                step = access.count_of(param).item() or None
+                name, pieces = names[id(param)], list(self._access.pieces_of(param))
+                step = self._access.count_of(param).item() or None
                 spans = [
                     Span(name, kind, tuple(param.shape), start, tensor)
                     for start, state in pieces
@@ -111,9 +94,7 @@ class EngineState:
     # --- loading -----------------------------------------------------------------------------------------------------
 
     def misfits(self, saved: Saved) -> Iterator[str]:
-        """Why ``saved`` cannot be filled in, one line each."""
-        rule = self._optimizer.engine.rule
-        shapes = self.shapes()
+        rule, shapes = self._engine.rule, self.shapes()
         complaints = list(other_model(saved, shapes, self.rule))
         yield from complaints
         for name in (name for name in shapes if name in self._params and not complaints):
@@ -128,10 +109,11 @@ class EngineState:
 
     def fill(self, saved: Saved) -> None:
         """Take over counts and moments; gradients that wait for a step are discarded."""
-        self._optimizer.drain()
-        self._optimizer.zero_grad()
+        access = self._access
+        access.drain()
+        self._engine.zero(to_none=True)
         for name in saved.trained() & self._params.keys():
-            param, known, access = self._params[name], saved.parameters[name], self._optimizer.access
+            param, known = self._params[name], saved.parameters[name]
             access.forget_state(param)
             access.count_of(param).fill_(known.numbers.get("step", 0))
             for start, places in access.pieces_of(param):
@@ -141,25 +123,23 @@ class EngineState:
 
     def fill_weights(self, weights: Weights) -> None:
         """Take over every weight that was saved, one by one, and its master."""
-        self._optimizer.drain()
+        self._access.drain()
         for name, param in self._params.items():
-            if weights.find(name) is not None:
-                bucket, index = self._optimizer.engine.bucket_of[id(param)]
-                mixed = bucket.spec.group is not None and bucket.spec.mixed
-                if bucket.is_shared:  # each rank reads all of it, for its home may hold all of it
-                    value = torch.empty(param.shape, dtype=torch.float32 if mixed else param.dtype)
-                    weights.read(name, 0, value)
-                    self._optimizer.access.set_weight(param, value.to(param.dtype), master=False)
-                    if bucket.master is not None:
-                        bucket.fill(bucket.master, {index: value.view(-1)})
-                elif mixed:
-                    master = self._optimizer.access.state_of(param)[MASTER]
-                    weights.read(name, 0, master)
-                    self._optimizer.access.set_state(param, {MASTER: master})
-                else:
-                    value = torch.empty(param.shape, dtype=param.dtype)
-                    weights.read(name, 0, value)
-                    self._optimizer.access.set_weight(param, value)
+            if weights.find(name) is None:
+                continue
+            bucket, index = self._engine.bucket_of[id(param)]
+            mixed = bucket.spec.group is not None and bucket.spec.mixed
+            if mixed and not bucket.is_shared:
+                master = self._access.state_of(param)[MASTER]
+                weights.read(name, 0, master)
+                self._access.set_state(param, {MASTER: master})
+                continue
+            # Where ranks share it, each reads all of it, for its home may hold all of it.
+            value = torch.empty(param.shape, dtype=torch.float32 if mixed else param.dtype)
+            weights.read(name, 0, value)
+            self._access.set_weight(param, value.to(param.dtype), master=not bucket.is_shared)
+            if bucket.is_shared and bucket.master is not None:
+                bucket.fill(bucket.master, {index: value.view(-1)})
 
 
 # --- a folder of its own ---------------------------------------------------------------------------------------------

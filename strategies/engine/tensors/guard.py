@@ -1,9 +1,8 @@
 """The guard: saved weights that backward reads are in their home when it reads them, whatever made the node run.
 
-Problem. Offloaded weights come and go when scopes are entered and left (``module_hooks.py``). A backward node may run
-where no hook announced it: an auxiliary loss that a block made after its output and left in an attribute, an output
-that cannot be hooked, a segment of several blocks that is recomputed as one. Its weights may be absent; without the
-guard torch refuses to read them (``parameter_views.py``, Note: versions).
+Offloaded weights come and go when scopes are entered and left (``module_hooks.py``). A backward node may run where no
+hook announced it: an auxiliary loss that a block made after its output and left in an attribute, an output that cannot
+be hooked, a segment of several blocks that is recomputed as one. Its weights may be absent.
 
 A guard packs and unpacks every tensor that autograd saves while the scope runs. A view of an offloaded weight is kept
 with its bucket; when backward unpacks it, the bucket is in its home or is fetched first. That is right by construction:
@@ -13,17 +12,15 @@ a node cannot use a saved tensor without unpacking it. Such fetches are counted.
 If other code has hooks on saved tensors at that moment (a checkpoint, activation offloading), it gets all tensors but
 these. Hooks switch off torch's own check of versions, so it is done here, for weights and for all others.
 
-Not seen: tensors that a custom ``autograd.Function`` keeps in an attribute, where autograd does not see them.
-
-Refused: backward through backward (``create_graph``) over offloaded weights, and backward through a graph that was made
-before an update of its weights.
+Not seen: tensors that a custom ``autograd.Function`` keeps in an attribute. Refused: backward through backward
+(``create_graph``), and backward through a graph that was made before an update of its weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,43 +30,18 @@ strided = torch.strided
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
-class Shown(Protocol):
-    """Whether the parameters of a bucket are in their home."""
-
-    @property
-    def shown(self) -> bool: ...
-
-
-class Guarded(Protocol):
-    """What a guard has to know of a bucket."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def weight(self) -> Tensor: ...
-
-    @property
-    def views(self) -> Shown: ...
-
-
-B = TypeVar("B", bound=Guarded)
-
-
 @dataclass(slots=True, eq=False)
 class SavedWeight:
     """A view of a weight that autograd saved."""
 
-    bucket: Guarded
+    bucket: Any  # a BucketState
     view: Tensor
     version: int
 
 
-def guard(offloaded: Sequence[B], bring: Callable[[B], None]) -> saved_tensors_hooks:
-    """Hooks on tensors that autograd saves while a scope runs that uses ``offloaded``: a context for that time.
-
-    Args:
-        bring: called with a bucket that is not shown when it is read; fetches it.
+def guard(offloaded: Sequence[Any], bring: Callable[[Any], None]) -> saved_tensors_hooks:
+    """Hooks on tensors that autograd saves while a scope runs that uses ``offloaded``. ``bring`` is called with a
+    bucket that is not shown when it is read, and fetches it.
     """
     places = [(bucket, start := bucket.weight.data_ptr(), start + bucket.weight.nbytes) for bucket in offloaded]
     first, last = min(start for _, start, _ in places), max(end for *_, end in places)
@@ -107,9 +79,8 @@ def hooked() -> bool:
 
 
 def others_keep() -> bool:
-    """Whether hooks of other code keep what autograd saves now, set inside of any guard.
-
-    Torch's checkpoints keep nothing: they run forward again in backward and read weights once more.
+    """Whether hooks of other code keep what autograd saves now, set inside of any guard. Torch's checkpoints keep
+    nothing: they run forward again in backward and read weights once more.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None or not torch.is_grad_enabled():
@@ -128,10 +99,8 @@ def _read(kept: SavedWeight, bring: Callable[[Any], None]) -> Tensor:
 
 
 def refuse_transforms() -> None:
-    """Raise RuntimeError under torch.compile or torch.func's transforms.
-
-    Compiled code keeps the memory of weights that it was compiled with, and transforms do not see that memory is
-    overwritten.
+    """Raise RuntimeError under torch.compile or torch.func's transforms, which keep the memory of weights or do not see
+    that it is overwritten.
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise RuntimeError(

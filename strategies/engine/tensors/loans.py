@@ -1,24 +1,17 @@
-"""Parameters on loan (``saving/loans.py``): plain ones for a while, with memory of their own, wherever their bucket is.
+"""Parameters on loan (``saving/state_dict.py``): plain ones for a while, with memory of their own.
 
 Two things need them: ``optimizer.present``, inside of which user code reads and writes weights as in plain torch, and
-modules that customize their state dict, which read their weights to make it (``state_dict.py``).
-
-A parameter on loan shows a copy on the device, or its home if it is resident. The engine leaves it alone until the loan
-ends (``parameter_views.py``): forward uses its value, including what was written to it, ``state_dict`` returns it, and
-``load_state_dict`` writes to it. At the end a value that differs from the weight becomes the new weight.
-
-Invariant. While a parameter is on loan its weight changes only by writes to its value. So no update may begin: ``step``
-is refused, and so is a backward that updates.
+modules that customize their state dict. A parameter on loan shows a copy on the device, or its home if it is resident.
+The engine leaves it alone until the loan ends: forward uses its value, including what was written to it, ``state_dict``
+returns it, and ``load_state_dict`` writes to it. At the end a value that differs becomes the new weight. Meanwhile the
+weight changes only by writes to its value, so no update may begin: ``step`` is refused, and so is a backward that
+updates. Writes, after the loan, to tensors that share memory with a copy are not seen.
 
 [Note: state dicts] A state dict is views of the host's copies, so that saving a model needs no second one in memory.
 Where a gradient waits in the copy's place (``parks_in_copy``), a view would show the gradient after the next backward.
 So before that each view that somebody still holds gets memory of its own, with the weight as it is then. That is more
-memory than the plan has, for whoever holds a state dict that long.
-
-Refused: other tensors made of such a view (``detach``, slices) and held during backward, since there is no way to give
-them memory of their own.
-
-Not seen: writes, after the loan, to tensors that share memory with a copy.
+memory than the plan has, for whoever holds a state dict that long. Other tensors made of such a view (``detach``,
+slices) cannot be given any, and to hold them during backward is refused.
 """
 
 from __future__ import annotations
@@ -68,11 +61,7 @@ class HandedOut:
             self._views.append((weakref.ref(view), StorageWeakRef(view.untyped_storage())))
 
     def keep_values(self, name: str) -> None:
-        """Give every view that is still held its own memory: the copy of bucket ``name`` is about to be overwritten.
-
-        Raises:
-            RuntimeError: a tensor made of a view is held and cannot be given any.
-        """
+        """Give every view that is still held its own memory: the copy of bucket ``name`` is about to be overwritten."""
         held, self._views = [known for known in self._views if not known[1].expired()], []
         for view, _ in held:
             tensor = view()

@@ -17,7 +17,6 @@ Only this file writes the fields of ``ParameterViews``.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
@@ -35,35 +34,34 @@ from strategies.engine.tensors.parameters import (
 AWAY = 2**31 - 1  # see [Note: versions]; larger than any number of updates
 
 
-@dataclass(slots=True, eq=False)
 class ParameterViews:
-    """Parameters of one bucket by their index in it."""
+    """Parameters of one bucket by their index in it; ``homes``: each one's part of the home, in its shape; ``fused``:
+    those of modules with a fused kernel, which they use only if all parameters are plain tensors.
+    """
 
-    names: tuple[str, ...]
-    params: list[nn.Parameter]
-    homes: list[Tensor]  # each parameter's part of the home, in its shape
-    nan: Tensor
-    resident: bool
-    fused: frozenset[int]  # of modules with a fused kernel, which they use only if all parameters are plain tensors
-
-    own: list[int] = field(init=False)  # those that are not on loan
-    versions: list[int] = field(init=False)  # of each: its updates, and all other writes to it
-    counts: list[int] = field(init=False)  # what torch's count of writes was set to; see [Note: versions]
-    bound: bool = False  # the parameters' memory is the home
-    shown: bool = False  # see the invariant
-
-    def __post_init__(self) -> None:
-        self.own = list(range(len(self.params)))
-        self.versions = [param._version for param in self.params]
-        self.counts = list(self.versions)
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        params: list[nn.Parameter],
+        homes: list[Tensor],
+        nan: Tensor,
+        fused: frozenset[int],
+        *,
+        resident: bool,
+    ) -> None:
+        self.names, self.params, self.homes, self.nan, self.fused = names, params, homes, nan, fused
+        self.resident = resident
+        self.own = list(range(len(params)))  # those that are not on loan
+        self.versions = [param._version for param in params]  # of each: its updates, and all other writes to it
+        self.counts = list(self.versions)  # what torch's count of writes was set to; see [Note: versions]
+        self.bound = False  # the parameters' memory is the home
+        self.shown = False  # see the invariant
 
     @property
     def kind(self) -> type[StowedParameter]:
-        """The class of parameters while they are shown."""
         return PresentParameter if self.resident else VisitingParameter
 
     def shows(self, index: int) -> bool:
-        """Whether this parameter is shown and not on loan."""
         return self.shown and index in self.own
 
     def absent(self, index: int) -> Tensor:

@@ -1,10 +1,8 @@
 """The classes of a stowed model's parameters, by which any code can read them at any time.
 
-Problem. Any code may read a parameter: a loss that multiplies by ``lm_head.weight`` itself, a callback that averages
-weights, ``torch.nn.utils.clip_grad_norm_``. The engine moves weights when modules are called, and gradients as soon as
-they are accumulated; code that reads at another moment would find other bytes, or none.
-
-So the engine changes the *class* of a parameter and nothing else; modules and optimizers keep the same object.
+Any code may read a parameter: a loss that multiplies by ``lm_head.weight`` itself, a callback that averages weights,
+``torch.nn.utils.clip_grad_norm_``. The engine moves weights when modules are called, and gradients as soon as they are
+accumulated. So it changes the *class* of a parameter and nothing else; modules and optimizers keep the same object.
 
     PresentParameter   its memory has its newest value, and no pending copy will change that. Reading it costs nothing
     VisitingParameter  the same, for a weight that travels. Views of it may be used after it was evicted, so each is an
@@ -21,15 +19,12 @@ raises: at once if the write goes through a torch function, otherwise at the nex
 [Note: other hooks] If other code has hooks on what autograd saves inside of a block, these keep the tensors that they
 are given, unseen by ``guard.py`` and by torch's own check of versions. There a weight that travels is read as a copy.
 Embedding tables are not copied: backward does not need them.
-
-Refused: addresses (``data_ptr``) of parameters that are away, copies and pickles of stowed models, gradients assigned
-by hand, and hooks that run after each gradient is accumulated, since the gradient is moved at that moment.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +42,7 @@ from strategies.engine.tensors.torch_functions import (
     read_only,
     reads_no_value,
     replace_views,
+    with_values,
     written,
 )
 
@@ -75,47 +71,10 @@ COPIED = (
 )
 
 
-class Asked(Protocol):
-    """Whom a parameter, its views and its gradient ask about themselves: its ``Keeper`` (``engine/keeper.py``)."""
-
-    name: str
-    home: tuple[int, int]
-
-    @property
-    def here(self) -> bool: ...
-
-    @property
-    def window(self) -> int: ...
-
-    def shown(self) -> Tensor: ...
-
-    def value_to_lend(self) -> Tensor: ...
-
-    def read(self) -> Tensor: ...
-
-    def require_present(self, what: str) -> None: ...
-
-    def follow(self, view: Tensor) -> Tensor: ...
-
-    def read_view(self, view: Tensor) -> Tensor: ...
-
-    def gradient(self) -> Tensor | None: ...
-
-    def forget_gradient(self) -> None: ...
-
-    def zero_gradient(self) -> None: ...
-
-    def gradient_norm(self) -> Tensor: ...
-
-    def gradient_value(self) -> Tensor: ...
-
-    def scale_gradient(self, factor: Tensor | float) -> None: ...
-
-
 class StowedParameter(Copied, nn.Parameter):
-    """A parameter whose memory an engine manages; ``_keeper`` reads and changes it."""
+    """A parameter whose memory an engine manages; ``_keeper`` reads and changes it (``engine/keeper.py``)."""
 
-    _keeper: Asked
+    _keeper: Any
 
     @property
     def data(self) -> Tensor:
@@ -134,7 +93,8 @@ class StowedParameter(Copied, nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         """The gradient that waits for ``step``, or None."""
-        return self._keeper.gradient()
+        waiting: Tensor | None = self._keeper.gradient()
+        return waiting
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -144,7 +104,6 @@ class StowedParameter(Copied, nn.Parameter):
             raise RuntimeError(f"{self._keeper.name}: {ASSIGNED}")
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        """Refused; see the module docstring."""
         raise RuntimeError(f"{self._keeper.name}: {ACCUMULATED}")
 
 
@@ -159,7 +118,8 @@ class VisitingParameter(StowedParameter):
 
     def _newest(self) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
-            return self._keeper.follow(RAW_DATA.__get__(self))
+            view: Tensor = self._keeper.follow(RAW_DATA.__get__(self))
+            return view
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -184,7 +144,7 @@ class VisitingParameter(StowedParameter):
             for param in (*args, *kwargs.values()):
                 if type(param) is VisitingParameter:
                     keeper = param._keeper
-                    out = replace_views(out, *keeper.home, keeper.follow)
+                    out = replace_views(out, keeper.home, keeper.follow)
         return out
 
 
@@ -192,7 +152,7 @@ class Alias(Tensor):
     """A view of a weight that travels, made while it was present."""
 
     _stand_in = True
-    _keeper: Asked
+    _keeper: Any
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -213,7 +173,7 @@ class Alias(Tensor):
             copies: list[Tensor] = []
 
             def read(alias: Alias) -> Tensor:
-                value = alias._keeper.read_view(alias)
+                value: Tensor = alias._keeper.read_view(alias)
                 (found if value is alias else copies).append(value)  # type: ignore[arg-type]
                 return value
 
@@ -223,7 +183,7 @@ class Alias(Tensor):
             else:
                 out = func(*args, **kwargs)
             for alias in found:
-                out = replace_views(out, *alias._keeper.home, alias._keeper.follow)
+                out = replace_views(out, alias._keeper.home, alias._keeper.follow)
                 if func in ARRAYS:
                     out.setflags(write=False)
             return read_only(func, out, copies, ReadOnly)
@@ -235,7 +195,8 @@ class AbsentParameter(StowedParameter):
     _stand_in = True
 
     def _newest(self) -> Tensor:
-        return self._keeper.shown().as_subclass(ReadOnly)
+        value: Tensor = self._keeper.shown().as_subclass(ReadOnly)
+        return value
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -251,17 +212,7 @@ class AbsentParameter(StowedParameter):
             if func is Tensor.data_ptr:
                 args[0]._keeper.require_present(func.__name__)
                 return func(*args, **kwargs)
-            copies: list[Tensor] = []
-
-            def read(param: AbsentParameter) -> Tensor:
-                value = param._keeper.read()
-                if value is not param:
-                    copies.append(value)
-                return value
-
-            args, kwargs = tree_map_only(AbsentParameter, read, (args, kwargs))
-            out = call(func, args, kwargs, ask=has_other_stand_ins(types, AbsentParameter))
-            return read_only(func, out, copies, ReadOnly)
+            return with_values(func, types, args, kwargs, AbsentParameter, lambda param: param._keeper.read(), ReadOnly)
 
 
 class ReadOnly(Tensor):
@@ -303,10 +254,9 @@ ACCUMULATED = (
 def put(tensor: Tensor, value: Tensor) -> None:
     """``tensor.data = value``, also from one kind of device to another.
 
-    Torch assigns data between the CPU and its own kinds of device. For kinds that register with it (PrivateUse1) the
-    implementations behind two Python objects are swapped, and ``tensor`` stays the same object. Torch keeps hooks with
-    the implementation, so they are moved along. A graph that was made before belongs to the old implementation, and
-    backward through it raises.
+    For kinds that register with torch (PrivateUse1) the implementations behind two Python objects are swapped, and
+    ``tensor`` stays the same object. Torch keeps hooks with the implementation, so they are moved along. A graph that
+    was made before belongs to the old implementation, and backward through it raises.
     """
     if torch._has_compatible_shallow_copy_type(tensor, value):
         RAW_DATA.__set__(tensor, value)

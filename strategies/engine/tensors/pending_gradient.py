@@ -1,13 +1,8 @@
-"""``param.grad`` of a trained parameter between backward and step: a stand-in for the real gradient.
+"""``param.grad`` of a trained parameter between backward and step: a stand-in for the gradient that is elsewhere.
 
-Problem. Gradients are moved off the device as they are accumulated, but training loops read ``param.grad`` and clip it.
-
-The stand-in gives the norm of the real gradient, and multiplying it by a factor (clipping) applies when the update
-reads the gradient. Assigning ``None`` to ``param.grad`` discards it. Any other function gets a read-only copy. Example:
-``torch.nn.utils.clip_grad_norm_`` reads the norms and multiplies. After ``step`` the gradient is gone and reading the
-stand-in raises, until ``zero_grad``.
-
-Refused: other writes, to the stand-in or to a copy of it.
+It gives the norm of the real gradient, and multiplying it by a factor (clipping) applies when the update reads the
+gradient, so that ``torch.nn.utils.clip_grad_norm_`` works. Assigning ``None`` to ``param.grad`` discards it. Any other
+function gets a read-only copy, other writes are refused. After ``step`` reading it raises, until ``zero_grad``.
 """
 
 from __future__ import annotations
@@ -18,18 +13,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
-from strategies.engine.tensors.parameters import Asked, ReadOnly
-from strategies.engine.tensors.torch_functions import (
-    call,
-    each,
-    has_other_stand_ins,
-    is_no_conversion,
-    read_only,
-    reads_no_value,
-    written,
-)
+from strategies.engine.tensors.parameters import ReadOnly
+from strategies.engine.tensors.torch_functions import each, is_no_conversion, reads_no_value, with_values, written
 
 NORMS = frozenset([torch.linalg.vector_norm, torch._foreach_norm, Tensor.norm, torch.norm])
 DIVISIONS = frozenset([Tensor.div_, Tensor.divide_, Tensor.true_divide_, Tensor.__itruediv__, torch._foreach_div_])  # type: ignore[list-item]
@@ -50,7 +37,7 @@ class PendingGradient(Tensor):
     """Stands for a gradient that waits until the next step, with its shape; its own elements are NaN."""
 
     _stand_in = True
-    _keeper: Asked
+    _keeper: Any
     _window: int
     __hash__: ClassVar[Any] = Tensor.__hash__
 
@@ -101,15 +88,12 @@ class PendingGradient(Tensor):
                 if others:  # gradients of another model
                     func(others, *args[1:])
                 return args[0]
-            copies: list[Tensor] = []
+            return with_values(func, types, args, kwargs, PendingGradient, _value, ReadOnlyGradient)
 
-            def copy(gradient: PendingGradient) -> Tensor:
-                copies.append(gradient._keeper.gradient_value())
-                return copies[-1]
 
-            args, kwargs = tree_map_only(PendingGradient, copy, (args, kwargs))
-            out = call(func, args, kwargs, ask=has_other_stand_ins(types, PendingGradient))
-            return read_only(func, out, copies, ReadOnlyGradient)
+def _value(gradient: Any) -> Tensor:
+    value: Tensor = gradient._keeper.gradient_value()
+    return value
 
 
 def _is_euclidean(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:

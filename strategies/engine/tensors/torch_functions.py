@@ -1,9 +1,8 @@
 """What a torch function does with its arguments: read their metadata, read or write their values, or return views.
 
-Problem. Tensors that stand for a parameter or a gradient (``parameters.py``, ``pending_gradient.py``) intercept every
-torch function that is called with them, and must know what it does. Example: ``weight.shape`` needs no value,
-``weight + 1`` reads one, ``weight.add_(1)`` writes. A function that is in no table here is treated as a reader and
-gets the right values.
+Tensors that stand for a parameter or a gradient intercept every torch function that is called with them:
+``weight.shape`` needs no value, ``weight + 1`` reads one, ``weight.add_(1)`` writes. A function that is in no table
+here is treated as a reader and gets the right values.
 
 [Note: several classes] A function may be called with tensors of several such classes. Torch calls the handler of one
 class, which knows its own tensors only. It replaces them with values and calls the function again, so that the next
@@ -99,8 +98,31 @@ def call(func: Any, args: Any, kwargs: Mapping[str, Any], *, ask: bool) -> Any:
         return func(*args, **kwargs)
 
 
-def replace_views(out: Any, begin: int, end: int, do: Callable[[Tensor], Tensor]) -> Any:
+def with_values(
+    func: Any,
+    types: Sequence[type],
+    args: Any,
+    kwargs: Any,
+    own: type,
+    value: Callable[[Any], Tensor],
+    kind: type[Tensor],
+) -> Any:
+    """Call ``func`` with values for its tensors of class ``own``; what shares memory with them becomes a ``kind``."""
+    copies: list[Tensor] = []
+
+    def read(one: Tensor) -> Tensor:
+        found = value(one)
+        if found is not one:
+            copies.append(found)
+        return found
+
+    args, kwargs = tree_map_only(own, read, (args, kwargs))
+    return read_only(func, call(func, args, kwargs, ask=has_other_stand_ins(types, own)), copies, kind)
+
+
+def replace_views(out: Any, home: tuple[int, int], do: Callable[[Tensor], Tensor]) -> Any:
     """``out`` with each of its tensors that begins between these addresses replaced by ``do`` of it."""
+    begin, end = home
 
     def look(one: Tensor) -> Tensor:
         return do(one) if one.layout is torch.strided and begin <= one.data_ptr() < end else one
@@ -121,5 +143,5 @@ def read_only(func: Any, out: Any, copies: Sequence[Tensor], kind: type[Tensor])
         return tensor
 
     for copy in copies:
-        out = replace_views(out, copy.data_ptr(), copy.data_ptr() + copy.nbytes, as_kind)
+        out = replace_views(out, (copy.data_ptr(), copy.data_ptr() + copy.nbytes), as_kind)
     return out

@@ -1,14 +1,10 @@
 """A race detector: checks that events order every pair of accesses to the same bytes. For tests, on any machine.
 
-Each lane has a vector clock: for each lane, how much of its work is known to be done. An event stores the clock of its
-lane; a wait merges it into the clock of the waiting lane. An access races with an earlier one if they are on different
-lanes, have bytes in common, one of them writes, and the clock of the later lane does not say that the earlier access is
-done. So a missing wait is found whatever the timing of the run, which no test of results can guarantee.
-
-Memory that was freed is forgotten. Whoever frees memory that lanes may still use says so before, by an access.
-
-A lane learns of what the main thread launches only through events, as on streams. Source of the method: Lamport, "Time,
-Clocks, and the Ordering of Events in a Distributed System", 1978.
+Each lane has a vector clock (Lamport, 1978): for each lane, how much of its work is known to be done. An event stores
+the clock of its lane; a wait merges it into the clock of the waiting lane. An access races with an earlier one if they
+are on different lanes, have bytes in common, one of them writes, and the clock of the later lane does not say that the
+earlier access is done. So a missing wait is found whatever the timing of the run. Memory that was freed is forgotten:
+whoever frees memory that lanes may still use says so before, by an access.
 """
 
 from __future__ import annotations
@@ -41,10 +37,7 @@ class Access:
 
 
 class RaceDetector(Transfer):
-    """Copies at once, as on a machine without streams, and checks the order that events alone would give.
-
-    ``races`` has one line per pair of accesses that is not ordered.
-    """
+    """Copies at once, and checks the order that events alone would give; ``races`` has a line per unordered pair."""
 
     def __init__(self) -> None:
         super().__init__()

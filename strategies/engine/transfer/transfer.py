@@ -56,8 +56,7 @@ class Event:
 
 class Transfer:
     """Copies made at once, for machines whose device is their memory; also the interface of the other classes.
-
-    ``eager``: weights are evicted as soon as their scope is left, not when their address is needed. For test doubles.
+    ``eager``: weights are evicted as soon as their scope is left, not when their address is needed, for test doubles.
     """
 
     eager = False
@@ -77,7 +76,6 @@ class Transfer:
 
     @contextmanager
     def on(self, lane: Lane) -> Iterator[None]:
-        """What is issued inside runs on ``lane``."""
         yield
 
     def record(self, lane: Lane) -> Event:
@@ -127,10 +125,8 @@ class Transfer:
 
 
 class AcceleratorTransfer(Transfer):
-    """One stream up, one down; compute is the stream on which the caller runs.
-
-    A GPU has one copy engine per direction: more streams would add no bandwidth. Saved tensors nevertheless have a
-    transfer of their own (``activations.py``): they would queue behind weights that wait for their addresses.
+    """One stream up, one down, as a GPU has one copy engine per direction; compute is the stream on which the caller
+    runs. Saved tensors have a transfer of their own: they would queue behind weights that wait for their addresses.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -188,10 +184,8 @@ class AcceleratorTransfer(Transfer):
 
 
 class Delayed(Transfer):
-    """Copies made as late as their events allow. For tests: code that forgets to wait reads old bytes.
-
-    Compute and the host are immediate, as on a machine without streams; each copy lane is a queue that runs only as far
-    as something waits for it.
+    """Copies made as late as their events allow. For tests: code that forgets to wait reads old bytes. Compute and the
+    host are immediate; each copy lane is a queue that runs only as far as something waits for it.
     """
 
     def __init__(self) -> None:

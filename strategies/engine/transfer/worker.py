@@ -1,17 +1,13 @@
 """The worker: one thread of this process that runs host updates, the most urgent first, without the GIL.
 
-Torch's kernels release the GIL, so the worker computes beside Python. There is no child process: no copies, no start,
-no timeouts, nothing left behind. Work is taken in order of priority (a bucket's position in forward), because the next
-forward needs the first buckets first, whatever order backward finished them in.
+Torch's kernels release the GIL, so the worker computes beside Python. Work is taken in order of priority (a bucket's
+position in forward), because the next forward needs the first buckets first, whatever order backward finished them in.
+(AutoHete, arXiv 2503.01890, reports 1.16 to 1.21 times the speed from that alone.)
 
-Threads. The kernels of an update use all cores but one, which Python and the data loader need, on a machine where
-another device computes. ``torch.set_num_threads`` in a thread holds for that thread, but becomes the default of threads
-that start later; so the thread that made the worker sets its own number again.
-
-If the device is the CPU itself, a second team of threads on the same cores costs more than it gains
+The kernels of an update use all cores but one, which Python and the data loader need. ``torch.set_num_threads`` in a
+thread holds for that thread, but becomes the default of threads that start later; so the thread that made the worker
+sets its own number again. If the device is the CPU itself, a second team of threads costs more than it gains
 (benchmarks/records/2026-11-21_cpu-update_2-core): work runs when it is submitted.
-
-Source of the priority: AutoHete (arXiv 2503.01890) reports 1.16 to 1.21 times the speed from it alone.
 """
 
 from __future__ import annotations
@@ -31,9 +27,8 @@ T = TypeVar("T")
 class Worker:
     """Runs submitted work in one thread; equal priorities in order of submission.
 
-    Args:
-        threads: number of threads for the kernels of an update; None: work runs in the caller's thread, at once.
-        device: the device whose events the work waits for; a new thread would use the machine's first one.
+    ``threads`` are for the kernels of an update; None: work runs in the caller's thread, at once. ``device``: whose
+    events the work waits for; a new thread would use the machine's first one.
     """
 
     def __init__(self, threads: int | None, device: torch.device | None = None) -> None:

@@ -1,9 +1,8 @@
 """Clipping: the one factor that a step's gradients are multiplied with, given by the plan, ``clip`` or the loop.
 
-The update multiplies every gradient with the factor as it reads it, so that clipping needs no pass of its own. The
-factor is torch's: ``max_norm / (norm + 1e-6)``, at most 1. It comes from ``clip``, or from a loop that computes norms
-of ``param.grad`` and multiplies it (``parameters.py``), as ``torch.nn.utils.clip_grad_norm_`` does; then the factor is
-stored and applied by the update. Without either, gradients are clipped to the plan's norm.
+The update multiplies every gradient with the factor as it reads it. It is torch's: ``max_norm / (norm + 1e-6)``, at
+most 1. It comes from ``clip``, or from a loop that reads norms of ``param.grad`` and multiplies it, as
+``torch.nn.utils.clip_grad_norm_`` does. Without either, gradients are clipped to the plan's norm.
 
 If updates begin in backward, the norm is not known yet. Then nothing is clipped, and a gradient that is not finite
 skips the update of its bucket and of all later ones in this step; if the loss itself is not finite that is all of them.
@@ -43,11 +42,7 @@ class Clipping:
         self._factors.clear()
 
     def clip(self, max_norm: float) -> Tensor:
-        """Clip to ``max_norm`` (0 and infinity: not at all) and return the norm of all gradients.
-
-        Raises:
-            RuntimeError: updates have begun.
-        """
+        """Clip to ``max_norm`` (0 and infinity: not at all) and return the norm of all gradients."""
         if self._layout.in_backward and max_norm != math.inf:
             raise RuntimeError(IN_BACKWARD)
         norm = self._gradients.norm(self._device)
@@ -79,7 +74,7 @@ class Clipping:
         on_host.copy_(torch.stack([torch.ones_like(bad) if factor is None else factor, bad]), non_blocking=True)
         return Scale(factor, bad, on_host, self._transfer.record(Lane.COMPUTE))
 
-    # --- param.grad --------------------------------------------------------------------------------------------------
+    # --- param.grad, to be read and multiplied -----------------------------------------------------------------------
 
     def norm_of(self, bucket: BucketState, index: int) -> Tensor:
         """The norm of one gradient. All norms are computed at once, so that the next ones cost nothing."""
@@ -91,11 +86,6 @@ class Clipping:
         return norms_of([self.value_of(bucket, index)])[0]
 
     def value_of(self, bucket: BucketState, index: int) -> Tensor:
-        """A copy of one gradient, on the device.
-
-        Raises:
-            RuntimeError: the update has taken it.
-        """
         if self._layout.in_backward:
             raise RuntimeError(IN_BACKWARD)
         bucket.grads.refuse_spent(index)
@@ -103,15 +93,9 @@ class Clipping:
         return value if factor is None else value.mul_(factor)
 
     def _factor_of(self, bucket: BucketState, index: int) -> Tensor | float | None:
-        """The factor that this gradient has been multiplied with so far."""
         return self._factors.get((bucket.index, index)) if self.scale is None else self.scale.factor
 
     def multiply(self, bucket: BucketState, index: int, factor: Tensor | float) -> None:
-        """The loop multiplies this gradient with ``factor``.
-
-        Raises:
-            RuntimeError: the update has taken it, or it is clipped already.
-        """
         bucket.grads.refuse_spent(index)
         if self._layout.in_backward:
             if bool(factor != 1):
@@ -123,7 +107,6 @@ class Clipping:
         self._factors[bucket.index, index] = factor
 
     def forget(self, bucket: BucketState, index: int) -> None:
-        """Drop this gradient and its factor."""
         self._gradients.finish()
         bucket.grads.forget(index)
         self._factors.pop((bucket.index, index), None)

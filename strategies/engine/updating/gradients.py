@@ -2,7 +2,7 @@
 
 Autograd makes each gradient in a tensor of its own. The hook moves it into the bucket's slot at once and removes it
 from the parameter, so that no other code can add to it or free it; ``param.grad`` then stands for it
-(``parameters.py``). ``gradient_state.py`` has the state of each bucket's gradients.
+(``pending_gradient.py``). ``gradient_state.py`` has the state of each bucket's gradients.
 
     waits on the device   the slot is the bucket's own; further micro-batches are added in it
     waits there, shared   the slot is one of a ring; of the ranks' sum each rank keeps its span
@@ -14,10 +14,8 @@ Exactness. Adding in the slot is what autograd does with a gradient that it find
 ``torch.nn.utils.clip_grad_norm_``: one norm per parameter, by the same function, in bf16 of the gradient as fp32; then
 the norm of the norms in the order of ``model.parameters()``, so that it does not depend on buckets.
 
-Over ranks a bucket is divided by their number and summed over them, always in the order of the buckets, so that all
-ranks call the same collectives: by plain data parallelism; or where ranks share the bucket, so that each has the sum of
-its span (``shares.py``), which alone goes on from the slot. Norms of owners are combined, so that all ranks have the
-same norm and skip the same steps.
+Over ranks gradients are averaged bucket by bucket, always in the order of the buckets, so that all ranks call the same
+collectives (``ranks/``). Norms of owners are combined, so that all ranks have the same norm and skip the same steps.
 
 Refused: sparse gradients, and more backward passes than the plan's accumulation.
 """
@@ -26,72 +24,59 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from strategies.core.layout import Layout, Site
 from strategies.engine.buckets.bucket_state import BucketState
-from strategies.engine.ranks.rank_sync import average, on_any_rank
-from strategies.engine.ranks.shares import Shares
+from strategies.engine.ranks.one_rank import OneRank, Place
 from strategies.engine.tensors.parameters import on_gradient, take_grad
 from strategies.engine.transfer.transfer import Lane, Transfer
 from strategies.engine.transfer.worker import Worker
 from strategies.engine.updating.gradients_down import GradientsDown
-from strategies.engine.updating.norms import TotalNorm, norm_of_all, norms_of, together
+from strategies.engine.updating.norms import TotalNorm, norms_of, together
 from strategies.engine.updating.updates import Updates
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class Gradients:
-    """Takes gradients as they land.
-
-    Args:
-        order: for each trained parameter in the order of ``model.parameters()``: its bucket and its index there.
-        complete: called when all gradients of a bucket for one update are where they wait for it.
-        settle: computes the last update of a bucket, if that was not done yet.
+    """Takes gradients as they land. ``order`` has the places of all trained parameters in the order of
+    ``model.parameters()``. ``complete`` is called when all gradients of a bucket for one update are where they wait for
+    it; ``settle`` computes the last update of a bucket, if that was not done yet.
     """
 
     def __init__(
         self,
         layout: Layout,
-        order: Sequence[tuple[BucketState, int]],
+        order: Sequence[Place],
+        ranks: OneRank,
         transfer: Transfer,
         worker: Worker,
         updates: Updates,
         complete: Callable[[BucketState], None],
         settle: Callable[[BucketState], None],
-        group: ProcessGroup | None,
-        hosts: ProcessGroup | None,
-        shares: Shares | None = None,
-        total_norm: TotalNorm = norm_of_all,
+        total_norm: TotalNorm,
     ) -> None:
-        self._shares, self._total_norm = shares, total_norm
-        self._layout, self._order = layout, order
-        self._transfer, self._updates = transfer, updates
-        self._down = GradientsDown(layout.accumulation, transfer, worker, shares)
-        self._complete, self._settle, self._group, self._hosts = complete, settle, group, hosts
+        self._layout, self._order, self._ranks = layout, order, ranks
+        self._transfer, self._updates, self._total_norm = transfer, updates, total_norm
+        self._complete, self._settle = complete, settle
+        self._down = GradientsDown(layout.accumulation, transfer, worker)
         self._buckets = sorted({bucket.index: bucket for bucket, _ in order}.values(), key=lambda bucket: -bucket.index)
         self.window = 0  # how often all gradients were taken or discarded
-        self._to_reduce: list[BucketState] = []  # buckets whose turn has not come, last of forward first
-        self._done: set[int] = set()  # buckets finished for this update
-        self._landed_in: list[tuple[BucketState, int]] = []  # in the order of backward
         self.passes = 0  # backward passes since the last update
+        self._waiting: list[BucketState] = []  # buckets that get further gradients for it, last of forward first
+        self._landed_in: list[Place] = []  # in the order of backward
         self._fresh = True  # the next gradient belongs to a new pass
         self._finished = False  # no more gradients may come before the next update
         self._combined = False  # every rank has the norms of all
-        self._used = set[int]()  # buckets of the forward whose gradients land
+        self._used = set[int]()  # buckets of the forward whose gradients land, where ranks share them
 
     def attach(self) -> list[torch.utils.hooks.RemovableHandle]:
-        """Hook every trained parameter; the handles take the hooks off again."""
         return [on_gradient(bucket.params[index], partial(self._land, bucket, index)) for bucket, index in self._order]
 
     @property
     def empty(self) -> bool:
-        """Whether no gradient waits for an update."""
         return self.passes == 0
 
     @property
@@ -105,13 +90,14 @@ class Gradients:
     @torch.no_grad()
     def _land(self, bucket: BucketState, index: int, param: nn.Parameter) -> None:
         grad = take_grad(param)
-        assert grad is not None
+        if grad is None:  # the parameter was frozen after forward: torch has dropped its gradient
+            return
         if grad.layout is not torch.strided:
             raise RuntimeError(f"{bucket.name}: sparse gradients are not supported: build it with sparse=False")
         bucket.grads.refuse_spent(index)
         if self._fresh or index in bucket.grads.landed:
             self._start_pass()
-        if bucket.index in self._done:
+        if bucket not in self._waiting:
             self._refuse_pass()
         if not bucket.spec.grad_direct:
             self._into_slot(bucket, index, grad)
@@ -122,6 +108,24 @@ class Gradients:
             self._down.send_direct(bucket, index, grad)
         if bucket.grads.complete:
             self._landed(bucket)
+
+    def _start_pass(self) -> None:
+        if self._finished or self.last_pass:
+            self._refuse_pass()
+        for bucket in self._buckets:
+            if bucket.spec.grad_passes:
+                self._down.send(bucket)  # incomplete, since some parameters got no gradient
+            bucket.grads.new_pass()
+        self._fresh = False
+        self.passes += 1
+        self._waiting = list(self._buckets)
+
+    def _refuse_pass(self) -> NoReturn:
+        raise RuntimeError(
+            f"a backward pass after the gradients of {self._layout.accumulation} were complete: call step() or "
+            f"zero_grad() first, or plan with the accumulation that the loop has. (Gradients in parts, as of reentrant "
+            f"checkpointing, each count: write use_reentrant=False. Over ranks, two forwards need two backwards)"
+        )
 
     def _into_slot(self, bucket: BucketState, index: int, grad: Tensor) -> None:
         assert bucket.grad is not None
@@ -136,31 +140,16 @@ class Gradients:
         else:
             place.copy_(grad)
 
-    def _refuse_pass(self) -> NoReturn:
-        raise RuntimeError(
-            f"a backward pass after the gradients of {self._layout.accumulation} were complete: call step() or "
-            f"zero_grad() first, or plan with the accumulation that the loop has. (Gradients in parts, as of reentrant "
-            f"checkpointing, each count: write use_reentrant=False. Over ranks, two forwards need two backwards)"
-        )
-
-    def _start_pass(self) -> None:
-        if self._finished or self.passes >= self._layout.accumulation:
-            self._refuse_pass()
-        for bucket in self._buckets:
-            if bucket.spec.grad_passes:
-                self._down.send(bucket)  # incomplete, since some parameters got no gradient
-            bucket.grads.new_pass()
-        self._fresh = False
-        self.passes += 1
-        self._to_reduce = list(self._buckets)
-
     def _enter_slot(self, bucket: BucketState) -> None:
+        """Give COMPUTE the slot of ``bucket`` if several pass through it."""
+        if not bucket.spec.grad_passes:
+            return
         assert bucket.grad is not None
         former = self._updates.slots.get(bucket.grad.data_ptr())
         if former is bucket and bucket.grads.unsent:
             return
         if former is not None and former is not bucket and former.grads.unsent:
-            if self._group is not None and former.index not in self._done:
+            if self._ranks.many and former in self._waiting:
                 raise RuntimeError(
                     f"{bucket.name} needs the slot of {former.name}, whose gradients the ranks have not exchanged (a "
                     f"parameter has none, or both get theirs at once): set strategies.offload.gradients: device"
@@ -170,93 +159,65 @@ class Gradients:
 
     def _landed(self, bucket: BucketState) -> None:
         """All gradients of one micro-batch are in the bucket's slot."""
-        if not self.last_pass:
-            if bucket.spec.grad_passes:
-                self._down.send(bucket)
-        elif self._group is None:
-            self._finish(bucket)
-        elif self._shares is None:  # all ranks reduce in one order, whatever the order in which their gradients land
-            while self._to_reduce and self._to_reduce[0].grads.complete:
-                self._reduce_some({self._to_reduce[0].index})
+        if self.last_pass:
+            self._average(self._ranks.due(self._waiting, bucket))
+        elif bucket.spec.grad_passes:
+            self._down.send(bucket)
 
     @torch.no_grad()
     def exchange(self, used: set[int], to_come: set[int]) -> None:
         """Exchange the gradients of buckets ``used`` by this forward that backward has passed: all but ``to_come``.
 
-        A rank may have no gradient for a parameter for which others have one. So what it exchanges, and when, follows
-        from where backward is, and not from what has landed. The last update of a bucket that is not used may still
-        wait for the memory of its gradients: ``finish`` settles it first.
+        A rank may have no gradient for a parameter for which others have one. So where ranks share buckets, what each
+        exchanges, and when, follows from where backward is, and not from what has landed. The last update of a bucket
+        that is not used may still wait for the memory of its gradients: ``finish`` settles it first.
         """
-        assert self._shares is not None
         if self._fresh:
             self._start_pass()
-            self._shares.refuse_other_paths()  # an exchange of gradients would not find its like
+            self._ranks.begin_backward()
         self._used = used
         if self.last_pass:
-            self._reduce_some(used - to_come)
+            self._average([bucket for bucket in self._waiting if bucket.index in used - to_come])
 
-    def _reduce_some(self, indices: set[int]) -> None:
-        for bucket in [bucket for bucket in self._to_reduce if bucket.index in indices]:
-            self._to_reduce.remove(bucket)
-            self._reduce(bucket)
+    def _average(self, buckets: Sequence[BucketState]) -> None:
+        for bucket in buckets:
+            self._ranks.average(bucket, self._enter_slot)
             self._finish(bucket)
 
     @torch.no_grad()
     def learn(self) -> None:
         """Find out which parameters have a gradient on any rank. A collective, if there are several."""
-        if self._group is not None and self.last_pass:
+        if self._ranks.many and self.last_pass:
             self.finish()
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Before norm or update: reduce over the ranks and send to the host whatever has not been. A collective."""
+        """Before norm or update: average over the ranks and send to the host whatever has not been. A collective."""
         if self.empty or self._finished:
             return
         self._finished = True
-        if self._shares is not None:
-            self._reduce_some(self._used)  # before others get their slots
-        late = [bucket for bucket in self._buckets if bucket.index not in self._done]
-        if self._group is not None:
-            for bucket in late:
-                self._settle(bucket)  # where only other ranks have used it, its last update may wait for this memory
-                self._reduce(bucket)
-            if self._shares is not None:
-                self._shares.refuse_other_paths()
-            self._share_touched()
+        self._average([bucket for bucket in self._waiting if bucket.index in self._used])  # before others get slots
+        late = list(self._waiting)
+        for bucket in late:
+            self._ranks.average(bucket, self._settle_and_enter)
+        self._ranks.end_backward(self._order)
         for bucket in late:
             if bucket.grads.touched:
                 self._finish(bucket)
 
+    def _settle_and_enter(self, bucket: BucketState) -> None:
+        """Where only other ranks have used it, its last update may wait for the memory of the gradient."""
+        self._settle(bucket)
+        self._enter_slot(bucket)
+
     def _finish(self, bucket: BucketState) -> None:
         """No further gradient of ``bucket`` comes for this update."""
-        self._done.add(bucket.index)
+        self._waiting.remove(bucket)
         if bucket.spec.grad_passes or bucket.spec.site is Site.HOST:
             self._down.send(bucket)
         if bucket.spec.grad_passes and self._layout.accumulation > 1:
             self._down.measure(bucket)
         self._complete(bucket)
-
-    def _reduce(self, bucket: BucketState) -> None:
-        """Mean over the ranks, in place."""
-        assert bucket.grad is not None and self._group is not None
-        if bucket.spec.grad_passes:
-            self._enter_slot(bucket)
-        for index in range(len(bucket.params)):
-            if index not in bucket.grads.touched:
-                bucket.part(bucket.grad, index).zero_()
-        if self._shares is not None and bucket.is_shared:
-            self._shares.sum_to_owners(bucket)
-        else:
-            average(bucket.grad, self._group)
-
-    def _share_touched(self) -> None:
-        """A parameter that had a gradient on any rank has one on all."""
-        assert self._hosts is not None
-        mine = (index in bucket.grads.touched for bucket, index in self._order)
-        known = on_any_rank(mine, self._hosts)
-        for (bucket, index), flag in zip(self._order, known, strict=True):
-            if flag and index not in bucket.grads.touched:
-                bucket.grads.touch(index)
 
     def norms_in(self, bucket: BucketState, device: torch.device) -> list[Tensor]:
         """The norm of each gradient of a finished bucket, as fp32 numbers on ``device``."""
@@ -282,8 +243,8 @@ class Gradients:
         self._measure([bucket for bucket in self._buckets if not bucket.spec.grad_passes and not bucket.grads.norms])
         for bucket in self._buckets:
             self.norms_in(bucket, device)
-        if self._shares is not None and not self._combined:
-            self._shares.tell_norms([(b, index) for b, index in self._order if index in b.grads.touched], device)
+        if not self._combined:
+            self._ranks.tell_norms([(b, index) for b, index in self._order if index in b.grads.touched], device)
             self._combined = True
         measured = [(b.spec.params[index], b.grads.norms.get(index)) for b, index in self._order]
         return self._total_norm({name: norm for name, norm in measured if norm is not None}, device)
@@ -294,11 +255,6 @@ class Gradients:
         return {bucket.spec.params[index]: bucket.grads.norms[index] for bucket, index in known}
 
     def value(self, bucket: BucketState, index: int, device: torch.device) -> Tensor:
-        """A copy of one gradient, summed over the micro-batches so far.
-
-        Raises:
-            RuntimeError: ranks share it.
-        """
         if bucket.is_shared:
             name = bucket.spec.params[index]
             raise RuntimeError(f"the gradient of {name} is shared over ranks: clip with optimizer.clip_grad_norm_")
@@ -334,7 +290,7 @@ class Gradients:
     def _clear(self) -> None:
         for bucket in self._buckets:
             bucket.grads.reset()
-        self._done.clear()
         self._landed_in.clear()
-        self.passes, self._fresh, self._finished, self._combined = 0, True, False, False
+        self.passes, self._waiting = 0, []
+        self._fresh, self._finished, self._combined = True, False, False
         self.window += 1

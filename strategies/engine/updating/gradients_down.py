@@ -4,14 +4,11 @@
     later ones           DOWN into ARRIVAL, a slot, from where the worker adds them to PARKED
     norms                of a single micro-batch on COMPUTE, before it leaves; of several in PARKED, by the worker
 
-A gradient leaves from its bucket's slot, the whole bucket in one copy or parameter by parameter if some are missing;
-or, without a slot (``grad_direct``), from the tensor in which autograd made it.
-
 Ordering. COMPUTE wrote the source (an event of COMPUTE). UP has read PARKED, or the weight's copy that the gradient
 replaces (``arrived``). The worker has added what ARRIVAL had (its future), and an addition to PARKED is done before the
 next micro-batch overwrites it (``added``). A slot is written again after ``sent`` (``updates.py``). The memory of a
-direct gradient goes back to torch's allocator when this returns, and whoever gets it next writes it on COMPUTE: so
-COMPUTE waits for ``sent`` first.
+direct gradient, which has no slot, goes back to torch's allocator when this returns, and whoever gets it next writes it
+on COMPUTE: so COMPUTE waits for ``sent`` first.
 """
 
 from __future__ import annotations
@@ -23,7 +20,6 @@ from functools import partial
 from torch import Tensor
 
 from strategies.engine.buckets.bucket_state import BucketState
-from strategies.engine.ranks.shares import Shares
 from strategies.engine.transfer.transfer import Event, Lane, Transfer
 from strategies.engine.transfer.worker import Worker
 from strategies.engine.updating.norms import norms_of
@@ -32,8 +28,8 @@ from strategies.engine.updating.norms import norms_of
 class GradientsDown:
     """Sends gradients to where they wait on the host; ``accumulation``: micro-batches per update."""
 
-    def __init__(self, accumulation: int, transfer: Transfer, worker: Worker, shares: Shares | None) -> None:
-        self._accumulation, self._transfer, self._worker, self._shares = accumulation, transfer, worker, shares
+    def __init__(self, accumulation: int, transfer: Transfer, worker: Worker) -> None:
+        self._accumulation, self._transfer, self._worker = accumulation, transfer, worker
         self._arrivals: dict[int, Future[Event]] = {}  # by address of the arrival slot: the last addition from it
 
     def send(self, bucket: BucketState) -> None:
@@ -45,15 +41,22 @@ class GradientsDown:
         if bucket.spec.grad_passes and self._accumulation == 1:  # the next bucket may take the slot at once
             whole = [index for index in leaving if bucket.measures(index)]
             bucket.grads.measured(whole, norms_of(bucket.gradients(whole)))
-        if bucket.spec.grad_split and self._shares is not None:
-            self._shares.keep_span(bucket)
-            return
         source = bucket.own(bucket.grad)
-        if len(leaving) == len(bucket.params):
+        if bucket.spec.grad_split:
+            self._keep(bucket, source)
+        elif len(leaving) == len(bucket.params):
             self._copy(bucket, leaving, [(slice(None), source)])
         else:
             places = [slice(piece.at, piece.at + piece.size) for piece in bucket.pieces_in(leaving)]
             self._copy(bucket, leaving, [(place, source[place]) for place in places])
+
+    def _keep(self, bucket: BucketState, source: Tensor) -> None:
+        """This rank keeps its span of the sum, so that the slot is free for others: on COMPUTE, as the update is."""
+        assert bucket.parked is not None
+        self._transfer.reads(Lane.COMPUTE, source)
+        self._transfer.writes(Lane.COMPUTE, bucket.parked)
+        bucket.parked.copy_(source)
+        bucket.grads.send(sent=self._transfer.record(Lane.COMPUTE))
 
     def send_direct(self, bucket: BucketState, index: int, grad: Tensor) -> None:
         """DOWN with the gradient of one parameter, whose memory is free when this returns."""
@@ -91,7 +94,6 @@ class GradientsDown:
     def _add(
         self, bucket: BucketState, arrival: Tensor, indices: list[int], summed: frozenset[int], sent: Event | None
     ) -> Event:
-        """In the worker: add ARRIVAL to PARKED."""
         assert bucket.parked is not None
         self._transfer.host_wait(sent)
         self._transfer.reads(Lane.HOST, arrival)

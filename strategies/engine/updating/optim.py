@@ -1,11 +1,8 @@
 """Update rules: what an optimizer does to a parameter, its gradient and its state, by torch's own kernels.
 
-A rule gets lists of views and updates them in place, on whatever device they are; it knows nothing of homes or buckets.
-It says how many fp32 numbers of state it keeps per element, so that a layout can reserve memory for them.
-
-Exactness. The same torch function is called on views of the same shape as plain training's tensors, or on parts of
-them. Element-wise kernels give each element the same bits wherever it lies; for split points see [Note: split points]
-in ``updates.py``.
+A rule gets lists of views of the same shape as plain training's tensors, or parts of them, and updates them in place,
+on whatever device they are. Element-wise kernels give each element the same bits wherever it lies; for split points see
+[Note: split points] in ``updates.py``.
 """
 
 from __future__ import annotations
@@ -31,9 +28,8 @@ class Operands:
 
 
 class UpdateRule(Protocol):
-    """An update rule. ``names`` are torch's for its state, one fp32 number per element each.
-
-    ``flagged``: its kernel takes a flag that skips the update. For other rules the caller waits for the flag's value.
+    """An update rule. ``names`` are torch's for its state, one fp32 number per element each. ``flagged``: its kernel
+    takes a flag that skips the update. For other rules the caller waits for the flag's value.
     """
 
     names: ClassVar[tuple[str, ...]]
@@ -41,8 +37,7 @@ class UpdateRule(Protocol):
     @property
     def flagged(self) -> bool: ...
 
-    def defaults(self) -> dict[str, Any]:
-        """Hyperparameters of a parameter group, by torch's names."""
+    def defaults(self) -> dict[str, Any]: ...
 
     def update(self, on: Operands, group: Mapping[str, Any], bad: Tensor | None) -> None:
         """Update in place. ``bad`` (only if ``flagged``): 1.0 skips the update."""
@@ -54,10 +49,8 @@ TORCH = {"amsgrad": False, "maximize": False, "foreach": None, "capturable": Fal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamW:
-    """``torch.optim.AdamW``. Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
-
-    Args:
-        fused: torch's fused kernel, for the CPU and for CUDA; otherwise what torch takes by default.
+    """``torch.optim.AdamW`` (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019); ``fused``: torch's
+    fused kernel, otherwise what torch takes by default.
     """
 
     names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")

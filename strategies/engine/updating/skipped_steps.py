@@ -1,12 +1,9 @@
 """Which steps were skipped because a gradient was not finite, and when to stop.
 
 A skipped step changes nothing. The device finds out while later work has already been launched, and the result is not
-waited for, so it is known some steps late. A single skipped step may be chance. After ``PATIENCE`` in a row no later
-one will differ, since the weights do not change: ``step`` then raises an error that names the first gradient of
-backward that was not finite.
-
-Ranks that train together have to raise it in the same step, whichever device is faster: they wait for the result. They
-have just waited for each other's norms, so that costs little.
+waited for, so it is known some steps late. After ``PATIENCE`` in a row no later one will differ, since the weights do
+not change: ``step`` then raises. Ranks that train together have to raise it in the same step, whichever device is
+faster: they wait for the result, which costs little, since they have just waited for each other's norms.
 """
 
 from __future__ import annotations
@@ -24,9 +21,8 @@ PATIENCE = 3  # skipped steps in a row
 
 
 class NonFiniteError(RuntimeError):
-    """Gradients were not finite in several steps in a row, so that no weight changed.
-
-    ``steps_ago`` counts the steps since the first of them; ``parameter`` had the first such gradient of backward.
+    """Gradients were not finite in several steps in a row, so that no weight changed. ``steps_ago`` counts the steps
+    since the first of them; ``parameter`` had the first such gradient of backward.
     """
 
     def __init__(self, steps_ago: int, parameter: str | None) -> None:

@@ -5,12 +5,11 @@
     HOST       state on the host. The worker computes; the new weights go UP when they are next needed.
 
 A bucket gets its job when the factor of the clipping is known (without clipping: when its gradients have landed), and
-is settled when its weights are next needed, so that updates run under the next forward. No weight is stale: each use of
-a bucket settles it first, and until then its parameters show NaN.
+is settled when its weights are next needed, so that updates run under the next forward. Until then its parameters show
+NaN.
 
-Memory. In mixed precision the update reads the gradient in chunks, as fp32, through scratch memory; the gradient is
-never copied whole. Host updates of residents write the new compute weight over the gradient they have read (PARKED), so
-that mixed precision needs no third buffer.
+In mixed precision the update reads the gradient in chunks, as fp32, through scratch memory; the gradient is never
+copied whole. Host updates of residents write the new weight over the gradient they have read (PARKED).
 
 Ordering, by memory that two lanes touch:
     visit slot   UP writes after DOWN has stored the slot's former bucket (``stored``, which came after its ``used``);
@@ -43,6 +42,7 @@ from torch import Tensor
 from strategies.core.layout import Site
 from strategies.engine.buckets.bucket_state import BucketState, Pending
 from strategies.engine.buckets.jobs import Job, Scale
+from strategies.engine.ranks.one_rank import OneRank
 from strategies.engine.residency import Residency
 from strategies.engine.transfer.transfer import Event, Lane, Transfer
 from strategies.engine.transfer.worker import Worker
@@ -79,17 +79,19 @@ def chunks_of(bucket: BucketState, touched: Sequence[int], limit: int) -> Iterat
 
 
 class Updates:
-    """Carries out jobs.
-
-    Args:
-        scratch: fp32, on the device; None where no mixed-precision bucket is updated there.
-    """
+    """Carries out jobs. ``scratch``: fp32, on the device; None where no mixed-precision bucket is updated there."""
 
     def __init__(
-        self, rule: UpdateRule, residency: Residency, transfer: Transfer, worker: Worker, scratch: Tensor | None
+        self,
+        rule: UpdateRule,
+        residency: Residency,
+        ranks: OneRank,
+        transfer: Transfer,
+        worker: Worker,
+        scratch: Tensor | None,
     ) -> None:
-        self._rule, self._residency, self._transfer, self._worker = rule, residency, transfer, worker
-        self._scratch = scratch
+        self._rule, self._residency, self._ranks = rule, residency, ranks
+        self._transfer, self._worker, self._scratch = transfer, worker, scratch
         self._host_scratch = torch.empty(HOST_CHUNK, dtype=torch.float32)
         self._visiting: dict[int, BucketState] = {}  # by address of the visit slot
         self.slots: dict[int, BucketState] = {}  # by address of a gradient slot that several buckets pass through
@@ -135,11 +137,10 @@ class Updates:
 
     def may_begin(self, bucket: BucketState) -> bool:
         """Whether no slot that ``begin`` needs is used by an update under way."""
-        slots = [self._visiting.get(bucket.visit.data_ptr()) if bucket.visit is not None else None]
-        slots.append(
-            self.slots.get(bucket.grad.data_ptr()) if bucket.grad is not None and bucket.grads_on_host else None
-        )
-        return not any(former is not None and former.pending is Pending.VISITING for former in slots)
+        former = [] if bucket.visit is None else [self._visiting.get(bucket.visit.data_ptr())]
+        if bucket.grads_on_host and bucket.grad is not None:
+            former.append(self.slots.get(bucket.grad.data_ptr()))
+        return not any(other is not None and other.pending is Pending.VISITING for other in former)
 
     def enter_slot(self, bucket: BucketState, lane: Lane) -> None:
         """Let ``lane`` write the gradient slot of ``bucket``, after all copies and kernels of its former bucket."""
@@ -153,7 +154,7 @@ class Updates:
         self.slots[bucket.grad.data_ptr()] = bucket
 
     def settle(self, bucket: BucketState) -> None:
-        """Finish the pending update, if there is one: afterwards ``newest`` holds the newest weights."""
+        """Finish the pending update, if there is one: afterwards ``weight_of`` gives the newest weights."""
         if bucket.pending is Pending.HOST:
             self._from_worker(bucket)
         elif bucket.pending is not Pending.NOTHING:
@@ -163,12 +164,10 @@ class Updates:
     # --- device ----------------------------------------------------------------------------------------------------
 
     def _on_device(self, bucket: BucketState) -> None:
-        job = bucket.job
-        assert job is not None
-        transfer = self._transfer
+        job, transfer = bucket.job, self._transfer
+        assert job is not None and bucket.grad is not None
         transfer.wait(Lane.COMPUTE, bucket.arrived, bucket.stored)
         state = _visit_views(bucket) if bucket.visit is not None else bucket.states()
-        assert bucket.grad is not None
         weight, grad = bucket.own(bucket.weight), bucket.own(bucket.grad)
         if bucket.spec.grad_split:
             assert bucket.parked is not None
@@ -182,7 +181,7 @@ class Updates:
         if mixed:
             bucket.round_master(weight, state[0])
         bucket.settled_on_device(used=transfer.record(Lane.COMPUTE))
-        self._residency.gather(bucket)
+        self._ranks.gather(bucket)
         if bucket.visit is None and bucket.copy is None:
             return
         transfer.wait(Lane.DOWN, bucket.used)
@@ -192,39 +191,37 @@ class Updates:
         if bucket.copy is not None and not bucket.copy_passes:
             transfer.copy(Lane.DOWN, bucket.copy, weight)
         bucket.write_back(stored=transfer.record(Lane.DOWN))
-        self._residency.written(bucket, bucket.stored)
+        self._ranks.written(bucket, bucket.stored)
 
     def _known_bad(self, scale: Scale) -> bool:
-        """Whether the step is skipped, after waiting until that is known."""
         self._transfer.host_wait(scale.known)
         return scale.skips
 
     # --- host ------------------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def _on_host(self, bucket: BucketState, job: Job, waits: Sequence[Event | None]) -> tuple[bool, Event]:
         """In the worker: compute the update. Returns whether it changed the weights, and the event after it."""
         updated = self._compute_on_host(bucket, job, waits)
-        self._residency.written(bucket)
+        self._ranks.written(bucket)
         return updated, self._transfer.record(Lane.HOST)
 
     def _compute_on_host(self, bucket: BucketState, job: Job, waits: Sequence[Event | None]) -> bool:
-        transfer = self._transfer
+        transfer, parked = self._transfer, bucket.parked
         transfer.host_wait(*waits)
-        assert bucket.parked is not None
+        assert parked is not None
         if self._known_bad(job.scale):
             if bucket.parks_in_copy:  # the gradient has overwritten the weight
-                with torch.no_grad():
-                    self._round_on_host(bucket, bucket.parked)
+                self._round_on_host(bucket, parked)
             return False
         master = bucket.master if bucket.master is not None else bucket.copy
         assert master is not None
-        transfer.reads(Lane.HOST, bucket.parked)
+        transfer.reads(Lane.HOST, parked)
         transfer.writes(Lane.HOST, master, *bucket.moments)
         factor = None if job.scale.factor is None else job.scale.on_host[0]
-        with torch.no_grad():
-            self._apply(bucket, job, bucket.parked, [master, *bucket.moments], self._host_scratch, factor)
-            if bucket.spec.mixed and not bucket.copy_passes:
-                self._round_on_host(bucket, bucket.parked if bucket.copy is None else bucket.copy)
+        self._apply(bucket, job, parked, [master, *bucket.moments], self._host_scratch, factor)
+        if bucket.spec.mixed and not bucket.copy_passes:
+            self._round_on_host(bucket, parked if bucket.copy is None else bucket.copy)
         return True
 
     def _round_on_host(self, bucket: BucketState, weight: Tensor) -> None:
@@ -254,21 +251,14 @@ class Updates:
         factor: Tensor | None,
         bad: Tensor | None = None,
     ) -> None:
-        """Apply the update rule to all parameters that have a gradient, call by call.
-
-        Args:
-            grad, state: flat views of this rank's span, all on the device or all on the host; ``state`` is the master,
-                or in fp32 the weight, and the moments.
-            scratch: takes gradients of a lower precision as fp32. A call updates at most as many elements as it has.
+        """Apply the update rule to all parameters that have a gradient, in calls of as many elements as ``scratch``
+        has, which takes gradients of a lower precision as fp32. ``grad`` and ``state`` (the master, or in fp32 the
+        weight, and the moments) are flat views of this rank's span, all on the device or all on the host.
         """
         assert bucket.steps is not None
         limit = bucket.spec.share if scratch is None else scratch.numel()
-
-        def cut(flat: Tensor, chunk: Chunk) -> Tensor:
-            return flat[chunk.start : chunk.stop]
-
         for call in chunks_of(bucket, job.touched, limit):
-            grads = [cut(grad, chunk) for chunk in call]
+            grads = [grad[chunk.start : chunk.stop] for chunk in call]
             if bucket.spec.mixed:
                 assert scratch is not None
                 sizes = [part.numel() for part in grads]
@@ -281,11 +271,10 @@ class Updates:
             # Torch counts an update per call: of a parameter in several chunks the last one counts, the others count
             # on copies.
             steps = [bucket.steps[chunk.index] if chunk.last else bucket.steps[chunk.index].clone() for chunk in call]
-            masters, *moments = ([cut(flat, chunk) for chunk in call] for flat in state)
+            masters, *moments = ([flat[chunk.start : chunk.stop] for chunk in call] for flat in state)
             self._rule.update(Operands(masters, grads, moments, steps), job.group, bad)
 
 
 def _visit_views(bucket: BucketState) -> list[Tensor]:
-    """The visit slot, split into one view for each of ``states``."""
     assert bucket.visit is not None
     return list(bucket.visit.view(-1, bucket.spec.share))

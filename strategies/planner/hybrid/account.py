@@ -57,9 +57,7 @@ class Account:
 
     def __init__(self, models: Models, chunked: Chunked = None) -> None:
         self._models, self._chunked = models, chunked
-        self._passes_of: dict[object, _Passes] = {}
         self._states_of: dict[object, tuple[int, int, int]] = {}
-        self._facts_of: dict[object, Facts] = {}
         self._saved_of: dict[object, list[Saved]] = {}
 
     def of(self, degrees: Degrees) -> Bytes:
@@ -91,7 +89,7 @@ class Account:
         plain = self._models.plain(degrees)
         key = (degrees.tensor, plain, degrees.zero, degrees.data, model.key(part))
         if key not in self._states_of:
-            facts = self._part(degrees, model, part)
+            facts = self._part(model, part)
             held = list(_messages(facts, degrees) if plain else buffers(facts, degrees.zero, degrees.data))
             whole = sum(each.num_bytes for each in held if each.when is When.ALWAYS)
             sizes = {kind: state_bytes(facts.units, facts.run, degrees, kind, plain=plain) for kind in Kind}
@@ -100,35 +98,26 @@ class Account:
             self._states_of[key] = whole + sum(sizes.values()), grads, at_step
         return self._states_of[key]
 
-    def _part(self, degrees: Degrees, model: Model, part: Part) -> Facts:
+    def _part(self, model: Model, part: Part) -> Facts:
         """The facts of a part; of its units only states and buffers are read."""
-        key = (degrees.tensor, self._models.plain(degrees), model.key(part))
-        if key not in self._facts_of:
-            self._facts_of[key] = replace(model.facts, units=model.units(part), params=(), linears=())
-        return self._facts_of[key]
+        return replace(model.facts, units=model.units(part), params=(), linears=())
 
     def _passes(self, degrees: Degrees, model: Model, part: Part) -> _Passes:
-        # With one micro-batch gradients land while saved tensors leave; their bytes depend on ZeRO.
-        shares = (degrees.zero >= SPLIT_FROM[Kind.GRAD] and degrees.data) if degrees.micro_batches == 1 else None
+        start, end = model.span(part)
+        kept = self._saved(degrees, model)[start:end]
+        forward = forward_peak(kept)
+        peak, landing = max(forward, backward_peak(kept, [0] * len(kept))), 0
+        if degrees.micro_batches == 1:  # gradients land while saved tensors leave
+            plain, run = self._models.plain(degrees), model.facts.run
+            grads = [state_bytes([unit], run, degrees, Kind.GRAD, plain=plain) for unit in model.units(part)]
+            landing = max(forward, backward_peak(kept, grads))
+        return _Passes(peak, landing, sum(saved.waiting for saved in kept))
+
+    def _saved(self, degrees: Degrees, model: Model) -> list[Saved]:
+        """What each unit of the whole model saves."""
         chunked = self._chunked
         if chunked is None and degrees.offload is not Stowed.NOTHING:
             chunked = "auto"
-        plain = self._models.plain(degrees)
-        key = (degrees.micro_batch, degrees.tensor, plain, degrees.recompute, chunked, shares, model.key(part))
-        if key not in self._passes_of:
-            start, end = model.span(part)
-            kept = self._saved(degrees, model, chunked)[start:end]
-            forward = forward_peak(kept)
-            peak, landing = max(forward, backward_peak(kept, [0] * len(kept))), 0
-            if shares is not None:
-                run, units = model.facts.run, model.units(part)
-                grads = [state_bytes([unit], run, degrees, Kind.GRAD, plain=plain) for unit in units]
-                landing = max(forward, backward_peak(kept, grads))
-            self._passes_of[key] = _Passes(peak, landing, _waiting(kept))
-        return self._passes_of[key]
-
-    def _saved(self, degrees: Degrees, model: Model, chunked: Chunked) -> list[Saved]:
-        """What each unit of the whole model saves."""
         key = (degrees.micro_batch, degrees.tensor, self._models.plain(degrees), degrees.recompute, chunked)
         if key not in self._saved_of:
             units = (unit.with_chunks() if in_chunks(unit, chunked) else unit for unit in model.facts.units)
@@ -144,22 +133,18 @@ class Account:
         return received_bytes(self._models.of(degrees).facts.run, sides, count)
 
     def _offloaded(self, degrees: Degrees, model: Model, part: Part, besides: int) -> Bytes:
-        facts = self._part(degrees, model, part)
+        facts = self._part(model, part)
         size, mixed = facts.run.precision.element_bytes, facts.run.precision is not Precision.FP32
         ways = degrees.data if degrees.zero else 1
         weights, trained = facts.num_params * size, facts.num_trainable
         share = ceil(trained / ways)
         largest = max((unit.num_trainable for unit in facts.units), default=0)
         host = 4 * share * (facts.run.moments + (mixed or degrees.zero > 0))
-        summed = (
-            degrees.data > 1 and degrees.micro_batches > 1
-        )  # over micro-batches, and then over ranks: on the device
+        summed = degrees.data > 1 and degrees.micro_batches > 1  # over micro-batches, then over ranks: on the device
         device = size * trained if summed else 2 * size * largest
         device += size * largest * (degrees.zero > 0) + 4 * min(SCRATCH_ELEMENTS, largest) * mixed
         if degrees.offload is Stowed.STATE or degrees.micro_batches > 1:
-            host += (
-                size * share
-            )  # gradients that wait for the CPU's update; else they take the place of a weight's copy
+            host += size * share  # gradients wait for the CPU's update; else they take the place of a weight's copy
         if degrees.offload is Stowed.WEIGHTS:
             moving = 2 * live_elements(facts) * size
             device += min(weights, moving)
@@ -196,7 +181,3 @@ def _messages(facts: Facts, degrees: Degrees) -> Iterator[Buffer]:
     """What a stage of torch's pipeline sets aside to sum gradients over the copies of the model."""
     if size := message_bytes(facts.run, facts.num_trainable, degrees.data):
         yield Buffer("pipeline: messages", "gradients to the other copies", size, When.STEP)
-
-
-def _waiting(kept: list[Saved]) -> int:
-    return sum(saved.waiting for saved in kept)

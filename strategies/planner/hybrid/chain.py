@@ -1,8 +1,7 @@
 """Hybrid parallelism of a chain of unlike layers: which layers form a stage, on how many ranks, split in which way.
 
-A stage is consecutive layers on ``ranks`` ranks, which split each micro-batch (``DATA``), every layer (``TENSOR``), or
-the micro-batch and the optimizer's state (``ZERO``, stage 1). With t of a stage and c of a boundary the seconds of one
-micro-batch, forward and backward, a synchronous step (1F1B or GPipe) takes
+With t of a stage and c of a boundary the seconds of one micro-batch, forward and backward, a synchronous step (1F1B or
+GPipe) takes
 
     T = sum t + sum c + (M - 1) max(t, c) + max exposed sync
 
@@ -11,13 +10,11 @@ holds the stage's state, and what forward saves of min(M, stages to come + 1) mi
 
 ``least_total`` is exact (P2): for each bound on the slowest stage and on the exposed sync it finds the least sum by
 dynamic programming over (layer, ranks left, stages to come); the last index is there because memory depends on it.
-Bounds ascend, and end where they alone exceed the best. ``least_bottleneck`` (P1) is the recurrence of EffTra and
-PipeDream,
+``least_bottleneck`` (P1) is the recurrence of EffTra and PipeDream,
 
     A[j][k] = min over i < j, r <= k, mode:  max(A[i][k - r], c(i), t(i, j, r) + sync(i, j, r) / M)
 
-in O(K^2 N^2). It minimises the rhythm of a pipeline that never drains and knows no memory; its plans are worse by T,
-by how much says a record, hybrid-planner. It is kept to compare with.
+It minimises the rhythm of a pipeline that never drains and knows no memory; it is kept to compare with.
 
 Sources: "Training Acceleration for Deep Neural Networks: A Hybrid Parallelization Strategy", DAC 2021 (P1); Zheng et
 al., "Alpa: Automating Inter- and Intra-Operator Parallelism for Distributed Deep Learning", 2022 (the form of P2).
@@ -26,7 +23,7 @@ al., "Alpa: Automating Inter- and Intra-Operator Parallelism for Distributed Dee
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from itertools import accumulate
@@ -36,33 +33,24 @@ from strategies.planner.hybrid.cluster import Cluster
 
 
 class Mode(Enum):
-    """How the ranks of a stage share its work."""
+    """What the ranks of a stage split."""
 
-    DATA = "data"
-    TENSOR = "tensor"
-    ZERO = "zero"
+    DATA = "each micro-batch"
+    TENSOR = "every layer"
+    ZERO = "the micro-batch and the optimizer's state (stage 1)"
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer, per micro-batch and on one rank where nothing else is said.
-
-    Args:
-        forward, backward: seconds.
-        weight_bytes: of its weights, and as many of its gradients.
-        state_bytes: of masters and moments.
-        reduced_bytes: that tensor parallelism sums over the ranks in forward, and as many in backward.
-        saved_bytes: that forward keeps for backward.
-        output_bytes: that the next layer gets, and whose gradient comes back.
-    """
+    """One layer, per micro-batch and on one rank where nothing else is said; times in seconds."""
 
     forward: float
     backward: float
-    weight_bytes: float
-    state_bytes: float
-    reduced_bytes: float
+    weight_bytes: float  # and as many of its gradients
+    state_bytes: float  # masters and moments
+    reduced_bytes: float  # that tensor parallelism sums over the ranks in forward, and as many in backward
     saved_bytes: float
-    output_bytes: float
+    output_bytes: float  # that the next layer gets, and whose gradient comes back
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +71,6 @@ class Chain:
     cluster: Cluster
     micro_batches: int
     budget: float = inf
-
-    def reversed(self) -> Chain:
-        """The same work in the other direction: a boundary stays between its two layers."""
-        order = self.layers[::-1]
-        outputs = [layer.output_bytes for layer in order[1:]] + [0.0]
-        turned = (replace(layer, output_bytes=size) for layer, size in zip(order, outputs, strict=True))
-        return replace(self, layers=tuple(turned))
 
     @cached_property
     def _sums(self) -> dict[str, list[float]]:

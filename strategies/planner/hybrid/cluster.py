@@ -1,21 +1,19 @@
 """Ranks on machines, and what their collectives cost: a latency per message and a rate, inside a machine and across.
 
-A group is given by its size and its stride: ``size`` ranks, each ``stride`` after the one before. Tensor groups have
-stride 1, data groups the tensor degree, and stages are next to each other in blocks of tensor x data ranks; so what
-talks most is nearest (the order of Megatron-LM and of torch's device meshes).
+A group is ``size`` ranks, each ``stride`` after the one before. Tensor groups have stride 1, data groups the tensor
+degree, and stages are next to each other in blocks of tensor x data ranks; so what talks most is nearest (the order of
+Megatron-LM and of torch's device meshes).
 
 A collective is hierarchical: with ``g`` ranks of the group in a machine, ``n`` machines and ``S`` bytes, a gather or a
 reduce-scatter takes (g-1)/g S at the rate inside, and (n-1)/n S/g at the rate across, since every rank has a part of
-the network. Each phase has log2 latencies per message, as trees do. An all-reduce is one of each. Nothing is hidden
-here; what compute hides is decided by who asks.
-
-Each cost falls, or stays, if a rate rises. Rates are per rank, one direction, while as much comes back.
+the network. Each phase has log2 latencies per message, as trees do. Rates are per rank, one direction, while as much
+comes back. What compute hides is decided by who asks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, inf, log2
+from math import ceil, log2
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,29 +23,15 @@ class Wire:
     bytes_per_s: float
     latency_s: float = 0.0
 
-    def __post_init__(self) -> None:
-        if not self.bytes_per_s > 0 or not 0 <= self.latency_s < inf:
-            raise ValueError(f"{self}: the rate must be more than 0, the latency at least 0 and finite")
-
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """``ranks``, of which ``per_machine`` share a machine.
-
-    Raises:
-        ValueError: machines are not full, or nothing is known of the network across them.
-    """
+    """``ranks``, of which ``per_machine`` share a machine. Machines are full; ``across``: None if there is one."""
 
     ranks: int
     per_machine: int
     inside: Wire
     across: Wire | None = None
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.per_machine <= self.ranks or self.ranks % self.per_machine:
-            raise ValueError(f"{self.ranks} ranks do not fill machines of {self.per_machine}")
-        if self.across is None and self.ranks > self.per_machine:
-            raise ValueError("nothing is known of the network across machines")
 
     def spread(self, size: int, stride: int) -> tuple[int, int]:
         """Ranks of a group in one machine, and the machines that it is on."""

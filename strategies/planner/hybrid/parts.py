@@ -98,16 +98,6 @@ class Model:
 
     def parts(self, stages: int, last_blocks: int) -> list[Part]:
         """The part of each stage."""
-        key = (stages, last_blocks)
-        if key not in self._parts:
-            self._parts[key] = self._cut(stages, last_blocks)
-        return self._parts[key]
-
-    @cached_property
-    def _parts(self) -> dict[tuple[int, int], list[Part]]:
-        return {}
-
-    def _cut(self, stages: int, last_blocks: int) -> list[Part]:
         if stages == 1:
             return [Part(0, self.blocks, begins=True, ends=True)]
         rest, others = self.blocks - last_blocks, stages - 1

@@ -96,11 +96,6 @@ def least_seconds(stages: Sequence[StageSeconds], micro_batches: int) -> float:
     return found
 
 
-def bubble(stages: int, micro_batches: int) -> float:
-    """The share of a step in which a stage waits, where all stages are equal and nothing else takes time."""
-    return (stages - 1) / (micro_batches + stages - 1)
-
-
 def total_seconds(stages: Sequence[StageSeconds], micro_batches: int) -> float:
     """The closed form of P2 (``chain.py``), without the sums of gradients."""
     times = [stage.forward + stage.backward for stage in stages]

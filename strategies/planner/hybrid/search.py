@@ -3,11 +3,7 @@
 Blocks of a transformer are alike, so the exact problem of ``chain.py`` collapses to a grid: stages x tensor x data x
 ZeRO x recompute x offload x micro-batch, with few splits each (``parts.py``). The global batch is given: micro-batches
 are what is left of it. Degrees that cannot be run (``degrees.py``) or do not fit (``account.py``) are left out; of the
-rest each has a lower bound, and by the clock (``step_seconds.py``) are priced only those that can be among the best.
-That is exact: the search returns the same as pricing all.
-
-More bandwidth or memory is never slower: the family does not depend on either, a price only falls with a rate, and
-memory only decides which of the family may be used.
+rest each has a lower bound, and only those that can be among the best are priced by the clock (``step_seconds.py``).
 """
 
 from __future__ import annotations
@@ -15,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
-from math import inf
 
 from strategies.core.facts import Facts, Precision
 from strategies.core.sizes import SHARE
@@ -61,12 +56,8 @@ class Left:
     """What a rule leaves out and would fit: the one with the lowest bound on its seconds."""
 
     rule: Rule
-    best: Degrees | None = None
-    seconds: float = inf
-
-    def beside(self, degrees: Degrees, seconds: float) -> Left:
-        """With one more that it leaves out."""
-        return Left(self.rule, degrees, seconds) if seconds < self.seconds else self
+    best: Degrees
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +109,7 @@ def hybrid(
     Args:
         in_stages: facts of stages in torch's pipeline, by micro-batch; None: another engine runs them (``parts.py``).
         known: facts of one tensor rank's share of the model, for each micro-batch and each tensor degree that the
-            model allows; with rates. Those of micro-batches that do not divide the batch are not used.
-
-    Raises:
-        ValueError: the machine's rates are unknown, or operations were not counted.
+            model allows; with rates and counted operations.
     """
     return _Search(known, cluster, sequences, options or Options(), in_stages or {}).answer()
 
@@ -139,15 +127,13 @@ class _Search:
     ) -> None:
         facts = next(iter(known.values()))
         rates, run, machine = facts.machine.rates, facts.run, facts.machine
-        if rates is None or not run.forward_flops:
-            raise ValueError("degrees are compared by simulated seconds: rates and counted operations are needed")
+        assert rates is not None and run.forward_flops, "degrees are compared by simulated seconds"
         self._cluster, self._sequences, self._options, self._machine = cluster, sequences, options, machine
         self._models = Models(known, in_stages)
         self._account = Account(self._models, options.chunked)
         self._pricing = Pricing(self._models, cluster, rates)
         self._whole = Model(facts)
-        blocks = self._whole.blocks
-        self._limits = Limits(blocks, cluster.per_machine, run.precision is not Precision.FP32, run.tied)
+        self._limits = Limits(self._whole.blocks, cluster.per_machine, run.precision is not Precision.FP32, run.tied)
 
     def answer(self) -> Answer:
         """All of it."""
@@ -173,8 +159,8 @@ class _Search:
                         short += [] if rule else [Lacking(degrees, max(0, device), max(0, host))]
                     elif rule is not None:
                         found.add(rule.name)
-                        before = left.get(rule.name, Left(rule))
-                        left[rule.name] = before.beside(degrees, self._pricing.least(degrees))
+                        one = Left(rule, degrees, self._pricing.least(degrees))
+                        left[rule.name] = min(left.get(rule.name, one), one, key=lambda each: each.seconds)
                     else:
                         fitting.append((self._pricing.least(degrees), len(fitting), degrees, need))
                         del offloads[index:]

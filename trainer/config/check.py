@@ -1,0 +1,130 @@
+"""Everything wrong with a tree of plain values as a config, each with what may be written.
+
+Problem. A validation library explains its own steps ("Input should be a valid integer, unable to parse"), while the
+user wants to know what may be written here. So pydantic says only whether a value is valid for its field; the words are
+computed from the field.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from types import GenericAlias
+from typing import Annotated, Any
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from strategies.core.registry import available, find
+from trainer.config.arguments import REFUSED
+from trainer.config.conflicts import conflicts
+from trainer.config.hints import foreign, unknown_key
+from trainer.config.sections import SECTIONS, RunConfig, flat
+from trainer.config.wording import MISSING, Fault, allowed, choices, inner_model
+from trainer.config.yaml_file import Key, leaves
+from trainer.errors import nearest
+
+TOP = ("extends", *RunConfig.model_fields)
+
+
+def check(tree: dict[str, Any], whole: bool = True) -> list[Fault]:
+    """Everything wrong with a merged tree. If a file could not be read ``whole``, missing keys are not reported."""
+    unknown = [name for name in tree if name not in RunConfig.model_fields]
+    found = [fault for name in unknown for fault in _unknown((name,), tree[name], TOP)]
+    # A misspelt section is one mistake: do not also report that the keys of the right name are missing.
+    missing = [name for name in SECTIONS if name not in tree]
+    absent = {near for name in unknown for near in difflib.get_close_matches(name, missing, n=1)}
+    for name, model in SECTIONS.items():
+        if name not in absent:
+            found += _section(model, tree.get(name, {}), (name,))
+    found += _strategies(tree.get("strategies"))
+    if not whole:
+        return [fault for fault in found if fault.value is not MISSING]
+    return found + conflicts(flat(tree, [*(fault.key for fault in found), *((name,) for name in absent)]))
+
+
+def _section(model: type[BaseModel], data: object, at: Key) -> Iterator[Fault]:
+    """Everything wrong with ``data``, written under the key ``at``, as a ``model``."""
+    if not isinstance(data, dict):
+        yield Fault(at, data, "must be a section: indented 'key: value' lines")
+        return
+    for name, value in data.items():
+        key, field = (*at, name), model.model_fields.get(name)
+        if at == ("training",) and name in REFUSED:
+            yield Fault(key, value, f"not settable: {REFUSED[name]}")
+        elif field is None:
+            yield from _unknown(key, value, tuple(model.model_fields))
+        elif isinstance(value, dict) and (inner := inner_model(field.annotation)):
+            yield from _section(inner, value, key)
+        elif words := _refusal(model, field, value):
+            yield Fault(key, value, words)
+    for name, field in model.model_fields.items():
+        if field.is_required() and name not in data:
+            yield Fault((*at, name), MISSING, f"missing; {_must_be(field, MISSING)}")
+
+
+def _refusal(model: type[BaseModel], field: FieldInfo, value: object) -> str | None:
+    """What is wrong with the value of a field, or None."""
+    names = choices(field.annotation)
+    # In a list, since the type of a field may be a model, which has a config of its own.
+    kind: Any = GenericAlias(list, (Annotated[field.annotation, field],))
+    try:
+        TypeAdapter(kind, config=model.model_config).validate_python([value])
+    except ValidationError as error:
+        ours = (item["ctx"]["error"] for item in error.errors() if item["type"] == "value_error")  # of our validators
+        return str(next(ours, None) or _must_be(field, value))
+    if isinstance(value, bool | float) and value in names and type(value) not in map(type, names):
+        return _must_be(field, value)  # true or 1.0 for the choice 1, which pydantic accepts since it compares with ==
+    return None
+
+
+def _must_be(field: FieldInfo, value: object) -> str:
+    words = f"must be {allowed(field.annotation, field.metadata)}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{words}, and finite"
+    names = [choice for choice in choices(field.annotation) if isinstance(choice, str)]
+    if isinstance(value, list):
+        unknown = next((item for item in value if isinstance(item, str) and item not in names), None)
+        return words + (nearest(unknown.lower(), names, cutoff=0.5) if unknown is not None else "")
+    if isinstance(value, str):
+        if hint := nearest(value.lower(), names, cutoff=0.5):
+            return words + hint
+        if "number" in words:
+            with suppress(ValueError):
+                float(value)
+                return f"{words}; write it plainly, without quotes or underscores"
+    return words
+
+
+def _strategies(section: object) -> Iterator[Fault]:
+    if section is None:
+        return
+    if not isinstance(section, dict):
+        yield Fault(("strategies",), section, "must be a section: indented 'name: {options}' lines")
+        return
+    for name, options in section.items():
+        key = ("strategies", name)
+        if name not in available():
+            yield Fault(key, options, _not_a_strategy(key))
+        elif options is None:
+            yield Fault(key, None, "on or off? write {} to switch it on as it is, or remove the line")
+        else:
+            yield from _section(find(name), options, key)
+
+
+def _not_a_strategy(key: Key) -> str:
+    hint = foreign(key)
+    more = nearest(key[1], available()) or (f"; {hint}" if hint else "")
+    return f"not a strategy; available: {', '.join(available())}{more}"
+
+
+def _unknown(key: Key, value: object, siblings: Sequence[str]) -> Iterator[Fault]:
+    """One fault for an unknown key, or one per key inside it if it is a section of another framework."""
+    inner = list(leaves(key, value))
+    if any(foreign(leaf) for leaf, _ in inner if leaf != key):
+        for leaf, leaf_value in inner:
+            yield Fault(leaf, leaf_value, unknown_key(leaf, siblings))
+    else:
+        yield Fault(key, value, unknown_key(key, siblings))
