@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from strategies.core.facts import Home
-from strategies.core.layout import Item, parks_in_copy, rounded_to_fetch
+from strategies.core.layout import parks_in_copy, rounded_to_fetch
 from strategies.engine import AdamW, stow
 from strategies.engine.buckets.bucket_state import BucketState
 from strategies.engine.transfer.race_detector import RaceDetector
@@ -438,33 +437,3 @@ def test_saved_loaded_and_closed_between_backward_and_step(layout: str, tmp_path
     backward(model, 3)
     optimizer.close()
     assert _same([param.data for param in model.parameters()], before)
-
-
-# --- what is planned -------------------------------------------------------------------------------------------------
-
-
-def test_every_host_byte_of_a_bucket_is_counted_once() -> None:
-    """14 bytes per element, and 16 where micro-batches are added up or the weight stays on the device."""
-
-    def per_element(**wishes: Any) -> dict[str, float]:
-        given: dict[str, Any] = {"weights": "streamed", "site": "host", "gradients": "host", "prefetch": 0, **wishes}
-        plan = plan_for(made(), machine=MACHINE, max_grad_norm=NORM, **given)
-        assert plan.layout is not None and plan.addresses is not None
-        spots = {
-            bucket: [s for (name, item), s in plan.addresses.spots.items() if name == bucket.name and item in KEPT]
-            for bucket in plan.layout.buckets
-            if bucket.name.startswith("layers")
-        }
-        return {
-            b.name: sum(s.num_bytes for s in some if s.home is Home.HOST) / b.num_elements for b, some in spots.items()
-        }
-
-    assert set(per_element().values()) == {14}
-    assert set(per_element(site="streamed").values()) == {14}
-    assert set(per_element(gradients="device").values()) == {14}
-    assert set(per_element(accumulation=2).values()) == {16}
-    assert set(per_element(site="streamed", gradients="device").values()) == {14}  # nothing is parked
-    assert set(per_element(weights="resident").values()) == {14}  # no copy
-
-
-KEPT = (Item.COPY, Item.PARKED, Item.MASTER, Item.MOMENTS)

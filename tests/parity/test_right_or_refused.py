@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.nn.functional import cross_entropy
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from strategies.engine import AdamW, stow
 from tests.helpers.doubles import Vacant
@@ -231,6 +231,12 @@ def half(model: nn.Module, optimizer: Any) -> None:
         param.grad *= 0.5  # type: ignore[operator]
 
 
+def clipped_in_two_groups(model: nn.Module, optimizer: Any) -> None:
+    params = list(model.parameters())
+    for some in (params[:5], params[5:]):
+        clip_grad_norm_(some, NORM / 10)
+
+
 def step_twice(model: nn.Module, optimizer: Any) -> None:
     backward(model, 0)
     optimizer.step()
@@ -402,6 +408,17 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     ),
     "a graph of a copy, under autocast": (
         every_step(lambda m, _: under_autocast(m.layers[1].up.weight)), "read under autocast outside of the module",
+    ),
+    "clipped by value": (every_step(lambda m, _: clip_grad_value_(m.parameters(), 1e-3)), "multiplied by one factor"),
+    "noise": (every_step(lambda m, _: [p.grad.add_(0.1) for p in m.parameters()]), "multiplied by one factor"),
+    "half of them clipped": (
+        every_step(lambda m, _: clip_grad_norm_(list(m.parameters())[:5], NORM) and None, clip=False),
+        "that of .* with none",
+    ),
+    "clipped in two groups": (every_step(clipped_in_two_groups, clip=False), "different factors"),
+    "clipped twice": (every_step(lambda m, _: clip_grad_norm_(m.parameters(), NORM) and None), "clip once per step"),
+    "an assigned gradient": (
+        every_step(lambda m, _: setattr(m.head.weight, "grad", torch.zeros(64, 32))), "come from backward only",
     ),
     "a slice of a gradient": (every_step(lambda m, _: m.embed.weight.grad[:10].zero_()), "zero_ on a copy of a gr"),
     "a view of a gradient": (every_step(lambda m, _: m.head.weight.grad.view(-1).mul_(2)), "mul_ on a copy of a gr"),
