@@ -47,8 +47,7 @@ def test_an_error_in_the_middle(where: str, block: int) -> None:
         optimizer.zero_grad()
         return losses + train(model, optimizer, BATCHES[2:5])
 
-    both_sides(llama, script, LAYOUTS)
-    both_sides(llama, script, TWO, max_norm=0.5)
+    both_sides(llama, script, LAYOUTS, max_norm=0.5)
 
 
 # --- numbers that are not finite -------------------------------------------------------------------------------------
