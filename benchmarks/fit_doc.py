@@ -23,14 +23,8 @@ from trainer.planning.fit import LORA_RANK, Fit, config_of, unwritten
 
 CARD, DEVICE, HOST = "rtx4090-pcie4", 24, 64  # GiB
 MACHINE = f"--profile {CARD} --gpu-memory {DEVICE}GiB --host-memory {HOST}GiB"
-NAMES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-)
+NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+         "vocab_size")  # fmt: skip
 MODELS: Mapping[str, tuple[str, tuple[int, ...]]] = {
     "Llama-2-7B": ("llama", (4096, 11008, 32, 32, 32, 32000)),
     "Qwen2.5-14B": ("qwen2", (5120, 13824, 48, 40, 8, 152064)),
@@ -55,9 +49,6 @@ Not counted: the weights while they are loaded into host memory (2 or 4 bytes pe
 the network between ranks.
 
 Below: one card of 24 GiB in a machine with 64 GiB of host memory. Made by `python -m benchmarks.fit_doc`.
-"""
-HAND = """\
-By hand, P = {params:,} parameters ({formula}):
 """
 END = """\
 With offload 12 of the 16 bytes are masters and moments, 2 the weight, and 2 the gradient, which can take the place of
@@ -88,38 +79,29 @@ def by_hand(kind: str, sizes: Sequence[int], rows: Sequence[FitRow]) -> Iterator
     """What, bytes per parameter, their sum, and what the table says."""
     params, adapters = num_params(kind, sizes), num_adapters(sizes)
 
-    def says(training: str, home: Home, ranks: int = 1) -> str:
-        found = [
-            row.needed[home] for row in rows if row.training == training and row.ranks == ranks and home in row.needed
-        ]
-        return human(found[0]) if found else "-"
+    alone = {row.training: row for row in rows if row.ranks == 1}
 
-    yield "full", "4 weight + 4 gradient + 8 moments, P", human(16 * params), says("full", Home.DEVICE)
-    offload = next((row for row in rows if row.training == "full + recompute + offload"), None)
-    device = int(SHARE * (DEVICE << 30))
+    def needed(row: FitRow | None, home: Home) -> str:
+        return "-" if row is None or home not in row.needed else human(row.needed[home])
 
     def on_host(row: FitRow | None, share: int, device: int) -> tuple[str, str]:
         least, most = (human(max(0, size * share - device)) for size in (14, 16))
-        needed = "-" if row is None or Home.HOST not in row.needed else human(row.needed[Home.HOST])
-        return f"{least} to {most}", needed
+        return f"{least} to {most}", needed(row, Home.HOST)
 
-    yield "full + recompute + offload, host", "14 to 16 P less 0.9 of the card", *on_host(offload, params, device)
-    lora = 2 * params + 16 * adapters
-    yield "LoRA", f"2 P + 16 of {adapters:,} in adapters", human(lora), says("LoRA", Home.DEVICE)
+    full, lora, offload = (alone.get(name) for name in ("full", "LoRA", "full + recompute + offload"))
+    yield "full", "4 weight + 4 gradient + 8 moments, P", human(16 * params), needed(full, Home.DEVICE)
+    card = int(SHARE * (DEVICE << 30))
+    yield "full + recompute + offload, host", "14 to 16 P less 0.9 of the card", *on_host(offload, params, card)
+    in_lora = human(2 * params + 16 * adapters)
+    yield "LoRA", f"2 P + 16 of {adapters:,} in adapters", in_lora, needed(lora, Home.DEVICE)
     for ranks in (2, 4, 8):
-        state = 16 * params // ranks
-        found = next(row for row in rows if row.ranks == ranks)
-        if "offload" in found.training:
-            what = f"{found.training}, {ranks} ranks, host"
-            yield what, "at most 14 to 16 P / ranks", *on_host(found, params // ranks, 0)
-            continue
-        step = human(state + 4 * params // ranks)
-        yield (
-            f"{found.training}, {ranks} ranks",
-            "16 P / ranks; 20 P in the update",
-            f"{human(state)}; {step}",
-            human(found.needed[Home.DEVICE]),
-        )
+        row = next(row for row in rows if row.ranks == ranks)
+        what = f"{row.training}, {ranks} ranks"
+        if "offload" in row.training:
+            yield f"{what}, host", "at most 14 to 16 P / ranks", *on_host(row, params // ranks, 0)
+        else:
+            state, step = 16 * params // ranks, 20 * params // ranks
+            yield what, "16 P / ranks; 20 P in the update", f"{human(state)}; {human(step)}", needed(row, Home.DEVICE)
 
 
 def section(name: str, kind: str, sizes: Sequence[int]) -> Iterator[str]:
@@ -136,10 +118,9 @@ def section(name: str, kind: str, sizes: Sequence[int]) -> Iterator[str]:
     yield "```\n"
     biases = " + biases" if kind == "qwen2" else ""
     formula = f"2 V h + L (2 h² + 2 h k + 3 h f + 2 h{biases}) + h; k: width of the keys"
-    yield HAND.format(params=num_params(kind, sizes), formula=formula)
-    yield from table(
-        ("what", "bytes", "by hand", "table"), by_hand(kind, sizes, rows), {"by hand", "table"}, markdown=True
-    )
+    yield f"By hand, P = {num_params(kind, sizes):,} parameters ({formula}):\n"
+    head = ("what", "bytes", "by hand", "table")
+    yield from table(head, by_hand(kind, sizes, rows), head[2:], markdown=True)
     yield ""
     yield END.format(tokens=config.data.max_length)
 

@@ -44,6 +44,10 @@ class Step:
     command: tuple[str, ...]
 
 
+def step(name: str, limit_s: float, words: str, *more: str) -> Step:
+    return Step(name, limit_s, (*words.split(), *more))
+
+
 def models(real: bool) -> tuple[str, str]:
     """The large model and the small one."""
     return ("6.7b", "1.3b") if real else ("tiny", "tiny")
@@ -51,43 +55,35 @@ def models(real: bool) -> tuple[str, str]:
 
 def machine(real: bool, out: Path) -> Iterator[Step]:
     """(a) What the machine is, and how fast its parts are."""
-    yield Step("machine", 120, ("-m", "benchmarks.gpu_machine", "--gib", "1,40" if real else "0.01"))
-    yield Step("doctor", 60, ("launch/doctor.py", "--json", str(out / "doctor.json")))
-    yield Step("rates", 120, ("launch/doctor.py", "--rates", "--out", str(out / "rates.json")))
-    yield Step("build", 300, ("launch/doctor.py", "--build"))
+    yield step("machine", 120, f"-m benchmarks.gpu_machine --gib {'1,40' if real else '0.01'}")
+    yield step("doctor", 60, "launch/doctor.py --json", str(out / "doctor.json"))
+    yield step("rates", 120, "launch/doctor.py --rates --out", str(out / "rates.json"))
+    yield step("build", 300, "launch/doctor.py --build")
 
 
 def engine(real: bool, out: Path) -> Iterator[Step]:
     """(b) Exactness: models of a real width, the grid with pauses on the streams, saved tensors on the host."""
-    script = ("-m", "benchmarks.gpu_engine", *(() if real else ("--device", "cpu")))
-    yield Step("real widths", 200, (*script, "--wide", "20" if real else "1", "--cases", "0"))
-    yield Step("grid", 220, (*script, "--wide", "0", "--cases", "120" if real else "4"))
-    yield Step("saved on the host", 200, (*script, "--wide", "0", "--cases", "0", "--saved"))
-
-
-def _planned(real: bool, model: str, budget: str) -> tuple[str, ...]:
-    length = "2048" if real else "32"
-    return ("-m", "benchmarks.gpu_plan", "--model", model, "--gpu-memory", budget, "--length", length)
+    script = "-m benchmarks.gpu_engine" + ("" if real else " --device cpu")
+    yield step("real widths", 200, f"{script} --wide {20 if real else 1} --cases 0")
+    yield step("grid", 220, f"{script} --wide 0 --cases {120 if real else 4}")
+    yield step("saved on the host", 200, f"{script} --wide 0 --cases 0 --saved")
 
 
 def planned(real: bool, out: Path) -> Iterator[Step]:
     """(c) Predicted against measured memory and time, at three budgets."""
-    large, _ = models(real)
+    model, length = models(real)[0], 2048 if real else 32
     for budget in ("12GiB", "24GiB", "60GiB") if real else ("1500KiB", "4MiB", "64MiB"):
-        yield Step(f"{large} in {budget}", 150, _planned(real, large, budget))
+        words = f"-m benchmarks.gpu_plan --model {model} --gpu-memory {budget} --length {length}"
+        yield step(f"{model} in {budget}", 150, words)
 
 
 def _offload(real: bool, model: str, rows: int, names: Sequence[str], limit_s: float, out: Path) -> Iterator[Step]:
     """One contender per step; rows of 2,048 tokens."""
-    dtype, length, budget = ("bf16", "2048", "24GiB") if real else ("fp32", "32", "1500KiB")
-    tokens = f"{2 * rows}k"
+    dtype, length, budget = ("bf16", 2048, "24GiB") if real else ("fp32", 32, "1500KiB")
+    work = f"--model {model} --dtype {dtype} --rows {rows} --length {length} --recompute --rounds 1 --steps 3"
     for name in names:
-        command = (
-            "launch/bench.py", "offload", "--model", model, "--dtype", dtype, "--rows", str(rows), "--length", length,
-            "--recompute", "--rounds", "1", "--steps", "3", "--subjects", name, "--gpu-memory", budget,
-            "--out", str(out / f"{model}-{tokens}-{name}"),
-        )  # fmt: skip
-        yield Step(f"{model}, {tokens}, {name}", limit_s, command)
+        words = f"launch/bench.py offload {work} --subjects {name} --gpu-memory {budget} --out"
+        yield step(f"{model}, {2 * rows}k, {name}", limit_s, words, str(out / f"{model}-{2 * rows}k-{name}"))
 
 
 def peers(real: bool, out: Path) -> Iterator[Step]:
@@ -107,27 +103,23 @@ def more_peers(real: bool, out: Path) -> Iterator[Step]:
 def linear(real: bool, out: Path) -> Iterator[Step]:
     """(e) Routes of linear layers."""
     rest = "--dtypes bf16 --tokens 2048,8192 --steps 8" if real else "--dtypes fp32 --tokens 4 --models gpt2-xl"
-    command = (
-        "launch/bench.py", "linear", "--seconds", "1", "--step-model", models(real)[1], "--out", str(out / "linear"),
-        *rest.split(),
-    )  # fmt: skip
-    yield Step("linear", 400, command)
+    words = f"launch/bench.py linear --seconds 1 --step-model {models(real)[1]} {rest} --out"
+    yield step("linear", 400, words, str(out / "linear"))
 
 
 def recompute(real: bool, out: Path) -> Iterator[Step]:
     """(f) What forward keeps for backward."""
     names = "plain,ours-selective,ours-selective-host,ours-full,ours-auto-50,hf-checkpointing,hf-checkpointing-host"
+    work = f"--model {models(real)[1]} --tokens {4096 if real else 64} --rounds 1 --subjects {names}"
     for attention in ("sdpa", "eager"):
-        command = (
-            "launch/bench.py", "recompute", "--model", models(real)[1], "--tokens", "4096" if real else "64",
-            "--attention", attention, "--rounds", "1", "--subjects", names, "--out", str(out / attention),
-        )  # fmt: skip
-        yield Step(f"recompute, {attention}", 220, command)
+        words = f"launch/bench.py recompute {work} --attention {attention} --out"
+        yield step(f"recompute, {attention}", 220, words, str(out / attention))
 
 
 def largest(real: bool, out: Path) -> Iterator[Step]:
     """(g) The largest model that can be trained exactly on this device and host."""
-    yield Step("largest", 400, _planned(real, *(("largest", "76GiB") if real else ("tiny", "64MiB"))))
+    options = "largest --gpu-memory 76GiB --length 2048" if real else "tiny --gpu-memory 64MiB --length 32"
+    yield step("largest", 400, f"-m benchmarks.gpu_plan --model {options}")
 
 
 PARTS: Mapping[str, Callable[[bool, Path], Iterator[Step]]] = {

@@ -92,7 +92,6 @@ def wide(number: int) -> list[tuple[Row, torch.dtype]]:
 
 
 def paused(device: str) -> Transfer:
-    """A transfer with pauses."""
     return Delayed() if device == "cpu" else Paused(torch.device(device))
 
 
@@ -146,7 +145,7 @@ def outcome(record: Mapping[str, Any]) -> str:
 
 
 def main() -> int:
-    """The whole command; 1 unless every case is ok."""
+    """1 unless every case is ok."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--wide", type=int, default=20, help="cases at a real width")
     parser.add_argument("--cases", type=int, default=120, help="of the grid, every other one with pauses")
@@ -161,9 +160,8 @@ def main() -> int:
     random.Random(0).shuffle(cases)
     todo = [*wide(given.wide), *cases[: given.cases]]
     records = [try_case(*case, given.device, pauses=number % 2 == 1) for number, case in enumerate(todo)]
-    dtypes = (torch.float32, torch.bfloat16)
-    for saved in product(("gpt2", "llama"), ("eager", "sdpa"), dtypes, POLICIES) if given.saved else ():
-        records.append(try_saved(*saved, given.device))
+    saved = product(("gpt2", "llama"), ("eager", "sdpa"), (torch.float32, torch.bfloat16), POLICIES)
+    records += [try_saved(*case, given.device) for case in (saved if given.saved else ())]
     counts = Counter(map(outcome, records))
     for record in records:
         if not outcome(record).endswith("ok"):

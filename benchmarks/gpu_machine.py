@@ -61,7 +61,6 @@ def pinning(gib: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The whole command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gib", default="1,40", help="how much to pin, one after the other")
     given = parser.parse_args()

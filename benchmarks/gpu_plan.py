@@ -52,7 +52,6 @@ def todo(model: str, length: int) -> Work:
 
 
 def main() -> None:
-    """The whole command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="6.7b")
     parser.add_argument("--gpu-memory", default="24GiB")

@@ -31,8 +31,6 @@ from tests.helpers.engine import DECAY, LR, differences, plan_of
 from tests.helpers.models import Mixture, Odd, build
 from tests.helpers.pairwise import Row, Table
 
-# --- the grid --------------------------------------------------------------------------------------------------------
-
 ROWS = Table(
     {
         "model": ("blocks", "shared", "experts"),
@@ -115,7 +113,7 @@ def ranked(site: str, name: str) -> None:
         expected = run(site="device")
     resident = (site == "host" and other is not None) or sides.ground.device.type == "cpu"
     found = run(site=site, **({} if resident else {"weights": "travelling", "prefetch": 1}))
-    where = sides._first_difference(expected, found)
+    where = sides.first_difference(expected, found)
     assert where is None, where
 
 
@@ -141,7 +139,7 @@ def saved(loop: str) -> None:
             for _ in range(3):
                 getattr(tests, loop)(model)
             grads.append(tests.grads(model))
-    where = sides._first_difference(grads[0], grads[1])
+    where = sides.first_difference(grads[0], grads[1])
     assert where is None, where
 
 

@@ -48,9 +48,6 @@ def copies(module: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().to("cpu", copy=True) for name, value in module.state_dict().items()}
 
 
-# --- scripts ---------------------------------------------------------------------------------------------------------
-
-
 def reads(model: nn.Module, optimizer: Any) -> Seen:
     """Read weights outside of modules, with gradients and without."""
     found: Seen = []

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import statistics
 import subprocess
 import sys
@@ -28,33 +27,23 @@ from trainer.run.plan_check import LAST
 
 ROOT = Path(__file__).resolve().parent.parent
 PLANS = {
-    "clipped, updated under the next forward": ("strategies.offload.site=host",),
-    "not clipped, updated in backward": ("strategies.offload.site=host", "training.max_grad_norm=0"),
-    "two micro-batches": ("strategies.offload.site=host", "training.gradient_accumulation_steps=2"),
+    "clipped, updated under the next forward": (),
+    "not clipped, updated in backward": ("max_grad_norm=0",),
+    "two micro-batches": ("gradient_accumulation_steps=2",),
 }
-RUN = (
-    "training.warmup_steps=0",
-    "training.eval_strategy=no",
-    "training.eval_on_start=false",
-    "training.save_strategy=no",
-)
+RUN = ("warmup_steps=0", "eval_strategy=no", "eval_on_start=false", "save_strategy=no")
 HEAD = ("plan", "", "predicted", "measured", "error")
 
 
-def train(config: str, folder: Path, steps: int, window: int, overrides: Sequence[str]) -> str:
+def train(config: str, folder: Path, steps: int, window: int, training: Sequence[str]) -> str:
     """One run; returns what it printed."""
-    limits = (f"training.max_steps={steps}", f"training.logging_steps={window}")
-    command = [sys.executable, str(ROOT / "launch/train.py"), "--config", config, f"training.output_dir={folder}"]
-    done = subprocess.run([*command, *limits, *RUN, *overrides], capture_output=True, text=True, check=False)
+    options = (f"output_dir={folder}", f"max_steps={steps}", f"logging_steps={window}", *RUN, *training)
+    command = [sys.executable, str(ROOT / "launch/train.py"), "--config", config, "strategies.offload.site=host"]
+    command += [f"training.{option}" for option in options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"{' '.join(overrides)}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+        raise SystemExit(f"{' '.join(training)}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
     return done.stdout + done.stderr
-
-
-def seconds_per_step(folder: Path, tokens: int) -> list[float]:
-    """Of each logged window but the first, which has the warm-up."""
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [tokens / record["tokens_per_s"] for record in records if record.get("tokens_per_s")][1:]
 
 
 def compared(folder: Path) -> Iterator[dict[str, Any]]:
@@ -65,7 +54,8 @@ def compared(folder: Path) -> Iterator[dict[str, Any]]:
             yield row
     run = plan["facts"]["run"]
     tokens = run["micro_batch"] * run["sequence"] * run["accumulation"] * run["world_size"]
-    windows = seconds_per_step(folder, tokens)
+    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    windows = [tokens / row["tokens_per_s"] for row in logged if row.get("tokens_per_s")][1:]  # without the warm-up
     predicted, measured = plan["simulated"]["seconds"], statistics.median(windows)
     yield {
         "owner": "a step",
@@ -78,28 +68,25 @@ def compared(folder: Path) -> Iterator[dict[str, Any]]:
     }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Write table.md, results.json and the runs' logs into the folder, with progress."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--config", default=str(ROOT / "configs/quickstart.yaml"), metavar="FILE")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--window", type=int, default=5, metavar="STEPS", help="steps per logged window")
-    given = parser.parse_args(argv)
+    given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     doctor = [sys.executable, str(ROOT / "launch/doctor.py"), "--rates"]
     (given.out / "rates.log").write_text(subprocess.run(doctor, capture_output=True, text=True, check=False).stdout)
     results: dict[str, list[dict[str, Any]]] = {}
-    for number, (name, overrides) in enumerate(PLANS.items()):
-        folder = Path(tempfile.mkdtemp(prefix="deepstow-predicted-"))
-        for attempt in ("first", "second"):
-            print(f"{name}, {attempt} run", flush=True)
-            steps = given.steps if attempt == "second" else LAST
-            (given.out / f"run-{number}-{attempt}.log").write_text(
-                train(given.config, folder, steps, given.window if attempt == "second" else 1, overrides)
-            )
-        results[name] = list(compared(folder))
-        shutil.rmtree(folder)
+    for number, (name, training) in enumerate(PLANS.items()):
+        with tempfile.TemporaryDirectory(prefix="deepstow-predicted-") as folder:
+            for attempt, *limits in (("first", LAST, 1), ("second", given.steps, given.window)):
+                print(f"{name}, {attempt} run", flush=True)
+                log = given.out / f"run-{number}-{attempt}.log"
+                log.write_text(train(given.config, Path(folder), *limits, training))
+            results[name] = list(compared(Path(folder)))
         (given.out / "results.json").write_text(json.dumps(results, indent=1))
     rows = [(name, *_cells(row)) for name, found in results.items() for row in found]
     text = "\n".join(table(HEAD, rows, markdown=True))

@@ -14,13 +14,7 @@ from strategies.engine.transfer.worker import Worker
 from tests.helpers import simulated
 
 DEVICE = "sim:0"
-SLOW_US = {
-    Lane.UP: 400,
-    Lane.DOWN: 400,
-    Lane.NET: 400,
-    Lane.COMPUTE: 60,
-    Lane.HOST: 4000,
-}  # added to each piece of work of a lane
+SLOW_US = {Lane.UP: 400, Lane.DOWN: 400, Lane.NET: 400, Lane.COMPUTE: 60, Lane.HOST: 4000}  # per piece of work
 LANES: Mapping[str, tuple[Lane, ...]] = {"all": (), **{lane.value: (lane,) for lane in Lane}}
 
 

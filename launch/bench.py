@@ -23,10 +23,10 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs where the package is not installed, too
 
-from benchmarks.harness import linear, processes, record, work
+from benchmarks.harness import linear, record, work
 from launch import cli
 from trainer.dist.ranks import Ranks, settle_environment
-from trainer.errors import ConfigError, ExitCode, UserError, nearest
+from trainer.errors import ConfigError, UserError, nearest
 from trainer.machine.probe import cores
 
 say = partial(print, flush=True)
@@ -94,8 +94,7 @@ def _add_choice(one: Parser, option: str, allowed: Iterable[str], default: str) 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line. Raise ConfigError, with the closest option, for one that does not exist."""
-    whole = parser()
-    arguments, rest = whole.parse_known_args(argv)
+    arguments, rest = parser().parse_known_args(argv)
     if rest:
         options = [f"--{name.replace('_', '-')}" for name in vars(arguments) if name != "theme"]
         hint = nearest(rest[0].split("=")[0], options, cutoff=0.5)
@@ -109,34 +108,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         given = parse(argv)
         command = shlex.join(["python", "launch/bench.py", *argv])
-        count = getattr(given, "ranks", 1)
-        settle_environment(Ranks(0, 0, count, count), cores()[1])  # torch's threads, here and in contenders' processes
+        ranks = getattr(given, "ranks", 1)
+        settle_environment(Ranks(0, 0, ranks, ranks), cores()[1])  # torch's threads, here and in contenders' processes
         if given.theme == "linear":
             cases = linear.wanted(listed(given.models), listed(given.tokens) or [given.tokens], listed(given.dtypes))
-            return linear.run(cases, given, command, say)
-        todo, contenders = wanted(given)
-        return compare(todo, contenders, given, command)
+            question = linear.question(cases, given, say)
+        else:
+            question = record.comparison(*wanted(given), given.rounds, say)
+        return record.answer(given.theme, question, given.out, command, say)
     except UserError as error:
         print("\n".join(error.lines), file=sys.stderr)
         return error.code
-
-
-def compare(todo: work.Work, contenders: Sequence[work.Contender], given: argparse.Namespace, command: str) -> ExitCode:
-    """Run every contender in every round. The record is written after each run, so that an interrupt loses none."""
-    around, rounds = processes.surroundings(), given.rounds
-    folder = record.new_folder(given.out, given.theme, around["hardware"])
-    say(f"{len(contenders)} contenders, {rounds} rounds; {record.conditions(todo, rounds, around)}")
-    runs: list[processes.Run] = []
-    code, text = ExitCode.FINISHED, ""
-    try:
-        for run in processes.measure(todo, contenders, rounds, folder / "logs", say):
-            runs.append(run)
-            text = record.write(folder, command, todo, rounds, around, runs)
-    except KeyboardInterrupt:
-        say("interrupted; the record has the runs that had ended")
-        code = ExitCode.INTERRUPTED
-    say(f"\n{text}\nrecord: {folder}")
-    return code
 
 
 def wanted(given: argparse.Namespace) -> tuple[work.Work, list[work.Contender]]:

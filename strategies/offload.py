@@ -186,11 +186,6 @@ class Offload(Strategy):
     def budget(self, facts: Facts) -> int:
         return device_budget(facts.machine, self.gpu_memory)
 
-    def least_bytes(self, facts: Facts) -> int:
-        """Weights once, and the optimizer's state. A gradient may take the place of a weight's copy."""
-        state = 4 * (facts.run.moments + (facts.run.precision is not Precision.FP32)) * facts.num_trainable
-        return facts.run.precision.element_bytes * facts.num_params + state
-
     def suggest(self, plan: Plan) -> list[str]:
         found = edits.ranked(plan.facts_as_kept(), self.request(plan.facts), plan.saved_peak())
         return [f"  {change}: about {gain:+.0%} tokens per second" for change, gain in found.items()]

@@ -6,6 +6,6 @@ recompute.py   ways to keep less for backward
 peers.py       DeepSpeed, FSDP2, torchao, each at its best settings
 processes.py   rounds, fresh processes, progress, failures
 child.py       one run in its own process: train, time, measure memory
-record.py      medians, the table, the folder under benchmarks/records/
+record.py      a question asked; the folder under benchmarks/records/ and its table
 linear.py      routes of linear layers, measured in one process
 """

@@ -5,13 +5,10 @@
 The request names the work, the contender and the folder for the result. A failure is a result, too. Over ranks there is
 one process and one result of each; the environment says which rank this is, as under a launcher.
 
-The clock starts after the warm-up steps, when deferred updates are finished and the device is idle, and stops when the
-updates of the last measured step are finished and the device is idle again. So the time contains exactly as many
-updates as steps. Single steps are stamped without waiting for the device: on an accelerator a stamp says when the host
-was done.
-
-Memory is measured after the clock, by micro-batches without an update. The contender then discards their gradients
-(``Trained.discard``), so that it could go on training from where the clock stopped.
+The clock starts after the warm-up steps and stops after the last step, both times when deferred updates are finished
+and the device is idle, so the time contains as many updates as steps. Single steps are stamped without waiting for the
+device: on an accelerator a stamp says when the host was done. Memory is measured after the clock, by micro-batches
+without an update, whose gradients the contender then discards.
 """
 
 from __future__ import annotations
@@ -19,13 +16,14 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
-import importlib.metadata
 import json
 import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -67,11 +65,7 @@ def main() -> int:
 def surroundings() -> dict[str, Any]:
     """This machine, and the versions of the compared packages."""
     versions = {"python": sys.version.split()[0]}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
+    versions |= {name: version(name) if find_spec(name) else "not installed" for name in PACKAGES}
     return {"hardware": asdict(probe()), "versions": versions}
 
 
@@ -129,16 +123,14 @@ def llama(work: Work) -> Any:
     from transformers.initialization import no_init_weights
 
     shape = work.shape
-    options: dict[str, Any] = {
-        "hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads, "num_key_value_heads": shape.heads, "vocab_size": shape.vocab,
-        "max_position_embeddings": max(2048, work.length), "use_cache": False, "attention_dropout": work.dropout,
-        "attn_implementation": work.attention,
-    }  # fmt: skip
-    config = LlamaConfig(**options)
+    config = LlamaConfig(
+        hidden_size=shape.hidden, intermediate_size=shape.intermediate, num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads, num_key_value_heads=shape.heads, vocab_size=shape.vocab,
+        max_position_embeddings=max(2048, work.length), use_cache=False, attention_dropout=work.dropout,
+    )  # fmt: skip
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[work.dtype]
     with no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=work.attention)
     generator = torch.Generator().manual_seed(work.seed)
     noise = torch.randn(NOISE_LENGTH, generator=generator).mul_(config.initializer_range).to(dtype)
     for index, param in enumerate(model.parameters()):

@@ -119,20 +119,17 @@ class Ours(Trained):
         }
 
     def update(self) -> None:
-        """The engine's optimizer clips, because it alone knows where gradients are."""
+        """The engine's optimizer clips: it alone knows where gradients are."""
         self.optimizer.clip_grad_norm_(self.work.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def drain(self) -> None:
-        """Finish updates that would have overlapped the next forward."""
         self.optimizer.drain()
 
     def expect_another(self) -> None:
-        """Discard the gradients: the engine takes no more micro-batches per update than planned. Their memory is
-        reserved by the plan."""
+        """The engine takes no more micro-batches per update than planned. The plan reserves the gradients' memory."""
         self.optimizer.zero_grad()
 
     def discard(self, batch: Batch) -> None:
-        """Discard the gradients, which the engine keeps."""
         self.optimizer.zero_grad()

@@ -4,30 +4,29 @@ A case is one shape of well-known models at one number of tokens in one dtype. I
 step of so many micro-batches. Each case is measured twice: routes are chosen by the first measurement and judged by the
 second. ``best`` is chosen and judged by the second, so it is better than what can be had by as much as the noise
 favours it. A case in which the choice is slower than native, or misses something much faster, is measured again, at
-most twice, and the lesser seconds count. The record is written after every case.
+most twice, and the lesser seconds count.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import json
 import math
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import processes, record, work
+from benchmarks.harness import record, work
 from strategies.core.linears import NATIVE, Gemm, Linear, Routes, Shape, Timed
 from strategies.core.sizes import human_duration
 from strategies.planner.gemm_routes import fastest, minimal, seconds
 from strategies.report.table import table as aligned
-from trainer.errors import ExitCode
-from trainer.machine.gemm_timing import Say, measure, timers_of, to_json
+from trainer.machine.gemm_timing import Say, measure, timers_of
 
 Case = dict[str, Any]  # as in the record
 
@@ -86,7 +85,7 @@ def judge(shape: Shape, accumulation: int, first: Timed, second: Timed, repeated
         **{f"{mode}_s": seconds_of(each) for mode, each in routes.items()},
         "repeated": repeated,
         "routes": {mode: str(routes[mode]) for mode in MODES},
-        "measurements": [to_json(first), to_json(second)],
+        "measurements": [asdict(first), asdict(second)],
     }
 
 
@@ -109,7 +108,7 @@ def merged(first: Timed, second: Timed) -> Timed:
     """The lesser seconds of two measurements of one shape."""
     other = {(gemm, route): value for gemm, route, value in second.seconds}
     both = tuple((g, r, min(value, other[g, r])) for g, r, value in first.seconds if (g, r) in other)
-    return Timed(first.shape, both, min(first.refresh_s, second.refresh_s), min(first.overhead_s, second.overhead_s))
+    return Timed(first.shape, both, min(first.refresh_s, second.refresh_s))
 
 
 def measured(shape: Shape, accumulation: int, each_s: float) -> Case:
@@ -122,11 +121,11 @@ def measured(shape: Shape, accumulation: int, each_s: float) -> Case:
     return case
 
 
-def timed(shapes: Iterable[Shape], budget_s: float, say: Say = lambda line: None) -> list[Timed]:
+def timed(shapes: Sequence[Shape], budget_s: float, say: Say = lambda line: None) -> list[Timed]:
     """Time ``shapes`` on the accelerator, or without one on the CPU."""
     from strategies.engine.memory import accelerator
 
-    return measure(list(shapes), partial(timers_of, device=accelerator.kind() or "cpu"), budget_s, say)
+    return measure(shapes, partial(timers_of, device=accelerator.kind() or "cpu"), budget_s, say)
 
 
 def training_steps(model: str, length: int, accumulation: int, rounds: int, say: Say) -> dict[str, Any]:
@@ -137,16 +136,16 @@ def training_steps(model: str, length: int, accumulation: int, rounds: int, say:
     from benchmarks.harness.contenders import Plain
     from strategies.engine.forward.routed_linear import route, weights_changed
     from strategies.engine.memory import accelerator
-    from trainer.model.linear_layers import listed
+    from trainer.model.counting_alike import listed
 
     device = accelerator.current() or torch.device("cpu")
     done = work.work(model, accumulation=accumulation, rows=1, length=length)
     stock = child.llama(done).to(device).train()
     batches = child.tokens(done, device)[0]
-    with listed(stock, (), None, recomputes=False) as layers:
+    with listed(stock, (), None) as layers:
         stock(**batches[0])
     shapes = dict.fromkeys(layer.shape for layer in layers.values())
-    timings = {each.shape: each for each in timed(shapes, 60.0, say)}
+    timings = {each.shape: each for each in timed(list(shapes), 60.0, say)}
     by_mode: dict[str, dict[str, Routes]] = {
         "plain": {},
         "native": dict.fromkeys(layers, NATIVE),  # changes nothing, so it shows how far two equal models lie apart
@@ -231,53 +230,45 @@ def step_lines(steps: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def run(todo: Mapping[Shape, Sequence[str]], given: argparse.Namespace, command: str, say: Say) -> ExitCode:
-    """Run the benchmark with the options ``given`` and keep its record in a folder under ``--out``.
+def question(todo: Mapping[Shape, Sequence[str]], given: argparse.Namespace, say: Say) -> record.Question:
+    """Measure every case with the options ``given``, then training steps.
 
     ``--seconds`` are those of one measurement of one case, about; the largest take longer. 0 rounds of training steps
     leave them out.
-
-    Raises:
-        ConfigError: the record cannot be written.
     """
-    import torch
 
-    from trainer.machine.probe import cores, others_cpu_s
+    def ask(around: Mapping[str, Any], logs: Path) -> Iterator[tuple[dict[str, Any], str]]:
+        import torch
 
-    around = processes.surroundings()
-    folder = record.new_folder(given.out, "linear", around["hardware"])
-    began_s, others_s = time.perf_counter(), others_cpu_s()
-    content: dict[str, Any] = {"command": command, "commit": record.commit(), "accumulation": given.accumulation}
-    content |= {"threads": torch.get_num_threads(), **around, "steps": [], "cases": []}
+        from trainer.machine.probe import cores, others_cpu_s
 
-    def elapsed() -> str:
-        return human_duration(time.perf_counter() - began_s)
+        began_s, others_s = time.perf_counter(), others_cpu_s()
+        cases, steps = list[Case](), list[dict[str, Any]]()
 
-    def write() -> str:
-        content["elapsed_s"] = time.perf_counter() - began_s
-        content["others_share"] = max(0.0, others_cpu_s() - others_s) / (content["elapsed_s"] * cores()[1])
-        end = [*summary(content["cases"]), *(line for steps in content["steps"] for line in step_lines(steps))]
-        conditions = (
-            f"{len(content['cases'])} cases; {given.accumulation} micro-batches per optimizer step; "
-            f"{around['hardware']['name']}, {content['threads']} threads; torch {around['versions']['torch']}; "
-            f"commit {content['commit']}; {elapsed()}; others used {content['others_share']:.0%} of the cores"
-        )
-        (folder / "record.json").write_text(json.dumps(content, indent=1) + "\n")
-        (folder / "table.md").write_text("\n".join([conditions, "", *table(content["cases"]), "", *end]) + "\n")
-        return "\n".join(end)
+        def elapsed() -> str:
+            return human_duration(time.perf_counter() - began_s)
 
-    try:
+        def found() -> tuple[dict[str, Any], str]:
+            elapsed_s, threads = time.perf_counter() - began_s, torch.get_num_threads()
+            others = max(0.0, others_cpu_s() - others_s) / (elapsed_s * cores()[1])
+            conditions = (
+                f"{len(cases)} cases; {given.accumulation} micro-batches per optimizer step; "
+                f"{around['hardware']['name']}, {threads} threads; torch {around['versions']['torch']}; "
+                f"commit {around['commit']}; {elapsed()}; others used {others:.0%} of the cores"
+            )
+            told = {"accumulation": given.accumulation, "threads": threads, "elapsed_s": elapsed_s}
+            told |= {"others_share": others, "steps": steps, "cases": cases}
+            lines = [*table(cases), "", *summary(cases), *(line for each in steps for line in step_lines(each))]
+            return told, "\n".join([conditions, "", *lines]) + "\n"
+
         for number, (shape, models) in enumerate(todo.items(), start=1):
             say(f"case {number} of {len(todo)}, {elapsed()}: {shape}")
-            content["cases"].append({"models": models, **measured(shape, given.accumulation, given.seconds)})
-            write()
+            cases.append({"models": models, **measured(shape, given.accumulation, given.seconds)})
+            yield found()
         lengths = {min(shape.rows for shape in todo), max(shape.rows for shape in todo)}
         for length in sorted(lengths) if given.steps else ():
             say(f"training steps of {length} tokens a micro-batch, {elapsed()}")
-            content["steps"].append(training_steps(given.step_model, length, given.accumulation, given.steps, say))
-    except KeyboardInterrupt:
-        say("interrupted; these cases had ended")
-        write()
-        return ExitCode.INTERRUPTED
-    say(f"\n{write()}\nrecord: {folder}")
-    return ExitCode.FINISHED
+            steps.append(training_steps(given.step_model, length, given.accumulation, given.steps, say))
+            yield found()
+
+    return ask

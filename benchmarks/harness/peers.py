@@ -53,13 +53,8 @@ class DeepSpeed(Trained):
         block = self.work.shape.block_params
         bucket = max(SMALLEST_BUCKET, block)
         host = {"device": "cpu", "pin_memory": True}
-        zero: dict[str, Any] = {
-            "stage": stage,
-            "offload_optimizer": host,
-            "overlap_comm": True,
-            "contiguous_gradients": True,
-            "reduce_bucket_size": bucket,
-        }
+        zero: dict[str, Any] = {"stage": stage, "offload_optimizer": host, "contiguous_gradients": True}
+        zero |= {"overlap_comm": True, "reduce_bucket_size": bucket}
         if super_offload:
             host |= {"super_offload": True, "ratio": 0.9, "cpuadam_cores_perc": 0.9}
             zero |= {"overlap_comm": False, "reduce_bucket_size": SUPER_BUCKET, "sub_group_size": SUPER_BUCKET}
@@ -126,17 +121,12 @@ class Fsdp2(Trained):
         for buffer in model.buffers():
             buffer.data = buffer.to(device)
         self.optimizer = torch.optim.AdamW(model.parameters(), fused=True, **work.adamw)
-        self.settings = {
-            "backend": backend,
-            "offload_policy": str(offload),
-            "mp_policy": str(policy),
-            "optimizer": "torch.optim.AdamW(fused=True) on the host",
-        }
+        policies = {"offload_policy": str(offload), "mp_policy": str(policy)}
+        self.settings = {"backend": backend, **policies, "optimizer": "torch.optim.AdamW(fused=True) on the host"}
         if not accelerated:
             self.notes = ("pin_memory=False: FSDP2 refuses to pin without an accelerator (its default is True)",)
 
     def close(self) -> None:
-        """Destroy the process group that it has opened."""
         if self.work.ranks == 1:
             torch.distributed.destroy_process_group()
 
@@ -161,13 +151,11 @@ class TorchAo(Trained):
             self.notes += ("fp32 weights under bf16 autocast: it keeps no fp32 masters of bf16 weights",)
 
     def micro_batch(self, batch: Batch) -> Tensor:
-        """Run under autocast in bf16."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.work.dtype == "bf16"):
             loss: Tensor = self.model(**batch).loss
         (loss / self.work.accumulation).backward()
         return loss.detach()
 
     def update(self) -> None:
-        """Update without clipping, see the notes."""
         self.optimizer.step()
         self.optimizer.zero_grad()

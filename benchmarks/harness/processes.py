@@ -29,7 +29,7 @@ RUN_LIMIT_S = 1800
 Run = dict[str, Any]  # what one run measured (``child.py``), or its reason under "failed"; a record holds it whole
 
 
-def surroundings() -> dict[str, Any]:
+def surroundings() -> Run:
     """Hardware and versions, asked of a child process so that this one allocates nothing on a device.
 
     Raises:
@@ -64,29 +64,26 @@ def child(request: dict[str, Any], log: Any, num_ranks: int = 1) -> Run:
             return {"failed": f"not finished after {human_duration(RUN_LIMIT_S)}"}
         files = [folder / f"result-{rank}.json" for rank in range(num_ranks)]
         answers: list[Run] = [json.loads(file.read_text()) for file in files if file.exists()]
-    reasons = [answer["failed"] for answer in answers if "failed" in answer]
     codes = [one.returncode for one in started]
-    if reasons:
-        return {"failed": reasons[0]}
-    if -signal.SIGKILL in codes and len(answers) < num_ranks:
+    for answer in answers:
+        if "failed" in answer:
+            return answer
+    if len(answers) < num_ranks and -signal.SIGKILL in codes:
         return {"failed": "killed by signal 9, most likely because memory ran out"}
     if len(answers) < num_ranks:
         return {"failed": f"ended with code {next(filter(None, codes), 0)} without a result; see its log"}
-    if "host_peak_bytes" in answers[0]:
-        answers[0]["host_peak_bytes"] = max(answer["host_peak_bytes"] for answer in answers)
-    return answers[0]
+    peaks = [answer["host_peak_bytes"] for answer in answers if "host_peak_bytes" in answer]
+    return answers[0] | ({"host_peak_bytes": max(peaks)} if peaks else {})
 
 
 def ended(started: Sequence[subprocess.Popen[Any]], deadline_s: float) -> bool:
     """Wait until all have ended, or one has failed and the others had the time to report. False: that took too long."""
     in_time = True
-    while any(one.poll() is None for one in started):
+    while in_time and any(one.poll() is None for one in started):
         if any(one.returncode for one in started):
             deadline_s = min(deadline_s, time.monotonic() + GRACE_S)
-        in_time = time.monotonic() < deadline_s
-        if not in_time:
-            break
         time.sleep(0.05)
+        in_time = time.monotonic() < deadline_s
     for one in started:
         one.kill()  # does nothing to those that have ended
         one.wait()
@@ -94,37 +91,22 @@ def ended(started: Sequence[subprocess.Popen[Any]], deadline_s: float) -> bool:
 
 
 def measure(
-    work: Work, contenders: Sequence[Contender], rounds: int, logs: Path, say: Callable[[str], None] = print
+    work: Work, contenders: Sequence[Contender], rounds: int, logs: Path, say: Callable[[str], None]
 ) -> Iterator[Run]:
     """Yield every run as it ends, round by round, with its ``label``, ``round`` and ``wall_s``."""
-    labels = {one.label: one for one in contenders}  # of those that have not failed
-    walls: list[tuple[str, float]] = []
-    for number in range(1, rounds + 1):
-        for label, contender in list(labels.items()):
-            left = seconds_left(walls, list(labels), rounds)
-            remaining = f", about {human_duration(left)} left" if left is not None else ""
-            say(f"round {number} of {rounds}: {label}{remaining}")
-            began_s = time.perf_counter()
-            with (logs / f"{label.replace(' ', '-')}-{number}.log").open("w") as log:
-                run = child({"work": asdict(work), "contender": asdict(contender)}, log, work.ranks)
-            wall_s = time.perf_counter() - began_s
-            walls.append((label, wall_s))
-            if "failed" in run:
-                del labels[label]
-            say(f"  {line(run)}  in {human_duration(wall_s)}")
-            yield {"label": label, "round": number, "wall_s": wall_s, **run}
-
-
-def seconds_left(walls: Sequence[tuple[str, float]], labels: Sequence[str], rounds: int) -> float | None:
-    """Estimate the remaining time by the mean of each contender's runs, or of all runs; None before the first."""
-    if not walls:
-        return None
-    mean = sum(wall for _, wall in walls) / len(walls)
-    left = 0.0
-    for label in labels:
-        own = [wall for name, wall in walls if name == label]
-        left += (rounds - len(own)) * (sum(own) / len(own) if own else mean)
-    return left
+    todo = [(number, contender) for number in range(1, rounds + 1) for contender in contenders]
+    walls_s: list[float] = []
+    while todo:
+        number, contender = todo[0]
+        remaining = f", about {human_duration(len(todo) * sum(walls_s) / len(walls_s))} left" if walls_s else ""
+        say(f"round {number} of {rounds}: {contender.label}{remaining}")
+        began_s = time.perf_counter()
+        with (logs / f"{contender.label.replace(' ', '-')}-{number}.log").open("w") as log:
+            run = child({"work": asdict(work), "contender": asdict(contender)}, log, work.ranks)
+        walls_s.append(time.perf_counter() - began_s)
+        todo = [one for one in todo[1:] if "failed" not in run or one[1] != contender]
+        say(f"  {line(run)}  in {human_duration(walls_s[-1])}")
+        yield {"label": contender.label, "round": number, "wall_s": walls_s[-1], **run}
 
 
 def line(run: Run) -> str:

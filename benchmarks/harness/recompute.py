@@ -16,23 +16,12 @@ from benchmarks.harness.work import Work
 
 
 class Recomputed(Plain):
-    """``strategies.recompute``.
-
-    Args:
-        share: for ``auto``, the budget between the predicted peaks of full (0) and none (1).
-        on_host: what recomputed blocks keep is offloaded to the host.
-    """
+    """``strategies.recompute``; for ``auto``, ``share`` is the budget between the predicted peaks of full and none."""
 
     def __init__(
-        self,
-        work: Work,
-        model: nn.Module,
-        device: torch.device,
-        *,
-        policy: str,
+        self, work: Work, model: nn.Module, device: torch.device, *, policy: str, on_host: bool = False,
         share: float | None = None,
-        on_host: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         from strategies.core.compose import compose
         from strategies.core.plan import Home
         from strategies.core.registry import find
@@ -79,7 +68,6 @@ class OnCpu(HuggingFace):
     """The same, with ``torch.autograd.graph.save_on_cpu`` around forward; pinned memory on an accelerator."""
 
     def micro_batch(self, batch: Batch) -> Tensor:
-        """Run forward and backward under the hooks."""
         with torch.autograd.graph.save_on_cpu(pin_memory=self.device.type != "cpu"):
             return super().micro_batch(batch)
 

@@ -73,7 +73,6 @@ class Work:
 
     @property
     def shape(self) -> Shape:
-        """The shape of the model."""
         return MODELS[self.model]
 
     @property
@@ -177,29 +176,23 @@ def memory(option: str, text: str) -> int:
 
 
 def work(
-    model: str,
-    *,
-    tokens: int | None = None,
-    rows: int | None = None,
-    length: int | None = None,
-    accumulation: int = 1,
+    model: str, *, tokens: int | None = None, rows: int | None = None, length: int | None = None, accumulation: int = 1,
     **rest: Any,
-) -> Work:
+) -> Work:  # fmt: skip
     """The work on ``model``, with its default batch unless given; ``tokens`` per optimizer step determine the rows.
 
     Raises:
         ConfigError: if the numbers contradict each other.
     """
     shape = MODELS[model]
-    if tokens is None:
-        rows, length = rows or shape.rows, length or shape.length
-        return Work(model=model, rows=rows, length=length, accumulation=accumulation, **rest)
-    length = length or min(shape.length, max(1, tokens // accumulation // (rows or 1)))
-    fitting = tokens // (length * accumulation)
-    if fitting < 1 or fitting * length * accumulation != tokens or rows not in (None, fitting):
+    if tokens is not None:
+        length = length or min(shape.length, max(1, tokens // accumulation // (rows or 1)))
         product = f"{rows or 'rows'} x {length} x {accumulation}"
-        raise ConfigError(f"--tokens {tokens}: must be rows x length x accumulation, here {product}")
-    return Work(model=model, rows=fitting, length=length, accumulation=accumulation, **rest)
+        rows = rows or tokens // (length * accumulation)
+        if rows < 1 or rows * length * accumulation != tokens:
+            raise ConfigError(f"--tokens {tokens}: must be rows x length x accumulation, here {product}")
+    rows, length = rows or shape.rows, length or shape.length
+    return Work(model=model, rows=rows, length=length, accumulation=accumulation, **rest)
 
 
 def contenders(
@@ -216,11 +209,10 @@ def contenders(
     found: dict[str, Contender] = {}
     for name in names or known:
         one = known[choice("--subjects", name, known)]
-        if one is BUDGET:
-            for text in budgets:
-                label = f"{BUDGET.label} {text.strip()}"
-                options = {**BUDGET.options, "gpu_memory": memory("--gpu-memory", text)}
-                found[label] = Contender(label, BUDGET.maker, options)
-        else:
+        if one is not BUDGET:
             found[name] = one
+        for text in budgets if one is BUDGET else ():
+            label = f"{BUDGET.label} {text.strip()}"
+            options = {**BUDGET.options, "gpu_memory": memory("--gpu-memory", text)}
+            found[label] = Contender(label, BUDGET.maker, options)
     return list(found.values())

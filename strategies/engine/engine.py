@@ -35,11 +35,10 @@ from strategies.engine.tensors.guard import refuse_transforms
 from strategies.engine.tensors.parameters import Copied
 from strategies.engine.transfer.transfer import Lane, Transfer
 from strategies.engine.transfer.worker import Worker, spare_cores
-from strategies.engine.updating.clipping import Clipping
+from strategies.engine.updating.clipping import Clipping, SkippedSteps
 from strategies.engine.updating.gradients import Gradients
 from strategies.engine.updating.norms import TotalNorm, norm_of_all
 from strategies.engine.updating.optim import UpdateRule
-from strategies.engine.updating.skipped_steps import SkippedSteps
 from strategies.engine.updating.updates import Updates
 
 FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)

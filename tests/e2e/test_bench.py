@@ -38,14 +38,12 @@ pytestmark = [
 ]
 WORK = work.work("tiny", steps=1)
 BUDGET = "1500KiB"  # everything travels: 1468 KiB is the least
-OFFLOAD = work.contenders([], [BUDGET])
-RECOMPUTE = work.contenders([], theme=work.RECOMPUTE)
+CASES = [("offload", each) for each in work.contenders([], [BUDGET])] + [("recompute", each) for each in work.RECOMPUTE]
 # Compiled for real a contender takes a minute. One goes through the partitioner, which is what looks at the budget; the
 # others show only that the compiled module trains.
 BACKENDS = {"compile": "eager", "compile-budget-50": "eager", "compile-budget-20": "aot_eager_decomp_partition"}
-# What rounds otherwise: DeepSpeed's kernel and the decompositions of a compiler; DeepSpeed cannot forget gradients.
-ROUNDS = {"deepspeed-zero2", "deepspeed-zero3", "compile-budget-20"}
-UPDATES = {"deepspeed-zero2", "deepspeed-zero3"}
+UPDATES = {"deepspeed-zero2", "deepspeed-zero3"}  # cannot forget gradients
+ROUNDS = {*UPDATES, "compile-budget-20"}  # round otherwise: DeepSpeed's kernel and the decompositions of a compiler
 LOADED = [
     "deepspeed.runtime.engine", "deepspeed.runtime.zero.stage3", "deepspeed.runtime.zero.muon.muon_optimizer",
     "launch.bench", "strategies.report.full_report", "strategies.engine.forward.routed_linear",
@@ -178,24 +176,9 @@ def results(jobs: Sequence[tuple[str, Callable[[], Any]]], folder: Path) -> Resu
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """All that runs in one process: to import what it needs takes as long as many contenders."""
+    jobs = [(f"{theme} {each.label}", partial(measured, each)) for theme, each in CASES]
     folder = tmp_path_factory.mktemp("bench")
-    themes = {"offload": OFFLOAD, "recompute": RECOMPUTE}
-    jobs = [(f"{theme} {each.label}", partial(measured, each)) for theme, some in themes.items() for each in some]
     return results([*jobs, ("linear", partial(linear_bench, folder))], folder)
-
-
-def of_theme(theme: str, everything: Results) -> Results:
-    return {label.removeprefix(f"{theme} "): run for label, run in everything.items() if label.startswith(f"{theme} ")}
-
-
-@pytest.fixture(scope="module")
-def offload(everything: Results) -> Results:
-    return of_theme("offload", everything)
-
-
-@pytest.fixture(scope="module")
-def recompute(everything: Results) -> Results:
-    return of_theme("recompute", everything)
 
 
 def check(contender: Contender, runs: Results) -> None:
@@ -209,20 +192,21 @@ def check(contender: Contender, runs: Results) -> None:
         assert run["failed"] == "needs a CUDA GPU"
         return
     assert "failed" not in run, run["failed"]
-    exactly = None if contender.label not in ROUNDS else 1e-4
-    assert run["losses"] == (pytest.approx(plain["losses"], rel=exactly) if exactly else plain["losses"])
+    tolerance = 1e-4 if contender.label in ROUNDS else 0.0
+    assert run["losses"] == pytest.approx(plain["losses"], rel=tolerance, abs=0)
     assert run["tokens_per_s"] > 0 and run["backward_peak_bytes"] > 0
     if contender.maker.endswith(":Ours"):
         assert run["device_peak_bytes"] == run["planned_device_bytes"] + run["saved_bytes"] > run["saved_bytes"] > 0
     if contender.label in UPDATES:
         assert all(math.isfinite(loss) for loss in run["after"]) and run["after"][-1] < run["losses"][0]
     else:
-        assert run["after"] == (pytest.approx(plain["after"], rel=exactly) if exactly else plain["after"])
+        assert run["after"] == pytest.approx(plain["after"], rel=tolerance, abs=0)
 
 
-@pytest.mark.parametrize("contender", OFFLOAD, ids=lambda contender: contender.label)
-def test_offload(contender: Contender, offload: Results) -> None:
-    check(contender, offload)
+@pytest.mark.parametrize(("theme", "contender"), CASES, ids=lambda one: getattr(one, "label", one))
+def test_one_rank(theme: str, contender: Contender, everything: Results) -> None:
+    prefix = f"{theme} "
+    check(contender, {label.removeprefix(prefix): run for label, run in everything.items() if label.startswith(prefix)})
 
 
 @pytest.fixture(scope="module")
@@ -234,11 +218,6 @@ def over_ranks() -> Results:
 @pytest.mark.parametrize("contender", work.OFFLOAD_OVER_RANKS, ids=lambda contender: contender.label)
 def test_offload_over_ranks(contender: Contender, over_ranks: Results) -> None:
     check(contender, over_ranks)
-
-
-@pytest.mark.parametrize("contender", RECOMPUTE, ids=lambda contender: contender.label)
-def test_recompute(contender: Contender, recompute: Results) -> None:
-    check(contender, recompute)
 
 
 def test_linear(everything: Results) -> None:

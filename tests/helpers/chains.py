@@ -42,9 +42,7 @@ def every_plan(chain: Chain) -> Iterator[Plan]:
                 if sum(given) > ranks:
                     continue
                 for modes in product(*(Mode if own > 1 else (Mode.DATA,) for own in given)):
-                    yield tuple(
-                        Stage(ends[at], ends[at + 1], given[at], modes[at]) for at in range(stages)
-                    )  # fmt: skip
+                    yield tuple(Stage(ends[at], ends[at + 1], given[at], modes[at]) for at in range(stages))
 
 
 def with_wires(chain: Chain, factor: float) -> Chain:

@@ -38,49 +38,25 @@ ENGINE: Mapping[str, Sequence[object]] = {  # what every table has, in this orde
     "clip": ("in-backward", "off", "tight", "loose"),
     "accumulation": (1, 3),
 }
-FP32 = Table(
-    {
-        "model": ("llama", "qwen3", "gpt2", "opt", "bloom", "mixtral", "experts", "bert"),
-        **ENGINE,
-        "tied": (False, True),
-        "groups": (1, 2),
-        "recompute": ("none", "later", "reentrant"),
-        "prefetch": (2, 0, 1, 5),
-        "transfer": ("delayed", "watched", "at-once"),
-    },
-    FORBIDDEN,
-    strength=3,
-)
-BF16 = Table(
-    {
-        "model": ("llama", "experts", "gpt2"),
-        **ENGINE,
-        "bucket": ("one", "half"),
-        "tied": (False, True),
-        "groups": (1, 2),
-        "recompute": ("none", "later"),
-        "prefetch": (2, 0, 5),
-        "transfer": ("delayed", "watched", "at-once"),
-    },
-    FORBIDDEN,
-)
 
 
-IN_STAGES = Table(
-    {
-        "model": ("llama", "gpt2", "experts"),
-        **ENGINE,
-        "clip": ("off", "tight"),
-        "accumulation": (4,),
-        "order": ("1f1b", "gpipe"),
-        "tied": (False, True),
-        "groups": (1, 2),
-        "recompute": ("none", "later"),
-        "prefetch": (2, 0, 5),
-        "transfer": ("delayed", "watched", "vacant"),
-    },
-    FORBIDDEN,
-)
+def _table(*models: str, strength: int = 2, **changes: Sequence[object]) -> Table:
+    rest: Mapping[str, Sequence[object]] = {
+        "tied": (False, True), "groups": (1, 2), "recompute": ("none", "later"), "prefetch": (2, 0, 5),
+        "transfer": ("delayed", "watched", "at-once"),
+    }  # fmt: skip
+    return Table({"model": models, **ENGINE, **rest, **changes}, FORBIDDEN, strength)
+
+
+FP32 = _table(
+    "llama", "qwen3", "gpt2", "opt", "bloom", "mixtral", "experts", "bert",
+    strength=3, recompute=("none", "later", "reentrant"), prefetch=(2, 0, 1, 5),
+)  # fmt: skip
+BF16 = _table("llama", "experts", "gpt2", bucket=("one", "half"))
+IN_STAGES = _table(
+    "llama", "gpt2", "experts",
+    clip=("off", "tight"), accumulation=(4,), order=("1f1b", "gpipe"), transfer=("delayed", "watched", "vacant"),
+)  # fmt: skip
 
 
 def title(row: Row) -> str:

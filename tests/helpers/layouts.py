@@ -13,37 +13,22 @@ KINDS = {"embedding": UnitKind.EMBEDDING, "head": UnitKind.HEAD}
 
 def facts_of(*params: Param, saved: int = 0, machine: Any = GPU, **run: Any) -> Facts:
     """Facts whose units are those of ``params``, in order; each keeps ``saved`` bytes."""
-    units = dict.fromkeys(unit for param in params for unit in (param.unit, *param.users))
-    names = sorted(units, key=lambda unit: (unit != "embedding", unit == "head"))
+    known = dict.fromkeys(unit for param in params for unit in (param.unit, *param.users))
+    names = sorted(known, key=lambda unit: (unit != "embedding", unit == "head"))
+
+    def unit(name: str) -> Unit:
+        own = [param for param in params if param.unit == name]
+        trained = sum(param.num_elements for param in own if param.group is not None)
+        return Unit(name, KINDS.get(name, UnitKind.BLOCK), sum(p.num_elements for p in own), trained, saved)
+
     ordered = sorted(params, key=lambda param: names.index(param.unit))
-    return Facts(
-        tuple(
-            Unit(
-                name,
-                KINDS.get(name, UnitKind.BLOCK),
-                sum(p.num_elements for p in params if p.unit == name),
-                sum(p.num_elements for p in params if p.unit == name and p.group is not None),
-                saved,
-            )
-            for name in names
-        ),
-        run_facts(**run),
-        machine,
-        tuple(ordered),
-    )
+    return Facts(tuple(map(unit, names)), run_facts(**run), machine, tuple(ordered))
 
 
 def transformer(
-    blocks: int = 4,
-    width: int = 64,
-    *,
-    dtype: str = "float32",
-    tied: bool = False,
-    groups: bool = True,
-    frozen: bool = False,
-    words: int = 100,
-    **more: Any,
-) -> Facts:
+    blocks: int = 4, width: int = 64, *, dtype: str = "float32", tied: bool = False, groups: bool = True,
+    frozen: bool = False, words: int = 100, **more: Any,
+) -> Facts:  # fmt: skip
     """A small transformer: two matrices and a norm per block; ``groups`` puts norms into one of their own."""
     norm = 1 if groups else 0
     base = None if frozen else 0

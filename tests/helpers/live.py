@@ -4,6 +4,7 @@ those of backward itself.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -30,11 +31,14 @@ class Live(TorchDispatchMode):
                 return out  # a replay saves a tensor: what it works on is there, too, and goes
             self.peak = max(self.peak, self.num_bytes)
             return out
+        self._follow(out, known)
+        return out
+
+    def _follow(self, out: Any, known: Collection[int]) -> None:
         for tensor in tensors_in(out):
             storage = tensor.untyped_storage()
             if storage._cdata not in known:
                 self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        return out
 
     @property
     def num_bytes(self) -> int:
@@ -50,9 +54,6 @@ class Everything(Live):
         given = {tensor.untyped_storage()._cdata for tensor in tensors_in([args, kwargs or {}])}
         out = func(*args, **(kwargs or {}))
         self.peak = max(self.peak, self.num_bytes)  # forgets what is gone, whose numbers may be given again
-        for tensor in tensors_in(out):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in given and storage._cdata not in self._made:
-                self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self._follow(out, given | self._made.keys())
         self.peak = max(self.peak, self.num_bytes)
         return out

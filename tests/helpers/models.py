@@ -22,19 +22,12 @@ VOCAB, LAYERS, WIDTH = 64, 4, 32
 WORDS = 2048  # of "words", a Llama whose embedding and head are larger than its blocks
 SIZES: Mapping[str, Any] = {"vocab_size": VOCAB, "num_hidden_layers": LAYERS}
 BERT: Mapping[str, Any] = {
-    "model_type": "bert",
-    "hidden_size": WIDTH,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
+    "model_type": "bert", "hidden_size": WIDTH, "num_attention_heads": 4, "intermediate_size": 48,
     "max_position_embeddings": 64,
-}
+}  # fmt: skip
 WIDE: Mapping[str, Any] = {  # blocks of a 1.3 B model
-    "model_type": "llama",
-    "hidden_size": 2048,
-    "intermediate_size": 5504,
-    "num_attention_heads": 16,
-    **SIZES,
-}
+    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5504, "num_attention_heads": 16, **SIZES,
+}  # fmt: skip
 CHANGES: Mapping[str, Mapping[str, Any]] = {
     "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "n_layer": LAYERS},
     "bloom": {"n_layer": LAYERS},
@@ -70,14 +63,10 @@ def _from_hub(kind: str, tied: bool, dtype: torch.dtype) -> nn.Module:
 
     if kind == "wide":
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**WIDE), dtype=dtype)
-    given = dict(BERT if kind == "bert" else MODELS["llama" if kind == "words" else kind])
-    given |= {
-        name: size for name, size in SIZES.items() if name not in ("num_hidden_layers",) or "n_layer" not in given
-    }
+    given = {**(BERT if kind == "bert" else MODELS["llama" if kind == "words" else kind]), "vocab_size": VOCAB}
     given |= {"vocab_size": WORDS} if kind == "words" else {}
-    config = AutoConfig.for_model(
-        given.pop("model_type"), **given | CHANGES.get(kind, {}) | {"tie_word_embeddings": tied}
-    )
+    given |= {} if "n_layer" in given else {"num_hidden_layers": LAYERS}
+    config = AutoConfig.for_model(**given | CHANGES.get(kind, {}) | {"tie_word_embeddings": tied})
     maker = AutoModelForMaskedLM if kind == "bert" else AutoModelForCausalLM
     model: nn.Module = maker.from_config(config, dtype=dtype)
     return model

@@ -50,16 +50,10 @@ class Kind:
             "learning_rate": 1e-2, "per_device_train_batch_size": 6 // self.copies, "max_grad_norm": 0.0,
             "warmup_steps": 3, "weight_decay": 0.1, "lr_scheduler_type": "cosine",
         } | dict(self.training)  # fmt: skip
-        base = {} if "model_type" in self.model else LLAMA
+        model = {**({} if "model_type" in self.model else LLAMA), **self.model}
         data = {"eval_fraction": 0.5} if "eval_strategy" in training else {}
-        return run_config(
-            {**base, **self.model},
-            output_dir=folder,
-            strategies=self.strategies,
-            model=self.section,
-            data=data,
-            **training,
-        )
+        sections = {"strategies": self.strategies, "model": self.section, "data": data}
+        return run_config(model, output_dir=folder, **sections, **training)
 
 
 def plain(ranks: int = 1, **training: Any) -> Kind:
@@ -130,12 +124,8 @@ def made(ranks: Ranks, config: RunConfig, resume: str | None = None, some: Seque
     prepared = Prepared(rows, rows if config.training.eval_strategy != "no" else None, "test", "input_ids")
     plan = plan_of(config, ranks, machine)
     form = form_of_stages(config)
-    folder = Path(config.training.output_dir)
-    return order.make_trainer(
-        order.Run(
-            config, ranks, folder, _tokenizer(), prepared, machine, plan, Path(resume) if resume else None, form=form
-        )
-    )
+    folder, since = Path(config.training.output_dir), Path(resume) if resume else None
+    return order.make_trainer(order.Run(config, ranks, folder, _tokenizer(), prepared, machine, plan, since, form=form))
 
 
 def _run(ranks: Ranks, config: RunConfig, resume: str | None) -> dict[str, Any]:
@@ -155,11 +145,9 @@ def _run(ranks: Ranks, config: RunConfig, resume: str | None) -> dict[str, Any]:
     try:
         trainer.train(resume_from_checkpoint=resume)
         found["end"] = state_of(trainer)
-        found["loss"] = [record["loss"] for record in trainer.state.log_history if "loss" in record]
-        found["seen"] = [
-            {key: record[key] for key in ("tokens", "eval_loss") if key in record}
-            for record in trainer.state.log_history
-        ]
+        logged = trainer.state.log_history
+        found["loss"] = [record["loss"] for record in logged if "loss" in record]
+        found["seen"] = [{key: record[key] for key in ("tokens", "eval_loss") if key in record} for record in logged]
         return found
     finally:
         trainer.accelerator.free_memory()
@@ -213,10 +201,8 @@ def joined(model: Any, found: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _state_of(trainer: Any, param: Any) -> dict[str, Any]:
     if trainer.stowed is not None:
-        state = trainer.stowed.state_of(param)
-        return {"weight": param, **({"weight": state["master"]} if "master" in state else {})} | {
-            key: value for key, value in state.items() if key != "master"
-        }
+        state = dict(trainer.stowed.state_of(param))
+        return {"weight": state.pop("master", param), **state}
     if not trainer.is_deepspeed_enabled:
         return {"weight": param, **getattr(trainer.optimizer, "optimizer", trainer.optimizer).state.get(param, {})}
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state

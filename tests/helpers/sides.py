@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
 from strategies.engine import AdamW, stow
 from strategies.engine.transfer.transfer import Delayed, Transfer
@@ -139,7 +139,7 @@ def both_sides(
     model = ground.put(make())
     optimizer = Plain(model, max_norm, fused)
     torch.manual_seed(3)
-    expected, weights = script(model, optimizer), None
+    expected = script(model, optimizer)
     weights = everything(model, optimizer)
     for layout in layouts:
         if isinstance(layout, str) and layout not in ground.layouts:
@@ -148,22 +148,18 @@ def both_sides(
         engine = stowed(model, layout, fused, max_norm=max_norm, **wishes)
         torch.manual_seed(3)
         found = script(model, engine)
-        where = _first_difference(expected, found)
+        where = first_difference(expected, found)
         assert where is None, f"{layout}: what the script saw differs at {where}"
         assert unequal(weights, everything(model, engine)) == [], layout
         engine.close()
 
 
-def _first_difference(first: Any, second: Any, place: str = "it") -> str | None:
+def first_difference(first: object, second: object) -> str | None:
     """Where two nested results differ."""
-    if isinstance(first, Mapping):
-        first, keys = list(first.values()), list(first)
-        second = [second[key] for key in keys]
-    else:
-        keys = list(range(len(first))) if isinstance(first, list | tuple) else []
-    if isinstance(first, list | tuple):
-        pairs = zip(keys, first, second, strict=True)
-        found = (_first_difference(one, two, f"{place}[{key!r}]") for key, one, two in pairs)
-        return next((where for where in found if where is not None), None)
-    same = torch.equal(first.cpu(), second.cpu()) if isinstance(first, Tensor) else repr(first) == repr(second)
-    return None if same else place
+    leaves, others = (dict(tree_flatten_with_path(each)[0]) for each in (first, second))
+    assert leaves.keys() == others.keys()
+    for place, one in leaves.items():
+        other = others[place]
+        if not (torch.equal(one.cpu(), other.cpu()) if isinstance(one, Tensor) else repr(one) == repr(other)):
+            return keystr(place)
+    return None

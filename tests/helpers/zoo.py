@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
+from tests.helpers.engine import checkpointing
+
 VOCAB, WIDTH, LAYERS = 64, 32, 4
 
 
@@ -71,18 +73,8 @@ class Block(nn.Module):
         return out
 
 
-FORMS = (
-    "plain",
-    "early",
-    "late",
-    "output unused",
-    "handed on",
-    "dataclass",
-    "sealed",
-    "in place",
-    "shared",
-    "in pairs",
-)
+FORMS = ("plain", "early", "late", "output unused", "handed on", "dataclass", "sealed", "in place", "shared",
+         "in pairs")  # fmt: skip
 
 
 class Branches(nn.Module):
@@ -173,8 +165,7 @@ def hub(kind: str, recompute: str = "none") -> nn.Module:
         ),
         "deberta": lambda: hf.DebertaV2ForMaskedLM(hf.DebertaV2Config(**DEBERTA)),
     }[kind]()  # fmt: skip
-    if recompute != "none":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": recompute == "reentrant"})
+    checkpointing(model, recompute)
     trained: nn.Module = model.train()
     return trained
 

@@ -58,7 +58,7 @@ def in_table(plan: Plan, home: Home) -> int:
 # The plan
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(random_facts(), options)
 def test_the_table_adds_up_to_the_arenas(known: Facts, asked: dict[str, Any]) -> None:
     size = asked["bucket_bytes"]

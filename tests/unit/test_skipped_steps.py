@@ -7,7 +7,7 @@ import torch
 
 from strategies.engine.buckets.jobs import Scale
 from strategies.engine.transfer.transfer import Event, Transfer
-from strategies.engine.updating.skipped_steps import NonFiniteError, SkippedSteps
+from strategies.engine.updating.clipping import NonFiniteError, SkippedSteps
 
 
 class Late(Transfer):

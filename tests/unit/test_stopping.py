@@ -125,6 +125,7 @@ def test_a_closed_terminal_is_a_request_and_printing_into_it_ends_nothing() -> N
     if pid == 0:
         code = 99
         try:
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
             sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
             with Stop().listening() as stop:
                 stop.phase = Phase.TRAINING

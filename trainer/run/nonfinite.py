@@ -6,7 +6,7 @@ learn nothing without anybody noticing.
 
 Plain training and ZeRO end before the first update with such gradients, so no checkpoint holds them (ZeRO at stages 1
 to 3 has updated by then, but saves nothing any more). The engine first skips three steps in a row
-(``strategies/engine/updating/skipped_steps.py``). Under fp16 overflows are part of finding the loss scale; they count
+(``strategies/engine/updating/clipping.py``). Under fp16 overflows are part of finding the loss scale; they count
 once it is at its minimum of 1.
 
 To find the first such tensor, the last batch is run again: weights are checked, then outputs of modules in their order,

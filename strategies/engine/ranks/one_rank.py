@@ -10,7 +10,7 @@ All methods but ``written`` and ``bring`` are collectives or nothing: every rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -63,7 +63,7 @@ class OneRank:
     def begin_backward(self) -> None:
         """The gradients of another micro-batch are about to come; ``note`` has said which modules backward will run."""
 
-    def due(self, waiting: Sequence[BucketState], landed: BucketState) -> Sequence[BucketState]:
+    def due(self, waiting: Iterable[BucketState], landed: BucketState) -> Sequence[BucketState]:
         """Of the buckets whose gradients are not averaged yet, those to average now that one more has ``landed``."""
         return [landed]
 

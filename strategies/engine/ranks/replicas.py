@@ -63,7 +63,7 @@ class Replicas(OneRank):
             if value is not tensor:
                 tensor.copy_(value)
 
-    def due(self, waiting: Sequence[BucketState], landed: BucketState) -> Sequence[BucketState]:
+    def due(self, waiting: Iterable[BucketState], landed: BucketState) -> Sequence[BucketState]:
         """In one order on all ranks, whatever the order in which their gradients land."""
         return list(takewhile(lambda bucket: bucket.grads.complete, waiting))
 

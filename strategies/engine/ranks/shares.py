@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -77,7 +77,7 @@ class Shares(Replicas):
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 
-    def due(self, waiting: Sequence[BucketState], landed: BucketState) -> Sequence[BucketState]:
+    def due(self, waiting: Iterable[BucketState], landed: BucketState) -> Sequence[BucketState]:
         """None: they are exchanged as backward goes on (``Gradients.exchange``)."""
         return ()
 

@@ -65,7 +65,7 @@ class Gradients:
         self._buckets = sorted({bucket.index: bucket for bucket, _ in order}.values(), key=lambda bucket: -bucket.index)
         self.window = 0  # how often all gradients were taken or discarded
         self.passes = 0  # backward passes since the last update
-        self._waiting: list[BucketState] = []  # buckets that get further gradients for it, last of forward first
+        self._waiting: dict[int, BucketState] = {}  # by index: those that get further gradients for it, last first
         self._landed_in: list[Place] = []  # in the order of backward
         self._fresh = True  # the next gradient belongs to a new pass
         self._finished = False  # no more gradients may come before the next update
@@ -97,7 +97,7 @@ class Gradients:
         bucket.grads.refuse_spent(index)
         if self._fresh or index in bucket.grads.landed:
             self._start_pass()
-        if bucket not in self._waiting:
+        if bucket.index not in self._waiting:
             self._refuse_pass()
         if not bucket.spec.grad_direct:
             self._into_slot(bucket, index, grad)
@@ -118,7 +118,7 @@ class Gradients:
             bucket.grads.new_pass()
         self._fresh = False
         self.passes += 1
-        self._waiting = list(self._buckets)
+        self._waiting = {bucket.index: bucket for bucket in self._buckets}
 
     def _refuse_pass(self) -> NoReturn:
         raise RuntimeError(
@@ -149,7 +149,7 @@ class Gradients:
         if former is bucket and bucket.grads.unsent:
             return
         if former is not None and former is not bucket and former.grads.unsent:
-            if self._ranks.many and former in self._waiting:
+            if self._ranks.many and former.index in self._waiting:
                 raise RuntimeError(
                     f"{bucket.name} needs the slot of {former.name}, whose gradients the ranks have not exchanged (a "
                     f"parameter has none, or both get theirs at once): set strategies.offload.gradients: device"
@@ -160,7 +160,7 @@ class Gradients:
     def _landed(self, bucket: BucketState) -> None:
         """All gradients of one micro-batch are in the bucket's slot."""
         if self.last_pass:
-            self._average(self._ranks.due(self._waiting, bucket))
+            self._average(self._ranks.due(self._waiting.values(), bucket))
         elif bucket.spec.grad_passes:
             self._down.send(bucket)
 
@@ -177,7 +177,10 @@ class Gradients:
             self._ranks.begin_backward()
         self._used = used
         if self.last_pass:
-            self._average([bucket for bucket in self._waiting if bucket.index in used - to_come])
+            self._average(self._waiting_of(used - to_come))
+
+    def _waiting_of(self, indices: set[int]) -> list[BucketState]:
+        return [bucket for index, bucket in self._waiting.items() if index in indices]
 
     def _average(self, buckets: Sequence[BucketState]) -> None:
         for bucket in buckets:
@@ -196,8 +199,8 @@ class Gradients:
         if self.empty or self._finished:
             return
         self._finished = True
-        self._average([bucket for bucket in self._waiting if bucket.index in self._used])  # before others get slots
-        late = list(self._waiting)
+        self._average(self._waiting_of(self._used))  # before others get their slots
+        late = list(self._waiting.values())
         for bucket in late:
             self._ranks.average(bucket, self._settle_and_enter)
         self._ranks.end_backward(self._order)
@@ -212,7 +215,7 @@ class Gradients:
 
     def _finish(self, bucket: BucketState) -> None:
         """No further gradient of ``bucket`` comes for this update."""
-        self._waiting.remove(bucket)
+        del self._waiting[bucket.index]
         if bucket.spec.grad_passes or bucket.spec.site is Site.HOST:
             self._down.send(bucket)
         if bucket.spec.grad_passes and self._layout.accumulation > 1:
@@ -291,6 +294,6 @@ class Gradients:
         for bucket in self._buckets:
             bucket.grads.reset()
         self._landed_in.clear()
-        self.passes, self._waiting = 0, []
+        self.passes, self._waiting = 0, {}
         self._fresh, self._finished, self._combined = True, False, False
         self.window += 1
