@@ -20,12 +20,8 @@ from trainer.planning.plan_for import plan_for
 
 MACHINE = probe()
 SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "vocab_size": 301,
-}
+    "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 301,
+}  # fmt: skip
 GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 301, "bos_token_id": 0, "eos_token_id": 0}
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "untied": ("llama", {**SMALL, "tie_word_embeddings": False}),

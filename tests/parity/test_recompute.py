@@ -189,13 +189,8 @@ def test_in_a_plain_loop() -> None:
     batches = tokens("gpt2", STEPS)
     wanted = plain(build("gpt2"), batches)
     model = build("gpt2")
-    given: dict[str, Any] = {
-        "batch": batches[0],
-        "machine": MACHINE,
-        "site": "host",
-        "weights": "resident",
-        "max_grad_norm": None,
-    }
+    given: dict[str, Any] = {"batch": batches[0], "machine": MACHINE, "max_grad_norm": None}
+    given |= {"site": "host", "weights": "resident"}
     least = plan_for(model, recompute={"policy": "full"}, **given).peak(Home.DEVICE)
     plan = plan_for(model, gpu_memory=least + 10_000, recompute={"policy": "auto"}, **given)  # nothing else can leave
     assert {plan.answers["Keep", unit.name][1] for unit in plan.facts.units[1:3]} == {"offload"}, "decided together"
