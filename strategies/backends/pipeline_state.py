@@ -86,7 +86,6 @@ def gathered(pipeline: Pipeline) -> dict[str, torch.Tensor]:
                 found.setdefault(name, value.cpu())
             elif place == pipeline.position:
                 dist.send(mine[name].detach().contiguous(), dist.get_global_rank(group, 0), group=group)
-    dist.barrier(group=group)  # on a device a send is only queued: who leaves now would take it along
     if pipeline.position != 0:
         return {}
     return {name: found[first[id(value)]] for name, value in whole.items()}
