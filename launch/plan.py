@@ -16,7 +16,6 @@ import gc
 import json
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +31,10 @@ if TYPE_CHECKING:
     from trainer.dist.ranks import Ranks
     from trainer.machine.probe import Machine
 
-say = partial(print, file=sys.stderr, flush=True)
+
+def say(line: str) -> None:
+    """Progress and remarks, beside what is asked for."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -41,9 +43,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--config", metavar="FILE", help="the run's YAML file")
     parser.add_argument("--fit", action="store_true", help="which ways of training this model fit into this machine")
     parser.add_argument("--search", action="store_true", help="the best ways to use all ranks, simulated")
-    parser.add_argument(
-        "--network", type=float, metavar="GBITS", help="with --search: Gb/s of a rank to other machines"
-    )
+    parser.add_argument("--network", type=float, metavar="GBITS", help="with --search: of a rank to other machines")
     parser.add_argument("--model", metavar="NAME_OR_FOLDER", help="with --fit, instead of a config file")
     parser.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks of the job (default 1)")
     parser.add_argument("--ranks-per-machine", type=int, metavar="N", help="default: as many as are left, at most 8")
@@ -54,9 +54,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of plan.json and stop")
     parser.add_argument("--check", type=Path, metavar="PATH", help="whether a plan.json can be carried out, and stop")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="write a picture of the step, or of the memory (PNG)")
-    parser.add_argument(
-        "--measure", action="store_true", help="first time a few blocks on this machine; kept in the run folder"
-    )
+    parser.add_argument("--measure", action="store_true", help="first time a few blocks on this machine")
     parser.add_argument("--explain", metavar="UNIT", help="every answer about one unit, for example model.layers.0")
     parser.add_argument("--deepspeed", action="store_true", help="print the DeepSpeed config made from the plan")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")

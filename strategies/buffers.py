@@ -17,9 +17,9 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from strategies.core.facts import Facts, RunFacts
+from strategies.core.facts import Facts
 from strategies.core.plan import RUN, Decision, Place, Plan
-from strategies.core.protocol import BITWISE, Idle, Parity, Phase, Strategy
+from strategies.core.protocol import Idle, Phase, Strategy
 from strategies.core.validate import check
 from strategies.planner.addresses import place
 from strategies.planner.memory_rows import reserves
@@ -36,9 +36,6 @@ class Buffers(Strategy):
         description="Check on each use that a slot holds the bucket it should, and have every weight that backward "
         "reads brought, not only where that was seen to be needed; slow, for tests.",
     )
-
-    def parity(self, run: RunFacts) -> Parity:
-        return BITWISE
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
         if plan.layout is None:

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from strategies.core.facts import Facts, RunFacts
+from strategies.core.facts import Facts
 from strategies.core.plan import CHUNKS, Decision, Keep, Plan
-from strategies.core.protocol import BITWISE, Idle, Parity, Phase, Strategy
+from strategies.core.protocol import Idle, Phase, Strategy
 from strategies.core.sizes import human
 from strategies.planner.activation_policy import WORTH_BYTES
 
@@ -45,9 +45,6 @@ class CrossEntropy(Strategy):
         default="auto",
         description="auto: where the logits of a micro-batch have 64 MiB or more in fp32; true: always; false: never.",
     )
-
-    def parity(self, run: RunFacts) -> Parity:
-        return BITWISE
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
         if self.chunked is False:

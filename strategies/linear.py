@@ -2,9 +2,7 @@
 
 Problem: each product of a linear layer reads an operand across its rows, and some BLAS libraries are up to a quarter
 slower at that (``strategies/core/linears.py``). A transposed copy of the weight costs |W| bytes of memory and one pass
-per optimizer step, and saves one such pass per micro-batch. Transposing an activation first pays for layers with
-more outputs than ``bytes x R_t R_n / (B (R_n - R_t))``, where R_n and R_t are the flop/s without and with an operand
-read across its rows and B is the bandwidth of copies: 5,000 outputs at a loss of 10 % of 700 Tflop/s, 27,000 at 2 %.
+per optimizer step, and saves one such pass per micro-batch. Other routes transpose in each product.
 
 Invariant: names, shapes and bytes of the model's state do not change. A layer whose products are all native is not
 touched, the copy is never used for another weight than it was made of, and evaluation reads the weight itself.
@@ -92,8 +90,7 @@ class Linear(Strategy):
         for unit, changed in by_unit.items():
             yield Impl(unit=unit, reason=reason, implementation=self.transpose, routes=tuple(changed))
         if copied:
-            owner = "linear: second weight copies"
-            yield Reserve(unit=RUN, reason="weights, turned", owner=owner, num_bytes=copied)
+            yield Reserve(unit=RUN, reason="weights, turned", owner="linear: second weight copies", num_bytes=copied)
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
         """Set the routes of the layers that are not native."""

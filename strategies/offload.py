@@ -28,7 +28,7 @@ from strategies.core.protocol import BITWISE, MemoryRefusal, Parity, Phase, Refu
 from strategies.core.sizes import AUTO, check_budget, human, parse_bytes
 from strategies.planner import edits, keep_or_offload, memory_rows
 from strategies.planner.budget import device_budget, host_budget
-from strategies.planner.gather import from_host
+from strategies.planner.exchanges import from_host
 from strategies.planner.state_placement import OffloadRequest
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")  # Hugging Face's names of the engine's update rules
@@ -185,11 +185,6 @@ class Offload(Strategy):
 
     def budget(self, facts: Facts) -> int:
         return device_budget(facts.machine, self.gpu_memory)
-
-    def least_bytes(self, facts: Facts) -> int:
-        """Weights once, and the optimizer's state. A gradient may take the place of a weight's copy."""
-        state = 4 * (facts.run.moments + (facts.run.precision is not Precision.FP32)) * facts.num_trainable
-        return facts.run.precision.element_bytes * facts.num_params + state
 
     def suggest(self, plan: Plan) -> list[str]:
         found = edits.ranked(plan.facts_as_kept(), self.request(plan.facts), plan.saved_peak())

@@ -30,7 +30,7 @@ from pydantic import Field
 
 from strategies.core.facts import Facts, Rates, RunFacts, UnitKind
 from strategies.core.plan import Decision, Home, Plan
-from strategies.core.protocol import BITWISE, Idle, Parity, Phase, Refusal, Strategy
+from strategies.core.protocol import Idle, Phase, Refusal, Strategy
 from strategies.planner.activation_policy import (
     AUTO,
     KeepOption,
@@ -87,9 +87,6 @@ class Recompute(Strategy):
         "where the link is simulated to have room.",
     )
 
-    def parity(self, run: RunFacts) -> Parity:
-        return BITWISE
-
     def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
         if self.policy == AUTO and self.every > 1:
             yield Refusal(f"{KEY}.every", self.every, "auto chooses the blocks itself; leave it out")
@@ -144,9 +141,8 @@ class Recompute(Strategy):
         ]
 
     def _fitting(self, facts: Facts, plan: Plan) -> Sequence[KeepOption]:
-        """The options that fit without offloading; ``strategies.offload`` decides again.
-
-        With known rates the fastest of those that fit, by simulation: only saved tensors cross the link.
+        """The options that fit without offloading; with known rates the fastest of them, by simulation: only saved
+        tensors cross the link. ``strategies.offload`` decides again.
         """
         machine, budget = facts.machine, device_budget(facts.machine)
         rates = machine.rates if machine.has_accelerator and facts.run.forward_flops else None

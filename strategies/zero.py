@@ -16,12 +16,14 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from itertools import product
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from strategies.backends import deepspeed
-from strategies.core.facts import Facts, Precision, RunFacts, Unit
+from strategies.core.facts import Facts, Precision, RunFacts
 from strategies.core.plan import RUN, Decision, EngineSet, Kind, Plan, Reserve, Share
 from strategies.core.protocol import BITWISE, Parity, Phase, Refusal, Requirement, Strategy
 from strategies.planner.zero_bytes import SPLIT_FROM, buffers, element_bytes
@@ -69,11 +71,15 @@ class Zero(Strategy):
             yield Refusal("training.optim", run.optim, cure)
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
-        for unit in facts.units:
-            yield from self._shares(facts, unit)
+        run, sizes = facts.run, element_bytes(facts.run, self.stage)
+        for unit, kind in product(facts.units, Kind):
+            split = self.stage >= SPLIT_FROM[kind]
+            reason = f"stage {self.stage}: " + (f"1/{run.replicas} per rank" if split else "whole on every rank")
+            ways = run.replicas if split else 1
+            yield Share(unit=unit.name, reason=reason, kind=kind, ways=ways, element_bytes=sizes[kind])
         for key, value in deepspeed.zero_keys(facts, self.stage).items():
             yield EngineSet(unit=RUN, reason="zero", key=f"zero_optimization.{key}", value=value)
-        for each in buffers(facts, self.stage, facts.run.replicas):
+        for each in buffers(facts, self.stage, run.replicas):
             yield Reserve(unit=RUN, reason=each.reason, owner=each.owner, num_bytes=each.num_bytes, when=each.when)
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
@@ -82,16 +88,9 @@ class Zero(Strategy):
             deepspeed.set_leaf_modules(model, plan)
 
     def check_installed(self) -> None:
-        deepspeed.refuse_transformers(self.stage)
+        if self.stage == 3 and not deepspeed.builds_under_stage_3():
+            what = f"under it Transformers {version('transformers')} gives some weights and rotary frequencies"
+            raise Refusal("strategies.zero.stage", 3, f"{what} other values; install 5.23, or write stage 2")
 
     def refuses_weight_copies(self) -> str:
         return "strategies.zero.stage 3 gives weights back after each use" if self.stage == 3 else ""
-
-    def _shares(self, facts: Facts, unit: Unit) -> Iterator[Share]:
-        run = facts.run
-        sizes = element_bytes(run, self.stage)
-        for kind in Kind:
-            split = self.stage >= SPLIT_FROM[kind]
-            reason = f"stage {self.stage}: " + (f"1/{run.replicas} per rank" if split else "whole on every rank")
-            ways = run.replicas if split else 1
-            yield Share(unit=unit.name, reason=reason, kind=kind, ways=ways, element_bytes=sizes[kind])

@@ -26,7 +26,7 @@ from strategies.core.linears import NATIVE, Gemm, Linear, Routes, Shape, Timed
 from strategies.core.sizes import human_duration
 from strategies.planner.gemm_routes import fastest, minimal, seconds
 from strategies.report.table import table as aligned
-from trainer.machine.gemm_timing import Say, measure, timers_of, to_json
+from trainer.machine.gemm_timing import Say, measure, timers_of
 
 Case = dict[str, Any]  # as in the record
 
@@ -85,7 +85,7 @@ def judge(shape: Shape, accumulation: int, first: Timed, second: Timed, repeated
         **{f"{mode}_s": seconds_of(each) for mode, each in routes.items()},
         "repeated": repeated,
         "routes": {mode: str(routes[mode]) for mode in MODES},
-        "measurements": [to_json(first), to_json(second)],
+        "measurements": [asdict(first), asdict(second)],
     }
 
 
@@ -108,7 +108,7 @@ def merged(first: Timed, second: Timed) -> Timed:
     """The lesser seconds of two measurements of one shape."""
     other = {(gemm, route): value for gemm, route, value in second.seconds}
     both = tuple((g, r, min(value, other[g, r])) for g, r, value in first.seconds if (g, r) in other)
-    return Timed(first.shape, both, min(first.refresh_s, second.refresh_s), min(first.overhead_s, second.overhead_s))
+    return Timed(first.shape, both, min(first.refresh_s, second.refresh_s))
 
 
 def measured(shape: Shape, accumulation: int, each_s: float) -> Case:
@@ -136,13 +136,13 @@ def training_steps(model: str, length: int, accumulation: int, rounds: int, say:
     from benchmarks.harness.contenders import Plain
     from strategies.engine.forward.routed_linear import route, weights_changed
     from strategies.engine.memory import accelerator
-    from trainer.model.linear_layers import listed
+    from trainer.model.counting_alike import listed
 
     device = accelerator.current() or torch.device("cpu")
     done = work.work(model, accumulation=accumulation, rows=1, length=length)
     stock = child.llama(done).to(device).train()
     batches = child.tokens(done, device)[0]
-    with listed(stock, (), None, recomputes=False) as layers:
+    with listed(stock, (), None) as layers:
         stock(**batches[0])
     shapes = dict.fromkeys(layer.shape for layer in layers.values())
     timings = {each.shape: each for each in timed(list(shapes), 60.0, say)}

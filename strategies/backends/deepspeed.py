@@ -13,7 +13,6 @@ from strategies.backends import autotp
 from strategies.core.applied import log_applied
 from strategies.core.facts import Facts, Precision, UnitKind
 from strategies.core.plan import Plan
-from strategies.core.protocol import Refusal
 from strategies.planner.zero_bytes import bucket_elements, largest_block, live_elements
 
 STAGE_3_FROM = (5, 23)  # releases of Transformers
@@ -101,22 +100,8 @@ def set_leaf_modules(model: Any, plan: Plan) -> None:
         model.enable_input_require_grads()
 
 
-def builds_under_stage_3(transformers: str | None = None) -> bool:
-    """Whether this release (default: the installed one) builds the same model under ``deepspeed.zero.Init``.
-
-    Releases before 5.23 round rotary frequencies to bf16 there, and lose the draw of a module that initializes the
-    weights of its children (GPT-2's output projections).
+def builds_under_stage_3() -> bool:
+    """Whether the installed release builds the same model under ``deepspeed.zero.Init``: those before 5.23 round rotary
+    frequencies to bf16 there, and lose the draw of a module that initializes its children (GPT-2's projections).
     """
-    release = transformers or version("transformers")
-    return tuple(int(part) for part in release.split(".")[:2]) >= STAGE_3_FROM
-
-
-def refuse_transformers(stage: int | None, installed: str | None = None) -> None:
-    """Raise Refusal if stage 3 trains another model with this release of Transformers; see ``builds_under_stage_3``."""
-    if stage == 3 and not builds_under_stage_3(installed):
-        raise Refusal(
-            "strategies.zero.stage",
-            3,
-            f"under it Transformers {installed or version('transformers')} gives some weights and rotary frequencies "
-            f"other values; install 5.23, or write stage 2",
-        )
+    return tuple(int(part) for part in version("transformers").split(".")[:2]) >= STAGE_3_FROM

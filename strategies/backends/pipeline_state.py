@@ -62,9 +62,8 @@ def _of_all_stages(pipeline: Pipeline, mine: list[list[str]]) -> tuple[list[list
 
 
 def gathered(pipeline: Pipeline) -> dict[str, torch.Tensor]:
-    """The whole model's state dict on the host of the first stage, tied weights as one tensor; empty on others.
-
-    A collective of one copy's stages. Tensors come one at a time.
+    """The whole model's state dict on the host of the first stage, tied weights as one tensor; empty on others. A
+    collective of one copy's stages, in which tensors come one at a time.
     """
     stage, group, device = pipeline.stage, pipeline.group, pipeline.device
     whole = stage.whole.state_dict(keep_vars=True)

@@ -50,9 +50,8 @@ LossOf = Callable[[Inputs], Tensor]
 
 
 class _Part(nn.Module):
-    """One part as torch's schedules call it: the number of a micro-batch in, hidden states or a loss out.
-
-    Its weights are listed for schedules that compute their gradients apart.
+    """One part as torch's schedules call it: the number of a micro-batch in, hidden states or a loss out. Weights are
+    listed for schedules that compute their gradients apart.
     """
 
     def __init__(self, pipeline: Pipeline, part: int) -> None:

@@ -25,10 +25,7 @@ ATTENTION = "self_attn"
 
 
 def apart(model: nn.Module, grid: Grid) -> int:
-    """Let the attention of every block draw another mask on each rank of a copy; how many do. Without dropout none.
-
-    Collective in that every rank has to call it; it needs the process group.
-    """
+    """Let the attention of every block draw another mask on each rank of a copy; how many do. Without dropout none."""
     probability = getattr(getattr(model, "config", None), "attention_dropout", 0.0) or 0.0
     if grid.tensor == 1 or not probability:
         return 0

@@ -64,9 +64,7 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
 
 def put_in_place(draft: Path, folder: Path) -> None:
     """Give ``draft``, which is on the disk, the name ``folder``; an earlier folder of that name is deleted after that.
-
-    Raises:
-        OSError: it cannot be renamed, or no folder is in its place; what was there is still there.
+    Raise OSError if it cannot be renamed, or no folder is in its place; what was there is still there.
     """
     if os.path.lexists(folder):
         if not folder.is_dir():
@@ -97,9 +95,8 @@ def restore_earlier(folder: Path) -> None:
 
 @contextmanager
 def added_folder(folder: Path) -> Iterator[Path]:
-    """An empty folder to write into, which becomes ``folder`` if the block succeeds.
-
-    Several processes may make the same folder at once: the first to finish wins, and the others drop theirs.
+    """An empty folder to write into, which becomes ``folder`` if the block succeeds. Of several processes that make it
+    at once the first to finish wins, and the others drop theirs.
     """
     with _draft(folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")) as draft:
         yield draft
@@ -139,9 +136,7 @@ def sync(path: Path) -> None:
 
 def same_modes(folder: Path) -> None:
     """Give every file in ``folder`` the mode of a new file, keeping that a file may be executed. Links are left alone.
-
-    safetensors makes files that only their owner can read (0600), all else has the umask's mode: a colleague could then
-    read a checkpoint's names and not its weights.
+    safetensors makes files that only their owner can read (0600), all else has the umask's mode.
     """
     probe = folder / f".mode-{secrets.token_hex(4)}"
     probe.touch()

@@ -44,9 +44,8 @@ ORDER = tuple(Phase)
 
 
 def in_order(strategies: Mapping[str, Strategy]) -> dict[str, Strategy]:
-    """``strategies``, and those that they imply, in the order of deciding: by phase and name.
-
-    Those that another one takes over decide nothing themselves.
+    """``strategies``, and those that they imply, in the order of deciding: by phase and name. Those that another one
+    takes over are not among them.
     """
     whole = dict(strategies)
     waiting = list(whole.values())
@@ -83,12 +82,8 @@ def refusals(strategies: Mapping[str, Strategy], run: RunFacts) -> Iterator[Refu
 
 
 def compose(strategies: Mapping[str, Strategy], facts: Facts) -> Plan:
-    """The plan of ``strategies`` (by config name) for ``facts``.
-
-    Raises:
-        Conflict: two strategies answer one question differently.
-        Refusal: a strategy's options cannot work with these facts.
-        TypeError: a strategy answers a question that is not its own.
+    """The plan of ``strategies`` (by config name) for ``facts``. Raise Conflict if two of them answer one question
+    differently, Refusal if options cannot work with these facts, TypeError if an answer is not the strategy's to give.
     """
     plan = Plan.baseline(facts)
     idle: dict[str, str] = {}

@@ -4,10 +4,9 @@
     dgrad     dX = G W    tokens x outputs by  outputs x inputs
     wgrad     dW = G' X   outputs x tokens by  tokens x inputs
 
-Activations, weights and gradients are used twice and summed over another axis each time, so a matrix that is stored
-row by row is read across its rows in one of the two. A route decides how the operands of a product lie in memory when
-it is computed; the result stays the same. The *left* and *right* operands are those of the formulas above. Where the
-weight is stored as inputs x outputs (GPT-2's ``Conv1D``), wgrad is X' G, so left and right change places.
+A matrix that is stored row by row is read across its rows in one of its two products. A route decides how the operands
+lie in memory; the result stays the same. *Left* and *right* operands are those of the formulas above. Where the weight
+is stored as inputs x outputs (GPT-2's ``Conv1D``), wgrad is X' G, so left and right change places.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ class Routes:
     wgrad: Route = Route.NATIVE
 
     def of(self, gemm: Gemm) -> Route:
-        """The route of one product."""
         route: Route = getattr(self, gemm)
         return route
 
@@ -78,7 +76,7 @@ class Shape:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weight in the dtype of compute."""
+        """In the dtype of compute."""
         return self.inputs * self.outputs * ELEMENT_BYTES[self.dtype]
 
     def __str__(self) -> str:
@@ -88,41 +86,27 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """One linear layer.
-
-    Args:
-        name: dotted path inside its unit; the whole path if the unit is not a block.
-        trains: its weight needs a gradient.
-        passes_back: its input needs a gradient.
-        recomputed: forward runs once more in backward.
-        casts: the weight is kept in another dtype than the dtype of compute.
-        calls: uses in one forward.
-    """
+    """One linear layer. ``name`` is its path inside the unit, the whole path if that is no block."""
 
     name: str
     unit: str
     shape: Shape
-    trains: bool = True
-    passes_back: bool = True
-    recomputed: bool = False
-    casts: bool = False
-    calls: int = 1
+    trains: bool = True  # its weight needs a gradient
+    passes_back: bool = True  # its input needs a gradient
+    recomputed: bool = False  # forward runs once more in backward
+    casts: bool = False  # the weight is kept in another dtype than the dtype of compute
+    calls: int = 1  # in one forward
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Measured times of one shape.
-
-    Args:
-        seconds: of each product over each route, including any transposition; routes with a wrong result are missing.
-        refresh_s: to write the second copy once.
-        overhead_s: by which a routed layer is slower than a stock one in a forward and backward without any products.
+    """Seconds of each product of a shape over each route that has the right result, transpositions included, and
+    those to write the second copy once.
     """
 
     shape: Shape
     seconds: tuple[tuple[Gemm, Route, float], ...]
     refresh_s: float = 0.0
-    overhead_s: float = 0.0
 
     def of(self, gemm: Gemm) -> dict[Route, float]:
         """Seconds of one product by route."""

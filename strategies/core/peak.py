@@ -72,8 +72,7 @@ def passes_peak(units: Sequence[Saved], grads: Sequence[int], in_flight: int) ->
 
 
 def host_room(num_bytes: int, num_operators: int) -> int:
-    """Bytes to reserve on the host for outputs of so many operators, in whole pages.
-
-    Each output starts on a boundary of ALIGN_BYTES, and an operator has up to four outputs.
+    """Bytes to reserve on the host for outputs of so many operators, in whole pages: an operator has up to four outputs
+    and each starts on a boundary of ALIGN_BYTES.
     """
     return aligned(num_bytes + 4 * ALIGN_BYTES * num_operators, Home.HOST)

@@ -166,7 +166,7 @@ class Conflict(ValueError):
     """Two strategies answered one question differently."""
 
     def __init__(self, slot: Slot, first: str, second: str) -> None:
-        self.slot, self.first, self.second = slot, first, second
+        self.second = second
         super().__init__(
             f"strategies.{first} and strategies.{second} both decide {slot[0].lower()} of {' '.join(slot[1:])}, "
             f"differently: remove one of the two"

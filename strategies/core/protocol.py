@@ -94,17 +94,14 @@ class Strategy(BaseModel, ABC):
     takes_over: ClassVar[tuple[str, ...]] = ()
     needs_ranks: ClassVar[bool] = False  # it saves memory on several ranks only
 
-    @abstractmethod
     def parity(self, run: RunFacts) -> Parity:
         """How a run with this precision, clipping and accumulation must compare with the same run without it."""
+        return BITWISE
 
     @abstractmethod
     def decide(self, facts: Facts, plan: Plan) -> Iterable[Decision]:
-        """Answer this strategy's question for the units it changes. No torch, no clock, no device.
-
-        Raises:
-            Refusal: the options cannot work with these facts; the message says what would.
-            Idle: there is nothing to decide for these facts; the message says why.
+        """Answer this strategy's question for the units it changes. No torch, no clock, no device. Raise Refusal if the
+        options cannot work with these facts, and say what would; Idle if there is nothing to decide, and say why.
         """
 
     def narrowed(self, facts: Facts, rank: int) -> Facts:
@@ -118,9 +115,8 @@ class Strategy(BaseModel, ABC):
         return self
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
-        """Change the model as the plan says, before an engine gets it.
-
-        It may not rename, reorder or drop a parameter, buffer or module; the caller checks that.
+        """Change the model as the plan says, before an engine gets it; but not names, order or number of parameters,
+        buffers and modules, which the caller checks.
         """
 
     def divides(self) -> Mapping[Axis, int]:
@@ -161,10 +157,6 @@ class Strategy(BaseModel, ABC):
     def budget(self, facts: Facts) -> int | None:
         """Bytes of the device that the options allow on this machine; None: they do not say."""
         return None
-
-    def least_bytes(self, facts: Facts) -> int:
-        """Bytes that a plan with this strategy holds on device and host together, at least; 0: it does not say."""
-        return 0
 
     def suggest(self, plan: Plan) -> Sequence[str]:
         """Lines for people: changes of the config that would make a step faster, the best first."""

@@ -98,17 +98,22 @@ class Candidates:
         return list(islice((layout for layout in made if layout is not None), number))
 
     def _most_promising(self, ranked: Sequence[_Candidate]) -> list[_Candidate]:
-        """The most promising share of streamed updates of each placement, in order.
+        """The most promising share of streamed updates of each placement, in order, each with the share below it: the
+        estimate knows no waiting, so that it streams too much.
 
         Where ranks exchange what they update there is more waiting, which the estimate does not know: before them, of
         the candidates that stream nothing, the most promising one, and those with the most and the least on the host.
         """
         plain = [one for one in ranked if not one.placement.eighths] if self._request.ways > 1 else []
         by_host = sorted(plain, key=lambda one: one.placement.hosted)
-        by_placement: dict[StatePlacement, _Candidate] = {}
+        known, taken, found = {one.placement: one for one in ranked}, set[StatePlacement](), list[_Candidate]()
         for one in ranked:
-            by_placement.setdefault(replace(one.placement, eighths=0), one)
-        return list(dict.fromkeys([*plain[:1], *by_host[-1:], *by_host[:1], *by_placement.values()]))
+            bare = replace(one.placement, eighths=0)
+            if bare not in taken:
+                taken.add(bare)
+                below = known.get(replace(bare, eighths=one.placement.eighths - 1))
+                found += [one] if below is None else [one, below]
+        return list(dict.fromkeys([*plain[:1], *by_host[-1:], *by_host[:1], *found]))
 
     def _ranked(self, placements: Sequence[StatePlacement], room: int, number: int = ESTIMATED) -> list[_Candidate]:
         """Candidates that may fit, from ``number`` of the placements and from some around the most promising one of

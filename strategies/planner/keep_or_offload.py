@@ -7,11 +7,9 @@ recomputed, at some costs of a byte on the link. The real cost depends on all el
 chooses between curves. If the host is too small for what all blocks would send, only the first ones send.
 
 Positions on a grid over all curves are ranked by an estimate, which needs no layout. The best of them are worked out
-and simulated, then the midpoints to the neighbours of the fastest. The fastest position is taken; of those that are as
-fast within ``SAME`` the one that sends the least to the host, then the one that recomputes least. Working out one
-position takes about half a second for a hundred buckets, so the result is near the best position, not always at it.
-The search at smaller budgets (``monotone.py``) can make a plan slower and takes ten times as long: positions are worked
-out without it, and the ``TRIED`` fastest are compared with it.
+and simulated, then those half a step and a quarter beside the fastest. The fastest is taken; of those that are as fast
+within ``SAME`` the one that sends the least to the host, then the one that recomputes least. The search at smaller
+budgets (``monotone.py``) takes ten times as long: positions are compared without it.
 
 With unknown rates nothing can be compared: blocks are then recomputed only as far as offloading alone does not make
 them fit, and nothing saved goes to the host.
@@ -35,7 +33,6 @@ from strategies.planner.activation_policy import KeepCosts, KeepOption, Tradeoff
 from strategies.planner.addresses import place
 from strategies.planner.placement_search import PlacementSearch
 from strategies.planner.state_placement import OffloadRequest
-from strategies.planner.step_cost import seconds_of
 
 GRID = 4  # positions per curve, besides the first
 TRIED = 3  # positions that are worked out: of the curve on which nothing goes to the host, and of the others
@@ -108,16 +105,20 @@ class _Search:
     def fastest(self) -> Position:
         """The position with the shortest simulated step."""
         lengths = [len(curve.moves) for curve in self._curves]
-        grid = {(curve, length * part // GRID) for curve, length in enumerate(lengths) for part in range(1, GRID + 1)}
-        ranked = sorted({(0, 0), *grid}, key=lambda position: (self._estimate(position), position))
+        parts = ((curve, length * part // GRID) for curve, length in enumerate(lengths) for part in range(1, GRID + 1))
+        grid = {(0, 0), *(position for position in parts if position[1])}
+        ranked = sorted(grid, key=lambda position: (self._estimate(position), position))
         tried = [*self._fitting(ranked, here=True), *self._fitting(ranked, here=False)]
         if not tried:  # the least of the device: all recomputed, with inputs on the host if they may be
             curve = min(1, len(self._curves) - 1)
             return (curve, lengths[curve])
-        seconds = {position: self._simulate(position) for position in sorted(tried, key=self._seconds)[:TRIED]}
-        best = min(seconds.values())
+        for finer in (2, 4):
+            curve, at = min(tried, key=self._seconds)
+            step = lengths[curve] // (finer * GRID)
+            tried += [(curve, beside) for beside in (at - step, at + step) if 0 < beside <= lengths[curve]]
+        most = min(map(self._seconds, tried)) * (1 + SAME)
         return min(
-            (position for position in seconds if seconds[position] <= best * (1 + SAME)),
+            (position for position in tried if self._seconds(position) <= most),
             key=lambda position: (sum(option.hosted_bytes for option in self.options(position)), position[1]),
         )
 
@@ -149,13 +150,6 @@ class _Search:
     def _seconds(self, position: Position) -> float:
         found = self._quick(position)
         return found[1] if found else inf
-
-    def _simulate(self, position: Position) -> float:
-        found = self.found(position)
-        if found is None:
-            return inf
-        assert self.rates is not None
-        return seconds_of(self._kept(position).facts_as_kept(), found, self.rates)
 
     def _estimate(self, position: Position) -> float:
         try:

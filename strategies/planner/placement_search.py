@@ -181,9 +181,17 @@ class PlacementSearch:
         return self._least(self._everything, Home.HOST, self._device_room)
 
     def _least_host(self) -> Layout | None:
-        """The layout that needs the least of the host, if the search found none; None: not even that fits."""
+        """The layout that needs the least of the host, or of the device, if the search found none; None: neither fits.
+
+        Packing may need more than was counted, so that with fewer copies on the host more of the device is needed.
+        """
         here = self._here
-        return None if here is None or here.num_bytes[Home.HOST] > self._host_room else here.layout
+        if here is not None and here.num_bytes[Home.HOST] <= self._host_room:
+            return here.layout
+        if min(map(_lower_bound, self._everything)) > self._device_room:
+            return None
+        there = self._within_host
+        return None if there is None or there.num_bytes[Home.DEVICE] > self._device_room else there.layout
 
     # --- refusals ----------------------------------------------------------------------------------------------------
 

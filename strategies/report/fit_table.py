@@ -27,7 +27,6 @@ class FitRow:
     ranks: int = 1
     needed: Mapping[Home, int] = field(default_factory=dict)  # bytes on one rank; a home is left out if not known
     missing: Mapping[Home, int] = field(default_factory=dict)  # bytes beyond what may be used, where any are
-    at_least: bool = False  # both are lower bounds
     refused: str = ""  # why there is no plan, if it is not for memory
     seconds: float | None = None  # of a simulated step; None: unknown, or it does not fit
     write: tuple[str, ...] = ()  # lines of YAML, one per section; none: the config as it is
@@ -48,14 +47,10 @@ class FitRow:
 
     @property
     def lacks(self) -> str:
-        return ", ".join(f"{home.value} lacks {self._over}{human(size)}" for home, size in self.missing.items())
-
-    @property
-    def _over(self) -> str:
-        return "over " if self.at_least else ""
+        return ", ".join(f"{home.value} lacks {human(size)}" for home, size in self.missing.items())
 
     def needs(self, home: Home) -> str:
-        return f"{self._over}{human(self.needed[home])}" if home in self.needed else UNKNOWN
+        return human(self.needed[home]) if home in self.needed else UNKNOWN
 
 
 def lines(rows: Sequence[FitRow]) -> list[str]:

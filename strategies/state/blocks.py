@@ -26,9 +26,7 @@ class Columns(NamedTuple):
 
 
 class Rectangle(NamedTuple):
-    """Rows ``top`` to ``bottom`` of columns ``left`` to ``right``; its first element is element ``offset`` of a memory
-    in which rows are ``stride`` elements apart.
-    """
+    """Rows ``top`` to ``bottom`` of columns ``left`` to ``right``, in memory from ``offset`` on, ``stride`` apart."""
 
     top: int
     bottom: int

@@ -84,11 +84,8 @@ class Holder(Protocol):
     def groups(self) -> list[dict[str, Any]]:
         """Hyperparameters; ``params`` are names. The same on all ranks."""
 
-    def described(self) -> dict[str, Described]:
-        """What this rank writes something of."""
-
-    def spans(self) -> Iterator[Span]:
-        """What this rank writes: views of where the state is."""
+    def entries(self) -> Iterator[tuple[str, Described, list[Span]]]:
+        """What this rank writes, by parameter: views of where the state is."""
 
     def misfits(self, saved: Saved) -> Iterator[str]:
         """Why ``saved`` cannot be filled in, one line each."""
@@ -104,7 +101,6 @@ class Holder(Protocol):
 class Saved:
     """An opened save: what the index says, and what the files hold."""
 
-    folder: Path
     rule: str
     param_groups: list[dict[str, Any]]
     parameters: Mapping[str, Described]
@@ -150,13 +146,18 @@ class Weights:
 
 def write_part(folder: Path, holder: Holder, more: Iterable[Span], *, rank: int, ranks: int, hashed: bool) -> None:
     """Write what this rank holds, and ``more``, into ``folder``, which exists."""
-    described, more = holder.described(), list(more)
+    described: dict[str, Described] = {}
+    held: list[Span] = []
+    for name, each, some in holder.entries():
+        described[name] = each
+        held += some
     for span in more:
+        held.append(span)
         known = described.get(span.name, Described(span.shape, _name_of(span.tensor), {}, {}))
         tensors = {**known.tensors, span.kind: span.shape}
         described[span.name] = Described(known.shape, known.dtype, known.numbers, tensors)
     files: dict[str, Any] = {}
-    for number, part in enumerate(spans.parts([*holder.spans(), *more]), start=1):
+    for number, part in enumerate(spans.parts(held), start=1):
         name = f"optimizer-{rank:05}-of-{ranks:05}-{number:03}.safetensors"
         size, digest = spans.write(folder / name, part, hashed=hashed)
         files[name] = {"bytes": size, "sha256": digest}
@@ -237,7 +238,7 @@ def opened(folder: Path, *, hashes: bool = False) -> Saved:
     if complaints:
         raise SpanError(complaints[0])
     groups = [group.model_dump() for group in index.param_groups]
-    return Saved(folder, index.rule, groups, parameters, index.extra, store)
+    return Saved(index.rule, groups, parameters, index.extra, store)
 
 
 def _signed(path: Path, kind: type[M]) -> M:

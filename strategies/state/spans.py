@@ -216,14 +216,9 @@ class Store:
         columns: Columns | None = None,
         rounding: bool = False,
     ) -> None:
-        """Fill ``into`` with the elements from ``start`` on; it may be on any device.
-
-        Args:
-            columns: ``start`` counts in these columns alone, which are all that is read.
-            rounding: allow another dtype that cannot hold every value.
-
-        Raises:
-            SpanError: an element is in no span, the dtype does not fit, or a file ends early.
+        """Fill ``into``, on any device, with the elements from ``start`` on; of ``columns`` alone, if given, in which
+        ``start`` then counts. Raise SpanError if one is in no span, if a file ends early, or if the dtype of ``into``
+        cannot hold every value, unless ``rounding`` is allowed.
         """
         if not into.is_contiguous():
             made = torch.empty(into.shape, dtype=into.dtype, device=into.device)

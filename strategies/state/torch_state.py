@@ -50,11 +50,6 @@ class Held:
     copied: bool = False
 
     @property
-    def is_master(self) -> bool:
-        """Whether it has more digits than the weights."""
-        return self.copied and self.dtype != "float32"
-
-    @property
     def is_parameter(self) -> bool:
         return len(self.pieces) == 1 and tuple(self.tensor.shape) == self.pieces[0].shape
 
@@ -63,10 +58,6 @@ class Held:
         if self.is_parameter or piece.count == tensor.numel():
             return tensor
         return tensor.detach().view(-1)[piece.offset : piece.offset + piece.count]
-
-    def shape_of(self, tensor: Tensor, piece: Piece) -> tuple[int, ...]:
-        """The shape that state like ``tensor`` has for the whole parameter."""
-        return tuple(tensor.shape) if self.is_parameter else piece.shape
 
 
 class TorchState:
@@ -91,27 +82,25 @@ class TorchState:
         named = zip(self._optimizer.param_groups, self._groups, strict=True)
         return [{**group, "params": list(names)} for group, names in named]
 
-    def described(self) -> dict[str, Described]:
-        found: dict[str, Described] = {}
-        for held, piece in _written(self._held):
-            tensors, numbers = self._state_of(held)
-            shapes = {kind: held.shape_of(tensor, piece) for kind, tensor in tensors.items()}
-            found[piece.name] = Described(piece.shape, held.dtype, numbers, shapes)
-        return found
-
-    def spans(self) -> Iterator[Span]:
-        for held, piece in _written(self._held):
-            for kind, tensor in self._state_of(held)[0].items():
-                yield from _spans(kind, held.shape_of(tensor, piece), piece, held.part(tensor, piece))
+    def entries(self) -> Iterator[tuple[str, Described, list[Span]]]:
+        for held in self._held:
+            mine = [piece for piece in held.pieces if piece.written]
+            tensors, numbers = self._state_of(held) if mine else ({}, {})
+            for piece in mine:
+                shapes = {kind: tuple(it.shape) if held.is_parameter else piece.shape for kind, it in tensors.items()}
+                parts = ((kind, held.part(tensor, piece)) for kind, tensor in tensors.items())
+                some = [span for kind, part in parts for span in _spans(kind, shapes[kind], piece, part)]
+                yield piece.name, Described(piece.shape, held.dtype, numbers, shapes), some
 
     def weight_spans(self, names: set[str]) -> Iterator[Span]:
-        for held, piece in _written(self._weights):
-            if piece.name in names:
-                yield from _spans(WEIGHT, piece.shape, piece, held.part(held.tensor, piece))
+        for held in self._weights:
+            for piece in held.pieces:
+                if piece.written and piece.name in names:
+                    yield from _spans(WEIGHT, piece.shape, piece, held.part(held.tensor, piece))
 
     def _state_of(self, held: Held) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Tensors and numbers of what is held; a master is one of the tensors."""
-        tensors: dict[str, Tensor] = {MASTER: held.tensor} if held.is_master else {}
+        tensors: dict[str, Tensor] = {MASTER: held.tensor} if held.copied and held.dtype != "float32" else {}
         numbers: dict[str, float] = {}
         for key, value in self._optimizer.state.get(held.tensor, {}).items():
             if isinstance(value, Tensor) and (value.dim() > 0 or (held.tensor.dim() == 0 and key != "step")):
@@ -176,10 +165,6 @@ class TorchState:
             for piece in each.pieces:
                 if each.copied or weights.find(piece.name) is not None:
                     weights.read(piece.name, piece.start, each.part(each.tensor.detach(), piece), piece.columns)
-
-
-def _written(some: Sequence[Held]) -> Iterator[tuple[Held, Piece]]:
-    return ((held, piece) for held in some for piece in held.pieces if piece.written)
 
 
 def _spans(kind: str, shape: tuple[int, ...], what: Piece, tensor: Tensor) -> Iterator[Span]:

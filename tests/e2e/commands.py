@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,15 +23,9 @@ PYTHON = str(BIN / "python")
 TRAIN = "launch/train.py"
 
 MODEL = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "attention_dropout": 0.1,
-}
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "attention_dropout": 0.1,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -79,11 +73,8 @@ def environment(**more: str) -> dict[str, str]:
 class Job:
     """A command that runs in a session of its own, so that all of it can be killed at once."""
 
-    def __init__(self, pid: int, out: Path, err: Path) -> None:
-        self.pid, self._out, self._err, self._began_s = pid, out, err, time.monotonic()
-
-    def poll(self) -> int | None:
-        raise NotImplementedError
+    def __init__(self, pid: int, out: Path, err: Path, poll: Callable[[], int | None]) -> None:
+        self.pid, self.poll, self._out, self._err, self._began_s = pid, poll, out, err, time.monotonic()
 
     @property
     def text(self) -> str:
@@ -125,31 +116,15 @@ class Job:
         return Result(code, self._out.read_text(), self._err.read_text(), seconds)
 
 
-class Command(Job):
+def started(command: Sequence[str], folder: Path, **variables: str) -> Job:
     """Any program."""
-
-    def __init__(self, command: Sequence[str], folder: Path, **variables: str) -> None:
-        out, err = _outputs(folder)
-        with out.open("w") as stdout, err.open("w") as stderr:
-            self._process = subprocess.Popen(
-                list(command), stdout=stdout, stderr=stderr, stdin=subprocess.DEVNULL, cwd=REPO,
-                env=environment(**variables), start_new_session=True,
-            )  # fmt: skip
-        super().__init__(self._process.pid, out, err)
-
-    def poll(self) -> int | None:
-        return self._process.poll()
-
-
-class Forked(Job):
-    """``launch/train.py`` on ranks of the server."""
-
-    def __init__(self, pid: int, out: Path, err: Path, code: Path) -> None:
-        super().__init__(pid, out, err)
-        self._code = code
-
-    def poll(self) -> int | None:
-        return int(self._code.read_text()) if self._code.exists() else None
+    out, err = _outputs(folder)
+    with out.open("w") as stdout, err.open("w") as stderr:
+        process = subprocess.Popen(
+            list(command), stdout=stdout, stderr=stderr, stdin=subprocess.DEVNULL, cwd=REPO,
+            env=environment(**variables), start_new_session=True,
+        )  # fmt: skip
+    return Job(process.pid, out, err, process.poll)
 
 
 class Server:
@@ -165,7 +140,8 @@ class Server:
         while (line := self._process.stdout.readline()) != "ready\n":
             assert line, "the server of ranks did not start"
 
-    def start(self, num_ranks: int, arguments: Sequence[str], folder: Path, *, to_the_end: bool = False) -> Forked:
+    def start(self, num_ranks: int, arguments: Sequence[str], folder: Path, *, to_the_end: bool = False) -> Job:
+        """``launch/train.py`` on ranks of the server."""
         assert self._process.stdin is not None and self._process.stdout is not None
         out, err = _outputs(folder)
         code, port = out.with_name("code"), str(free_port())
@@ -175,7 +151,8 @@ class Server:
         job |= {"to_the_end": to_the_end}
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
-        return Forked(int(self._process.stdout.readline()), out, err, code)
+        pid = int(self._process.stdout.readline())
+        return Job(pid, out, err, lambda: int(code.read_text()) if code.exists() else None)
 
     def run(self, num_ranks: int, config: Path, *overrides: str, to_the_end: bool = False) -> Result:
         arguments = ["--config", str(config), *overrides]
@@ -197,7 +174,7 @@ def _outputs(folder: Path) -> tuple[Path, Path]:
 
 def run(command: Sequence[str], folder: Path, timeout_s: float = 180.0, **variables: str) -> Result:
     """A program, to its end."""
-    return Command(command, folder, **variables).wait(timeout_s)
+    return started(command, folder, **variables).wait(timeout_s)
 
 
 def launcher(name: str, num_ranks: int) -> list[str]:
@@ -237,16 +214,11 @@ def write_config(folder: Path, **sections: Mapping[str, Any]) -> Path:
         "model": {"config": MODEL, "tokenizer": {"train": "bpe", "vocab_size": 512}},
         "data": {"path": str(folder / "text.jsonl"), "max_length": 64},
         "training": {
-            "output_dir": str(folder / "run"),
-            "learning_rate": 1e-2,
-            "per_device_train_batch_size": 2,
-            "max_steps": 4,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": "none",
+            "output_dir": str(folder / "run"), "learning_rate": 1e-2, "per_device_train_batch_size": 2,
+            "max_steps": 4, "logging_steps": 1, "save_strategy": "no", "report_to": "none",
         },
         "strategies": {},
-    }
+    }  # fmt: skip
     for name, section in sections.items():
         config[name] |= section
         config[name] = {key: value for key, value in config[name].items() if value is not None}

@@ -17,22 +17,13 @@ STEPS = 42  # of 4 per epoch on one rank, so the last epoch is not whole
 def config_in(folder: Path, strategies: dict[str, Any] | None = None, **training: Any) -> Path:
     """Dropout, shuffling over several epochs, a rate that does not end at 0; a checkpoint when one is asked for."""
     write_text_data(folder / "few.jsonl", num_rows=15)
-    return write_config(
-        folder,
-        data={"path": str(folder / "few.jsonl")},
-        training={
-            "max_steps": STEPS,
-            "save_strategy": "steps",
-            "save_steps": 10 * STEPS,
-            "gradient_accumulation_steps": 2,
-            "lr_scheduler_type": "constant_with_warmup",
-            "warmup_steps": 3,
-            "learning_rate": 1e-3,
-            "resume_from_checkpoint": "auto",
-            **training,
-        },
-        strategies=strategies or {},
-    )
+    usual = {
+        "max_steps": STEPS, "save_strategy": "steps", "save_steps": 10 * STEPS, "gradient_accumulation_steps": 2,
+        "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3, "learning_rate": 1e-3,
+        "resume_from_checkpoint": "auto",
+    }  # fmt: skip
+    data = {"path": str(folder / "few.jsonl")}
+    return write_config(folder, data=data, training={**usual, **training}, strategies=strategies or {})
 
 
 def start(server: Server, num_ranks: int, config: Path, *overrides: str) -> Job:

@@ -41,7 +41,8 @@ def main() -> int:
 def lead(job: dict[str, Any]) -> int:
     """The launcher of one job; returns in its ranks, too, with what the command returned."""
     os.setsid()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number in (signal.SIGCHLD, signal.SIGHUP):  # the tests themselves may run under nohup
+        signal.signal(number, signal.SIG_DFL)
     for number, name in ((0, os.devnull), (1, job["out"]), (2, job["err"])):
         file = os.open(name, os.O_RDONLY if number == 0 else os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
         os.dup2(file, number)

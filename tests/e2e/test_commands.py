@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import bench, cli
+from launch import bench, cli, plan, verify
 from tests.e2e.commands import PYTHON, REPO, TRAIN, run, write_config
 from tests.e2e.test_errors import MEASURED, without_torch
 from tests.helpers.releases import needs_stage_3
@@ -51,6 +51,7 @@ def test_the_command_deepstow(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "did you mean 'h100-pcie5'?" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_plan_of_a_70_b_model(tmp_path: Path) -> None:
     """On any laptop: no weights, no GPU, two gigabytes."""
     written = tmp_path / "plan.json"
@@ -69,41 +70,22 @@ def test_plan_of_a_70_b_model(tmp_path: Path) -> None:
 
 
 def test_plan_refuses_what_it_does_not_know(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from launch.plan import main
-
     config = str(write_config(tmp_path))
 
     def refused(*arguments: str) -> str:
-        assert main(["--config", config, *arguments]) == 2
+        assert plan.main(["--config", config, *arguments]) == 2
         return capsys.readouterr().err
 
-    (line,) = refused("--profile", "h100-pcie").splitlines()
-    assert line.endswith("did you mean 'h100-pcie5'?")
     said = refused("--explain", "model.layers.7", "--json", "/no/such/folder/x")
     assert said.startswith("--explain model.layers.7: no such unit; the units are embedding, ")
     assert refused("--json", "/proc/no/plan.json") == "--json /proc/no/plan.json: No such file or directory\n"
 
 
 @needs_stage_3
+@pytest.mark.slow
 @pytest.mark.ranks
-def test_verify_compares_and_judges_by_what_is_declared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    from launch import verify as command
-    from trainer.verify import verify
-    from trainer.verify.differences import Difference
-
-    config = write_config(tmp_path, strategies={"zero": {"stage": 3}})
-    assert command.main(["--config", str(config), "--steps", "2", "training.max_grad_norm=0"]) == 0
+def test_verify(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = str(write_config(tmp_path, strategies={"zero": {"stage": 3}}))
+    assert verify.main(["--config", config, "--steps", "2", "training.max_grad_norm=0"]) == 0
     found = capfd.readouterr()
     assert found.out.splitlines()[-1] == "bitwise equal" and found.err == ""
-
-    def judged(relative: float, clipping: float) -> tuple[int, str]:
-        difference = Difference(name="lm_head.weight", num_different=3, num_elements=9, relative=relative)
-        monkeypatch.setattr(verify, "verify", lambda *_: [difference])
-        code = command.main(["--config", str(config), f"training.max_grad_norm={clipping}", "--ranks", "2"])
-        return code, capfd.readouterr().out.splitlines()[-1]
-
-    assert judged(1e-3, clipping=0.0) == (1, "NOT equal: 1.0e-03 of the largest weight, 0e+00 is declared")
-    assert judged(1e-7, clipping=1.0)[1].startswith("equal within the declared 1e-")
-    assert judged(1e-7, clipping=1.0)[0] == 0 and judged(1e-1, clipping=1.0)[0] == 1

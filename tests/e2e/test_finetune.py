@@ -39,7 +39,7 @@ def opened(export: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("packing", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["padded", "packed"])
 def test_completions(server: Server, pretrained: Path, tmp_path: Path, packing: bool) -> None:
     data = {"path": "pydoc", "name": "pairs", "packing": packing, "eval_fraction": 0.1}
     config = finetuning(tmp_path, pretrained, data)

@@ -17,11 +17,7 @@ from tests.helpers.releases import HIGHEST_STAGE
 pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 
 STEPS = 4
-RUNS = [
-    ("python", 1, None),
-    ("deepspeed", 2, 2),
-    ("accelerate", 1, HIGHEST_STAGE),
-]
+RUNS = [("python", 1, None), ("deepspeed", 2, 2), ("accelerate", 1, HIGHEST_STAGE)]
 IDS = [f"{name}-{num_ranks}" for name, num_ranks, _ in RUNS]
 
 LAUNCHERS_OWN = {
@@ -73,20 +69,12 @@ class Finished(NamedTuple):
 def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
     name, num_ranks, stage = request.param
     folder = tmp_path_factory.mktemp(f"{name}-{num_ranks}")
-    config = write_config(
-        folder,
-        data={"eval_fraction": 0.1},
-        training={
-            "max_grad_norm": 0.0,
-            "save_strategy": "steps",
-            "save_steps": STEPS,
-            "eval_strategy": "steps",
-            "eval_steps": STEPS,
-            "eval_on_start": True,
-            "report_to": "tensorboard",
-        },
-        strategies={} if stage is None else {"zero": {"stage": stage}},
-    )
+    training = {
+        "max_grad_norm": 0.0, "save_strategy": "steps", "save_steps": STEPS, "eval_strategy": "steps",
+        "eval_steps": STEPS, "eval_on_start": True, "report_to": "tensorboard",
+    }  # fmt: skip
+    strategies = {} if stage is None else {"zero": {"stage": stage}}
+    config = write_config(folder, data={"eval_fraction": 0.1}, training=training, strategies=strategies)
     command = [*launcher(name, num_ranks), TRAIN, "--config", str(config)]
     result = run(command, folder).check().quiet()
     if name == "deepspeed":
@@ -103,10 +91,8 @@ def strange(launched_by: str, text: str) -> list[str]:
 
 
 def test_every_line_is_ours_or_the_launchers(finished: Finished) -> None:
+    """The plan comes first and once, and the end says where things are."""
     assert strange(finished.launcher, finished.result.text) == []
-
-
-def test_the_plan_comes_first_and_once_and_the_end_says_where_things_are(finished: Finished) -> None:
     begins = [line.split(" ")[0] for line in finished.lines]
     assert begins.count("plan:") == 1 and begins.index("plan:") < begins.index("step")
     assert [line.split("  ")[0] for line in finished.lines if line.startswith("step ")] == [

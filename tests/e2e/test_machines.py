@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.commands import BIN, MODEL, TRAIN, Command, Server, digest, free_port, metrics, write_config
+from tests.e2e.commands import BIN, MODEL, TRAIN, Job, Server, digest, free_port, metrics, started, write_config
 from tests.e2e.test_launchers import strange
 
 pytestmark = pytest.mark.slow
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 SECTION = {"config": MODEL | {"attention_dropout": 0.0}}  # stages draw numbers of their own
 
 
-def launched(by: str, config: Path, folder: Path) -> list[Command]:
+def launched(by: str, config: Path, folder: Path) -> list[Job]:
     """One rank on each of two "machines", which ``by`` starts one by one."""
     meet = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
     hosts = folder / "hosts"
@@ -24,7 +24,7 @@ def launched(by: str, config: Path, folder: Path) -> list[Command]:
         "deepspeed": ["--hostfile", str(hosts), "--no_ssh"],
     }[by]
     return [
-        Command(
+        started(
             [str(BIN / by), *where, *meet, "--node_rank", str(node), TRAIN, "--config", str(config)],
             folder / f"node-{node}",
             OMP_NUM_THREADS="1",

@@ -51,6 +51,7 @@ def test_a_copy_in_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "weights travel" in lines[2] and lines[2].endswith("against plain training: bitwise equal")
 
 
+@pytest.mark.slow
 def test_in_bf16_the_engine_equals_itself_with_the_optimizer_of_the_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

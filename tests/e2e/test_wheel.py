@@ -78,12 +78,14 @@ def test_the_wheel_has_every_module(wheel: Path) -> None:
     assert names == there
 
 
+@pytest.mark.slow
 def test_all_that_a_program_can_call(elsewhere: Callable[..., Result], tmp_path: Path) -> None:
     found = elsewhere("python", "-c", PROGRAM, str(write_config(tmp_path))).check().quiet()
     assert "/env/" in found.out and "that is PyTorch's name" in found.err
     assert found.lines("ok   python") and found.lines("ok   torch")
 
 
+@pytest.mark.slow
 def test_the_command(elsewhere: Callable[..., Result], tmp_path: Path) -> None:
     assert elsewhere("deepstow", "--version").check().out.startswith("deepstow 0.")
     config = write_config(tmp_path, training={"max_steps": 1})

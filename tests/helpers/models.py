@@ -72,6 +72,23 @@ def _from_hub(kind: str, tied: bool, dtype: torch.dtype) -> nn.Module:
     return model
 
 
+def causal(kind: str, attention: str | None = None, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """A causal language model of Hugging Face's with the same random weights each time."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    kernel = {"attn_implementation": attention} if attention else {}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options), dtype=dtype, **kernel).train()
+
+
+def padded(words: int, length: int = 64) -> dict[str, Tensor]:
+    """Two rows, one with padding: without any Transformers makes no mask, which a fake run cannot know."""
+    ids = torch.randint(0, words, (2, length), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, -length // 4 :] = 0
+    return {"input_ids": ids, "labels": ids, "attention_mask": mask}
+
+
 def tokens(kind: str, count: int) -> list[dict[str, Tensor]]:
     """The same random batches each time; so few tokens for a mixture that some expert gets none."""
     if kind in ODD:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from strategies.core.compose import compose
@@ -18,6 +17,7 @@ from strategies.core.plan import Home, Plan
 from strategies.core.registry import find
 from strategies.engine.forward.checkpointing import checkpointed, room_of
 from tests.helpers.live import Live
+from tests.helpers.models import causal, padded
 from trainer.machine.probe import probe
 from trainer.model.counting import flop_formulas
 from trainer.planning.plan_for import plan_for
@@ -37,25 +37,14 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 
 
 def model_of(name: str, attention: str, dtype: torch.dtype = torch.float32) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(name, **CONFIGS[name], use_cache=False)
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype).train()
-
-
-def batch() -> dict[str, Tensor]:
-    ids = torch.randint(0, 32, (2, 64), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(ids)
-    mask[1, 50:] = 0  # without padding Transformers makes no mask, which a fake run cannot know
-    return {"input_ids": ids, "labels": ids, "attention_mask": mask}
+    return causal(name, attention, dtype, **CONFIGS[name], use_cache=False)
 
 
 @cache
 def facts_of(name: str, attention: str, dtype: torch.dtype) -> Facts:
     """Counted once for all policies."""
     model = model_of(name, attention, dtype)
-    return plan_for(model, batch=batch(), accumulation=2, max_grad_norm=None, machine=MACHINE).facts
+    return plan_for(model, batch=padded(32), accumulation=2, max_grad_norm=None, machine=MACHINE).facts
 
 
 def plan_of(facts: Facts, policy: str) -> Plan:
@@ -73,7 +62,7 @@ def decided(facts: Facts, policy: str) -> Plan:
 def recomputed(name: str, attention: str, policy: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Plan]:
     model, plan = model_of(name, attention, dtype), plan_of(facts_of(name, attention, dtype), policy)
     find("recompute")(**OPTIONS[policy]).apply(model, plan)
-    model(**batch()).loss.backward()  # the first forward only looks
+    model(**padded(32)).loss.backward()  # the first forward only looks
     return model, plan
 
 
@@ -92,7 +81,7 @@ def test_bytes_kept_and_the_peak_are_as_predicted(name: str, attention: str, dty
     for policy in OPTIONS:
         model, plan = recomputed(name, attention, policy, dtype)
         with Live() as live:
-            loss = model(**batch()).loss
+            loss = model(**padded(32)).loss
             kept[policy] = live.num_bytes
             loss.backward()
         predicted = sum(plan.saved_bytes(unit.name) for unit in plan.facts.units)
@@ -112,7 +101,7 @@ def test_the_host_has_room_for_what_waits_there(name: str, attention: str) -> No
         assert room is not None and room.num_refused == 0
         keeps = [plan.keep(unit.name) for unit in plan.facts.units]
         assert [bool(keep.hosted) for keep in keeps] == [False, True, True, True, False, False]  # not the last block
-        model(**batch())
+        model(**padded(32))
         sent = sum(keep.hosted_bytes for keep in keeps)
         assert sent <= max(end for end, _ in room._slots) <= plan.hosted_bytes()
         assert plan.hosted_bytes() - sent <= sum(2048 * len(keep.hosted) + PAGE_BYTES for keep in keeps if keep.hosted)
@@ -127,7 +116,7 @@ def test_the_plan_check_counts_the_same(policy: str) -> None:
     predicted = sum(plan.saved_bytes(unit.name) for unit in plan.facts.units)
     for _ in range(2):  # the first forward keeps nothing, and is counted as if it did
         with count_saved(model) as storages:
-            model(**batch())
+            model(**padded(32))
         assert sum(storages.values()) == pytest.approx(predicted, rel=0.01)
     assert all(found.watch is None for module in model.modules() if (found := checkpointed(module)))
 
@@ -138,7 +127,7 @@ def test_operations_of_backward_are_exact(name: str, attention: str) -> None:
     def flops(policy: str) -> tuple[int, int, Plan]:
         model, plan = recomputed(name, attention, policy)
         with FlopCounterMode(display=False, custom_mapping=flop_formulas()) as forward:
-            loss = model(**batch()).loss
+            loss = model(**padded(32)).loss
         with FlopCounterMode(display=False, custom_mapping=flop_formulas()) as backward:
             loss.backward()
         return forward.get_total_flops(), backward.get_total_flops(), plan

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from strategies.core.compose import compose
 from strategies.core.facts import Facts
@@ -19,6 +19,7 @@ from strategies.core.plan import CHUNKS, Kind, Plan
 from strategies.core.registry import find
 from strategies.engine.forward import chunked_loss
 from tests.helpers.live import Everything
+from tests.helpers.models import causal, padded
 from trainer.machine.probe import probe
 from trainer.planning.plan_for import plan_for
 
@@ -41,25 +42,14 @@ STRATEGIES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 
 
 def model_of(name: str, dtype: torch.dtype) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     kind, options = MODELS[name]
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **options, use_cache=False)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype).train()
-
-
-def batch(words: int) -> dict[str, Tensor]:
-    ids = torch.randint(0, words, (2, 64), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(ids)
-    mask[1, 50:] = 0
-    return {"input_ids": ids, "labels": ids, "attention_mask": mask}
+    return causal(kind, "eager", dtype, **options, use_cache=False)
 
 
 @cache
 def facts_of(name: str, dtype: torch.dtype) -> Facts:
     model = model_of(name, dtype)
-    facts = plan_for(model, batch=batch(model.config.vocab_size), max_grad_norm=None, machine=MACHINE).facts
+    facts = plan_for(model, batch=padded(model.config.vocab_size), max_grad_norm=None, machine=MACHINE).facts
     return replace(facts, run=replace(facts.run, trained_bytes=dtype.itemsize))  # plain training, without masters
 
 
@@ -69,14 +59,14 @@ def prepared(name: str, dtype: torch.dtype, strategy: str) -> tuple[Any, Plan]:
     plan = compose(chosen, facts)
     for each in chosen.values():
         each.apply(model, plan)
-    model(**batch(model.config.vocab_size)).loss.backward()  # a block's first forward only looks
+    model(**padded(model.config.vocab_size)).loss.backward()  # a block's first forward only looks
     return model, plan
 
 
 def measured(model: nn.Module, *, lands: bool) -> tuple[int, int, int]:
     """Bytes that are saved, and at the peaks of forward and of backward. ``lands``: gradients are taken away."""
     config: Any = model.config
-    inputs = batch(config.vocab_size)
+    inputs = padded(config.vocab_size)
     model.zero_grad()
     for param in model.parameters() if lands else ():
         param.register_post_accumulate_grad_hook(lambda own: setattr(own, "grad", None))

@@ -14,6 +14,7 @@ from strategies.core.registry import find
 from strategies.engine import stow
 from strategies.engine.forward import chunked_loss
 from strategies.engine.tensors.nested import same_bits
+from tests.helpers.models import causal
 from trainer.machine.probe import probe
 from trainer.model.build import with_lora
 from trainer.planning.plan_for import plan_for
@@ -44,12 +45,8 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def model_of(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     kind, options = MODELS[name]
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **options)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype).eval()  # no dropout
+    return causal(kind, "eager", dtype, **options).eval()  # no dropout
 
 
 def batch(rows: int = 2, tokens: int = 37) -> dict[str, Tensor]:

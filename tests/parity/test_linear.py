@@ -99,10 +99,8 @@ def test_alone(case: str, wanted: Routes, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("other", "wanted", "case"),
     [
-        ({"zero": {"stage": 0}}, COPIES, "llama, accumulation"),
         ({"zero": {"stage": 1}}, COPIES, "llama, bf16"),
         ({"zero": {"stage": 2}}, COPIES, "llama, accumulation"),
-        pytest.param({"zero": {"stage": 3}}, TURNED, "llama, accumulation", marks=needs_stage_3),
         pytest.param({"zero": {"stage": 3}}, TURNED, "gpt2, checkpointing", marks=needs_stage_3),
         ({"offload": {"site": "host", "weights": "streamed"}}, TURNED, "gpt2, checkpointing"),
         ({"offload": {"site": "streamed"}, "buffers": {"debug": True}}, TURNED, "llama, bf16"),

@@ -82,7 +82,7 @@ def test_every_budget_trains_the_same_bits(model: str, machine: str, loop: dict[
         transfer = (Delayed, RaceDetector)[number % 2]()
         assert differences(wanted, stowed(build(model), plan, batches, transfer=transfer, **loop)) == []
     assert fitted >= 4 and travelling >= 1
-    assert Site.HOST in sites and (direct > 0) is (model == "words")
+    assert Site.HOST in sites and (direct > 0 or model != "words")
     if loop["max_norm"]:  # without clipping the CPU's updates are hidden here, and the device's are not
         assert Site.DEVICE in sites, "the planner had something to decide"
     if machine == "slow cpu":

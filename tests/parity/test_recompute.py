@@ -23,7 +23,7 @@ from strategies.engine.forward.activations import HostRoom, arena_of_saved
 from strategies.engine.forward.checkpointing import checkpoint_blocks, checkpointed, recompute
 from strategies.engine.transfer.transfer import Delayed
 from tests.helpers.engine import STEPS, differences, plain, plan_of, stowed
-from tests.helpers.models import Odd, Spec, build, odd_batches, tokens
+from tests.helpers.models import Odd, Spec, build, causal, odd_batches, tokens
 from tests.helpers.pairwise import Table
 from tests.helpers.releases import needs_stage_3
 from tests.helpers.tiny import MODELS
@@ -60,16 +60,11 @@ pytestmark = [
 
 def made(name: str, dropout: bool, attention: str, dtype: torch.dtype) -> Any:
     """Three blocks with the same random weights each time. Dropout is 0 but where it is asked for."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     given = {**MODELS[name], **dict.fromkeys(("n_layer", "num_hidden_layers"), 3)}
     given.pop("num_hidden_layers" if "n_layer" in MODELS[name] else "n_layer")
     zeros = dict.fromkeys(DROPOUT.get(name, {"attention_dropout": 0.0}), 0.0)
     given |= DROPOUT.get(name, {"attention_dropout": 0.1}) if dropout else zeros
-    config = AutoConfig.for_model(given.pop("model_type"), **given)
-    torch.manual_seed(0)
-    kernel = {} if name == "bloom" else {"attn_implementation": attention}
-    return AutoModelForCausalLM.from_config(config, dtype=dtype, **kernel).train()
+    return causal(given.pop("model_type"), None if name == "bloom" else attention, dtype, **given)
 
 
 def micro_batches() -> list[dict[str, Tensor]]:

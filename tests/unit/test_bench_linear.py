@@ -10,13 +10,20 @@ from typing import Any
 import pytest
 
 from benchmarks.harness import linear, processes
-from benchmarks.harness.linear import judge, merged, missed, promising, summary, table, wanted
+from benchmarks.harness.linear import judge, merged, promising, summary, table, wanted
 from benchmarks.harness.record import answer
 from launch import bench
 from strategies.core.linears import LEGAL, Gemm, Route, Routes, Shape, Timed
+from strategies.planner import gemm_routes
 from trainer.errors import ConfigError, ExitCode
 
 SHAPE = Shape(4, 8, 6, "out_in", "float32")
+
+
+@pytest.fixture(autouse=True)
+def routing_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that numbers are round."""
+    monkeypatch.setattr(gemm_routes, "ROUTING_S", 0.0)
 
 
 def timing(**faster: float) -> Timed:
@@ -53,13 +60,6 @@ def test_routes_are_chosen_by_one_measurement_and_judged_by_the_other() -> None:
     assert case["routes"] == {"minimal": native, "adaptive": str(Routes(forward=Route.FLIP)), "best": native}
     assert case["adaptive_s"] == pytest.approx(0.032) and case["native_s"] == pytest.approx(0.030)
     assert not promising(case)
-
-
-def test_what_was_not_found_is_missed() -> None:
-    case = judged(1, timing(), timing(dgrad_left=5.0))
-    assert promising(case) and missed(case)
-    case = judged(1, timing(dgrad_left=6.0), timing(dgrad_left=5.0))
-    assert promising(case) and not missed(case)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_an_interrupted_run_keeps_its_cases(tmp_path: Path, monkeypatch: pytest.
     (folder,) = tmp_path.iterdir()
     record = json.loads((folder / "record.json").read_text())
     assert record["command"] == "the command" and len(record["cases"]) == 1
-    assert set(record["cases"][0]["measurements"][0]) == {"forward", "dgrad", "wgrad", "refresh", "overhead"}
+    assert set(record["cases"][0]["measurements"][0]) == {"shape", "seconds", "refresh_s"}
     assert "| all: 1 | adaptive |" in squeezed([(folder / "table.md").read_text()])
 
 

@@ -51,25 +51,16 @@ def test_marks_stand_at_the_borders_of_blocks(recompute: bool) -> None:
     forward = [mark for name in names for mark in (("in", name), ("out", name))]
     backward = [mark for name in reversed(names) for mark in (("back", name), ("done", name))]
     assert order == [("start", ""), *forward, ("end", ""), *backward]
+    assert not any(block._forward_hooks or block._forward_pre_hooks for block in clock.blocks.values())
     found = clock.seconds()
     assert found == UnitTimes((1.0, block_timing.LEAST), (1.0, 1.0), (1.0, 1.0), "")
 
 
-def test_hooks_are_gone_afterwards() -> None:
-    clock = timed()
-    before = dict(clock.marks)
-    for block in clock.blocks.values():
-        assert not block._forward_hooks and not block._forward_pre_hooks
-    assert clock.marks == before
-
-
-def test_a_frozen_embedding_leaves_the_first_block_out() -> None:
-    found = timed(trains=lambda name: "embed" not in name).seconds()
+def test_what_is_not_trained_is_not_timed() -> None:
+    """A frozen embedding leaves the first block out."""
+    clock = timed(trains=lambda name: "embed" not in name)
+    found = clock.seconds()
     assert found is not None and found.block == (1.0, 1.0)
-
-
-def test_nothing_trained_is_nothing_timed() -> None:
-    clock = timed()
     clock.marks = {key: value for key, value in clock.marks.items() if key[0] not in ("back", "done")}
     assert clock.seconds() is None
 
@@ -82,13 +73,8 @@ def test_what_was_computed_again_is_taken_off_and_added_as_counted() -> None:
     block = next(i for i, unit in enumerate(again.units) if unit.kind is UnitKind.BLOCK)
     assert unit_seconds(replace(again, unit_times=measured), FAST)[block] == (2.0, 6.0)
     assert unit_seconds(replace(plain, unit_times=measured), FAST)[block] == (2.0, 4.0)
-
-
-def test_a_plan_with_timings_is_priced_by_them() -> None:
-    facts = replace(known(FAST), unit_times=TIMES)
-    priced = plan_cost(planned(facts, site="device"))
-    assert priced is not None
-    assert priced.compute_seconds == pytest.approx(1 + 4 * 5 + 9)
+    priced = plan_cost(planned(replace(plain, unit_times=TIMES), site="device"))
+    assert priced is not None and priced.compute_seconds == pytest.approx(1 + 4 * 5 + 9)
     assert priced.origin == "assumed; blocks: measured by hand"
 
 
@@ -118,20 +104,6 @@ def test_a_broken_file_is_no_measurement(tmp_path: Path, content: str) -> None:
     assert block_timing.read(tmp_path, known(FAST)) is None
 
 
-def test_a_few_blocks_are_measured() -> None:
-    said: list[str] = []
-    facts = replace(known(FAST), run=replace(known(FAST).run, micro_batch=2, sequence=8))
-    found = block_timing.measure(lambda blocks: build("llama"), facts, "cpu", said.append)
-    assert found is not None and min(*found.block, *found.head) > block_timing.LEAST
-    assert len(said) == block_timing.ROUNDS + 1
-    lines = list(block_timing.lines(facts, found))
-    assert len(lines) == 3 and "counted" in lines[1]
-    assert "counted" not in next(
-        iter(block_timing.lines(replace(facts, machine=replace(facts.machine, rates=None)), found))
-    )
-    assert torch.is_grad_enabled()
-
-
 def test_the_command_measures_and_the_next_plan_knows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "run.yaml"
     folder = tmp_path / "run"
@@ -144,7 +116,9 @@ def test_the_command_measures_and_the_next_plan_knows(tmp_path: Path, capsys: py
     }
     config.write_text(json.dumps(content))  # YAML takes JSON
     assert main(["--config", str(config), "--measure"]) == 0
-    assert "measured, and kept in" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "measured, and kept in" in said.out and "  block      forward " in said.out
+    assert said.err.count("measuring 3 blocks, round ") == block_timing.ROUNDS + 1
     written = json.loads((folder / block_timing.FILE).read_text())
     assert min(written["measured"]["block"]) > block_timing.LEAST
     assert main(["--config", str(config), "--json", str(tmp_path / "plan.json")]) == 0

@@ -7,7 +7,7 @@ import io
 import json
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -44,11 +44,8 @@ def chat(*turns: tuple[str, Any]) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
-class Case(NamedTuple):
-    name: str
-    files: dict[str, str | bytes]
-    section: dict[str, Any]
-    lines: list[str]
+def case(name: str, files: dict[str, str | bytes], section: dict[str, Any], *lines: str) -> Any:
+    return pytest.param(files, section, lines, id=name)
 
 
 OK = {"text": "hello there"}
@@ -57,172 +54,125 @@ MARKS = "{% generation %} ... {% endgeneration %}"
 FORMATS = "text, prompt+completion, messages, instruction+output, input_ids"
 
 CASES = [
-    Case("missing column", {"d.jsonl": jsonl({"id": 1, "body": "x"})}, {}, [
-        f"d.jsonl: no known format in columns id, body; expected one of {FORMATS}",
-    ]),
-    Case("renamed column, near", {"d.jsonl": jsonl({"id": 1, "txt": "x"})}, {}, [
+    case("missing column", {"d.jsonl": jsonl({"id": 1, "body": "x"})}, {},
+        f"d.jsonl: no known format in columns id, body; expected one of {FORMATS}"),
+    case("renamed column, near", {"d.jsonl": jsonl({"id": 1, "txt": "x"})}, {},
         f"d.jsonl: no known format in columns id, txt; expected one of {FORMATS}; "
-        "did you mean data.columns: {text: txt}?",
-    ]),
-    Case("mapped column absent", {"d.jsonl": jsonl({"body": "x"})}, {"columns": {"text": "bodi"}}, [
-        "data.columns: text: 'bodi' is not in d.jsonl; found: body; did you mean 'body'?",
-    ]),
-    Case("ambiguous", {"d.jsonl": jsonl({"text": "x", "instruction": "y", "output": "z"})}, {}, [
+        "did you mean data.columns: {text: txt}?"),
+    case("mapped column absent", {"d.jsonl": jsonl({"body": "x"})}, {"columns": {"text": "bodi"}},
+        "data.columns: text: 'bodi' is not in d.jsonl; found: body; did you mean 'body'?"),
+    case("ambiguous", {"d.jsonl": jsonl({"text": "x", "instruction": "y", "output": "z"})}, {},
         "d.jsonl: columns text, instruction, output fit text and instruction; "
-        "say which with data.columns, e.g. {text: text}",
-    ]),
-    Case("field missing in a row", {"d.jsonl": jsonl(OK, {"id": 3})}, {}, [
-        "d.jsonl:2: field 'text' is missing; found: id",
-    ]),
-    Case("null", {"d.jsonl": jsonl(*[OK] * 6, {"text": None})}, {}, [
-        "d.jsonl:7: field 'text' is null; every row needs a string",
-    ]),
-    Case("null in a mapped column", {"d.jsonl": jsonl({"b": None})}, {"columns": {"text": "b"}}, [
-        "d.jsonl:1: field 'text' (column 'b') is null; every row needs a string",
-    ]),
-    Case("empty cell in csv", {"d.csv": "prompt,completion\na,b\nc,\n"}, {}, [
-        "d.csv:2: field 'completion' is null; every row needs a string",
-    ]),
-    Case("wrong type", {"d.jsonl": jsonl(OK, {"text": 7})}, {}, [
-        "d.jsonl:2: field 'text' is an integer; every row needs a string",
-    ]),
-    Case("half a surrogate pair", {"d.jsonl": '{"text": "a \\ud800"}\n'}, {}, [
-        "d.jsonl:1: field 'text' holds half a surrogate pair (\\ud800 to \\udfff), which is no character",
-    ]),
-    Case("a number of 5000 digits", {"d.jsonl": f'{{"text": {"1" * 5000}}}'}, {}, [
-        "d.jsonl:1: broken JSON: a number of too many digits",
-    ]),
-    Case("nested too deeply", {"d.json": "[" * 100_000}, {}, ["d.json:1: broken JSON: nested too deeply"]),
-    Case("empty file", {"d.jsonl": ""}, {}, ["d.jsonl: the file is empty; it has no rows"]),
-    Case("csv header only", {"d.csv": "text\n"}, {}, ["d.csv: there are no rows"]),
-    Case("only empty texts", {"d.jsonl": jsonl({"text": ""}, {"text": " "})}, {}, [
-        "d.jsonl: all 2 rows are empty text",
-    ]),
-    Case("broken line", {"d.jsonl": jsonl(OK, OK, '{"text": "a')}, {}, [
-        "d.jsonl:3: broken JSON: Unterminated string starting at column 10",
-    ]),
-    Case("only broken lines", {"d.jsonl": "nonsense\n"}, {}, [
-        "d.jsonl:1: broken JSON: Expecting value at column 1",
-    ]),
-    Case("row is no object", {"d.jsonl": jsonl(OK, [1, 2])}, {}, [
-        "d.jsonl:2: a row must be a JSON object, not a list",
-    ]),
-    Case("broken json array", {"d.json": '[{"text": "a"},\n{"text": "b"\n]'}, {}, [
-        "d.json:3: broken JSON: Expecting ',' delimiter at column 1",
-    ]),
-    Case("csv with a field too many", {"d.csv": "text,id\na b,1\nc,d,2\n"}, {}, [
-        "d.csv:2: the row has 3 fields, the header has 2",
-    ]),
-    Case("csv with an open quote", {"d.csv": 'text\n"a b\nc\n'}, {}, [
-        "d.csv:3: broken CSV: unexpected end of data",
-    ]),
-    Case("truncated parquet", {"d.parquet": parquet(text=["a b"] * 99)[:-20]}, {}, [
-        "d.parquet: not a whole Parquet file: it is truncated or damaged",
-    ]),
-    Case("invalid utf-8 in txt", {"d.txt": b"one\ntwo \xff\n"}, {}, [
-        "d.txt:2: byte 0xff is not valid UTF-8",
-    ]),
-    Case("invalid utf-8 in jsonl", {"d.jsonl": b'{"text": "a b"}\n{"text": "\xe9"}\n'}, {}, [
-        "d.jsonl:2: byte 0xe9 is not valid UTF-8",
-    ]),
-    Case("invalid utf-8 in csv", {"d.csv": b"text\nab\n\xe9\n"}, {}, ["d.csv:3: byte 0xe9 is not valid UTF-8"]),
-    Case("empty folder", {"d/readme.md": "x"}, {"path": "d"}, [
-        "d: the folder holds no data file; allowed: .txt, .jsonl, .json, .csv, .parquet",
-    ]),
-    Case("mixed schemas", {"d/a.jsonl": jsonl(OK), "d/b.jsonl": jsonl({"prompt": "x", "id": 1})}, {"path": "d"}, [
+        "say which with data.columns, e.g. {text: text}"),
+    case("field missing in a row", {"d.jsonl": jsonl(OK, {"id": 3})}, {},
+        "d.jsonl:2: field 'text' is missing; found: id"),
+    case("null", {"d.jsonl": jsonl(*[OK] * 6, {"text": None})}, {},
+        "d.jsonl:7: field 'text' is null; every row needs a string"),
+    case("null in a mapped column", {"d.jsonl": jsonl({"b": None})}, {"columns": {"text": "b"}},
+        "d.jsonl:1: field 'text' (column 'b') is null; every row needs a string"),
+    case("empty cell in csv", {"d.csv": "prompt,completion\na,b\nc,\n"}, {},
+        "d.csv:2: field 'completion' is null; every row needs a string"),
+    case("wrong type", {"d.jsonl": jsonl(OK, {"text": 7})}, {},
+        "d.jsonl:2: field 'text' is an integer; every row needs a string"),
+    case("half a surrogate pair", {"d.jsonl": '{"text": "a \\ud800"}\n'}, {},
+        "d.jsonl:1: field 'text' holds half a surrogate pair (\\ud800 to \\udfff), which is no character"),
+    case("a number of 5000 digits", {"d.jsonl": f'{{"text": {"1" * 5000}}}'}, {},
+        "d.jsonl:1: broken JSON: a number of too many digits"),
+    case("nested too deeply", {"d.json": "[" * 100_000}, {}, "d.json:1: broken JSON: nested too deeply"),
+    case("empty file", {"d.jsonl": ""}, {}, "d.jsonl: the file is empty; it has no rows"),
+    case("csv header only", {"d.csv": "text\n"}, {}, "d.csv: there are no rows"),
+    case("only empty texts", {"d.jsonl": jsonl({"text": ""}, {"text": " "})}, {},
+        "d.jsonl: all 2 rows are empty text"),
+    case("broken line", {"d.jsonl": jsonl(OK, OK, '{"text": "a')}, {},
+        "d.jsonl:3: broken JSON: Unterminated string starting at column 10"),
+    case("only broken lines", {"d.jsonl": "nonsense\n"}, {},
+        "d.jsonl:1: broken JSON: Expecting value at column 1"),
+    case("row is no object", {"d.jsonl": jsonl(OK, [1, 2])}, {},
+        "d.jsonl:2: a row must be a JSON object, not a list"),
+    case("broken json array", {"d.json": '[{"text": "a"},\n{"text": "b"\n]'}, {},
+        "d.json:3: broken JSON: Expecting ',' delimiter at column 1"),
+    case("csv with a field too many", {"d.csv": "text,id\na b,1\nc,d,2\n"}, {},
+        "d.csv:2: the row has 3 fields, the header has 2"),
+    case("csv with an open quote", {"d.csv": 'text\n"a b\nc\n'}, {},
+        "d.csv:3: broken CSV: unexpected end of data"),
+    case("truncated parquet", {"d.parquet": parquet(text=["a b"] * 99)[:-20]}, {},
+        "d.parquet: not a whole Parquet file: it is truncated or damaged"),
+    case("invalid utf-8 in txt", {"d.txt": b"one\ntwo \xff\n"}, {},
+        "d.txt:2: byte 0xff is not valid UTF-8"),
+    case("invalid utf-8 in jsonl", {"d.jsonl": b'{"text": "a b"}\n{"text": "\xe9"}\n'}, {},
+        "d.jsonl:2: byte 0xe9 is not valid UTF-8"),
+    case("invalid utf-8 in csv", {"d.csv": b"text\nab\n\xe9\n"}, {}, "d.csv:3: byte 0xe9 is not valid UTF-8"),
+    case("empty folder", {"d/readme.md": "x"}, {"path": "d"},
+        "d: the folder holds no data file; allowed: .txt, .jsonl, .json, .csv, .parquet"),
+    case("mixed schemas", {"d/a.jsonl": jsonl(OK), "d/b.jsonl": jsonl({"prompt": "x", "id": 1})}, {"path": "d"},
         "d/b.jsonl: no column 'text', which d/a.jsonl has; found: prompt, id; "
-        "every file of a folder must have the same fields",
-    ]),
-    Case("split not there", {"d/train.jsonl": jsonl(OK)}, {"path": "d", "split": "test"}, [
-        "data.split: 'test': no file of d is named so; found: train",
-    ]),
-    Case("some files name a split", {"d/train.txt": "a", "d/x.txt": "b"}, {"path": "d"}, [
-        "d: train.txt names a split and x.txt does not; rename or move one",
-    ]),
-    Case("split of one file", {"d.jsonl": jsonl(OK)}, {"split": "test"}, [
-        "data.split: 'test': d.jsonl is one file and has no splits",
-    ]),
-    Case("unsupported suffix", {"d.jsonk": "x"}, {}, [
-        "d.jsonk: .jsonk is not a data format; allowed: .txt, .jsonl, .json, .csv, .parquet; did you mean '.json'?",
-    ]),
-    Case("path not found, near", {"corpus.jsonl": jsonl(OK)}, {"path": "corpsu.jsonl"}, [
-        "data.path: corpsu.jsonl does not exist; did you mean 'corpus.jsonl'?",
-    ]),
-    Case("path not found", {}, {"path": "zzz"}, [
-        "data.path: zzz does not exist; a hub name looks like owner/name",
-    ]),
-    Case("eval path not found", {"d.jsonl": jsonl(OK)}, {"eval_path": "zzz"}, [
-        "data.eval_path: zzz does not exist; a hub name looks like owner/name",
-    ]),
-    Case("nothing to divide", {"d.jsonl": jsonl(PAIR)}, {"eval_fraction": 0.5}, [
-        "data.eval_fraction: d.jsonl has one row; use data.eval_path",
-    ]),
-    Case("subset of a local path", {"d.jsonl": jsonl(OK)}, {"name": "en"}, [
-        "data.name: 'en' is a hub subset, but d.jsonl is a local path; remove it",
-    ]),
-    Case("wrong role", {"d.jsonl": jsonl(chat(("user", "a"), ("assitant", "b")))}, {}, [
+        "every file of a folder must have the same fields"),
+    case("split not there", {"d/train.jsonl": jsonl(OK)}, {"path": "d", "split": "test"},
+        "data.split: 'test': no file of d is named so; found: train"),
+    case("some files name a split", {"d/train.txt": "a", "d/x.txt": "b"}, {"path": "d"},
+        "d: train.txt names a split and x.txt does not; rename or move one"),
+    case("split of one file", {"d.jsonl": jsonl(OK)}, {"split": "test"},
+        "data.split: 'test': d.jsonl is one file and has no splits"),
+    case("unsupported suffix", {"d.jsonk": "x"}, {},
+        "d.jsonk: .jsonk is not a data format; allowed: .txt, .jsonl, .json, .csv, .parquet; did you mean '.json'?"),
+    case("path not found, near", {"corpus.jsonl": jsonl(OK)}, {"path": "corpsu.jsonl"},
+        "data.path: corpsu.jsonl does not exist; did you mean 'corpus.jsonl'?"),
+    case("path not found", {}, {"path": "zzz"},
+        "data.path: zzz does not exist; a hub name looks like owner/name"),
+    case("eval path not found", {"d.jsonl": jsonl(OK)}, {"eval_path": "zzz"},
+        "data.eval_path: zzz does not exist; a hub name looks like owner/name"),
+    case("nothing to divide", {"d.jsonl": jsonl(PAIR)}, {"eval_fraction": 0.5},
+        "data.eval_fraction: d.jsonl has one row; use data.eval_path"),
+    case("subset of a local path", {"d.jsonl": jsonl(OK)}, {"name": "en"},
+        "data.name: 'en' is a hub subset, but d.jsonl is a local path; remove it"),
+    case("wrong role", {"d.jsonl": jsonl(chat(("user", "a"), ("assitant", "b")))}, {},
         "d.jsonl:1: field 'messages[1]' has role 'assitant'; "
-        "allowed: system, user, assistant, tool, developer; did you mean 'assistant'?",
-    ]),
-    Case("ShareGPT keys", {"d.jsonl": jsonl({"messages": [{"from": "human", "value": "a"}]})}, {}, [
-        "d.jsonl:1: field 'messages[0]' needs role and content; found: from, value",
-    ]),
-    Case("message without content", {"d.jsonl": jsonl(chat(("user", None)))}, {}, [
-        "d.jsonl:1: field 'messages[0]' has content that is null; every message needs a string",
-    ]),
-    Case("no messages", {"d.jsonl": jsonl({"messages": []})}, {}, [
-        "d.jsonl:1: field 'messages' is an empty list; a conversation has at least one message",
-    ]),
-    Case("no assistant turn", {"d.jsonl": jsonl(chat(("user", "a")))}, {"assistant_only_loss": True}, [
-        "d.jsonl:1: every token is masked: nothing to train on in 8 tokens (no assistant turn)",
-    ]),
-    Case("template without marks",
+        "allowed: system, user, assistant, tool, developer; did you mean 'assistant'?"),
+    case("ShareGPT keys", {"d.jsonl": jsonl({"messages": [{"from": "human", "value": "a"}]})}, {},
+        "d.jsonl:1: field 'messages[0]' needs role and content; found: from, value"),
+    case("message without content", {"d.jsonl": jsonl(chat(("user", None)))}, {},
+        "d.jsonl:1: field 'messages[0]' has content that is null; every message needs a string"),
+    case("no messages", {"d.jsonl": jsonl({"messages": []})}, {},
+        "d.jsonl:1: field 'messages' is an empty list; a conversation has at least one message"),
+    case("no assistant turn", {"d.jsonl": jsonl(chat(("user", "a")))}, {"assistant_only_loss": True},
+        "d.jsonl:1: every token is masked: nothing to train on in 8 tokens (no assistant turn)"),
+    case("template without marks",
         {"d.jsonl": jsonl(chat(("assistant", "a"))), "t.jinja": "{{ messages[0].content }}"},
-        {"assistant_only_loss": True, "chat_template_path": "t.jinja"}, [
+        {"assistant_only_loss": True, "chat_template_path": "t.jinja"},
         f"data.assistant_only_loss: t.jinja does not mark the assistant's turns; put {MARKS} around them "
-        "in a copy and name it in data.chat_template_path",
-    ]),
-    Case("template with a syntax error",
+        "in a copy and name it in data.chat_template_path"),
+    case("template with a syntax error",
         {"d.jsonl": jsonl(chat(("assistant", "a"))), "t.jinja": "a\n{% if %}"}, {"chat_template_path": "t.jinja"},
-        ["t.jinja:2: Expected an expression, got 'end of statement block'"]),
-    Case("template refuses",
+        "t.jinja:2: Expected an expression, got 'end of statement block'"),
+    case("template refuses",
         {"d.jsonl": jsonl(chat(("user", "a"))), "t.jinja": "{{ raise_exception('user first') }}"},
         {"chat_template_path": "t.jinja"},
-        ["d.jsonl:1: field 'messages': the chat template refuses it: user first"]),
-    Case("template not found",
+        "d.jsonl:1: field 'messages': the chat template refuses it: user first"),
+    case("template not found",
         {"d.jsonl": jsonl(chat(("user", "a"))), "chat.jinja": "x"}, {"chat_template_path": "chta.jinja"},
-        ["data.chat_template_path: chta.jinja does not exist; did you mean 'chat.jinja'?"]),
-    Case("answer cut off", {"d.jsonl": jsonl(PAIR, {**PAIR, "prompt": "ab"})}, {"max_length": 16}, [
-        r"re:d\.jsonl:1: the first trained token is number (\d+), cut off by data\.max_length 16; "
-        r"raise data\.max_length \(the whole row has \d+ tokens\)",
-    ]),
-    Case("everything masked", {"d.jsonl": jsonl({"input_ids": [5, 6, 7], "labels": [-100] * 3})}, {}, [
-        "d.jsonl:1: every token is masked: nothing to train on in 3 tokens (every label is -100)",
-    ]),
-    Case("id beyond the vocabulary", {"d.jsonl": jsonl({"input_ids": [5, 6]}, {"input_ids": [5, 320]})}, {}, [
+        "data.chat_template_path: chta.jinja does not exist; did you mean 'chat.jinja'?"),
+    case("answer cut off", {"d.jsonl": jsonl(PAIR, {**PAIR, "prompt": "ab"})}, {"max_length": 16},
+        "d.jsonl:1: the first trained token is #, cut off by data.max_length 16; "
+        "raise data.max_length (the whole row #)"),
+    case("everything masked", {"d.jsonl": jsonl({"input_ids": [5, 6, 7], "labels": [-100] * 3})}, {},
+        "d.jsonl:1: every token is masked: nothing to train on in 3 tokens (every label is -100)"),
+    case("id beyond the vocabulary", {"d.jsonl": jsonl({"input_ids": [5, 6]}, {"input_ids": [5, 320]})}, {},
         "d.jsonl:2: token id 320 is beyond the model's vocabulary of 320; "
-        "the data or the tokenizer belongs to another model",
-    ]),
-    Case("negative id", {"d.jsonl": jsonl({"input_ids": [5, -1]})}, {}, [
-        "d.jsonl:1: field 'input_ids' holds something that is not a token id (a whole number >= 0)",
-    ]),
-    Case("no ids", {"d.jsonl": jsonl({"input_ids": []})}, {}, ["d.jsonl:1: field 'input_ids' is an empty list"]),
-    Case("labels of another length", {"d.jsonl": jsonl({"input_ids": [5, 6], "labels": [5]})}, {}, [
-        "d.jsonl:1: field 'labels' has 1 entries, field 'input_ids' has 2",
-    ]),
-    Case("shifted labels", {"d.jsonl": jsonl({"input_ids": [5, 6, 7], "labels": [6, 7, -100]})}, {}, [
-        "d.jsonl:1: field 'labels' holds 6, neither its token nor -100; labels are not shifted",
-    ]),
-    Case("completion-only loss on text", {"d.jsonl": jsonl(OK)}, {"completion_only_loss": True}, [
-        "data.completion_only_loss: true needs prompt/completion or instruction data; d.jsonl is text data",
-    ]),
-    Case("assistant-only loss on text", {"d.jsonl": jsonl(OK)}, {"assistant_only_loss": True}, [
-        "data.assistant_only_loss: true needs messages data; d.jsonl is text data",
-    ]),
-    Case("several", {"d.jsonl": jsonl(OK, *[{"text": n} for n in range(7)], OK)}, {}, [
+        "the data or the tokenizer belongs to another model"),
+    case("negative id", {"d.jsonl": jsonl({"input_ids": [5, -1]})}, {},
+        "d.jsonl:1: field 'input_ids' holds something that is not a token id (a whole number >= 0)"),
+    case("no ids", {"d.jsonl": jsonl({"input_ids": []})}, {}, "d.jsonl:1: field 'input_ids' is an empty list"),
+    case("labels of another length", {"d.jsonl": jsonl({"input_ids": [5, 6], "labels": [5]})}, {},
+        "d.jsonl:1: field 'labels' has 1 entries, field 'input_ids' has 2"),
+    case("shifted labels", {"d.jsonl": jsonl({"input_ids": [5, 6, 7], "labels": [6, 7, -100]})}, {},
+        "d.jsonl:1: field 'labels' holds 6, neither its token nor -100; labels are not shifted"),
+    case("completion-only loss on text", {"d.jsonl": jsonl(OK)}, {"completion_only_loss": True},
+        "data.completion_only_loss: true needs prompt/completion or instruction data; d.jsonl is text data"),
+    case("assistant-only loss on text", {"d.jsonl": jsonl(OK)}, {"assistant_only_loss": True},
+        "data.assistant_only_loss: true needs messages data; d.jsonl is text data"),
+    case("several", {"d.jsonl": jsonl(OK, *[{"text": n} for n in range(7)], OK)}, {},
         *(f"d.jsonl:{n}: field 'text' is an integer; every row needs a string" for n in range(2, 7)),
-        "... and 2 more bad rows",
-    ]),
+        "... and 2 more bad rows"),
 ]  # fmt: skip
 
 # What files are made of, to be put together at random.
@@ -234,22 +184,24 @@ PIECES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_bad_data(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
+@pytest.mark.parametrize(("files", "section", "lines"), CASES)
+def test_bad_data(
+    files: dict[str, str | bytes],
+    section: dict[str, Any],
+    lines: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tokenizer: Any,
+) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, content in case.files.items():
+    for name, content in files.items():
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_bytes(content.encode() if isinstance(content, str) else content)
-    section = DataSection(**({"path": next(iter(case.files), "pydoc")} | case.section))
     with pytest.raises(DataError) as caught:
-        prepare.prepare(section, tokenizer, VOCAB, 0, tmp_path / "prepared", lambda line: None)
+        options = DataSection(**({"path": next(iter(files), "pydoc")} | section))
+        prepare.prepare(options, tokenizer, VOCAB, 0, tmp_path / "prepared", lambda line: None)
     assert caught.value.code == ExitCode.DATA == 3
-    assert len(caught.value.lines) == len(case.lines)
-    for line, expected in zip(caught.value.lines, case.lines, strict=True):
-        if expected.startswith("re:"):
-            assert re.fullmatch(expected[3:], line)
-        else:
-            assert line == expected
+    assert tuple(re.sub(r"number \d+|has \d+ tokens", "#", line) for line in caught.value.lines) == lines
     prepared = tmp_path / "prepared"
     assert not prepared.exists() or not list(prepared.iterdir()), "a refused data set leaves nothing behind"
 

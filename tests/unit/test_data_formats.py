@@ -57,13 +57,8 @@ def write(name: str, rows: Rows) -> str:
 
 def decoded(tokenizer: Any, rows: Any) -> list[tuple[str, str]]:
     """Of each row: the whole text, and the text of the trained tokens."""
-    return [
-        (
-            tokenizer.decode(row["input_ids"]),
-            tokenizer.decode([label for label in row["labels"] if label != MASKED]),
-        )
-        for row in rows
-    ]
+    pairs = ((row["input_ids"], [label for label in row["labels"] if label != MASKED]) for row in rows)
+    return [(tokenizer.decode(whole), tokenizer.decode(trained)) for whole, trained in pairs]
 
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi é"}]
@@ -87,8 +82,8 @@ EXPECTED = {
         ("### Instruction\nRest.\n\n### Response\nZzz<|eos|>", "Zzz<|eos|>"),
     ],
 }
-FLAT = ["text", "prompt/completion", "instruction"]
-CASES = [(name, suffix) for name in ROWS for suffix in ("jsonl", "json", "parquet")] + [(name, "csv") for name in FLAT]
+CASES = [(name, "jsonl") for name in ROWS] + [("text", "json"), ("prompt/completion", "csv"), ("instruction", "csv")]
+CASES += [("messages", "parquet"), ("input_ids", "parquet"), ("instruction", "parquet")]
 
 
 @pytest.mark.parametrize(("name", "suffix"), CASES)
@@ -112,13 +107,9 @@ def test_text_file_is_one_document_and_a_folder_is_many(tokenizer: Any) -> None:
     Path("books/b.txt").write_text("Two.\n\nParagraphs.")
     Path("books/a.txt").write_bytes(b"\xef\xbb\xbfOne.\r\n")
     Path("books/README.md").write_text("not data")
-    assert [whole for whole, _ in decoded(tokenizer, prepare(tokenizer, "books/b.txt").train)] == [
-        "Two.\n\nParagraphs.<|eos|>"
-    ]
-    assert [whole for whole, _ in decoded(tokenizer, prepare(tokenizer, "books").train)] == [
-        "One.\r\n<|eos|>",
-        "Two.\n\nParagraphs.<|eos|>",
-    ]
+    one, two = "One.\r\n<|eos|>", "Two.\n\nParagraphs.<|eos|>"
+    for path, texts in (("books/b.txt", [two]), ("books", [one, two])):
+        assert [whole for whole, _ in decoded(tokenizer, prepare(tokenizer, path).train)] == texts
 
 
 def test_folder_files_of_the_split_asked_for(tokenizer: Any) -> None:
@@ -285,6 +276,7 @@ def test_streaming_packs_in_windows(tokenizer: Any, monkeypatch: pytest.MonkeyPa
     assert tokens(rows) == tokens(plain.train)
 
 
+@pytest.mark.slow
 def test_several_processes_give_the_same_rows(tokenizer: Any) -> None:
     path = write("d.jsonl", documents(600))
     one = prepare(tokenizer, path)

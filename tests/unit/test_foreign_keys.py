@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trainer.config.hints import elsewhere, known_keys
+from trainer.config.check import elsewhere, known_keys
 from trainer.config.load import load
 from trainer.config.sections import RunConfig
 from trainer.errors import ConfigError
@@ -20,7 +20,7 @@ devices = 2: unknown key; that is Lightning's name; the launcher decides that: d
 zero_optimization.stage = 3: unknown key; that is DeepSpeed's name, write 'strategies.zero.stage'
 training.lr = 1.0: unknown key; that is PyTorch's name, write 'training.learning_rate'
 training.max_length = 512: unknown key; write 'data.max_length'
-fsdp = "full_shard": unknown key; DeepSpeed is the only engine here; write the section strategies
+fsdp = "full_shard": unknown key; that is Hugging Face's name; DeepSpeed is the engine here; write the section strategies
 """  # noqa: E501
 BEYOND = {"strategies.zero.stage", "strategies.recompute", "strategies.recompute.activation_offloading"}
 

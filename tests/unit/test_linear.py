@@ -19,7 +19,7 @@ from strategies.report import full_report
 from tests.helpers.fakes import facts, run_facts
 from tests.helpers.tiny import MODELS, run_config
 from trainer.machine.probe import probe
-from trainer.model.linear_layers import listed
+from trainer.model.counting_alike import listed
 from trainer.planning.facts import gather
 
 OWN, BOTH, OTHER = Routes(), Routes(forward=Route.COPY), Routes(forward=Route.COPY, dgrad=Route.COPY)
@@ -32,16 +32,14 @@ def layer(**changes: Any) -> Linear:
     return replace(Linear("mlp.up", "layers.0", shape), **changes)
 
 
-def timed(
-    shape: Shape = SHAPE, *, refresh: float = 0.0, overhead: float = 0.0, **seconds: Mapping[str, float]
-) -> Timed:
+def timed(shape: Shape = SHAPE, *, refresh: float = 0.0, **seconds: Mapping[str, float]) -> Timed:
     """Timings in milliseconds by product and route; 10 natively unless given, other routes slower."""
     given = [
         (gemm, Route(name), value * 1e-3)
         for gemm in Gemm
         for name, value in ({"native": 10.0} | dict(seconds.get(gemm.value, {}))).items()
     ]
-    return Timed(shape, tuple(given), refresh * 1e-3, overhead * 1e-3)
+    return Timed(shape, tuple(given), refresh * 1e-3)
 
 
 # --- minimal ---------------------------------------------------------------------------------------------------------
@@ -54,8 +52,6 @@ def timed(
         ({}, 2, BOTH),
         ({"recomputed": True}, 1, BOTH),
         ({"trains": False}, 1, BOTH),  # written once in a run
-        ({"trains": False, "passes_back": False}, 1, BOTH),
-        ({"calls": 2}, 1, BOTH),
         ({"casts": True, "recomputed": True}, 1, BOTH),
         ({"casts": True, "passes_back": False}, 1, OTHER),
         ({"stored": "in_out"}, 1, OWN),
@@ -80,9 +76,6 @@ def test_a_route_is_taken_beyond_the_margin_only() -> None:
     assert fastest(timed(wgrad={"left": 9.6})) == OWN  # 4 % of the product, 1.3 % of the layer
     assert fastest(timed(wgrad={"left": 9.6}), trains=True, passes_back=False) == OWN
     assert fastest(timed(wgrad={"left": 9.0})) == Routes(wgrad=Route.LEFT)
-    small = {"dgrad": {"native": 0.001}, "wgrad": {"native": 0.001}}
-    assert fastest(timed(forward={"native": 0.010, "flip": 0.006}, **small)) == OWN  # 40 %, but 4 us
-    assert fastest(timed(forward={"native": 0.010, "flip": 0.004}, **small)) == Routes(forward=Route.FLIP)
     assert fastest(timed(dgrad={"left": 8.0, "flip": 7.0, "right": 9.0})) == Routes(dgrad=Route.FLIP)
 
 
@@ -92,10 +85,11 @@ def test_products_that_never_run_stay_native() -> None:
 
 
 def test_a_layer_pays_for_being_routed() -> None:
-    """Forward gains 2 ms in each use; routing costs 1.5, and then 1.0 per use."""
-    assert fastest(timed(forward={"flip": 8.0}, overhead=1.5)) == OWN
-    assert fastest(timed(forward={"flip": 8.0}, overhead=1.5), accumulation=50) == OWN
-    assert fastest(timed(forward={"flip": 8.0}, overhead=1.0)) == Routes(forward=Route.FLIP)
+    """A Python function costs 15 us per forward, here the half of a micro-batch's products."""
+    small = {gemm.value: {"native": 0.010} for gemm in Gemm}
+    assert fastest(timed(**small | {"forward": {"native": 0.010, "flip": 0.001}}), accumulation=50) == OWN
+    quick = {"native": 0.010, "flip": 0.001}
+    assert fastest(timed(forward=quick, dgrad=quick, wgrad=quick)) == Routes(*[Route.FLIP] * 3)
 
 
 def test_the_copy_is_judged_on_the_sum() -> None:
@@ -146,16 +140,10 @@ def test_blocks_alike_stay_on_one_line_and_copies_are_counted() -> None:
 def test_measured_gains_are_shown() -> None:
     plan = plan_of({}, known(timings=(timed(wgrad={"left": 4.0}),)))
     text = full_report.text(plan, None)
-    assert "wgrad left; measured 30 -> 24 ms per step (-20.0%)" in text
-    assert full_report.to_json(plan, None)["linears"] == {
-        "layers.0.mlp.up": {"forward": "native", "dgrad": "native", "wgrad": "left"}
-    }
-
-
-def test_facts_with_timings_are_json() -> None:
-    told = json.loads(json.dumps(known(timings=(timed(wgrad={"left": 4.0}),)).to_json()))
-    assert told["linears"][0]["shape"]["stored"] == "out_in"
-    assert ["wgrad", "left", 0.004] in told["timings"][0]["seconds"]
+    assert "wgrad left; measured 30 -> 24 ms per step (-19.9%)" in text
+    told = json.loads(json.dumps(full_report.to_json(plan, None)))
+    assert told["linears"] == {"layers.0.mlp.up": {"forward": "native", "dgrad": "native", "wgrad": "left"}}
+    assert ["wgrad", "left", 0.004] in told["facts"]["timings"][0]["seconds"]
 
 
 @pytest.mark.parametrize(
@@ -178,7 +166,6 @@ def test_shapes_that_were_not_reached_stay_native() -> None:
     other = layer(name="mlp.down", rows=20)
     plan = plan_of({}, known(layer(), other, timings=(timed(wgrad={"left": 4.0}),)))
     assert gemm_routes.chosen(plan) == {"layers.0.mlp.up": Routes(wgrad=Route.LEFT)}
-    assert "1 shape is not measured" in "\n".join(gemm_routes.lines(plan))
 
 
 def test_adaptive_keeps_no_copies_where_weights_are_split_or_travel() -> None:
@@ -213,6 +200,7 @@ def test_layers_of_a_llama_are_listed() -> None:
     assert {linear.shape.rows for linear in found} == {16}
     assert [linear.name for linear in found if linear.unit == "head"] == ["lm_head"]
     assert all(linear.trains and linear.passes_back and not linear.recomputed and linear.calls == 1 for linear in found)
+    assert gather(run_config(MODELS["llama"]), 1, 1, probe()).linears == (), "without the strategy"
 
 
 def test_what_runs_how_often_is_seen() -> None:
@@ -247,12 +235,7 @@ def test_the_input_of_a_reentrant_checkpoint_needs_a_gradient() -> None:
     """Its first forward runs without gradients, which says nothing about its second."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4))
     for enabled, expected in ((True, False), (False, True)):
-        with listed(model, [], None, recomputes=False) as layers, torch.set_grad_enabled(enabled):
+        with listed(model, [], None) as layers, torch.set_grad_enabled(enabled):
             model(torch.zeros(3, 4))
         (found,) = layers.values()
         assert found.passes_back is expected and found.shape.rows == 3
-
-
-def test_nothing_is_listed_without_the_strategy() -> None:
-    config = run_config(MODELS["llama"])
-    assert gather(config, 1, 1, probe()).linears == ()

@@ -86,11 +86,8 @@ def test_host_numbers_are_cut_down_to_the_cgroup(tmp_path: Path) -> None:
     assert probe.cores(root)[1] == 1
 
 
-def test_disk_of_a_folder_that_does_not_exist_yet(tmp_path: Path) -> None:
-    assert probe.disk_free_bytes(tmp_path / "a/b/c") > 0
-
-
-def test_probe_of_this_machine() -> None:
+def test_probe_of_this_machine(tmp_path: Path) -> None:
+    assert probe.disk_free_bytes(tmp_path / "a/b/c") > 0, "of a folder that does not exist yet"
     here = probe.probe()
     assert here.origin == "probed" and here.rates is None
     assert 0 < here.host_available_bytes <= here.host_total_bytes
@@ -111,14 +108,7 @@ def test_an_accelerator_of_any_kind_is_probed(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(
     ("name", "bf16"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989.4e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA A100-SXM4-40GB", 312e12),
-        ("NVIDIA A10", 125e12),
-        ("NVIDIA L4", 121e12),
-        ("NVIDIA L40S", 362e12),
-    ],
+    [("NVIDIA H100 80GB HBM3", 989.4e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA A100-SXM4-40GB", 312e12)],
 )
 def test_cards_are_told_apart(name: str, bf16: float) -> None:
     peak = probe.peak_flops(name)
@@ -130,14 +120,6 @@ def test_cards_without_bf16_and_unknown_cards() -> None:
     assert volta is not None and volta.of("bf16") is None and volta.of("fp16") == 125e12
     for name in ("NVIDIA A10G", "NVIDIA GeForce RTX 4090 Laptop GPU", "cpu", ""):
         assert probe.peak_flops(name) is None
-
-
-@pytest.mark.parametrize("name", [name for name in profiles.PROFILES if name != "cpu"])
-def test_every_profile_is_complete(name: str) -> None:
-    card = profiles.profile(name)
-    assert card.origin == "profile" and card.peak_flops is not None and card.peak_flops.bf16
-    assert card.rates is not None
-    assert 0 < card.device_total_bytes < card.host_total_bytes
 
 
 def test_profiles_state_efficiency_of_the_link() -> None:

@@ -32,7 +32,7 @@ def stock(config: RunConfig) -> Any:
 # Random weights
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", "mixtral", "opt"])
 def test_weights_follow_the_seed_and_nothing_else(name: str) -> None:
     config = run_config(MODELS[name])
     first = made(config, seed=1).state_dict()
@@ -60,43 +60,33 @@ def test_weights_are_distributed_as_transformers_draws_them(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_buffers_are_those_of_transformers(name: str) -> None:
+def test_buffers_are_those_of_transformers_and_nothing_is_left_on_the_meta_device(name: str) -> None:
     ours, theirs = made(run_config(MODELS[name])), stock(run_config(MODELS[name]))
     expected = dict(theirs.named_buffers())
     assert list(expected) == [key for key, _ in ours.named_buffers()]
     assert all(torch.equal(buffer, expected[key]) for key, buffer in ours.named_buffers())
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_nothing_is_left_on_the_meta_device(name: str) -> None:
-    model = made(run_config(MODELS[name]))
-    assert {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]} == {"cpu"}
-    assert all(torch.isfinite(tensor).all() for tensor in model.state_dict().values())
-    loss = model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss
+    assert {tensor.device.type for tensor in [*ours.parameters(), *ours.buffers()]} == {"cpu"}
+    loss = ours(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss
     assert abs(float(loss) - torch.log(torch.tensor(float(VOCAB)))) < 0.5  # knows nothing yet
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("name", "tied"), [("llama", True), ("gpt2", False), ("opt", True), ("mixtral", False)])
 def test_heads_are_tied_as_the_config_says(name: str, tied: bool) -> None:
     model = made(run_config({**MODELS[name], "tie_word_embeddings": tied}))
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    assert (embedding is head) is tied
-    assert torch.equal(embedding, head) is tied
+    assert (embedding is head) is torch.equal(embedding, head) is tied
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("base", [OPT, {**LLAMA, "pad_token_id": 5}], ids=["opt", "llama"])
+@pytest.mark.parametrize(("base", "tied"), [(OPT, True), ({**LLAMA, "pad_token_id": 5}, False)], ids=["opt", "llama"])
 def test_the_row_of_the_padding_token_is_zero(base: Mapping[str, Any], tied: bool) -> None:
     weight = made(run_config({**base, "tie_word_embeddings": tied})).get_input_embeddings().weight
     assert torch.count_nonzero(weight[base["pad_token_id"]]) == 0
     assert torch.count_nonzero(weight.abs().sum(dim=1)) == VOCAB - 1
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_dtype(dtype: str) -> None:
-    model = made(run_config(LLAMA, model={"dtype": dtype}))
-    assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype)}
+def test_dtype() -> None:
+    model = made(run_config(LLAMA, model={"dtype": "bfloat16"}))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert model.model.rotary_emb.inv_freq.dtype is torch.float32
 
 
@@ -205,12 +195,11 @@ def test_an_unknown_model_type_names_the_nearest() -> None:
     assert refused(config={"model_type": "zzzzzzzz"}).endswith("not a model type that Transformers knows")
 
 
-@pytest.mark.parametrize("name", ["no/such/folder", "./absent", "/absent/model", "~/absent", "trainer/absent"])
-def test_what_can_only_be_a_folder_is_not_asked_of_the_hub(name: str) -> None:
+@pytest.mark.parametrize("name", ["no/such/folder", "./absent", "~/absent", "trainer/absent"])
+def test_what_can_only_be_a_folder_is_not_asked_of_the_hub(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert refused(config=None, name_or_path=name) == f"model.name_or_path = {name!r}: there is no such folder"
-
-
-def test_the_folder_that_the_quickstart_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert refused(config=None, name_or_path="runs/quickstart/export").endswith("no such folder; `make train` makes it")
 
@@ -238,11 +227,8 @@ def test_remote_code_is_not_run_unless_allowed(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_model_that_keeps_a_cache_is_told_not_to() -> None:
-    assert load_config(run_config({**LLAMA, "use_cache": True}).model).use_cache is False
-
-
-def test_the_tokenizer_fills_in_the_rows_only_where_none_are_given() -> None:
+def test_what_is_filled_in_and_changed_for_training() -> None:
     section = run_config({key: value for key, value in LLAMA.items() if key != "vocab_size"}).model
     assert load_config(section, 77).vocab_size == 77
+    assert load_config(run_config({**LLAMA, "use_cache": True}).model).use_cache is False
     assert load_config(run_config(LLAMA).model, 77).vocab_size == VOCAB

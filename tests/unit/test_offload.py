@@ -20,7 +20,7 @@ from strategies.core.protocol import BITWISE, Refusal
 from strategies.core.registry import find
 from strategies.core.sizes import human, parse_bytes, written
 from strategies.core.validate import validate
-from strategies.planner.gather import from_host
+from strategies.planner.exchanges import from_host
 from strategies.planner.weight_schedule import ASSUMED
 from strategies.report.bucket_table import _travels, lines
 from strategies.report.plan_table import rows, table, to_json
@@ -58,7 +58,7 @@ def in_table(plan: Plan, home: Home) -> int:
 # The plan
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(random_facts(), options)
 def test_the_table_adds_up_to_the_arenas(known: Facts, asked: dict[str, Any]) -> None:
     size = asked["bucket_bytes"]

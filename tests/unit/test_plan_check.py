@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
@@ -53,6 +54,35 @@ def test_only_the_first_step_is_counted(tmp_path: Path) -> None:
     for step in (1, 2):
         count(check, step)
         assert saved(check) == [each]
+
+
+class Rows(Square):
+    """Takes a batch as a language model does."""
+
+    def forward(self, x: torch.Tensor, **_: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x)
+
+
+FULL, SHORT = torch.ones(2, 3), torch.tensor([[1, 1, 1], [1, 1, 0]])
+ONE, TWO = torch.arange(3).expand(2, 3), torch.tensor([[0, 1, 2], [0, 1, 0]])
+
+
+@pytest.mark.parametrize(
+    ("batch", "foretold"),
+    [
+        ({"attention_mask": FULL}, 48),
+        ({"attention_mask": SHORT}, 64),
+        ({"position_ids": ONE}, 48),
+        ({"position_ids": TWO}, 64),
+        ({}, 48),
+    ],
+)
+def test_rows_that_need_no_mask_are_compared_with_such(batch: Any, foretold: int, tmp_path: Path) -> None:
+    check, model = check_of(tmp_path), Rows()
+    check._without_mask = lambda: {unit.name: 48 for unit in check._plan.facts.units}
+    with check.counting(model, 0):
+        model(torch.ones(8, requires_grad=True), **batch)
+    assert saved(check)[0].predicted == foretold and not model._forward_pre_hooks
 
 
 def test_weights_are_not_saved_tensors(tmp_path: Path) -> None:

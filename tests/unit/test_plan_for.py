@@ -1,6 +1,6 @@
 """Plans for live models: forwards that cannot be counted end in one line, and parameters come as torch takes them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -8,8 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from strategies.engine import stow
+from tests.helpers.tiny import MODELS
+from trainer.config.sections import ModelSection
 from trainer.errors import CountingError
+from trainer.model import build as model_module
 from trainer.planning.plan_for import plan_for
+from trainer.run.plan_check import count_saved
 
 
 class Net(nn.Module):
@@ -73,6 +77,28 @@ def test_what_torchs_optimizers_take(kind: str) -> None:
     assert groups["layers.0.weight"] == 0 and groups["layers.0.bias"] == int("groups" in kind)
     optimizer = stow(net, plan, params, device="cpu")
     assert [len(group["params"]) for group in optimizer.param_groups] == ([2, 2] if "groups" in kind else [4])
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_what_is_saved_with_and_without_a_mask(kind: str) -> None:
+    """To the byte; on full rows attention keeps less, where heads are grouped."""
+    model = model_module.build(*section_of({**MODELS[kind], "num_hidden_layers": 5}), seed=0, partitioned=False).train()
+    ids = torch.randint(0, 64, (2, 16))
+    mask = torch.ones_like(ids)
+    mask[1, 9:] = 0
+    sums = []
+    for batch in ({"input_ids": ids, "labels": ids}, {"input_ids": ids, "labels": ids, "attention_mask": mask}):
+        foretold = plan_for(model, batch=batch, max_grad_norm=None).facts.units
+        with count_saved(model) as measured:
+            model(**batch)
+        sums.append(sum(measured.values()))
+        assert sum(unit.saved_bytes for unit in foretold) == sums[-1]
+    assert sums[1] > 1.03 * sums[0]
+
+
+def section_of(config: Mapping[str, Any]) -> tuple[ModelSection, Any]:
+    section = ModelSection(config=dict(config), tokenizer="none")
+    return section, model_module.load_config(section)
 
 
 def test_an_iterator_of_names_and_parameters() -> None:

@@ -31,7 +31,7 @@ def moving() -> Plan:
     return plan_of(transformer(), weights="streamed", site="host", gradients="host")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(random_facts(), options)
 def test_what_is_written_reads_back_to_the_same_layout(known: Facts, asked: dict[str, Any]) -> None:
     known = over_ranks(known, asked)

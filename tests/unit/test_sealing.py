@@ -153,7 +153,7 @@ def interrupted(ranks: Ranks, config: RunConfig) -> list[str]:
     commit = saving.commit
 
     def late(*args: Any) -> None:
-        sealed.wait(5.0)
+        sealed.wait(1.0)
         commit(*args)
 
     def interrupt(work: Any) -> None:

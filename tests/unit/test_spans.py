@@ -234,12 +234,9 @@ class Owner:
     def groups(self) -> list[dict[str, Any]]:
         return [{"params": ["a.w"], "lr": self.lr, "betas": (0.9, 0.95)}]
 
-    def described(self) -> dict[str, Described]:
-        numbers = {"step": self.step}
-        return {span.name: Described(span.shape, "float32", numbers, {span.kind: span.shape}) for span in self.held}
-
-    def spans(self) -> Any:
-        return iter(self.held)
+    def entries(self) -> Any:
+        for span in self.held:
+            yield span.name, Described(span.shape, "float32", {"step": self.step}, {span.kind: span.shape}), [span]
 
 
 def written(folder: Path, *owners: Owner) -> Saved:

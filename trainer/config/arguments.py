@@ -1,9 +1,9 @@
 """The ``training`` section: the names of Hugging Face's TrainingArguments, with types and ranges.
 
 TrainingArguments is a plain dataclass: it accepts ``learning_rate: fast`` and an accumulation of 0, and fails much
-later. Every name of it is either a field here, or in ``REFUSED`` with what to write instead; a test compares both with
-the installed dataclass. Refused is what the plan or another section decides (``deepspeed``), what hides errors
-(``logging_nan_inf_filter``), and what breaks exact resuming (``ignore_data_skip``).
+later. Every name of it is either a field here, or refused with what to write instead (``foreign.yaml``); a test
+compares both with the installed dataclass. Refused is what the plan or another section decides (``deepspeed``), what
+hides errors (``logging_nan_inf_filter``), and what breaks exact resuming (``ignore_data_skip``).
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ Scheduler = Literal[
     "reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy",
 ]  # fmt: skip
 Sampling = Literal["random", "sequential", "group_by_length", "batch_rebalance"]
+Upload = Literal["end", "every_save", "checkpoint", "all_checkpoints"]
+Start = Literal["fork", "spawn", "forkserver"]
 Counting = Annotated[bool | Literal["all", "non_padding", "no"], Allowed("true, false, all, non_padding or no")]
 Resume = Annotated[bool | NonEmpty, Allowed("the folder of a checkpoint, true, false or auto")]
 # What a resumed run may change of the result, if it is told so (trainer/run/resume_rules.py has the keys of each).
@@ -59,41 +61,6 @@ Changeable = Literal[
 ]  # fmt: skip
 ALLOWABLE: tuple[str, ...] = get_args(Changeable)
 Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop"]
-
-# Names of TrainingArguments that are not settable, with what to do instead.
-_REASONS: Mapping[str, str] = {
-    "deepspeed": "the DeepSpeed config is generated from strategies; write strategies.zero.stage",
-    "fsdp fsdp_config parallelism_config": "DeepSpeed is the only engine here; write the section strategies",
-    "accelerator_config": "the Accelerator is built from this config; remove the line",
-    "local_rank": "the launcher sets the rank; remove the line",
-    "ddp_backend": "the backend follows from the device; remove the line",
-    "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph": (
-        "how gradients are reduced follows from the strategies; remove the line"
-    ),
-    "auto_find_batch_size": "the plan predicts what fits; write training.per_device_train_batch_size",
-    "logging_nan_inf_filter": "a loss that is not finite is always reported; remove the line",
-    "do_train do_predict": "the command decides what runs; remove the line",
-    "do_eval": "evaluation is switched on by training.eval_strategy",
-    "debug": "use launch/doctor.py, or torch's own tools; remove the line",
-    "skip_memory_metrics": "memory is always measured; remove the line",
-    "disable_tqdm": "progress is a bar on a terminal and plain lines elsewhere; remove the line",
-    "remove_unused_columns": "columns are chosen by data.columns",
-    "label_names": "labels are made by the data layer; write data.columns",
-    "length_column_name": "lengths are counted from the tokens; remove the line",
-    "optim_args": "no optimizer here takes further arguments; remove the line",
-    "optim_target_modules": "no optimizer here is restricted to modules; remove the line",
-    "use_cache": "the key-value cache has no use in training; remove the line",
-    "bf16_full_eval": "evaluation runs in the precision of training; write training.bf16",
-    "fp16_full_eval": "evaluation runs in the precision of training; write training.fp16",
-    "prediction_loss_only include_for_metrics batch_eval_metrics eval_do_concat_batches eval_use_gather_object": (
-        "evaluation measures loss and perplexity only; remove the line"
-    ),
-    "save_only_model": "a checkpoint must be resumable; the final export holds the weights alone",
-    "enable_jit_checkpoint": "SIGTERM and SIGUSR1 always save at the end of the step; remove the line",
-    "ignore_data_skip": "a resumed run always goes on with the samples not yet seen; remove the line",
-    "hub_token": "a secret does not belong into a file; set the environment variable HF_TOKEN",
-}
-REFUSED = {name: reason for names, reason in _REASONS.items() for name in names.split()}
 
 # Release 5.23 of Transformers renamed these and warns about the old names; earlier releases have only the old ones.
 # Both are accepted in the config, and the old one, which every supported release understands, is passed on.
@@ -171,16 +138,12 @@ class TrainingSection(Section):
     metric_for_best_model: NonEmpty | None = option("Metric that decides which evaluation is best; not set means loss.")
     greater_is_better: bool | None = option("Whether a greater metric is better.")
     resume_from_checkpoint: Resume | None = option("Folder to resume from; true or auto for the newest valid one.")
-    allow_change: list[Changeable] = option(
-        "What a resumed run may do differently from its checkpoint although the result changes.", []
-    )
+    allow_change: list[Changeable] = option("What a resumed run may do differently although the result changes.", [])
     overwrite: bool = option("Delete an earlier run in output_dir; otherwise it moves to earlier-N in it.", False)
     restore_callback_states_from_checkpoint: bool | None = option("Restore the state of callbacks on resume.")
     push_to_hub: bool | None = option("Upload to the hub when saving.")
     hub_model_id: NonEmpty | None = option("Repository on the hub; not set means the name of output_dir.")
-    hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] | None = option(
-        "What to upload, and when."
-    )
+    hub_strategy: Upload | None = option("What to upload, and when.")
     hub_private_repo: bool | None = option("Create the repository as a private one.")
     hub_always_push: bool | None = option("Upload although the upload before is still running.")
     hub_revision: NonEmpty | None = option("Branch to upload to.")
@@ -189,9 +152,7 @@ class TrainingSection(Section):
     dataloader_pin_memory: bool | None = option("Batches in pinned host memory.")
     dataloader_persistent_workers: bool | None = option("Keep the loading processes between epochs.")
     dataloader_prefetch_factor: Count | None = option("Batches each loading process prepares ahead.")
-    dataloader_multiprocessing_context: Literal["fork", "spawn", "forkserver"] | None = option(
-        "How loading processes start."
-    )
+    dataloader_multiprocessing_context: Start | None = option("How loading processes start.")
     dataloader_in_order: bool | None = option("Batches in order although one worker is slow.")
     train_sampling_strategy: Sampling | None = option("Order of the samples.")
     ddp_timeout: Count | None = option("Seconds before a silent collective fails.")

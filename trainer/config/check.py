@@ -1,16 +1,21 @@
 """Everything wrong with a tree of plain values as a config, each with what may be written.
 
-Problem. A validation library explains its own steps ("Input should be a valid integer, unable to parse"), while the
-user wants to know what may be written here. So pydantic says only whether a value is valid for its field; the words are
-computed from the field.
+A validation library explains its own steps ("Input should be a valid integer, unable to parse"), while the user wants
+to know what may be written here. So pydantic says only whether a value is valid; the words are computed from its field.
+
+Most configs are rewritten from another framework's. The hint for an unknown key is the first of these that matches: for
+a name of another framework (``foreign.yaml``), our name for it; for one of our own keys in the wrong section, its full
+name; for anything else, the most similar key. Foreign names are no aliases: a file could then say one thing twice.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import cache
+from pathlib import Path
 from types import GenericAlias
 from typing import Annotated, Any
 
@@ -18,12 +23,10 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from strategies.core.registry import available, find
-from trainer.config.arguments import REFUSED
 from trainer.config.conflicts import conflicts
-from trainer.config.hints import foreign, unknown_key
 from trainer.config.sections import SECTIONS, RunConfig, flat
 from trainer.config.wording import MISSING, Fault, allowed, choices, inner_model
-from trainer.config.yaml_file import Key, leaves
+from trainer.config.yaml_file import Key, leaves, read
 from trainer.errors import nearest
 
 TOP = ("extends", *RunConfig.model_fields)
@@ -52,9 +55,7 @@ def _section(model: type[BaseModel], data: object, at: Key) -> Iterator[Fault]:
         return
     for name, value in data.items():
         key, field = (*at, name), model.model_fields.get(name)
-        if at == ("training",) and name in REFUSED:
-            yield Fault(key, value, f"not settable: {REFUSED[name]}")
-        elif field is None:
+        if field is None:
             yield from _unknown(key, value, tuple(model.model_fields))
         elif isinstance(value, dict) and (inner := inner_model(field.annotation)):
             yield from _section(inner, value, key)
@@ -128,3 +129,58 @@ def _unknown(key: Key, value: object, siblings: Sequence[str]) -> Iterator[Fault
             yield Fault(leaf, leaf_value, unknown_key(leaf, siblings))
     else:
         yield Fault(key, value, unknown_key(key, siblings))
+
+
+@cache
+def elsewhere() -> dict[str, tuple[str, str]]:
+    """Each name that another framework has for one of our keys: whose it is, and the answer."""
+    table = read(Path(__file__).with_name("foreign.yaml")).tree
+    return {
+        name: (whose, answer)
+        for answer, names_by_framework in table.items()
+        for whose, names in names_by_framework.items()
+        for name in (names if isinstance(names, list) else [names])
+    }
+
+
+@cache
+def known_keys() -> tuple[str, ...]:
+    """All our keys, dotted. Of strategies only the names, since their files are imported on demand."""
+
+    def below(model: type[BaseModel], at: str) -> Iterable[str]:
+        for name, field in model.model_fields.items():
+            yield f"{at}.{name}"
+            if inner := inner_model(field.annotation):
+                yield from below(inner, f"{at}.{name}")
+
+    keys = [key for name, model in SECTIONS.items() for key in (name, *below(model, name))]
+    return (*keys, "strategies", *(f"strategies.{name}" for name in available()))
+
+
+def foreign(key: Key) -> str | None:
+    """The hint for ``key`` if it is a name of another framework."""
+    name, inner = ".".join(key), ".".join(key[1:])
+    found = elsewhere().get(name) or (elsewhere().get(inner) if key[0] in RunConfig.model_fields else None)
+    if found is None:
+        return None
+    whose, (answer, _, remark) = found[0], found[1].partition("; ")
+    if answer.split(".")[0] not in RunConfig.model_fields:
+        return f"that is {whose}'s name; {found[1]}"
+    return f"that is {whose}'s name, write '{answer}'" + (f" ({remark})" if remark else "")
+
+
+def unknown_key(key: Key, siblings: Sequence[str]) -> str:
+    """The error message for ``key``, whose section has the keys ``siblings``."""
+    if words := foreign(key):
+        return f"unknown key; {words}"
+    others = [known for known in known_keys() if known != ".".join(key)]
+    for ending in (".".join(key), key[-1]):
+        if ours := next((known for known in others if known.endswith(f".{ending}")), None):
+            return f"unknown key; write '{ours}'"
+    if hint := nearest(key[-1], siblings):
+        return f"unknown key{hint}"
+    leaves = {known.rpartition(".")[2]: known for known in reversed(known_keys())}
+    if near := difflib.get_close_matches(key[-1], leaves, n=1, cutoff=0.75):
+        return f"unknown key; did you mean '{leaves[near[0]]}'?"
+    known = f"known here: {', '.join(siblings)}" if len(siblings) <= 20 else "see docs/config.md"
+    return f"unknown key; {known}"

@@ -155,7 +155,7 @@ def _strategies(sections: Mapping[str, Values]) -> Found:
             for said, why in find(name).excludes.items():
                 key, _, value = said.partition(" = ")
                 section, _, field = key.partition(".")
-                if (given := sections[section][field]) and value in ("", given):
+                if (given := sections[section][field]) not in (*OFF, WRONG) and value in ("", given):
                     yield key, f"{why}; {KEEP_ONE}"
             if half and find(name).requires >= PLANNED:
                 what = f"strategies.{name} computes in float32 without training.bf16"

@@ -14,8 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from strategies.core.registry import available, find
-from trainer.config.arguments import REFUSED
-from trainer.config.hints import elsewhere
+from trainer.config.check import elsewhere
 from trainer.config.sections import SECTIONS
 from trainer.config.wording import allowed, inner_model
 
@@ -40,8 +39,6 @@ def pages(docs: Path) -> Iterator[tuple[Path, str]]:
 
 def _whole_config() -> str:
     parts = [part for name, model in SECTIONS.items() for part in _section(f"## {name}", name, model)]
-    refused = _table(("key", "because"), ((f"`{name}`", reason) for name, reason in REFUSED.items()))
-    parts.append(f"### Names of TrainingArguments that are not settable\n\n{refused}")
     purposes = {name: inspect.cleandoc(find(name).__doc__ or "").split("\n\n")[0] for name in available()}
     links = _table(
         ("strategy", "what it does"), ((f"[`{name}`](strategies/{name}.md)", text) for name, text in purposes.items())

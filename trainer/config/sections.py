@@ -19,6 +19,8 @@ from trainer.config.wording import Allowed
 from trainer.config.yaml_file import Key, Location, dotted, error_line, location_of, write
 from trainer.errors import ConfigError
 
+Share = Annotated[float, Field(ge=0, le=0.5)]
+Dtype = Literal["float32", "bfloat16", "float16"]
 Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
 Columns = Literal["text", "prompt", "completion", "messages", "instruction", "input", "output", "input_ids", "labels"]
 
@@ -53,9 +55,7 @@ class ModelSection(Section):
     tokenizer: Annotated[
         NonEmpty | TrainTokenizer | None, Allowed("a name or folder, or a mapping {train: bpe, vocab_size: N}")
     ] = option("Name or folder, or one to train; not set means the model's own.")
-    dtype: Literal["float32", "bfloat16", "float16"] = option(
-        "Type in which the weights are loaded; see also training.bf16.", "float32"
-    )
+    dtype: Dtype = option("Type in which the weights are loaded; see also training.bf16.", "float32")
     attn_implementation: Attention | None = option("Attention kernel; not set means the model's default.")
     trust_remote_code: bool = option("Run Python code that comes with the model. It can do anything you can.", False)
     lora: LoraSection | None = option("Train low-rank adapters instead of all weights; needs peft.")
@@ -69,17 +69,13 @@ class DataSection(Section):
     split: NonEmpty = option("Split to train on.", "train")
     eval_path: NonEmpty | None = option("Evaluation data apart from path, in the same forms.")
     eval_split: NonEmpty | None = option("Split to evaluate on.")
-    eval_fraction: Annotated[float, Field(ge=0, le=0.5)] = option(
-        "Share of the training data set aside for evaluation.", 0.0
-    )
+    eval_fraction: Share = option("Share of the training data set aside for evaluation.", 0.0)
     columns: Annotated[
         dict[Columns, NonEmpty], Allowed(f"a mapping from our fields ({', '.join(get_args(Columns))}) to columns")
     ] = option("Our field -> their column, where the two differ.", {})
     max_length: Annotated[int, Field(ge=8)] = option("Tokens per sample; longer ones are cut.", 1024)
     packing: bool = option("Fill each sequence with several samples; they do not mix.", False)
-    completion_only_loss: bool | None = option(
-        "Loss on the completion only; not set means yes for prompt/completion data."
-    )
+    completion_only_loss: bool | None = option("Loss on completions only; not set: yes for prompt/completion data.")
     assistant_only_loss: bool = option("Loss on the assistant's turns of messages only.", False)
     chat_template_path: NonEmpty | None = option("Jinja chat template; else the tokenizer's.")
     streaming: bool = option("Read while training; needs training.max_steps.", False)

@@ -1,10 +1,9 @@
 """Measured compute time of each unit: of a few blocks before a run, or of all of them in its first steps.
 
 Marks are set at the borders of blocks, after the memory engine's own hooks, so that no unit's time includes waiting
-for weights. On an accelerator they are events in the compute stream, on a CPU clock readings. A block's forward lies
-between its hooks; its backward between the node that made its output and the gradient of its input. What lies before
-the first block and after the last is embedding and head. Recomputation in backward is subtracted as counted, since a
-plan may choose to recompute less or more.
+for weights. A block's forward lies between its hooks; its backward between the node that made its output and the
+gradient of its input. What lies before the first block and after the last is embedding and head. Recomputation in
+backward is subtracted as counted, since a plan may choose to recompute less or more.
 
 The times are in ``facts.json`` of the run folder, under ``measured``. They are valid for the same units, micro-batch,
 sequence, precision and device, and the next fresh run is planned with them. A plan never changes inside a run, so a
@@ -23,6 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter
+
 from strategies.core.commit import replace_file
 from strategies.core.facts import Facts, UnitKind, UnitTimes
 from strategies.planner.step_cost import unit_seconds
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 FILE = "facts.json"
+TIMES = TypeAdapter(UnitTimes)
 BLOCKS, ROUNDS = 3, 3  # how many blocks ``measure`` runs, and how often
 LEAST = 1e-9  # seconds; a unit that takes no time would divide by zero
 
@@ -113,14 +115,14 @@ class UnitClock:
         return max(LEAST, seconds)
 
 
-def median_of(found: Sequence[UnitTimes]) -> UnitTimes:
-    """The median of each of the times; ``found`` must not be empty."""
+def median_of(found: Sequence[UnitTimes], of: Callable[[Sequence[float]], float] = statistics.median) -> UnitTimes:
+    """The median, or what ``of`` says, of each of the times; ``found`` must not be empty."""
 
-    def median(kind: UnitKind) -> tuple[float, float]:
-        forward, backward = zip(*(each.of(kind) for each in found), strict=True)
-        return statistics.median(forward), statistics.median(backward)
+    def each(kind: UnitKind) -> tuple[float, float]:
+        forward, backward = zip(*(times.of(kind) for times in found), strict=True)
+        return of(forward), of(backward)
 
-    return UnitTimes(median(UnitKind.EMBEDDING), median(UnitKind.BLOCK), median(UnitKind.HEAD), found[0].origin)
+    return UnitTimes(each(UnitKind.EMBEDDING), each(UnitKind.BLOCK), each(UnitKind.HEAD), found[0].origin)
 
 
 def without_again(found: UnitTimes, facts: Facts) -> UnitTimes:
@@ -163,9 +165,8 @@ def read(folder: Path, facts: Facts, entry: str = "measured") -> UnitTimes | Non
         values = content[entry]
         if values is None or content["for"] != key_of(facts):
             return None
-        pairs = {name: (float(values[name][0]), float(values[name][1])) for name in ("embedding", "block", "head")}
-        return UnitTimes(**pairs, origin=str(values["origin"]))
-    except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError):
+        return TIMES.validate_python(values)
+    except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
@@ -222,9 +223,4 @@ def measure(
             found.append(seconds)
     if not found:
         return None
-
-    def fastest(kind: UnitKind) -> tuple[float, float]:
-        return min(each.of(kind)[0] for each in found), min(each.of(kind)[1] for each in found)
-
-    times = fastest(UnitKind.EMBEDDING), fastest(UnitKind.BLOCK), fastest(UnitKind.HEAD)
-    return UnitTimes(*times, origin=f"measured, {BLOCKS} blocks by themselves")
+    return replace(median_of(found, min), origin=f"measured, {BLOCKS} blocks by themselves")

@@ -1,34 +1,31 @@
 """Measure how fast this machine computes each product of a linear layer over each route, and keep the times in a file.
 
-A product is timed as training calls it, including any transposition of its operands. In training some operands have
-just been written (the input in forward, the gradient in backward) and are in a cache; the others were used long ago.
-So products rotate through several sets of operands, more than caches hold, and on a CPU the recent operand is read
-before the clock starts. An accelerator runs many products per reading instead, for its caches are small beside them.
+A product is timed as training calls it, including any transposition of its operands, on several sets of operands in
+turn, more than caches hold. The routes of a shape take turns, and the least of each route's seconds counts: other work
+disturbs single rounds, and a machine that slows down does so for all routes. A route whose result differs too much from
+torch's own is left out.
 
-The routes of a shape take turns, and the least of each route's seconds counts: other work disturbs single rounds, and a
-machine that slows down does so for all routes. A route whose result differs too much from torch's own is left out.
-
-An entry of the file holds for one machine with its libraries, threads and settings; other entries are kept, but not
-used. If the file cannot be read, or has no entry for this machine, one line says so. The key of a shape contains all
-that a timing depends on, and also what follows from the rest (alignment) or never changes (beta = 0), so that a release
-that changes these uses other keys. With several ranks the first one reads and measures, and all take its timings.
+The file has the times by machine, libraries, threads and settings; those of others are kept, but not used. If it cannot
+be read, or has nothing for this machine, one line says so. With several ranks the first one reads and measures, and all
+take its timings.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
 
 from strategies.core.commit import replace_file
 from strategies.core.facts import Facts
-from strategies.core.linears import ELEMENT_BYTES, LEGAL, Gemm, Route, Routes, Shape, Timed
+from strategies.core.linears import ELEMENT_BYTES, LEGAL, Gemm, Route, Shape, Timed
 from strategies.core.sizes import human_duration
 from strategies.planner.gemm_routes import shapes_of
 from trainer.machine.profiles import key_of
@@ -38,19 +35,15 @@ if TYPE_CHECKING:
     from trainer.dist.ranks import Ranks
     from trainer.machine.probe import Machine
 
-Product = tuple[Gemm, Route] | str
 Timer = Callable[[], float]  # runs something and returns its seconds
 Say = Callable[[str], None]
-REFRESH, STOCK, ROUTED = "refresh", "stock", "routed"  # timed besides products: writing the copy; a tiny layer, twice
+REFRESH = (Gemm.WGRAD, Route.COPY)  # stands for writing the copy, which wgrad does not read
 
-FORMAT = 1
-MOST_ENTRIES = 16
 ROUNDS = 10
-HOPELESS = 1.3  # times the fastest: a route slower than this after two rounds is not timed again
 ROTATED_BYTES, MOST_SETS = 256 << 20, 8  # of operands that are used before one is used again
 LEAST_TIMED_CPU_S, LEAST_TIMED_S = 2e-5, 5e-4  # of one reading; shorter products are repeated because clocks are coarse
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3, "float64": 1e-12}  # of the largest result
-OPERANDS = {Gemm.FORWARD: ("x", "weight"), Gemm.DGRAD: ("grad", "weight"), Gemm.WGRAD: ("grad", "x")}  # recent, other
+OPERANDS = {Gemm.FORWARD: ("x", "weight"), Gemm.DGRAD: ("grad", "weight"), Gemm.WGRAD: ("grad", "x")}
 
 
 def for_config(config: RunConfig, facts: Facts, ranks: Ranks, machine: Machine, *, tune: bool, say: Say) -> Facts:
@@ -69,12 +62,14 @@ def for_config(config: RunConfig, facts: Facts, ranks: Ranks, machine: Machine, 
     place = place_of(machine, threads)
 
     def find() -> tuple[Timed, ...]:
-        known, ignored = load(path, place)
+        measured, ignored = load(path)
         if ignored:
             say(ignored)
-        found = {shape: from_json(shape, known.get(name_of(shape))) for shape in shapes_of(facts)}
-        timings = [timed for timed in found.values() if timed is not None]
-        missing = [shape for shape, timed in found.items() if timed is None]
+        elif measured and place not in measured:
+            say(f"{path} is not used: nothing in it was measured on this machine, with these versions and settings")
+        shapes = shapes_of(facts)
+        timings = [timed for timed in measured.get(place, []) if timed.shape in shapes]
+        missing = [shape for shape in shapes if shape not in {timed.shape for timed in timings}]
         if missing and tune:
             new = measure(missing, partial(timers_of, device=machine.device_kind), budget_s, say)
             if machine.device_kind != "cpu":
@@ -105,88 +100,66 @@ def of_first_rank(find: Callable[[], tuple[Timed, ...]]) -> tuple[Timed, ...]:
 # --- the file --------------------------------------------------------------------------------------------------------
 
 
-def place_of(machine: Machine, threads: int | None = None) -> dict[str, Any]:
-    """What timings depend on besides the shape, as JSON; ``threads`` of a rank, None for those of this process."""
+@dataclass(frozen=True, slots=True)
+class _File:
+    """The content of a file: timings by place."""
+
+    format: Literal[2] = 2
+    measured: dict[str, list[Timed]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for timed in (timed for timings in self.measured.values() for timed in timings):
+            if not all(0 < value < math.inf for value in (timed.refresh_s, *(each[2] for each in timed.seconds))):
+                raise ValueError("seconds must be positive")
+            if not all(Route.NATIVE in timed.of(gemm) for gemm in Gemm):
+                raise ValueError("a product has no time of its native route")
+
+
+_FILES = TypeAdapter(_File)
+
+
+def place_of(machine: Machine, threads: int | None = None) -> str:
+    """What timings depend on besides the shape; ``threads`` of a rank, None for those of this process."""
     import torch
 
     from strategies.engine.memory import accelerator
 
     on_cpu = machine.device_kind == "cpu"
     settings = [
+        *(f"{name} {value}" for name, value in key_of(machine).items()),
+        f"threads {threads or torch.get_num_threads()}" if on_cpu else None,
         f"matmul precision {torch.get_float32_matmul_precision()}",
         "deterministic" if torch.are_deterministic_algorithms_enabled() else None,
         None if on_cpu else accelerator.row_of(torch.device(machine.device_kind)).software(),
     ]
-    return {
-        "machine": key_of(machine),
-        "threads": (threads or torch.get_num_threads()) if on_cpu else 0,
-        "settings": ", ".join(filter(None, settings)),
-    }
+    return ", ".join(filter(None, settings))
 
 
-def name_of(shape: Shape) -> str:
-    """The key of a shape in the file."""
-    width = ELEMENT_BYTES[shape.dtype]
-    aligned = math.gcd(shape.inputs * width, shape.outputs * width, 256)
-    return f"{shape.dtype} rows={shape.rows} {shape.inputs}->{shape.outputs} {shape.stored} align={aligned} beta=0"
-
-
-def _entries(path: Path) -> tuple[list[tuple[Mapping[str, Any], dict[str, Any]]], str]:
-    """Places with their timings, by the key of the shape, and why the file is ignored; no line if there is none."""
+def load(path: Path) -> tuple[dict[str, list[Timed]], str]:
+    """Timings by place, and why the file is ignored, for people; no line if there is none."""
     try:
-        content = json.loads(path.read_text())
-        if content["format"] == FORMAT:
-            return [(dict(entry["place"]), dict(entry["shapes"])) for entry in content["measured"]], ""
-        why = f"its format is {content['format']!r}, this is {FORMAT}"
+        return _FILES.validate_json(path.read_bytes()).measured, ""
     except FileNotFoundError:
-        return [], ""
+        return {}, ""
     except OSError as error:
-        why = str(error.strerror)
-    except (ValueError, TypeError, KeyError) as error:
-        why = f"not measurements of linear layers ({type(error).__name__}: {error})"
-    return [], f"{path} is ignored: {why}"
+        return {}, f"{path} is ignored: {error.strerror}"
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"][:1]))
+        return {}, f"{path} is ignored: no measurements of linear layers ({where}: {first['msg']})"
 
 
-def load(path: Path, place: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Timings of ``place`` by the key of their shape, and a line for people if the file is there but of no use."""
-    entries, ignored = _entries(path)
-    for found, shapes in entries:
-        if found == place:
-            return shapes, ""
-    other = f"{path} is not used: nothing in it was measured on this machine, with these versions and settings"
-    return {}, ignored or (other if path.exists() else "")
-
-
-def save(path: Path, place: Mapping[str, Any], timings: Sequence[Timed]) -> None:
-    """Add ``timings`` to the entry of ``place`` and move it to the front; the oldest beyond ``MOST_ENTRIES`` go.
+def save(path: Path, place: str, timings: Sequence[Timed]) -> None:
+    """Add ``timings`` to those of ``place``.
 
     Raises:
         OSError: the file cannot be written.
     """
-    entries, _ = _entries(path)
-    known = next((shapes for found, shapes in entries if found == place), {})
-    new = known | {name_of(timed.shape): to_json(timed) for timed in timings}
-    entries = [(place, new), *(entry for entry in entries if entry[0] != place)][:MOST_ENTRIES]
-    measured = [{"place": found, "shapes": shapes} for found, shapes in entries]
+    measured, _ = load(path)
+    new = {timed.shape for timed in timings}
+    kept = [timed for timed in measured.get(place, []) if timed.shape not in new]
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, json.dumps({"format": FORMAT, "measured": measured}, indent=1) + "\n")
-
-
-def to_json(timed: Timed) -> dict[str, Any]:
-    """The timings of a shape as the file has them."""
-    return {**{gemm: timed.of(gemm) for gemm in Gemm}, "refresh": timed.refresh_s, "overhead": timed.overhead_s}
-
-
-def from_json(shape: Shape, content: Any) -> Timed | None:
-    """The inverse of ``to_json``; None for anything else."""
-    try:
-        times = {(gemm, Route(name)): float(value) for gemm in Gemm for name, value in content[gemm].items()}
-        rest = float(content["refresh"]), float(content["overhead"])
-    except (KeyError, ValueError, TypeError, AttributeError):
-        return None
-    native = all((gemm, Route.NATIVE) in times for gemm in Gemm)
-    valid = all(0 < value < math.inf for value in times.values()) and all(0 <= value < math.inf for value in rest)
-    return Timed(shape, tuple((*key, value) for key, value in times.items()), *rest) if native and valid else None
+    replace_file(path, _FILES.dump_json(_File(measured=measured | {place: [*kept, *timings]}), indent=1))
 
 
 # --- measuring -------------------------------------------------------------------------------------------------------
@@ -194,52 +167,43 @@ def from_json(shape: Shape, content: Any) -> Timed | None:
 
 def measure(
     shapes: Sequence[Shape],
-    prepare: Callable[[Shape], Mapping[Product, Timer]],
+    prepare: Callable[[Shape], Mapping[tuple[Gemm, Route], Timer]],
     budget_s: float,
     say: Say,
     clock: Timer = time.perf_counter,
 ) -> list[Timed]:
     """Time ``shapes``, with the timers that ``prepare`` gives, until the budget is spent; the first one always."""
-    began_s, longest_s, failed = clock(), 0.0, 0
-    found: list[Timed] = []
-    for number, shape in enumerate(shapes, start=1):
+    began_s, found, reached = clock(), list[Timed](), 0
+    for shape in shapes:
         spent_s = clock() - began_s
-        if found and spent_s + longest_s > budget_s:
+        if reached and spent_s >= budget_s:
             break
-        say(f"measuring linear layers, {number} of {len(shapes)}: {shape}; {spent_s:.0f} of {budget_s:g} s")
+        reached += 1
+        say(f"measuring linear layers, {reached} of {len(shapes)}: {shape}; {spent_s:.0f} of {budget_s:g} s")
         try:
             found.append(_timed(shape, prepare(shape), (budget_s - spent_s) / 2, clock))
         except RuntimeError as error:  # no memory for the operands, no kernel for the dtype
-            failed += 1
             say(f"{shape} stays native, it could not be measured: {str(error).splitlines()[0]}")
-        longest_s = max(longest_s, clock() - began_s - spent_s)
-    left = len(shapes) - len(found) - failed
+    left = len(shapes) - reached
     rest = f"; {left} were not reached and stay native: raise strategies.linear.budget_s" if left else ""
     say(f"measured {len(found)} shapes of linear layers in {human_duration(clock() - began_s)}{rest}")
     return found
 
 
-def _timed(shape: Shape, timers: Mapping[Product, Timer], most_s: float, clock: Timer) -> Timed:
-    """The least seconds of several rounds; of at least two, if they take longer than ``most_s``."""
-    least = dict.fromkeys(timers, math.inf)
-    began_s = clock()
+def _timed(shape: Shape, timers: Mapping[tuple[Gemm, Route], Timer], most_s: float, clock: Timer) -> Timed:
+    """The least seconds of several rounds; of two, if they take longer than ``most_s``."""
+    least, began_s = dict.fromkeys(timers, math.inf), clock()
     for number in range(ROUNDS):
-        round_s = clock()
-        fastest = {gemm: min(least[other] for other in least if other[0] is gemm) for gemm in Gemm}
-        for product, timer in timers.items():
-            behind = isinstance(product, tuple) and least[product] > HOPELESS * fastest[product[0]]
-            if number < 2 or not behind or product[1] is Route.NATIVE:
-                least[product] = min(least[product], timer())
-        if number >= 1 and clock() + (clock() - round_s) - began_s > most_s:
+        if number > 1 and clock() - began_s > most_s:
             break
-    seconds = tuple((gemm, route, least[gemm, route]) for gemm in Gemm for route in Route if (gemm, route) in least)
-    return Timed(shape, seconds, least[REFRESH], max(0.0, least[ROUTED] - least[STOCK]))
+        least = {product: min(least[product], timer()) for product, timer in timers.items()}
+    refresh_s = least.pop(REFRESH)
+    return Timed(shape, tuple((*product, seconds) for product, seconds in least.items()), refresh_s)
 
 
-def timers_of(shape: Shape, device: str) -> dict[Product, Timer]:
-    """Timers of each product over each legal route with torch's result; of ``REFRESH``, ``STOCK`` and ``ROUTED``."""
+def timers_of(shape: Shape, device: str) -> dict[tuple[Gemm, Route], Timer]:
+    """Timers of each product over each legal route with torch's result, and of ``REFRESH``."""
     import torch
-    from torch import nn
 
     from strategies.engine.forward import routed_linear
 
@@ -248,10 +212,8 @@ def timers_of(shape: Shape, device: str) -> dict[Product, Timer]:
     sizes = {"x": (shape.rows, shape.inputs), "grad": (shape.rows, shape.outputs), "weight": widths}
     generator = torch.Generator(device).manual_seed(0)
     noise = partial(torch.randn, generator=generator, device=device, dtype=getattr(torch, shape.dtype))
-    sets = [
-        {name: noise(*size) for name, size in sizes.items()}
-        for _ in range(min(MOST_SETS, -(-ROTATED_BYTES // num_bytes)))
-    ]
+    count = min(MOST_SETS, -(-ROTATED_BYTES // num_bytes))
+    sets: list[dict[str, Any]] = [{name: noise(*size) for name, size in sizes.items()} for _ in range(count)]
     for operands in sets:
         operands["copy"] = routed_linear.transposed(operands["weight"])
 
@@ -260,46 +222,23 @@ def timers_of(shape: Shape, device: str) -> dict[Product, Timer]:
         second = "copy" if route is Route.COPY else second
         return routed_linear.product(gemm, route, shape.stored, operands[first], operands[second])
 
-    timers: dict[Product, Timer] = {}
+    # Written as a routed layer writes it; torch is slower at the same copy with the transposition on the other side.
+    timers = {REFRESH: _timer(lambda operands: operands["copy"].t().copy_(operands["weight"].t()), sets, device)}
     for gemm in Gemm:
         expected = compute(gemm, Route.NATIVE, sets[0]).float()
         allowed = TOLERANCE[shape.dtype] * math.sqrt(shape.rows) * max(float(expected.abs().max()), 1e-30)
         for route in LEGAL[gemm]:
             if float((compute(gemm, route, sets[0]).float() - expected).abs().max()) <= allowed:
-                timers[gemm, route] = _timer(partial(compute, gemm, route), sets, device, OPERANDS[gemm][0])
-    # Written as a routed layer writes it; torch is slower at the same copy with the transposition on the other side.
-    timers[REFRESH] = _timer(lambda operands: operands["copy"].t().copy_(operands["weight"].t()), sets, device)
-    # A layer that is so small that its products cost nothing.
-    x, grad = torch.zeros(1, 2, 8, device=device, requires_grad=True), torch.zeros(1, 2, 8, device=device)
-    layers = nn.ModuleDict({name: nn.Linear(8, 8, bias=False, device=device) for name in (STOCK, ROUTED)})
-    routed_linear.route(layers, {ROUTED: Routes(wgrad=Route.LEFT)})
-    return timers | {
-        name: _timer(lambda layer: layer(x).backward(grad), [made], device) for name, made in layers.items()
-    }
+                timers[gemm, route] = _timer(partial(compute, gemm, route), sets, device)
+    return timers
 
 
-def _timer(work: Callable[[Any], Any], sets: Sequence[Any], device: str, recent: str | None = None) -> Timer:
-    """Times ``work`` on the next of ``sets``, as often as the clock needs; training has just written ``recent``."""
-    import torch
+def _timer(work: Callable[[Any], Any], sets: Sequence[Any], device: str) -> Timer:
+    """Times ``work`` on the next of ``sets``, as often as the clock needs."""
+    from trainer.machine.timing import seconds_per_call
 
-    rotation, times = cycle(sets), 1
+    rotation = cycle(sets)
+    run = partial(seconds_per_call, lambda: work(next(rotation)), device)
+    run()
     least_s = LEAST_TIMED_CPU_S if device == "cpu" else LEAST_TIMED_S
-    wait: Callable[[], object] = (lambda: None) if device == "cpu" else torch.accelerator.synchronize
-
-    def run() -> float:
-        nonlocal times
-        while True:
-            batch = [next(rotation) for _ in range(times)]
-            if recent and device == "cpu":
-                batch[0][recent].sum()
-            wait()
-            began_s = time.perf_counter()
-            for operands in batch:
-                work(operands)
-            wait()
-            taken_s = time.perf_counter() - began_s
-            if taken_s >= least_s or times >= 1 << 12:
-                return taken_s / times
-            times *= max(2, min(16, math.ceil(1.5 * least_s / max(taken_s, 1e-9))))
-
-    return run
+    return partial(run, math.ceil(least_s / max(run(), 1e-9)))

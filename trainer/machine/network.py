@@ -11,7 +11,6 @@ file of the rates by hand, or plan with ``--network``.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
@@ -21,6 +20,7 @@ from strategies.engine.memory import accelerator
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import WorldError, run_world
 from trainer.machine.probe import cores
+from trainer.machine.timing import lower_quartile, seconds_per_call
 
 ON_CPU = 2  # processes that stand for ranks where there is no accelerator
 
@@ -59,16 +59,7 @@ def exchange(ranks: Ranks, num_bytes: int, seconds: float) -> list[float]:
 
 def seconds_of(work: Callable[[], object], seconds: float, device: torch.device) -> float:
     """The lower quartile of the durations of ``work``, which all ranks do equally often."""
-
-    def once() -> float:
-        began_s = time.perf_counter()
-        work()
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-        return time.perf_counter() - began_s
-
-    once()
-    times = torch.tensor(max(1.0, seconds / once()), device=device)
+    seconds_per_call(work, device)
+    times = torch.tensor(max(1.0, seconds / seconds_per_call(work, device)), device=device)
     dist.broadcast(times, 0)
-    found = sorted(once() for _ in range(int(times)))
-    return found[len(found) // 4]
+    return lower_quartile([seconds_per_call(work, device) for _ in range(int(times))])

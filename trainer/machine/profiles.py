@@ -54,11 +54,18 @@ class _Link(NamedTuple):
 
 
 class _Host(NamedTuple):
-    """The machine that a card stands in: its memory in GiB, its cores, and the bytes per second of its ``dram``."""
+    """The machine that a card stands in, with the bytes per second of its memory."""
 
     gib: int
     cores: int
     dram: float
+
+
+class _Network(NamedTuple):
+    """What a card has to others: bytes per second each way over NVLink, and Gb/s to other machines, by data sheets."""
+
+    nvlink: float
+    gigabits: float
 
 
 def _pcie(gigatransfers: float, lanes: int = 16) -> float:
@@ -70,13 +77,6 @@ _PCIE4 = _Link(_pcie(16), (24 + 12) / 2 / 25)
 _PCIE5 = _Link(_pcie(32), 28.5e9 / _pcie(32))
 _PCIE4_X8 = _PCIE4._replace(bytes_per_s=_pcie(16, lanes=8))
 _SERVER, _DDR5, _DDR4, _SLICE = 150e9, 60e9, 40e9, 50e9
-
-
-class _Network(NamedTuple):
-    """What a card has to others: bytes per second each way over NVLink, and Gb/s to other machines, by data sheets."""
-
-    nvlink: float
-    gigabits: float
 
 
 _A100_SXM, _H100_SXM = _Network(300e9, 200), _Network(450e9, 400)

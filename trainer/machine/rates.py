@@ -13,11 +13,9 @@ A plan lets updates and copies run together, so DRAM counts with what they reach
 Without an accelerator two ordinary buffers stand in for the link, one core copies between them, and the lines say so;
 cores are then shared as well, and DRAM counts with its own rate.
 
-Each number comes from as many repetitions as fit into its share of the time, after a warm-up; the lower quartile of
-their seconds counts, since the fastest run is not sustained and slow ones were disturbed. Copies cycle through buffers
-larger than the caches, because a bucket of the engine is in no cache either. Two threads next to other work can lose
-nine tenths of their speed (a kernel waits for its slowest thread). No statistic corrects that, so the CPU time of other
-processes is measured and printed.
+Each number comes from as many repetitions as fit into its share of the time, after a warm-up. Copies cycle through
+buffers larger than the caches, because a bucket of the engine is in no cache either. Two threads next to other work can
+lose nine tenths of their speed, which no statistic corrects; so the CPU time of other processes is printed.
 """
 
 from __future__ import annotations
@@ -43,10 +41,10 @@ from strategies.engine.transfer.transfer import Lane, transfer_for
 from strategies.engine.transfer.worker import Worker, spare_cores
 from strategies.engine.updating.optim import AdamW, Operands
 from strategies.engine.updating.updates import HOST_CHUNK
-from trainer.machine.fits import duplex_factor, fit_line
 from trainer.machine.network import measure_network
 from trainer.machine.probe import cores, host_memory, others_cpu_s, probe
 from trainer.machine.profiles import StoredRates, key_of, save
+from trainer.machine.timing import duplex_factor, fit_line, lower_quartile, seconds_per_call
 
 Say = Callable[[str], None]
 Shape = tuple[int, int, int]  # rows (tokens), summed, columns
@@ -54,7 +52,6 @@ Shape = tuple[int, int, int]  # rows (tokens), summed, columns
 MIB = 1 << 20
 DEVICE_SHAPES: tuple[Shape, ...] = ((4096, 4096, 4096), (8192, 4096, 4096), (8192, 4096, 14336))
 CPU_SHAPES: tuple[Shape, ...] = ((512, 1024, 1024), (1024, 1024, 4096), (1024, 2048, 5632))
-LONGEST_GEMM_S = 2.0  # a shape that would take longer is left out
 DUPLEX_BYTES = MIB  # the smallest copies that are made in both directions at once
 QUEUE_S = 5e-3  # a device gets this much work at a time, so that launching it and waiting for it do not count
 SLOWED = 0.95  # less than this part of what works reach alone: they slow each other down
@@ -90,41 +87,30 @@ class Stopwatch:
     def seconds(self, work: Callable[[], object], share_s: float | None = None) -> float:
         """The lower quartile of the durations of ``work``, each until the device is idle."""
         hurried = time.perf_counter() - self.began_s > self.effort.hurry_after_s
-        self._once(work)
-        first_s = self._once(work)
+        once = partial(seconds_per_call, work, self.device)
+        once()
+        first_s = once()
         if hurried:
             return first_s
         share_s = self.effort.seconds if share_s is None else share_s
         times = max(1, int(QUEUE_S / first_s)) if self.device.type != "cpu" else 1
-        samples, began_s = [self._once(work, times)], time.perf_counter()
+        samples, began_s = [once(times)], time.perf_counter()
         while time.perf_counter() - began_s < share_s:
-            samples.append(self._once(work, times))
-        return sorted(samples)[len(samples) // 4]
-
-    def _once(self, work: Callable[[], object], times: int = 1) -> float:
-        """Seconds per call of ``work``, issued this many times before waiting for the device."""
-        began_s = time.perf_counter()
-        for _ in range(times):
-            work()
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
-        return (time.perf_counter() - began_s) / times
+            samples.append(once(times))
+        return lower_quartile(samples)
 
 
 def measure_gemm(clock: Stopwatch, dtype: torch.dtype) -> Iterator[tuple[Shape, float]]:
-    """Shape and flop/s of each product that does not take longer than ``LONGEST_GEMM_S``."""
+    """Shape and flop/s of each product."""
     device = clock.device
-    shapes = clock.effort.shapes or (CPU_SHAPES if device.type == "cpu" else DEVICE_SHAPES)
-    rate = 0.0
-    for rows, summed, columns in shapes:
-        flops = 2 * rows * summed * columns
-        if rate and flops / rate > LONGEST_GEMM_S:
-            return
+    for rows, summed, columns in clock.effort.shapes or (CPU_SHAPES if device.type == "cpu" else DEVICE_SHAPES):
         left = torch.randn(rows, summed, device=device).to(dtype)
         right = torch.randn(columns, summed, device=device).to(dtype).t()  # as nn.Linear keeps it
         out = torch.empty(rows, columns, device=device, dtype=dtype)
-        rate = flops / clock.seconds(partial(torch.mm, left, right, out=out))
-        yield (rows, summed, columns), rate
+        yield (
+            (rows, summed, columns),
+            2 * rows * summed * columns / clock.seconds(partial(torch.mm, left, right, out=out)),
+        )
 
 
 class CopyBench:
@@ -162,17 +148,13 @@ class CopyBench:
             future.result()
 
     def _rounds(self, lane: Lane, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Slices of ``size`` bytes, going on where the last copy ended."""
+        """Slices of ``size`` bytes from all over the buffers, going on where the last copy ended."""
         if (lane, size) not in self._cycles:
-            self._cycles[lane, size] = itertools.cycle(self._cuts(lane, size))
+            target, source = self._ends[lane]
+            starts = range(0, self.num_bytes - size + 1, max(size, self.num_bytes // 512))
+            cuts = [(target[start : start + size], source[start : start + size]) for start in starts]
+            self._cycles[lane, size] = itertools.cycle(cuts)
         return self._cycles[lane, size]
-
-    def _cuts(self, lane: Lane, size: int) -> list[tuple[Tensor, Tensor]]:
-        """Slices from all over the buffers, so that none is in a cache when its turn comes."""
-        target, source = self._ends[lane]
-        stride = max(size, self.num_bytes // 512)
-        starts = range(0, self.num_bytes - size + 1, stride)
-        return [(target[start : start + size], source[start : start + size]) for start in starts]
 
 
 def measure_link(clock: Stopwatch, say: Say) -> tuple[float, dict[str, list[tuple[int, float]]]]:
@@ -230,27 +212,24 @@ def host_update(num_params: int, *, mixed: bool) -> Callable[[], None]:
 
 
 def measure_together(clock: Stopwatch, submit: Callable[[], Future[None]]) -> float:
-    """Bytes per second of DRAM while updates of ``effort.num_params`` and copies in both directions run together.
-
-    ``submit`` begins one update. Copies are repeated for as long as a few updates take.
+    """Bytes per second of DRAM while updates of ``effort.num_params``, which ``submit`` begins, and copies in both
+    directions run together.
     """
     effort = clock.effort
     size = min(effort.largest_bytes, CALL_BYTES)
-    updates = 1 + int(effort.seconds / clock.seconds(partial(_result, submit), 0.0))
+    updates = 1 + int(effort.seconds / clock.seconds(partial(_done, submit), 0.0))
     with closing(Worker(1)) as one, closing(Worker(1)) as other:
         link = CopyBench(clock.device, size, one, other)
         began_s, copied = time.perf_counter(), 0
         running = [submit() for _ in range(updates)]
         while not running[-1].done():
-            link.issue(size, 1, Lane.UP, Lane.DOWN)
-            if clock.device.type != "cpu":
-                torch.accelerator.synchronize(clock.device)
+            seconds_per_call(partial(link.issue, size, 1, Lane.UP, Lane.DOWN), clock.device)
             copied += 2 * size
         spent_s = time.perf_counter() - began_s
     return (copied + HOST_UPDATE_BYTES * updates * effort.num_params) / spent_s
 
 
-def _result(submit: Callable[[], Future[None]]) -> None:
+def _done(submit: Callable[[], Future[None]]) -> None:
     submit().result()
 
 
@@ -262,18 +241,7 @@ def shared_dram(alone: float, link: float, update: float, together: float) -> fl
     return together if together < SLOWED * (link + update) else max(alone, together)
 
 
-def measure_launch(clock: Stopwatch) -> float:
-    """Seconds of the host to launch one operator on the device."""
-    small = torch.zeros(1, device=clock.device)
-
-    def launch() -> None:
-        for _ in range(LAUNCHED):
-            small.add_(1.0)
-
-    return clock.seconds(launch, clock.effort.link_seconds) / LAUNCHED
-
-
-def measure_and_store(path: Path, say: Say, effort: Effort | None = None) -> StoredRates:
+def measure_and_store(path: Path, say: Say) -> StoredRates:
     """Measure this machine and its current device and store the rates in ``path``; ``say`` is called with progress.
 
     Raises:
@@ -283,19 +251,18 @@ def measure_and_store(path: Path, say: Say, effort: Effort | None = None) -> Sto
     refuse_unwritable(path)
     key, date = key_of(probe()), time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime())
     others_s, began_s = others_cpu_s(), time.perf_counter()
-    rates, points = measure(say, effort)
+    rates, points = measure(say, FULL)
     spent_s = (time.perf_counter() - began_s) * cores()[1]
     others_share = max(0.0, (others_cpu_s() - others_s) / spent_s)
-    effort = FULL if effort is None else effort  # ranks are processes of their own, which are not others
-    rates = replace(rates, net_bytes_per_s=measure_network(effort.network_bytes, effort.seconds, say))
+    # Ranks are processes of their own, which are not others.
+    rates = replace(rates, net_bytes_per_s=measure_network(FULL.network_bytes, FULL.seconds, say))
     stored = StoredRates(rates, date, others_share)
     save(path, key, stored, points)
     return stored
 
 
-def measure(say: Say, effort: Effort | None = None) -> tuple[Rates, dict[str, Any]]:
+def measure(say: Say, effort: Effort) -> tuple[Rates, dict[str, Any]]:
     """The rates, and the measurements that they were fitted to."""
-    effort = FULL if effort is None else effort
     device = accelerator.current() or torch.device("cpu")
     clock, on_cpu = Stopwatch(effort, device), device.type == "cpu"
     say(f"matrix products on {'the CPU' if on_cpu else accelerator.name_of(device)}")
@@ -317,13 +284,14 @@ def measure(say: Say, effort: Effort | None = None) -> tuple[Rates, dict[str, An
     with closing(Worker(threads)) as worker:
         for precision in ("fp32", "bf16"):
             submit = partial(worker.submit, 0, host_update(effort.num_params, mixed=precision == "bf16"))
-            update[precision] = effort.num_params / clock.seconds(partial(_result, submit))
+            update[precision] = effort.num_params / clock.seconds(partial(_done, submit))
             say(f"  {precision} gradients: {update[precision] / 1e9:.3g} G parameters/s")
         memory["together"] = measure_together(clock, submit)
     link = duplex * sum(fit.bytes_per_s for fit in (up, down))
     dram = shared_dram(memory["dram"], link, HOST_UPDATE_BYTES * update["bf16"], memory["together"])
     say(f"  beside copies in both directions: {memory['together'] / 1e9:.3g} GB/s of DRAM by all of them")
-    launch_s = measure_launch(clock)
+    small = torch.zeros(1, device=device)
+    launch_s = clock.seconds(lambda: [small.add_(1.0) for _ in range(LAUNCHED)], effort.link_seconds) / LAUNCHED
     say(f"launching an operator: {launch_s * 1e6:.3g} us")
     rates = Rates(
         gemm_fp32_flops_per_s=statistics.median(rate for _, rate in gemm["fp32"]),

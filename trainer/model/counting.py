@@ -11,7 +11,11 @@ that it reads and writes. Views cost nothing.
 Sparse tensors are refused, since their memory is not counted. The error is raised after the forward, because torch
 calls some operators (``prim.device``) at places where an exception would end the process.
 
-The forward may run on fake tensors (``fake_tensors``). Two things need an answer there that torch lacks:
+The forward may run on fake tensors (``fake_tensors``), which have no values. Some are given here:
+
+[Note: positions] Transformers looks at positions and masks and makes no mask for a batch that needs none; attention
+then saves less. So whole numbers that follow from real tensors or from ``arange`` keep their values. A mask among the
+inputs is given as a fake tensor, so a batch that has one counts as padded or packed, which saves the most.
 
 [Note: layer drop] Some models draw a number before each block and skip the block if it is small. A fake number has no
 value to compare; here it is 1, so that no block is skipped, which is the most expensive case.
@@ -23,7 +27,7 @@ given here: the output's shape, and two flop per row of tokens, column and summe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry, shape_wrapper
@@ -41,11 +45,13 @@ from strategies.core.facts import NO_WORK, Choices, InChunks, Operator, Temporar
 from strategies.engine.forward.blocks import find_blocks
 from strategies.engine.forward.checkpointing import Names, stream_in
 from strategies.engine.tensors.nested import tensors_in
-from trainer.model.outside_reads import OutsideReads
-from trainer.model.params import EMBEDDING, HEAD, units_by_name
+from trainer.model.params import EMBEDDING, HEAD, OutsideReads, units_by_name
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+MOST_POSITIONS = 1 << 20  # elements of a tensor of whole numbers that keeps its values
 
 
 @contextmanager
@@ -59,6 +65,7 @@ class _Answers(TorchDispatchMode):
     """Answers operators for which fake tensors have none; below autograd."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func is torch.ops.aten._grouped_mm.default:
             rows, weight = args[:2]
             if weight.dim() == 3:
@@ -67,7 +74,16 @@ class _Answers(TorchDispatchMode):
             return rows.new_empty(groups, rows.shape[0], weight.shape[1])
         if func is torch.ops.aten.rand.default and list(args[0]) == []:
             return torch.tensor(1.0)  # a fake tensor that knows its value
-        return func(*args, **(kwargs or {}))
+        read = list(tensors_in((args, kwargs)))
+        known = not any(isinstance(tensor, FakeTensor) for tensor in read)
+        if not known or not (read or func.overloadpacket is torch.ops.aten.arange):
+            return func(*args, **kwargs)
+        if func is not torch.ops.aten._local_scalar_dense.default:
+            out = func(*args, **kwargs)
+            if any(made.is_floating_point() or made.numel() > MOST_POSITIONS for made in tensors_in(out)):
+                return out
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
 
 
 def flop_formulas() -> dict[Any, Callable[..., int]]:
@@ -121,11 +137,6 @@ class BlockForward:
         not_saved = sum(size for storage, size in self.inputs.items() if storage not in saved)
         total = sum(self.inputs.values())
         return Choices(total, saved_bytes + not_saved, tuple(operators), rest, stream_bytes=self._hidden_bytes())
-
-    def kind(self, block: nn.Module) -> Hashable:
-        """The same for blocks that do the same work."""
-        params = tuple((param.shape, param.dtype, param.requires_grad) for param in block.parameters())
-        return (type(block).__name__, params, tuple((name, work) for name, work, *_ in self.calls))
 
     def _hidden_bytes(self) -> int:
         """Bytes of the hidden states; 0 if they are a view or an earlier block was given them."""
@@ -193,7 +204,7 @@ class Counter:
         outside: watches which parameters are read outside of the modules that own them.
         sparse: the forward uses sparse tensors.
         flops: floating-point operations of the whole forward.
-        weights: those given.
+        saved: bytes that each unit saves, where there are any.
         outputs: what each block returned, without its graph.
     """
 
@@ -211,6 +222,7 @@ class Counter:
         self.flops = 0
         self.weights = weights
         self._like, self._flops_in = like, dict[str, int]()
+        self.saved: dict[str, int] = {}
         self.outputs: dict[str, Any] = {}
         self._model = model
         self._blocks = find_blocks(model)
@@ -218,13 +230,11 @@ class Counter:
         self._seen: dict[int, object] = {}  # keeps the storages alive, so that no address is used again
         self._saved_in: dict[int, str] = {}  # the unit, by storage
         self._inputs: dict[int, object] = {}
-        self._bytes: dict[str, int] = {}
         self._running: list[str] = []
         self._outer_unit = EMBEDDING  # what is saved while no block runs belongs to it
         self._forwards: dict[str, BlockForward] = {}
         self._repeated: set[str] = set()  # blocks that ran more than once
         self._choices: dict[str, Choices] = {}
-        self._kinds: dict[str, Hashable] = {}
         self._checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
     def __enter__(self) -> None:
@@ -252,12 +262,11 @@ class Counter:
             raise NotImplementedError("forward uses sparse tensors, whose memory is not counted")
         for name, other in self._like.items():
             forwards[name], self.outputs[name] = forwards[other], self.outputs[other]
-            self._bytes[name] = self._bytes.get(other, 0)
+            self.saved[name] = self.saved.get(other, 0)
             self.flops += self._flops_in.get(other, 0)
-        self._kinds = {name: run.kind(self._blocks[name]) for name, run in forwards.items()}
         # Only for blocks that save something, ran once, and are not recomputed already.
         self._choices = {
-            name: run.choices(self._bytes.get(name, 0), self._seen)
+            name: run.choices(self.saved.get(name, 0), self._seen)
             for name, run in forwards.items()
             if run.last_saved and name not in self._repeated and not self._checkpointed
         }
@@ -297,7 +306,7 @@ class Counter:
 
     def same(self, one: str, other: str) -> bool:
         """Whether the same was counted of two blocks."""
-        counted = (self._kinds, self._bytes, self._choices, self._flops_in)
+        counted = (self.saved, self._choices, self._flops_in)
         reads = [name for name in self.outside.found if name.startswith((f"{one}.", f"{other}."))]
         return not reads and all(each.get(one) == each.get(other) for each in counted)
 
@@ -305,7 +314,7 @@ class Counter:
         """Count a checkpointed block's input in the block; torch (up to 2.12) saves it just before the block runs."""
         storage = hidden.untyped_storage()
         if self._saved_in.get(storage._cdata) in (EMBEDDING, HEAD):
-            self._bytes[self._saved_in[storage._cdata]] -= storage.nbytes()
+            self.saved[self._saved_in[storage._cdata]] -= storage.nbytes()
             del self._seen[storage._cdata]
         self._save(hidden)
 
@@ -321,15 +330,7 @@ class Counter:
             self._seen[storage._cdata] = storage
             unit = self._running[-1] if self._running else self._outer_unit
             self._saved_in[storage._cdata] = unit
-            self._bytes[unit] = self._bytes.get(unit, 0) + storage.nbytes()
-
-    def kinds(self) -> Mapping[str, Hashable]:
-        """A key for each block that ran, the same for blocks that do the same work; in order of registration."""
-        return {name: self._kinds[name] for name in self._blocks if name in self._kinds}
-
-    def saved_by_unit(self) -> Mapping[str, int]:
-        """Bytes that each unit saves, where there are any."""
-        return self._bytes
+            self.saved[unit] = self.saved.get(unit, 0) + storage.nbytes()
 
     def units(
         self, temporaries: Mapping[str, Temporaries] = MappingProxyType({}), in_chunks: InChunks | None = None
@@ -352,11 +353,11 @@ class Counter:
                 kind,
                 params[path],
                 trainable[path],
-                self._bytes.get(path, 0),
+                self.saved.get(path, 0),
                 self._choices.get(path),
                 temporaries=temporaries.get(path),
                 in_chunks=in_chunks if kind is UnitKind.HEAD else None,
             )
             for path, kind in kinds.items()
-            if path in used or self._bytes.get(path)
+            if path in used or self.saved.get(path)
         )

@@ -1,8 +1,9 @@
 """Stand-ins for blocks that are like others, so that counting a model does not take longer the deeper it is.
 
 A stub makes an output of the right shape and does nothing else. Which blocks are alike is seen before any runs: same
-class, same parameters, same numbers, flags and texts in the attributes of all modules inside, and in the lists of the
-config that have an entry for each block. An attribute that is the block's own number (``layer_idx``) does not count.
+class, same parameters, same attributes of all modules inside with the same numbers, flags and texts, as many hooks, and
+the same in the lists of the config that have an entry for each block. An attribute that is the block's own number
+(``layer_idx``) does not count.
 
 Of those that are alike the first two and the last one run. The second one's numbers are taken for all in between; the
 first one saves what all share, such as masks. Whoever counts compares the second with the last, and lets all blocks
@@ -78,15 +79,18 @@ def _looks(block: nn.Module, numbers: Container[tuple[str, str]]) -> Hashable:
     """What is seen of a block without running it, but for its own number."""
     found: list[Hashable] = []
     for path, module in block.named_modules():
-        plain = ((key, value) for key, value in vars(module).items() if _is_plain(value) and (path, key) not in numbers)
+        own_values = ((key, value) for key, value in vars(module).items() if (path, key) not in numbers)
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         shapes = tuple((key, each.shape, each.dtype, each.requires_grad) for key, each in own)
-        found.append((path, type(module), tuple((key, repr(value)) for key, value in plain), shapes))
+        found.append((path, type(module), tuple((key, _shown(value)) for key, value in own_values), shapes))
     return tuple(found)
 
 
-def _is_plain(value: Any) -> bool:
-    return type(value) in PLAIN or (isinstance(value, list | tuple) and all(type(each) in PLAIN for each in value))
+def _shown(value: Any) -> Hashable:
+    """Numbers, flags and texts as they are; of others the type, and how many hooks or other entries a dict has."""
+    if type(value) in PLAIN or (isinstance(value, list | tuple) and all(type(each) in PLAIN for each in value)):
+        return repr(value)
+    return type(value), len(value) if isinstance(value, dict) else 0
 
 
 class _Stub(torch.autograd.Function):
@@ -126,7 +130,7 @@ def _stub(name: str, output_like: Callable[[str], Any], *args: Any, **kwargs: An
     hidden = hidden if hidden is not None else kwargs.get("hidden_states")
     if hidden is None:
         hidden = next(tensor for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point())
-    anchor = torch.empty((), dtype=torch.float32, device=hidden.device, requires_grad=True)
+    anchor = torch.empty(0, dtype=torch.float32, device=hidden.device, requires_grad=True)  # no bytes to be counted
 
     def made(tensor: Tensor) -> Tensor:
         if tensor.requires_grad:

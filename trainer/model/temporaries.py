@@ -8,22 +8,15 @@ and the units before it save for backward (``counting.py``), is temporary.
 The gradient of a weight is taken away as soon as autograd has accumulated it, as the memory engine does. That of a tied
 weight waits for its second part; until then it is a temporary of all units in between.
 
-Blocks that are alike have the same temporaries. So of each kind the first and the last one run, and the others only
-make an output of the right shape: the cost does not grow with the number of blocks. The last one's numbers count; the
-first one runs because it saves what all share, such as masks. If the model fails in this, all blocks run; if it still
-fails, as with operators whose backward fake tensors lack, a warning says that nothing temporary is counted.
-
 Not seen: memory that a kernel takes for itself, and kernels of an accelerator where fake tensors run those of the CPU.
 What a loop keeps of the model's output besides the loss counts as freed before backward, as in Transformers' Trainer.
 """
 
 from __future__ import annotations
 
-import logging
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,11 +24,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from strategies.core.facts import InChunks, Temporaries
-from strategies.engine.forward import chunked_loss
+from strategies.core.facts import Temporaries
 from strategies.engine.forward.blocks import find_blocks
 from strategies.engine.tensors.nested import tensors_in
-from trainer.model.counting import Counter
 from trainer.model.params import EMBEDDING, HEAD
 from trainer.model.stubs import stubs
 
@@ -44,104 +35,40 @@ if TYPE_CHECKING:
 
 Call = Callable[[], Any]  # one forward
 FORWARD, BACKWARD, LANDING = range(3)
-logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Counted:
-    """What was counted: temporaries by unit, and the head with its loss by chunks, if it can be."""
-
-    temporaries: Mapping[str, Temporaries] = field(default_factory=dict)
-    in_chunks: InChunks | None = None
 
 
 def count(
-    model: nn.Module, params: Mapping[str, Tensor], call: Call, counter: Counter, *, on_all: bool = True
-) -> Counted:
-    """Count forward and backward of ``call``.
-
-    Args:
-        params: the parameters that ``call`` computes with, by name.
-        counter: has counted the same forward.
-        on_all: on all blocks, if the model fails without some of them; else its error is raised.
-    """
-    saved, kinds = counter.saved_by_unit(), counter.kinds()
-    ends = _ends(kinds)
-    run = partial(_run, model, params, call, counter)
-    try:
-        found = run(_others(kinds, ends), saved)
-    except Exception as error:  # its forward may ask anything of a block that a stub has not
-        if not on_all:
-            raise
-        logger.info("temporaries are counted on all blocks: %s", error)
-        try:
-            found, ends = run(frozenset(), saved), {kind: (name, name) for name, kind in kinds.items()}
-        except Exception as again:
-            logger.warning("temporaries of backward are not counted: %s", again)
-            return Counted()
-    last = {kind: name for kind, (_, name) in ends.items()}
-    temporaries = {name: found[last[kind]] for name, kind in kinds.items() if last[kind] in found}
-    temporaries |= {name: found[name] for name in (EMBEDDING, HEAD) if name in found}
-    return Counted(temporaries, _in_chunks(model, call, run, frozenset(kinds), counter) if HEAD in found else None)
-
-
-def _ends(kinds: Mapping[str, Hashable]) -> dict[Hashable, tuple[str, str]]:
-    """The first and the last block of each kind."""
-    found: dict[Hashable, tuple[str, str]] = {}
-    for name, kind in kinds.items():
-        found[kind] = (found.get(kind, (name,))[0], name)
-    return found
-
-
-def _others(kinds: Mapping[str, Hashable], ends: Mapping[Hashable, tuple[str, str]]) -> frozenset[str]:
-    return frozenset(name for name, kind in kinds.items() if name not in ends[kind])
-
-
-def _in_chunks(
-    model: nn.Module, call: Call, run: Callable[..., dict[str, Temporaries]], blocks: frozenset[str], counter: Counter
-) -> InChunks | None:
-    """The head with its loss by chunks, without any block; None if its loss is another one."""
-    with chunked_loss.counting(model) as calls:
-        own = Counter(model, counter.weights)
-        try:
-            with own, stubs(model, blocks, counter.outputs.__getitem__):
-                call()
-            if len(calls) != 1:
-                return None
-            saved = own.saved_by_unit()
-            return InChunks(calls[0], saved.get(HEAD, 0), run(blocks, saved).get(HEAD))
-        except Exception as error:
-            logger.info("the loss by chunks is not counted: %s", error)
-            return None
-
-
-def _run(
     model: nn.Module,
     params: Mapping[str, Tensor],
     call: Call,
-    counter: Counter,
-    absent: frozenset[str],
     saved: Mapping[str, int],
+    absent: Collection[str],
+    output_like: Callable[[str], Any],
 ) -> dict[str, Temporaries]:
-    """Run forward and backward once, with stubs instead of ``absent`` blocks; the temporaries of all other units."""
-    live, names = _Live(), [name for name in find_blocks(model) if name not in absent]
+    """Run forward and backward of ``call``; the temporaries of all units but ``absent`` blocks.
+
+    Args:
+        params: the parameters that ``call`` computes with, by name.
+        saved: bytes that each unit saves.
+        output_like: see ``stubs``, which are in the place of ``absent`` blocks.
+    """
+    live, blocks = _Live(), find_blocks(model)
     with ExitStack() as within:
         for param in set(params.values()):
             if param.requires_grad:
                 within.callback(param.register_post_accumulate_grad_hook(live.land).remove)
-        for name, block in find_blocks(model).items():
+        for name, block in blocks.items():
             entering = block.register_forward_pre_hook(partial(live.enter_block, name), with_kwargs=True)
             within.callback(entering.remove)
             within.callback(block.register_forward_hook(partial(live.leave_block, name)).remove)
-        within.enter_context(stubs(model, absent, counter.outputs.__getitem__))
+        within.enter_context(stubs(model, absent, output_like))
         within.enter_context(live)
         _backward(live, call())
     found, below = {}, 0
-    for name in (EMBEDDING, *names, HEAD):
+    for name in (EMBEDDING, *(name for name in blocks if name not in absent), HEAD):
         below += saved.get(name, 0)
         if name in live.highest:
-            highest = live.highest[name]
-            found[name] = Temporaries(*(max(0, value - below) for value in highest))
+            found[name] = Temporaries(*(max(0, value - below) for value in live.highest[name]))
     return found
 
 

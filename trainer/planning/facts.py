@@ -10,8 +10,8 @@ about one second (of blocks that are alike three run) and a few hundred megabyte
 Blocks are found by structure (``strategies/engine/forward/blocks.py``); parameters registered before the first block
 belong to the embedding, those after to the head. A tied parameter counts once, where it comes first.
 
-Fake tensors have no values, so Transformers cannot see that a batch needs no mask, and makes one: batches count as
-padded or packed, which most are. Full rows save slightly less.
+Batches count as padded or packed, so that attention needs a mask. Full rows of one document each save less, where key
+and value heads are grouped about a tenth: without a mask torch's fused attention does not repeat them.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def gather(config: RunConfig, world_size: int, local_world_size: int, machine: M
     Raises:
         ConfigError: the model cannot be described.
     """
-    count = asked(cached(config, ModelCount, lambda: count_model(config)), config)
+    count = asked(counted(config), config)
     run = run_facts(config, world_size, accelerated=machine.device_kind != "cpu")
     here = machine_facts(machine, local_world_size, engine=Requirement.DEEPSPEED in requirements_of(config.strategies))
     no_copies = next((why for each in config.strategies.values() if (why := each.refuses_weight_copies())), "")
@@ -181,12 +181,26 @@ def asked(count: ModelCount, config: RunConfig) -> ModelCount:
     )
 
 
-def count_model(config: RunConfig, changed: Mapping[str, Any] | None = None) -> ModelCount:
+def saved_without_mask(config: RunConfig) -> dict[str, int]:
+    """Bytes that each unit saves of full rows of one document each. Random numbers go on as if nothing was counted."""
+    from trainer.model.undisturbed import undisturbed
+
+    with undisturbed():
+        return {unit.name: unit.saved_bytes for unit in counted(config, masked=False).units}
+
+
+def counted(config: RunConfig, *, masked: bool = True) -> ModelCount:
+    """``count_model``, from the cache if it is there."""
+    what = "" if masked else "without mask"
+    return cached(config, ModelCount, lambda: count_model(config, masked=masked), what=what)
+
+
+def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
     """Build the configured model from fake tensors, run it forward, and backward where blocks differ, and count all
     that any strategy may require.
 
     Args:
-        changed: sizes in its config, where a model of the kind with fewer layers is meant.
+        masked: rows are padded or packed, so that attention needs a mask; flash attention never does.
 
     Raises:
         ConfigError: Transformers cannot build the model.
@@ -200,8 +214,8 @@ def count_model(config: RunConfig, changed: Mapping[str, Any] | None = None) -> 
     precision = precision_of(config)
     casts = precision is not Precision.FP32 and Requirement.COMPUTE_DTYPE in requirements_of(config.strategies)
     compute = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(precision, torch.float32)
-    model: Any = _meta_model(config, changed or {})
-    whole = _whole(config, changed)
+    model: Any = _meta_model(config)
+    whole = _whole(config)
     if whole is not None:
         tensor_share.divide(model, run_facts(config, 1).tensor)
     sizes = {False: 0, True: 0}  # the largest, if some of the trained ones have another dtype
@@ -218,41 +232,43 @@ def count_model(config: RunConfig, changed: Mapping[str, Any] | None = None) -> 
         model.train()
         shape = (config.training.per_device_train_batch_size, config.data.max_length)
         ids = torch.zeros(shape, dtype=torch.long)
-        third = "position_ids" if config.data.packing else "attention_mask"
-        inputs = {"input_ids": ids, "labels": ids, third: torch.zeros_like(ids)}
+        inputs = {"input_ids": ids, "labels": ids}
+        masked &= not str(config.model.attn_implementation).startswith("flash")
+        if config.data.packing:
+            inputs["position_ids"] = torch.zeros_like(ids) if masked else torch.arange(shape[1]).repeat(shape[0], 1)
+        elif masked:
+            inputs["attention_mask"] = torch.zeros_like(ids)
         call = _call(model, inputs, config.training.label_smoothing_factor)
         autocast = torch.autocast("cpu", compute) if precision is not Precision.FP32 and not casts else None
         if autocast is not None:
             call = _in_autocast(call, autocast)
         try:
-            counter, linears, counted = count(model, call, compute if autocast else None)
+            found = count(model, call, compute if autocast else None)
         except (RuntimeError, IndexError) as error:
             what = f"{first_line(error)}; has it so many positions? data.max_length says how many tokens a row has"
             raise ConfigError(f"model: its forward fails on {shape[0]} x {shape[1]} tokens: {what}") from None
     dtype = "bfloat16" if precision is Precision.BF16 else "float32"
     return ModelCount(
-        units=counter.units(counted.temporaries, counted.in_chunks),
-        forward_flops=counter.flops,
+        units=found.units(),
+        forward_flops=found.counter.flops,
         largest_param=max(parameter.numel() for parameter in model.parameters()),
         hidden_size=getattr(model.config.get_text_config(), "hidden_size", 0),
         trained_bytes=sizes[True],
         frozen_bytes=sizes[False],
-        params=list_params(
-            model, decay_groups(model), lambda _: dtype, counter.outside.found, counter.outside.computing
-        ),
-        linears=tuple(linears.values()),
+        params=list_params(model, decay_groups(model), lambda _: dtype, found.counter.outside),
+        linears=tuple(found.linears.values()),
         model_params=0 if whole is None else sum(unit.num_params for unit in whole.units),
         model_flops=0 if whole is None else whole.forward_flops,
         tied=tensor_share.is_tied(model),
     )
 
 
-def _whole(config: RunConfig, changed: Mapping[str, int] | None) -> ModelCount | None:
+def _whole(config: RunConfig) -> ModelCount | None:
     """The count of the whole model, where tensor ranks divide its layers."""
     undivided = {name: each for name, each in config.strategies.items() if Axis.TENSOR not in each.divides()}
     if len(undivided) == len(config.strategies):
         return None
-    return count_model(config.model_copy(update={"strategies": undivided}), changed)
+    return counted(config.model_copy(update={"strategies": undivided}))
 
 
 def _call(model: Any, inputs: Mapping[str, Any], smoothing: float | None) -> Callable[[], Any]:
@@ -276,7 +292,7 @@ def _in_autocast(call: Callable[[], Any], autocast: AbstractContextManager[Any])
     return run
 
 
-def _meta_model(config: RunConfig, changed: Mapping[str, Any]) -> PreTrainedModel:
+def _meta_model(config: RunConfig) -> PreTrainedModel:
     """The configured model on the meta device: shapes and dtypes, no storage.
 
     Not made of fake tensors from the start, because modules of fake tensors cannot be moved or cast, and peft does.
@@ -287,8 +303,6 @@ def _meta_model(config: RunConfig, changed: Mapping[str, Any]) -> PreTrainedMode
     section = config.model
     hf_config = load_config(section, vocab_size_of(config))
     check_model(config, hf_config)
-    for key, size in changed.items():
-        setattr(hf_config.get_text_config(), key, size)
     options = {"dtype": getattr(torch, section.dtype), "trust_remote_code": section.trust_remote_code}
     # A flash kernel that is not installed here saves what torch's fused attention saves.
     attention = "eager" if section.attn_implementation == "eager" else "sdpa"

@@ -20,13 +20,12 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from strategies.core.facts import Home
-from strategies.core.layout import Bucket, Layout, Site
 from strategies.core.plan import Plan
 from strategies.core.protocol import Phase
 from strategies.core.registry import available, find
 from strategies.core.sizes import SHARE, human
 from strategies.planner.budget import device_budget
-from strategies.planner.step_cost import cost_of, plan_cost
+from strategies.planner.step_cost import TOUCHED_BYTES, cost_of, empty, plan_cost
 from strategies.report import fit_table
 from strategies.report.fit_table import FitRow
 from trainer.config.load import build, load_tree
@@ -34,7 +33,7 @@ from trainer.config.yaml_file import one_line
 from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError, TooLargeError
 from trainer.machine.profiles import known_rates
-from trainer.planning.facts import gather, precision_of
+from trainer.planning.facts import precision_of
 from trainer.planning.from_config import plans_of
 
 if TYPE_CHECKING:
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from trainer.machine.probe import Machine
 
 MORE_RANKS, A_MACHINE = (2, 4, 8), 8  # times the ranks that were asked for; ranks that share a machine
-HOPELESS = 1.25  # times all the memory there is: what needs that is not planned
 LORA_RANK = 16
 LORA_SECTION = {"r": LORA_RANK, "target_modules": "all-linear"}
 # Of a model without a config file. The tokenizer is not read; the vocabulary is the model's.
@@ -187,10 +185,8 @@ class Fit:
             write=changes(self._written, way.tree),
         )
         self._say(f"planning {row.training} on {row.ranks} rank{'s' * (row.ranks > 1)}")
-        shared = any(find(name).needs_ranks for name in way.names)  # each rank then holds a part
-        hopeless = None if shared else self._hopeless(row, way, ranks)
-        if hopeless or known_rates(self._machine).rates is None:
-            return hopeless or self._planned(row, way, ranks, self._machine)
+        if known_rates(self._machine).rates is None:
+            return self._planned(row, way, ranks, self._machine)
         # Without rates nothing is simulated, and a plan takes a tenth of the time. With rates saved tensors may wait on
         # the host, too: that makes room on the device for as many other bytes, so the host has to hold as much as
         # before, up to the sizes of slots.
@@ -198,23 +194,6 @@ class Fit:
         quick = self._planned(row, way, ranks, without, only_host=True)
         short = Home.HOST in quick.missing or quick.refused
         return quick if short else self._planned(row, way, ranks, self._machine)
-
-    def _hopeless(self, row: FitRow, way: _Way, ranks: Ranks) -> FitRow | None:
-        """``row`` if what its strategies hold at least is far more than both memories: a search would take long to say
-        by how much. The host is short of what the device cannot take.
-        """
-        try:
-            config = build(way.tree).like(self._config)
-            facts = gather(config, ranks.world_size, ranks.local_world_size, self._machine)
-        except (ConfigError, ValueError):
-            return None  # ``_planned`` says what is wrong
-        least = max((strategy.least_bytes(facts) for strategy in config.strategies.values()), default=0)
-        host = int(SHARE * facts.machine.host_bytes)
-        device = device_budget(facts.machine) if facts.machine.has_accelerator else 0
-        if least <= HOPELESS * (device + host):
-            return None
-        needed = least - device
-        return replace(row, needed={Home.HOST: needed}, missing={Home.HOST: needed - host}, at_least=True)
 
     def _planned(self, row: FitRow, way: _Way, ranks: Ranks, machine: Machine, *, only_host: bool = False) -> FitRow:
         """``row`` with what ``plans_of`` finds; of stages, that which needs most.
@@ -290,42 +269,17 @@ def _missing(plan: Plan) -> dict[Home, int]:
 
 
 def _seconds(plan: Plan) -> float | None:
-    """The simulated step; of a plan that stows nothing, with all updates on the device. None: over a network, or
-    unknown rates.
+    """The simulated step; of a plan that stows nothing, with all updates on the device after backward. None: over a
+    network, or unknown rates.
     """
-    facts = plan.facts
-    cost, rates = plan_cost(plan), facts.machine.rates
-    if cost is None and rates is not None and facts.run.forward_flops and facts.run.world_size == 1:
-        cost = cost_of(plan.facts_as_kept(), _resident(plan), rates)
-    return None if cost is None else cost.seconds
-
-
-def _resident(plan: Plan) -> Layout:
-    """Everything on the device, and updated there; a bucket per unit."""
-    run, units = plan.facts.run, plan.facts.units
-    buckets = (
-        Bucket(
-            name=unit.name,
-            units=(unit.name,),
-            params=(unit.name,),
-            sizes=(unit.num_trainable,),
-            offsets=(0,),
-            num_elements=unit.num_trainable,
-            dtype="float32",
-            group=0,
-            site=Site.DEVICE,
-        )
-        for unit in units
-        if unit.num_trainable
-    )
-    return Layout(
-        buckets=tuple(buckets),
-        units=tuple(unit.name for unit in units),
-        in_backward=run.max_grad_norm == 0,
-        accumulation=run.accumulation,
-        max_grad_norm=run.max_grad_norm,
-        moments=run.moments,
-    )
+    cost, rates = plan_cost(plan), plan.facts.machine.rates
+    if cost is not None:
+        return cost.seconds
+    if rates is None or not plan.facts.run.forward_flops or plan.facts.run.world_size > 1:
+        return None
+    facts = plan.facts_as_kept()
+    updated_bytes = TOUCHED_BYTES * sum(unit.num_trainable for unit in facts.units)
+    return cost_of(facts, empty(facts), rates).seconds + updated_bytes / rates.device_bytes_per_s
 
 
 def _alike(row: FitRow, other: FitRow) -> bool:

@@ -29,8 +29,7 @@ from trainer.planning.facts import ModelCount, machine_facts
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from trainer.model.counting import Counter
-    from trainer.model.temporaries import Counted
+    from trainer.model.counting_alike import Found
 
     Batch = tuple[int, int] | Mapping[str, Any]
     Groups = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[Mapping[str, Any]]
@@ -162,24 +161,24 @@ def count_live(model: nn.Module, batch: Batch | None, groups: Sequence[Sequence[
         CountingError: the forward fails on tensors without values.
     """
     from trainer.model.counting import Counter
+    from trainer.model.counting_alike import Found
 
     group_of = {name: index for index, names in enumerate(groups) for name in names}
-    counter, counted = (Counter(model), None) if batch is None else _counted(model, batch)
+    found = Found(Counter(model), {}) if batch is None else _counted(model, batch)
     dtype_of = {param: str(param.dtype).removeprefix("torch.") for param in model.parameters()}
-    params = list_params(model, group_of, dtype_of.__getitem__, counter.outside.found, counter.outside.computing)
+    params = list_params(model, group_of, dtype_of.__getitem__, found.counter.outside)
     largest = max((param.num_elements for param in params), default=0)
-    units = counter.units(counted.temporaries, counted.in_chunks) if counted else counter.units()
-    return ModelCount(units, 0, largest, 0, params)
+    return ModelCount(found.units(), 0, largest, 0, params)
 
 
-def _counted(model: nn.Module, batch: Batch) -> tuple[Counter, Counted]:
+def _counted(model: nn.Module, batch: Batch) -> Found:
     """Count one forward and its backward on fake tensors."""
     import torch
     from torch.func import functional_call
     from torch.utils._pytree import tree_map_only
 
-    from trainer.model import temporaries
-    from trainer.model.counting import Counter, fake_tensors
+    from trainer.model.counting import fake_tensors
+    from trainer.model.counting_alike import count
     from trainer.model.undisturbed import undisturbed
 
     try:
@@ -187,18 +186,13 @@ def _counted(model: nn.Module, batch: Batch) -> tuple[Counter, Counted]:
             model.train()
             tensors = dict([*model.named_parameters(), *model.named_buffers()])
             fakes: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors.items()}
-            counter = Counter(model, fakes)
             inputs = tree_map_only(torch.Tensor, mode.from_tensor, _inputs(model, batch))
-            call = partial(functional_call, model, fakes, kwargs=inputs)
-            with counter:
-                call()
-            counted = temporaries.count(model, fakes, call, counter)
+            return count(model, partial(functional_call, model, fakes, kwargs=inputs), weights=fakes)
     except Exception as error:  # a forward may fail in any way, here only or everywhere
         raise CountingError(
             f"batch: the model's forward cannot be counted on tensors without values ({first_line(error)}); if it runs "
             f"otherwise, leave out batch=: tensors saved for backward then count as nothing"
         ) from error
-    return counter, counted
 
 
 def _inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:

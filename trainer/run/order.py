@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -266,7 +267,9 @@ def make_trainer(run: Run, together: Agreement | None = None) -> Trainer:
     flatten = packing and str(run.config.model.attn_implementation).startswith("flash_attention")
     plan_file = run.folder / "plan.json"
     recomputes = arguments.gradient_checkpointing or bool(run.config.training.activation_checkpointing)
-    plan_check = PlanCheck(run.plan, run.folder, recomputes=recomputes) if plan_file.is_file() else None
+    without_mask = partial(facts.saved_without_mask, run.config)
+    check = PlanCheck(run.plan, run.folder, recomputes=recomputes, without_mask=without_mask)
+    plan_check = check if plan_file.is_file() else None
     model = make_model(run)
     trainer = Trainer(
         model=model,

@@ -3,8 +3,10 @@
 After two steps every buffer exists and every kernel has had its workspace. Three counts of bytes can be measured
 exactly: the arenas of the memory engine, what autograd saves in one forward, and what crosses the link in one step.
 Saved bytes are predicted for micro-batches of full length; shorter ones save less, on the device and over the link. The
-peak of the process includes libraries, for which the prediction has a round number. Where the plan has a simulated
-step, seconds are compared, too: of forward and backward, and of the whole step.
+plan has what a micro-batch with a mask saves. One without (full rows of one document each) saves less in attention and
+is compared with a count of its own, in units that keep everything. The peak of the process includes libraries, for
+which the prediction has a round number. Where the plan has a simulated step, seconds are compared, too: of forward and
+backward, and of the whole step.
 
 Torch's hooks count what is saved in the first micro-batch of step 1. Blocks that ``strategies.recompute`` has changed
 report what they keep. Hugging Face's checkpointing, whose hooks are inside ours, is not counted, nor is ZeRO stage 3,
@@ -16,7 +18,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -168,12 +170,21 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
     Args:
         folder: of the run, with ``plan.json``, which gets the key ``measured``, and ``facts.json``, which gets timings.
         recomputes: Hugging Face's checkpointing is on.
+        without_mask: counts the bytes that each unit saves of full rows of one document each.
     """
 
-    def __init__(self, plan: Plan, folder: Path, *, recomputes: bool) -> None:
-        self._plan, self._folder = plan, folder
+    def __init__(
+        self,
+        plan: Plan,
+        folder: Path,
+        *,
+        recomputes: bool,
+        without_mask: Callable[[], Mapping[str, int]] = dict,
+    ) -> None:
+        self._plan, self._folder, self._without_mask = plan, folder, without_mask
         self._countable = not recomputes and deepspeed.stage(plan) != 3
         self._storages: dict[int, int] = {}
+        self._masked = True
         self._timed = TimedSteps(plan) if plan.layout else None
         self._began: tuple[int, int] | None = None  # bytes up and down when step 2 began
         self._rows: list[Comparison] = []
@@ -185,13 +196,20 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
         if not model.training:
             yield
         elif step == COUNTED - 1 and self._countable and not self._storages:
+            see = model.register_forward_pre_hook(self._look, with_kwargs=True)
             with count_saved(model) as self._storages:
                 yield
+            see.remove()
         elif self._timed is not None:
             with self._timed.forward(model, step + 1):
                 yield
         else:
             yield
+
+    def _look(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        padded = mask is not None and not bool(mask.all())
+        self._masked = padded or (positions is not None and bool((positions.diff() != 1).any()))
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if state.global_step == STEP - 1:
@@ -241,7 +259,10 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
         """All counts of bytes that can be measured on this machine."""
         plan = self._plan
         if self._storages:
-            predicted = sum(plan.saved_bytes(unit.name) for unit in plan.facts.units)
+            keeps = {unit: plan.saved_bytes(unit.name) for unit in plan.facts.units}
+            other = {} if self._masked else self._without_mask()
+            saved = (other.get(unit.name, size) if size == unit.saved_bytes else size for unit, size in keeps.items())
+            predicted = sum(saved)
             yield Comparison("saved for backward", predicted, sum(self._storages.values()))
         on_device = device_peak_bytes()
         host = plan.peak(Home.HOST)

@@ -41,8 +41,7 @@ def product(gemm: Gemm, route: Route, stored: str, first: Tensor, second: Tensor
 
     Args:
         first: input ``[..., I]`` in forward; gradient ``[T, O]`` in dgrad and wgrad.
-        second: weight as it is ``stored`` in forward and dgrad, for ``Route.COPY`` the transpose of the copy;
-            input ``[T, I]`` in wgrad.
+        second: weight as it is ``stored``, for ``Route.COPY`` the transpose of the copy; input ``[T, I]`` in wgrad.
     """
     if (gemm, route, stored) == (Gemm.FORWARD, Route.NATIVE, "out_in"):
         return F.linear(first, second, bias)  # the call of the stock layer
@@ -91,7 +90,7 @@ class _Products(torch.autograd.Function):
             inputs = x.reshape(-1, x.shape[-1])
             into_weight = product(Gemm.WGRAD, layer._routes.wgrad, layer._stored, rows, inputs)
             if layer._copy is not None:
-                layer._copy.backward_ran()
+                layer._copy.changes += not layer._copy.announced
         return into_x, into_weight, rows.sum(0) if needs_bias else None, None, None
 
 
@@ -101,25 +100,16 @@ class Copy:
     """
 
     def __init__(self) -> None:
-        self._changes = 0  # of the weight, unseen by autograd
-        self._announced = False
-        self._stamp: tuple[object, ...] = ()
+        self.changes = 0  # of the weight, unseen by autograd
+        self.announced = False
         self.tensor: Tensor | None = None
-
-    def changed(self) -> None:
-        """Note a change that autograd did not see. From the first call on, backwards no longer count as changes."""
-        self._changes += 1
-        self._announced = True
-
-    def backward_ran(self) -> None:
-        """Note that the weight got a gradient, so an optimizer may change it before the next forward."""
-        self._changes += not self._announced
+        self._stamp: tuple[object, ...] = ()
 
     @torch.no_grad()
     def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """The copy of ``weight`` as it is now; written again, transposing and casting in one pass, if it is not."""
         kind = (weight.shape, dtype, weight.device)
-        stamp = (*kind, weight._version, weight.data_ptr(), self._changes)
+        stamp = (*kind, weight._version, weight.data_ptr(), self.changes)
         if self.tensor is None or self._stamp[:3] != kind:
             self.tensor = torch.empty(weight.t().shape, dtype=dtype, device=weight.device)
         if self._stamp != stamp:
@@ -157,7 +147,7 @@ class Routed(nn.Module):
 
 
 @cache
-def _routed(kind: type[nn.Module]) -> type[nn.Module]:
+def _routed(kind: type[nn.Module]) -> Any:
     return type(f"Routed{kind.__name__}", (Routed, kind), {"__doc__": f"{kind.__name__} with routes of its own."})
 
 
@@ -178,4 +168,5 @@ def weights_changed(model: nn.Module) -> None:
     """Announce that weights of ``model`` changed unseen by autograd, as in an engine's optimizer step."""
     for module in model.modules():
         if isinstance(module, Routed) and module._copy is not None and module.weight.requires_grad:
-            module._copy.changed()  # copies of frozen weights stay as they are
+            module._copy.changes += 1  # copies of frozen weights stay as they are
+            module._copy.announced = True

@@ -41,22 +41,26 @@ class EngineState:
         names = {id(param): name for name, param in self._params.items()}
         return [{**group, "params": [names[id(param)] for param in group["params"]]} for group in self._engine.groups()]
 
-    def described(self) -> dict[str, Described]:
-        """Every trained parameter. Those never updated have no count and no moments."""
-        return {
-            name: Described(
-                tuple(self._params[name].shape),
-                dtype,
-                {} if step is None else {"step": step},
-                {span.kind: span.shape for span in spans},
-            )
-            for name, dtype, step, spans in (self._entries() if self._writes else ())
-        }
-
-    def spans(self) -> Iterator[Span]:
-        """Moments and masters in the order of the layout: views of the arenas."""
-        for *_, spans in self._entries() if self._writes else ():
-            yield from spans
+    def entries(self) -> Iterator[tuple[str, Described, list[Span]]]:
+        """Every trained parameter in the order of the layout. Those never updated have no count and no moments."""
+        if not self._writes:
+            return
+        self._access.drain()
+        names = {id(param): name for name, param in self._params.items()}
+        for bucket in self._engine.buckets:
+            for param in bucket.params if bucket.spec.group is not None else ():
+                name, shape, pieces = names[id(param)], tuple(param.shape), list(self._access.pieces_of(param))
+                step = self._access.count_of(param).item() or None
+                spans = [
+                    Span(name, kind, shape, start, tensor)
+                    for start, state in pieces
+                    for kind, tensor in state.items()
+                    if step or kind == MASTER
+                ]
+                numbers = {} if step is None else {"step": step}
+                if pieces:
+                    kinds = {span.kind: span.shape for span in spans}
+                    yield name, Described(shape, bucket.spec.dtype, numbers, kinds), spans
 
     def weight_spans(self, names: set[str]) -> Iterator[Span]:
         if self._shared:
@@ -74,22 +78,6 @@ class EngineState:
             for piece in bucket.pieces_in([index]):
                 tensor = bucket.rounded(piece) if bucket.given_up else resting[piece.at : piece.at + piece.size]
                 yield Span(name, WEIGHT, tuple(param.shape), piece.start, tensor)
-
-    def _entries(self) -> Iterator[tuple[str, str, float | None, list[Span]]]:
-        self._access.drain()
-        names = {id(param): name for name, param in self._params.items()}
-        for bucket in self._engine.buckets:
-            for param in bucket.params if bucket.spec.group is not None else ():
-                name, pieces = names[id(param)], list(self._access.pieces_of(param))
-                step = self._access.count_of(param).item() or None
-                spans = [
-                    Span(name, kind, tuple(param.shape), start, tensor)
-                    for start, state in pieces
-                    for kind, tensor in state.items()
-                    if step or kind == MASTER
-                ]
-                if pieces:
-                    yield name, bucket.spec.dtype, step, spans
 
     # --- loading -----------------------------------------------------------------------------------------------------
 
@@ -154,7 +142,8 @@ def save(holder: EngineState, folder: Path, more: Sequence[Span] = (), extra: Ma
     """
     saved_state.check_json(holder.groups())
     _refuse_foreign(folder)
-    need = sum(span.tensor.nbytes for span in (*holder.spans(), *more))
+    held = [span for *_, some in holder.entries() for span in some]
+    need = sum(span.tensor.nbytes for span in (*held, *more))
     try:
         with commit.replaced_folder(folder) as draft:
             free = shutil.disk_usage(draft).free
@@ -208,7 +197,7 @@ def load(holder: EngineState, folder: Path, groups: Sequence[dict[str, Any]]) ->
 
 def _without_weights(saved: Saved, holder: EngineState) -> Iterator[str]:
     """Parameters whose weight had another dtype and no master, one line each: the exact weight is not in the save."""
-    for name, here in holder.described().items():
+    for name, here, _ in holder.entries():
         known = saved.parameters.get(name)
         if known is not None and known.dtype != here.dtype and MASTER not in known.tensors:
             yield (

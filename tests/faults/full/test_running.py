@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.commands import TRAIN, Command, Job, Server, launcher
+from tests.e2e.commands import TRAIN, Job, Server, launcher, started
 from tests.e2e.interrupted import (
     STEPS,
     at_step,
@@ -105,7 +105,7 @@ def test_a_signal_at_any_moment(
 def test_nothing_outlives_a_launcher(name: str, what: str, tmp_path: Path) -> None:
     """All processes of the job are gone in bounded time; where the ranks could save, the newest step is saved."""
     config = config_in(tmp_path, max_steps=LONG, ddp_timeout=10)
-    job = Command([*launcher(name, 2), TRAIN, "--config", str(config)], tmp_path)
+    job = started([*launcher(name, 2), TRAIN, "--config", str(config)], tmp_path)
     at_step(job, config, 3)
     above = psutil.Process(job.pid)
     child = next((each for each in above.children() if name == "deepspeed"), above)

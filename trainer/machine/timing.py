@@ -1,11 +1,29 @@
-"""From times of copies to numbers of a link: arithmetic only, which does not depend on how the times were measured."""
+"""Timing work on a device, and from times of copies to numbers of a link."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import torch
+
+
+def seconds_per_call(work: Callable[[], object], device: torch.device | str, times: int = 1) -> float:
+    """Seconds of ``work``, issued this many times before waiting until the device is idle."""
+    began_s = time.perf_counter()
+    for _ in range(times):
+        work()
+    if torch.device(device).type != "cpu":
+        torch.accelerator.synchronize(device)
+    return (time.perf_counter() - began_s) / times
+
+
+def lower_quartile(samples: Sequence[float]) -> float:
+    """What is sustained: the fastest run is not, and slow ones were disturbed."""
+    return sorted(samples)[len(samples) // 4]
 
 
 class LinkFit(NamedTuple):
