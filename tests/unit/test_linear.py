@@ -67,49 +67,42 @@ def test_minimal(changes: dict[str, Any], accumulation: int, expected: Routes) -
 # --- adaptive --------------------------------------------------------------------------------------------------------
 
 
-def fastest(timings: Timed, *, accumulation: int = 1, copies: bool = True, **changes: Any) -> Routes:
-    return gemm_routes.fastest(layer(**changes), accumulation, timings, copies=copies)
+LEFT, FLIP = Routes(wgrad=Route.LEFT), Routes(forward=Route.FLIP)
+QUICK = {"native": 0.010, "flip": 0.001}
+SMALL = timed(forward=QUICK, dgrad={"native": 0.010}, wgrad={"native": 0.010})
+COPIED = timed(forward={"copy": 7.0}, dgrad={"copy": 10.0}, refresh=4.0)  # 4 ms per step; forward gains 3 per use
+FLIPPED = timed(forward={"copy": 7.0, "flip": 7.1}, refresh=1.0)
 
 
-def test_a_route_is_taken_beyond_the_margin_only() -> None:
-    assert fastest(timed(wgrad={"left": 9.8})) == OWN
-    assert fastest(timed(wgrad={"left": 9.6})) == OWN  # 4 % of the product, 1.3 % of the layer
-    assert fastest(timed(wgrad={"left": 9.6}), trains=True, passes_back=False) == OWN
-    assert fastest(timed(wgrad={"left": 9.0})) == Routes(wgrad=Route.LEFT)
-    assert fastest(timed(dgrad={"left": 8.0, "flip": 7.0, "right": 9.0})) == Routes(dgrad=Route.FLIP)
-
-
-def test_products_that_never_run_stay_native() -> None:
-    quick = timed(dgrad={"flip": 1.0}, wgrad={"flip": 1.0})
-    assert fastest(quick, passes_back=False, trains=False) == OWN
-
-
-def test_a_layer_pays_for_being_routed() -> None:
-    """A Python function costs 15 us per forward, here the half of a micro-batch's products."""
-    small = {gemm.value: {"native": 0.010} for gemm in Gemm}
-    assert fastest(timed(**small | {"forward": {"native": 0.010, "flip": 0.001}}), accumulation=50) == OWN
-    quick = {"native": 0.010, "flip": 0.001}
-    assert fastest(timed(forward=quick, dgrad=quick, wgrad=quick)) == Routes(*[Route.FLIP] * 3)
-
-
-def test_the_copy_is_judged_on_the_sum() -> None:
-    """Making the copy costs 4 ms per step; forward gains 3 of 10 per use, dgrad nothing."""
-    seconds = timed(forward={"copy": 7.0}, dgrad={"copy": 10.0}, refresh=4.0)
-    assert fastest(seconds) == OWN
-    assert fastest(seconds, accumulation=2) == BOTH
-    assert fastest(seconds, recomputed=True) == BOTH
-    assert fastest(seconds, trains=False) == BOTH
-    assert fastest(seconds, accumulation=2, copies=False) == OWN
-    shared = timed(forward={"copy": 7.0}, dgrad={"copy": 7.0}, refresh=4.0)
-    assert fastest(shared) == OTHER  # neither would pay alone
-
-
-def test_the_copy_competes_with_routes_that_need_none() -> None:
-    seconds = timed(forward={"copy": 7.0, "flip": 7.1}, refresh=1.0)
-    assert fastest(seconds) == Routes(forward=Route.FLIP)
-    assert fastest(seconds, accumulation=100) == Routes(forward=Route.FLIP)  # 0.09 is within the margin of 10
-    seconds = timed(forward={"copy": 6.0, "flip": 7.1}, refresh=1.0)
-    assert fastest(seconds, accumulation=100) == BOTH
+@pytest.mark.parametrize(
+    ("timings", "accumulation", "changes", "expected"),
+    [
+        (timed(wgrad={"left": 9.6}), 1, {}, OWN),  # 4 % of the product, 1.3 % of the layer
+        (timed(wgrad={"left": 9.6}), 1, {"passes_back": False}, OWN),
+        (timed(wgrad={"left": 9.0}), 1, {}, LEFT),
+        (timed(dgrad={"left": 8.0, "flip": 7.0, "right": 9.0}), 1, {}, Routes(dgrad=Route.FLIP)),
+        # Products that never run stay native.
+        (timed(dgrad={"flip": 1.0}, wgrad={"flip": 1.0}), 1, {"passes_back": False, "trains": False}, OWN),
+        # A Python function costs 15 us per forward, here the half of a micro-batch's products.
+        (SMALL, 50, {}, OWN),
+        (timed(forward=QUICK, dgrad=QUICK, wgrad=QUICK), 1, {}, Routes(*[Route.FLIP] * 3)),
+        # The copy is judged on the sum of its uses.
+        (COPIED, 1, {}, OWN),
+        (COPIED, 2, {}, BOTH),
+        (COPIED, 1, {"recomputed": True}, BOTH),
+        (COPIED, 1, {"trains": False}, BOTH),
+        (COPIED, 2, {"copies": False}, OWN),
+        (timed(forward={"copy": 7.0}, dgrad={"copy": 7.0}, refresh=4.0), 1, {}, OTHER),  # neither would pay alone
+        # And competes with routes that need none.
+        (FLIPPED, 1, {}, FLIP),
+        (FLIPPED, 100, {}, FLIP),  # 0.09 is within the margin of 10
+        (timed(forward={"copy": 6.0, "flip": 7.1}, refresh=1.0), 100, {}, BOTH),
+    ],
+)
+def test_fastest(timings: Timed, accumulation: int, changes: dict[str, Any], expected: Routes) -> None:
+    copies = changes.get("copies", True)
+    changed = {name: value for name, value in changes.items() if name != "copies"}
+    assert gemm_routes.fastest(layer(**changed), accumulation, timings, copies=copies) == expected
 
 
 # --- the plan --------------------------------------------------------------------------------------------------------

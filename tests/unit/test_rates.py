@@ -42,29 +42,18 @@ def times(latency_s: float, bytes_per_s: float) -> list[tuple[int, float]]:
     return [(size, latency_s + size / bytes_per_s) for size in SIZES]
 
 
-@pytest.mark.parametrize(("latency_s", "bytes_per_s"), [(0.0, 5e9), (12e-6, 25e9), (1e-3, 55e9)])
-def test_a_line_is_found_again(latency_s: float, bytes_per_s: float) -> None:
-    found = fit_line(times(latency_s, bytes_per_s))
-    assert found.bytes_per_s == pytest.approx(bytes_per_s, rel=1e-9)
-    assert found.latency_s == pytest.approx(latency_s, rel=1e-6, abs=1e-12)
-
-
-@pytest.mark.parametrize(("index", "factor"), [(0, 0.1), (0, 10.0), (6, 2.0), (12, 0.1), (12, 10.0)])
-def test_one_disturbed_point_changes_nothing(index: int, factor: float) -> None:
+@pytest.mark.parametrize(("index", "factor"), [(0, 1.0), (0, 0.1), (0, 10.0), (6, 2.0), (12, 0.1), (12, 10.0)])
+def test_a_line_is_found_again_with_one_point_disturbed(index: int, factor: float) -> None:
     points = times(10e-6, 25e9)
     points[index] = (points[index][0], points[index][1] * factor)
     assert fit_line(points) == pytest.approx((10e-6, 25e9), rel=1e-6)
 
 
-def test_the_latency_is_never_negative() -> None:
-    """Small copies that a cache makes faster than the line through the large ones."""
-    points = [(1 << 16, 1e-6), (1 << 20, 100e-6), (1 << 24, 1600e-6)]
-    assert fit_line(points).latency_s == 0
-
-
 def test_what_is_no_line() -> None:
     with pytest.raises(ValueError, match="one size"):
         fit_line([(4, 1.0), (4, 2.0)])
+    # A latency is never negative, as where a cache makes small copies faster than the line through the large ones.
+    assert fit_line([(1 << 16, 1e-6), (1 << 20, 100e-6), (1 << 24, 1600e-6)]).latency_s == 0
     # Times that fall with size have no asymptote; the nearest line is one through the origin.
     assert fit_line([(4, 3.0), (8, 1.0)]).latency_s == 0
 
