@@ -292,7 +292,7 @@ def test_sizes() -> None:
 @pytest.mark.parametrize(
     ("model", "batch", "units"),
     [
-        (build("gpt2"), (2, 8), ["embedding", "transformer.h.0", "transformer.h.1", "head"]),
+        (build("gpt2"), (2, 8), ["embedding", *(f"transformer.h.{i}" for i in range(4)), "head"]),
         (nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), {"input": torch.zeros(3, 4)}, ["embedding"]),
     ],
     ids=["gpt2", "no blocks"],

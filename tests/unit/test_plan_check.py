@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def test_rows_that_need_no_mask_are_compared_with_such(tmp_path: Path) -> None:
     cases += [({"position_ids": one}, 48), ({"position_ids": two}, 64), ({}, 48)]
     for batch, foretold in cases:
         check, model = check_of(tmp_path), Rows()
-        check._without_mask = lambda: {"model.layers.0": 48}
+        check._without_mask = partial(dict.fromkeys, [unit.name for unit in check._plan.facts.units], 48)
         with check.counting(model, 0):
             model(torch.ones(8, requires_grad=True), **batch)
         assert saved(check)[0].predicted == foretold and not model._forward_pre_hooks

@@ -59,14 +59,6 @@ def test_what_policies_keep() -> None:
     assert policies(planned(about(5), policy="full", every=2)) == ["full", NONE, "full", NONE, "full"]
 
 
-def test_the_peak_has_one_block_in_full() -> None:
-    plan = planned(about(), policy="full")
-    # Three inputs wait while the last block runs again: its input and all that it saves.
-    assert plan.saved_peak() == 3 * MIB + (9 + 1) * MIB
-    assert planned(about(), policy="none").saved_peak() == 4 * 9 * MIB + MIB
-    assert plan.peak(Home.DEVICE) == plan.states(Home.DEVICE) + plan.saved_peak()
-
-
 @pytest.mark.parametrize("waiting", [14, 35, 37])
 def test_auto_stays_within_the_device(waiting: int) -> None:
     state = Plan.baseline(about()).states(Home.DEVICE)
