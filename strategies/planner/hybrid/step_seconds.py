@@ -30,7 +30,7 @@ from strategies.planner.cuts import Schedule
 from strategies.planner.hybrid.cluster import Cluster
 from strategies.planner.hybrid.degrees import Degrees, Stowed
 from strategies.planner.hybrid.parts import Model, Models, Part
-from strategies.planner.hybrid.pipeline_clock import StageSeconds, last_backwards, least_seconds, total_seconds
+from strategies.planner.hybrid.pipeline_clock import StageSeconds, last_backwards, least_seconds
 from strategies.planner.pipeline_bytes import boundary_bytes
 from strategies.planner.step_cost import LAUNCHES, TOUCHED_BYTES, unit_seconds
 
@@ -122,12 +122,6 @@ class Pricing:
         stages = self.stages(degrees)
         end = least_seconds([stage.seconds for stage in stages], degrees.micro_batches)
         return stages[0].exposed(end) + max(stage.after for stage in stages)
-
-    def closed_form(self, degrees: Degrees) -> float:
-        """The objective of P2 (``chain.py``): the same step without the clock."""
-        stages = self.stages(degrees)
-        end = total_seconds([stage.seconds for stage in stages], degrees.micro_batches)
-        return max(stage.exposed(end) for stage in stages) + max(stage.after for stage in stages)
 
     def price(self, degrees: Degrees, schedule: Schedule = Schedule.ONE_F_ONE_B) -> Price:
         """The simulated step. No update begins before all gradients are there, since they are clipped together."""
