@@ -28,7 +28,7 @@ from strategies.core.protocol import BITWISE, MemoryRefusal, Parity, Phase, Refu
 from strategies.core.sizes import AUTO, check_budget, human, parse_bytes
 from strategies.planner import edits, keep_or_offload, memory_rows
 from strategies.planner.budget import device_budget, host_budget
-from strategies.planner.gather import from_host
+from strategies.planner.exchanges import from_host
 from strategies.planner.state_placement import OffloadRequest
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")  # Hugging Face's names of the engine's update rules

@@ -1,15 +1,18 @@
 """What all tests share: the same random examples on every run, and how many random problems the planner is tried on."""
 
 import gc
+import sys
 
 import pytest
 from hypothesis import settings
 
 from trainer.dist.deepspeed_ops import clear_abandoned_buffers
+from trainer.dist.spawn import PRELOAD
 
 pytest_plugins = ["tests.helpers.leftovers"]
 settings.register_profile("same", derandomize=True)
 settings.load_profile("same")
+PRELOAD.append("tests.helpers.preloaded")  # ranks find what they need imported
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,7 +30,23 @@ def pytest_sessionstart() -> None:
     clear_abandoned_buffers()
 
 
+MANY = 100
+frozen_modules = 0
+
+
 def pytest_collection_finish() -> None:
     """What the imports of all tests have made is no garbage: collections during the tests need not look at it."""
+    freeze_what_was_imported()
+
+
+def pytest_runtest_logfinish() -> None:
+    """Nor at what tests import, where that is a library: Accelerate collects garbage after every training."""
+    if len(sys.modules) > frozen_modules + MANY:
+        freeze_what_was_imported()
+
+
+def freeze_what_was_imported() -> None:
+    global frozen_modules
+    frozen_modules = len(sys.modules)
     gc.collect()
     gc.freeze()

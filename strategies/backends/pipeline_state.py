@@ -86,6 +86,8 @@ def gathered(pipeline: Pipeline) -> dict[str, torch.Tensor]:
                 found.setdefault(name, value.cpu())
             elif place == pipeline.position:
                 dist.send(mine[name].detach().contiguous(), dist.get_global_rank(group, 0), group=group)
+    if device.type != "cpu":  # sends run on the device, and this process may end before they are through
+        torch.accelerator.synchronize(device)
     if pipeline.position != 0:
         return {}
     return {name: found[first[id(value)]] for name, value in whole.items()}

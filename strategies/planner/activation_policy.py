@@ -1,21 +1,19 @@
 """What forward keeps for backward: seconds paid per byte freed, block by block.
 
-A recomputed block keeps its input and the outputs of some operators; an operator whose output is not kept runs again,
-and nothing else depends on that choice. So bytes and seconds simply add up, and the best options for a block are the
-prefixes of its operators in the order of seconds per byte: its *frontier*, from "keep everything" to "keep the input".
-Options that cost more per byte than a later one are left out, which makes it convex.
+A recomputed block keeps its input and the outputs of some operators; an operator whose output is not kept runs again.
+Bytes and seconds simply add up, so the best options for a block are the prefixes of its operators in the order of
+seconds per byte: its *frontier*, from "keep everything" to "keep the input", without options that cost more per byte
+than a later one.
 
 All blocks together move along their frontiers one option at a time, the cheapest per byte first, and of equal ones that
-of the first block: its saved tensors wait longest, and while it runs again those of later blocks are gone. That is one
-trade-off curve, on which bytes only fall and seconds only rise, so the first position that fits is the best on it.
-Finally the block that moved last may use any other option that fits as well and costs less. The last block is tried
-both ways: its backward begins at once, so recomputing it frees little.
+of the first block: its saved tensors wait longest, and while it runs again those of later blocks are gone. On that
+trade-off curve bytes only fall and seconds only rise, so the first position that fits is the best on it. Finally the
+block that moved last may use any other option that fits as well and costs less. The last block is tried both ways: its
+backward begins at once, so recomputing it frees little.
 
-With a cost per byte on the link there are more options: what a block keeps may wait on the host, only its input or all
-of it. Outputs that cost more to recompute than to send then go there. What the last block saves is needed at once, and
-what the one before it sent would arrive at the same time, at the peak: these two send nothing.
-
-Compared with the best of all plans, by enumeration, in ``tests/unit/test_planner_keep.py``.
+With a cost per byte on the link, what a block keeps may wait on the host, only its input or all of it. What the last
+block saves is needed at once, and what the one before it sent would arrive at the same time, at the peak: these two
+send nothing.
 """
 
 from __future__ import annotations

@@ -5,14 +5,11 @@ follow, packed by their resident ticks (``packing.py``): two may share bytes if 
 tick. Gradients, arrivals and visiting states pass in order through pools of slots, the k-th member of a pool through
 slot k modulo their number. Last comes what belongs to no bucket: scratch, and saved tensors that wait on the host.
 
-A pool has slots of its largest member's size. With one pool for all, a head of 250 MiB would make each slot so large
-for blocks of 86 MiB; so members are grouped by size (``size_classes``), each class with as many slots as the layout
-has for the item, or as it has members. No bucket waits longer for its slot than in one pool for all: at least as many
-others pass before it is used again. The bytes are the least of all groupings: exchanging members of two classes until
-all of one are at least as large as all of the other keeps the larger class's slots and can only shrink the other's, so
-it is enough to cut the sorted sizes, which is a shortest path. One member more never costs more than its own size.
-
-Invariant. A layout is packed once: the search, the addresses and the tables share the result of ``weight_packing``.
+A pool has slots of its largest member's size. A head of 250 MiB would make each slot so large for blocks of 86 MiB; so
+members are grouped by size (``size_classes``), each class with as many slots as the layout has for the item, or as it
+has members. No bucket waits longer for its slot than in one pool for all. The bytes are the least of all groupings:
+exchanging members of two classes until all of one are at least as large as all of the other can only shrink one, so it
+is enough to cut the sorted sizes, which is a shortest path. One member more never costs more than its own size.
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@ With clipping a step has two phases, since no update may begin before the norm i
     backward   max(compute, gradients down, weights that come back up)
     forward    max(compute and updates on the device, the CPU's updates, new weights and state up, state down)
 
-and their sum is the estimate. Copies and the CPU's updates share the host's memory, which takes every copied byte once,
-and what updates touch. Without clipping all of it overlaps, and the busiest resource is the estimate. Waits that come
-from the order of copies are left to the simulator.
+and their sum is the estimate; without clipping all of it overlaps. Copies and the CPU's updates share the host's
+memory. Waits that come from the order of copies are left to the simulator.
 """
 
 from __future__ import annotations

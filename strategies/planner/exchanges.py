@@ -1,4 +1,4 @@
-"""How fast ranks that share buckets exchange, on one machine and over several. Numbers only.
+"""How fast ranks that share buckets exchange, on one machine and over several, and by which road. Numbers only.
 
 N ranks, R of them on each machine, exchange W bytes: a weight of which each rank has a span, or a gradient of which
 each has all and wants the sum of its span. Each rank sends (N-1)/N W. How much of that leaves its machine depends on
@@ -10,11 +10,9 @@ the way:
     straight   gradients to their owners, who add them (``reduction: exact``). A rank sends each other rank its span,
                so what leaves its machine is (N-R)/N W
 
-With 2 machines of 8 ranks that is 0.12 W and 0.5 W. On one machine both ways take equally long. What a rank sends
-counts at the rate inside, what leaves at the rate between machines, and the slower of the two is the time. That is
-arithmetic; no network was measured.
-
-Where the rate between machines is unknown, all ranks count as if they were on one machine.
+What a rank sends counts at the rate inside, what leaves at the rate between machines, and the slower of the two is the
+time. That is arithmetic; no network was measured. Where the rate between machines is unknown, all ranks count as if
+they were on one machine.
 """
 
 from __future__ import annotations
@@ -66,3 +64,18 @@ def spread(facts: Facts) -> tuple[int, int]:
     """How many ranks share a bucket, and how many of them are on one machine; they are neighbours."""
     ranks = facts.run.replicas
     return ranks, min(ranks, facts.machine.ranks or ranks)
+
+
+def from_host(rates: Rates, ways: int) -> bool:
+    """Whether weights that rest on a common host come sooner, or as soon, if each of ``ways`` ranks copies all parts up
+    instead of its own; ``rates`` are one rank's.
+
+    Weights follow each other, so what counts is the road that is busy for the longest time per byte of weight. An
+    exchange by way of the host uses its link in both directions, and writes and reads the host's memory.
+    """
+    others = (ways - 1) / ways
+    crossing = 0.0 if rates.net_bytes_per_s else others
+    link_s = (1 - others + crossing) / rates.up_bytes_per_s
+    dram_s = (1 - others + 2 * crossing) / rates.dram_bytes_per_s
+    network_s = max(link_s, dram_s, others / rates.exchange_bytes_per_s())
+    return max(1 / rates.up_bytes_per_s, 1 / rates.dram_bytes_per_s) <= network_s

@@ -105,8 +105,9 @@ class _Search:
     def fastest(self) -> Position:
         """The position with the shortest simulated step."""
         lengths = [len(curve.moves) for curve in self._curves]
-        grid = {(curve, length * part // GRID) for curve, length in enumerate(lengths) for part in range(1, GRID + 1)}
-        ranked = sorted({(0, 0), *grid}, key=lambda position: (self._estimate(position), position))
+        parts = ((curve, length * part // GRID) for curve, length in enumerate(lengths) for part in range(1, GRID + 1))
+        grid = {(0, 0), *(position for position in parts if position[1])}
+        ranked = sorted(grid, key=lambda position: (self._estimate(position), position))
         tried = [*self._fitting(ranked, here=True), *self._fitting(ranked, here=False)]
         if not tried:  # the least of the device: all recomputed, with inputs on the host if they may be
             curve = min(1, len(self._curves) - 1)

@@ -1,9 +1,8 @@
 """Memory rows: the bytes of a layout per unit and kind of tensor, as the plan's table shows them.
 
-A layout has buckets, the table has units and kinds of tensor. A unit's tensors of one kind are counted with the
-smallest number of bytes per element that all of them have, at the home where most of them rest; the others are strays.
-The rest of an arena (slots, scratch, padding) belongs to no unit and is listed by name, so that the table adds up to
-the arenas.
+A unit's tensors of one kind are counted with the smallest number of bytes per element that all of them have, at the
+home where most of them rest; the others are strays. The rest of an arena (slots, scratch, padding) belongs to no unit
+and is listed by name, so that the table adds up to the arenas.
 """
 
 from __future__ import annotations

@@ -1,20 +1,14 @@
 """A search by budget that is monotone: more memory is never slower, exactly, whatever the plans are that it finds.
 
-Problem. The fastest plan that a heuristic finds for a budget may be slower than the one that it finds for less. Trying
-all smaller budgets too would cure this, at the cost of all of them.
+The fastest plan that a heuristic finds for a budget may be slower than the one that it finds for less. The plan for the
+least budget and the plan for any amount are the ends of an interval, each at the bytes that it needs. A plan is
+searched for the middle of the interval, which is cut at the bytes that this plan needs, down to the budget; what is
+searched depends on the ends alone. Taken is the fastest plan that is as fast as the lower end's and not faster than the
+upper end's; if there is none, the lower end's plan is used up to the middle. So values are ordered at the ends of every
+interval, and a budget gets the plan of its interval's lower end. (A plan that is faster than the upper end's is not
+used: whoever has more memory did not get it.)
 
-The plan for the least budget and the plan for any amount are the ends of an interval, each at the bytes that it needs.
-A budget is followed down: a plan is searched for the middle of the interval, and the interval is cut at the bytes that
-this plan needs. Which budgets are searched, and what is found there, depends on the ends alone. Taken is the fastest
-plan that is as fast as the lower end's and not faster than the upper end's; if there is none, the lower end's plan is
-used up to the middle. So values are ordered at the ends of every interval, and a budget gets the plan of its interval's
-lower end. (A plan for less that is faster than the upper end's would show that the upper end's could be better. It is
-not used: whoever has more memory did not get it.)
-
-Plans that take equally long are not the same: the one that needs more of the budget offloads less. So the search goes
-on where both ends take equally long, and of equally fast plans the one that needs more is taken.
-
-Cost: a search per cut, until the ends differ by less than ``NEAR`` in bytes.
+Of equally fast plans the one that needs more of the budget is taken: it offloads less.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The simulator: how long one iteration of a plan takes, and why. Used for our plans and for other systems' policies.
 
-Four resources work at the same time: compute, the link up, the link down, and the CPU. They share the memories that
-they read and write (``machine.py``).
+Four resources work at the same time, and share the memories that they read and write (``machine.py``).
 
     compute   ticks in order, and updates on the device; a tick waits for its weights
     up        reloads, new weights from the CPU, visiting states; of those that are ready, the one needed first. Reloads
@@ -18,8 +17,7 @@ behind may not show in so few iterations, so the period is at least what each re
 tasks of one iteration.
 
 ``reload_period`` gives the same period for plans that move weights only, without a trace, in O(ticks + evictions) per
-iteration: the search calls it thousands of times. Tests hold the two equal. ``tasks.py`` lists the tasks of an
-iteration.
+iteration: the search calls it thousands of times. ``tasks.py`` lists the tasks of an iteration.
 """
 
 from __future__ import annotations
@@ -82,7 +80,7 @@ def simulate(
     Args:
         builder: makes the tasks of an iteration.
     """
-    tasks = _tasks(problem, evictions, iterations, builder)
+    tasks = build_tasks(problem, evictions, iterations + 1, builder)  # the first copies of one more run in the last
     run(tasks, problem)
     least, period, end = _measured(problem, tasks, iterations)
     start = end - period
@@ -102,15 +100,10 @@ def simulate(
 
 def simulated_period(problem: Problem, evictions: Sequence[Eviction], iterations: int = 4) -> float:
     """The period of ``simulate``, in less time: what runs after the measured iteration does not matter."""
-    tasks = _tasks(problem, evictions, iterations, TaskBuilder)
+    tasks = build_tasks(problem, evictions, iterations + 1)
     run(tasks, problem, iterations)
     _, period, _ = _measured(problem, tasks, iterations)
     return period
-
-
-def _tasks(problem: Problem, evictions: Sequence[Eviction], iterations: int, builder: type[TaskBuilder]) -> list[Task]:
-    # One iteration more: its first copies run in the measured one.
-    return build_tasks(problem, evictions, iterations + 1, builder)
 
 
 def _measured(problem: Problem, tasks: Sequence[Task], iterations: int) -> tuple[dict[str, float], float, float]:

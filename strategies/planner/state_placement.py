@@ -6,11 +6,9 @@ Placements are ordered from the one that moves the least to the one that moves t
    one micro-batch per update their gradients wait on the host as well.
 2. gradients of those buckets to the host; last units first.
 
-In addition, a part of the blocks' host updates may be streamed through the device, spread evenly: the CPU's memory and
-the link both carry state, and each would idle while the other works. (Interleaving updates of the GPU and the CPU by a
-performance model is from "Deep Optimizer States", arXiv 2410.21316.)
-
-A bucket whose state rests on the device keeps its weight there too, unless both are forced by options.
+In addition, a part of the blocks' host updates may be streamed through the device, spread evenly, so that the CPU's
+memory and the link both work (from "Deep Optimizer States", arXiv 2410.21316). A bucket whose state rests on the device
+keeps its weight there too, unless both are forced by options.
 
 A gradient of embedding or head is there twice for a moment: where backward made it, and in its slot, which no block's
 gradient needs as large. Where memory is scarce it goes down from where backward made it (``direct``). That memory is

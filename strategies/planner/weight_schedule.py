@@ -67,7 +67,7 @@ def fitted(facts: Facts, layout: Layout, indices: Collection[int], room: int, ah
         made = _scheduled(layout, groups, problem, _capped(found, ahead))
         excess = _num_bytes(made, indices) - room
         if excess <= 0:
-            return _kept_where_free(made)
+            return made
         budget -= excess << attempt
     made = _scheduled(layout, groups, problem, at_need(problem.gaps))
     excess = _num_bytes(made, indices) - room
@@ -76,12 +76,8 @@ def fitted(facts: Facts, layout: Layout, indices: Collection[int], room: int, ah
     return made
 
 
-def _kept_where_free(layout: Layout, *, may_be_resident: bool = True) -> Layout:
-    """``layout`` without evictions that make room for nothing: no other weight uses the bytes meanwhile.
-
-    Args:
-        may_be_resident: weights whose bytes no other weight ever uses may become resident.
-    """
+def _kept_where_free(layout: Layout) -> Layout:
+    """``layout`` without evictions that make room for nothing: no other weight uses the bytes meanwhile."""
     moving, count = travelling(layout), layout.num_ticks
     packing = weight_packing(layout)
     spots = [(at, at + b.weight_bytes) for at, b in zip(packing.offsets, moving, strict=True)]
@@ -90,13 +86,11 @@ def _kept_where_free(layout: Layout, *, may_be_resident: bool = True) -> Layout:
         overlapping = [other for other, (low, high) in enumerate(spots) if low < end and first < high]
         taken = {tick for other in overlapping if other != index for tick in here[other]}
         kept = here[index] | {tick for gap in _gaps(here[index], count) if not taken & gap for tick in gap}
-        here[index] = kept if may_be_resident or len(kept) < count else here[index]
+        here[index] = kept if len(kept) < count else here[index]
     ranges = {b.name: resident_ticks(ticks, count) for b, ticks in zip(moving, here, strict=True)}
-    made = replace(
-        layout, buckets=tuple(replace(b, resident_ticks=ranges.get(b.name, b.resident_ticks)) for b in layout.buckets)
-    )
-    resident = sum(aligned(b.weight_bytes) for b in made.buckets if b.resident and b.name in ranges)
-    return made if resident + weight_packing(made).arena <= packing.arena else layout
+    buckets = (replace(b, resident_ticks=ranges.get(b.name, b.resident_ticks)) for b in layout.buckets)
+    made = replace(layout, buckets=tuple(buckets))
+    return made if weight_packing(made).arena <= packing.arena else layout
 
 
 def _gaps(here: Collection[int], count: int) -> Iterator[set[int]]:
@@ -117,7 +111,7 @@ def window(layout: Layout, indices: Collection[int], ahead: int | None = None) -
     They stay on where no other weight uses their bytes meanwhile.
     """
     made = only_while_used(layout, indices, WINDOW if ahead is None else ahead)
-    return _kept_where_free(made, may_be_resident=False)
+    return _kept_where_free(made)
 
 
 def only_while_used(layout: Layout, indices: Collection[int], ahead: int = 0) -> Layout:

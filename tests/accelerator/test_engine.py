@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from strategies.engine.memory.arena import OutOfMemoryError
 from strategies.engine.transfer.transfer import AcceleratorTransfer
 from tests.helpers.engine import DECAY, LR, STEPS, differences, plain, plan_of, stowed
 from tests.helpers.models import build, on, tokens
+from tests.helpers.sides import train
 from tests.helpers.zoo import text
 from tests.parity.test_zoo import MACHINE, MODELS, NORM, TRAVEL
 from trainer.planning.plan_for import plan_for
@@ -26,15 +28,16 @@ def there(batches: list[dict[str, Tensor]]) -> list[Mapping[str, Tensor]]:
 
 
 @pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing.*` is deprecated:FutureWarning")
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_models_that_keep_to_no_borders(make: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize(
+    ("make", "where"),
+    [pytest.param(make, where, id=f"{name}, {where}") for (name, make), where in zip(MODELS.items(), cycle(TRAVEL))],
+)
+def test_models_that_keep_to_no_borders(make: Callable[[], nn.Module], where: str) -> None:
     batches = there(text(STEPS))
     wanted = plain(on(DEVICE, make()), batches, max_norm=NORM)
-    for where, wishes in TRAVEL.items():
-        plan = plan_for(make(), max_grad_norm=NORM, machine=MACHINE, debug=True, **wishes)
-        moves = AcceleratorTransfer(torch.device(DEVICE))
-        found = stowed(make(), plan, batches, max_norm=NORM, transfer=moves, device=DEVICE)
-        assert differences(wanted, found) == [], where
+    plan = plan_for(make(), max_grad_norm=NORM, machine=MACHINE, debug=True, **TRAVEL[where])
+    moves = AcceleratorTransfer(torch.device(DEVICE))
+    assert differences(wanted, stowed(make(), plan, batches, max_norm=NORM, transfer=moves, device=DEVICE)) == []
 
 
 def test_two_engines() -> None:
@@ -116,16 +119,6 @@ def test_stowed_again_with_hooks() -> None:
     def count(name: str, grad: Tensor) -> Tensor:
         called[name] += 1
         return grad * 2
-
-    def train(model: nn.Module, optimizer: Any, some: Any) -> list[float]:
-        losses = []
-        for batch in some:
-            loss = model(**batch).loss
-            loss.backward()
-            losses.append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
-        return losses
 
     def sides(name: str) -> tuple[list[float], dict[str, Tensor]]:
         model = build("llama") if name == "ours" else on(DEVICE, build("llama"))

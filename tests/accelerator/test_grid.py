@@ -17,23 +17,25 @@ from tests.helpers.pairwise import Row, Table
 DEVICE = "sim:0"
 
 
-def rows(table: Table) -> list[Any]:
-    factors = {name: levels for name, levels in table.factors.items() if name != "transfer"}
-    return [pytest.param(row, id=title(row)) for row in Table(factors, FORBIDDEN).rows()]
+TABLE = Table(
+    {
+        **{name: levels for name, levels in FP32.factors.items() if name != "transfer"},
+        "model": BF16.factors["model"],
+        "dtype": (torch.float32, torch.bfloat16),
+    },
+    [*FORBIDDEN, (("dtype", torch.bfloat16), ("recompute", "reentrant"))],
+)
 
 
-def unlike(row: Row, dtype: torch.dtype) -> list[str]:
-    return differences(*both(row, dtype, DEVICE, AcceleratorTransfer(torch.device(DEVICE))))
+def titled(row: Row) -> str:
+    return f"{title({name: level for name, level in row.items() if name != 'dtype'})}-{row['dtype']}"
 
 
-@pytest.mark.parametrize("row", rows(FP32))
-def test_fp32(row: Row) -> None:
-    assert unlike(row, torch.float32) == []
-
-
-@pytest.mark.parametrize("row", rows(BF16))
-def test_bf16(row: Row) -> None:
-    assert unlike(row, torch.bfloat16) == []
+@pytest.mark.parametrize("row", [pytest.param(row, id=titled(row)) for row in TABLE.rows()])
+def test_bits(row: Row) -> None:
+    case: dict[str, Any] = {name: level for name, level in row.items() if name != "dtype"}
+    dtype: Any = row["dtype"]
+    assert differences(*both(case, dtype, DEVICE, AcceleratorTransfer(torch.device(DEVICE)))) == []
 
 
 def test_plain_training_repeats_itself() -> None:

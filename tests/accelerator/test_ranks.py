@@ -19,9 +19,9 @@ from tests.accelerator.rank import in_group, started, through_a_config
 from tests.accelerator.test_trainer import config_of, left
 from tests.helpers.engine import plan_of
 from tests.helpers.models import build, tokens
-from tests.helpers.pairwise import Table
+from tests.helpers.pairwise import Row, Table
 from tests.helpers.simulated import collectives
-from tests.parity.test_engine_shares import FACTORS, FORBIDDEN, train
+from tests.parity.test_engine_shares import CASE, FACTORS, FEW, FORBIDDEN, train
 from trainer.dist.ranks import Ranks, describe
 
 pytestmark = pytest.mark.ranks
@@ -42,7 +42,8 @@ def opened() -> Any:
 def unlike(ranks: Ranks, group: Any) -> list[str]:
     """What differs; of every other case copies up lag behind all else, of the others copies down."""
     lagging = cycle((Lane.DOWN, Lane.UP))
-    rows = list(Table({name: levels for name, levels in FACTORS.items() if name != "transfer"}, FORBIDDEN).rows())
+    few = Table({"model": ("blocks", "llama"), **{name: FACTORS[name] for name in FEW}}, FORBIDDEN)
+    rows: list[Row] = [{**CASE, **row} for row in few.rows()]
     rows.append({**rows[0], **FAST, "split": False})
 
     def how() -> dict[str, Any]:

@@ -9,23 +9,35 @@ from strategies.engine import stow
 from strategies.engine.forward.checkpointing import recompute, room_of
 from strategies.engine.transfer.transfer import AcceleratorTransfer
 from tests.helpers.models import on
+from tests.helpers.pairwise import Table
 from tests.parity.test_activations import quiet
-from tests.parity.test_recompute import MACHINE, POLICIES, decided, facts_of, made, micro_batches, steps, unequal
+from tests.parity.test_recompute import (
+    DTYPES,
+    MACHINE,
+    POLICIES,
+    decided,
+    facts_of,
+    made,
+    micro_batches,
+    steps,
+    unequal,
+)
 from trainer.planning.plan_for import plan_for
 
 DEVICE = "sim:0"
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_bits(name: str, attention: str, dtype: torch.dtype, policy: str) -> None:
+FACTORS = {"name": ("gpt2", "llama"), "attention": ("eager", "sdpa"), "dtype": tuple(DTYPES), "policy": tuple(POLICIES)}
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "dtype", "policy"), [tuple(row.values()) for row in Table(FACTORS).rows()]
+)
+def test_bits(name: str, attention: str, dtype: str, policy: str) -> None:
+    how: Any = (name, True, attention, DTYPES[dtype])
     batches = [{key: value.to(DEVICE) for key, value in batch.items()} for batch in micro_batches()] * 2
-    model = made(name, True, attention, dtype)
-    facts = facts_of(name, True, attention, dtype)
-    plain, model = on(DEVICE, made(name, True, attention, dtype)), on(DEVICE, model)
-    recompute(model, decided(facts, POLICIES[policy]), AcceleratorTransfer(torch.device(DEVICE)), DEVICE)
+    plain, model = on(DEVICE, made(*how)), on(DEVICE, made(*how))
+    recompute(model, decided(facts_of(*how), POLICIES[policy]), AcceleratorTransfer(torch.device(DEVICE)), DEVICE)
     assert unequal(steps(plain, batches), steps(model, batches)) == []
     room: Any = room_of(model)
     assert room is None or quiet(room)

@@ -41,11 +41,11 @@ def left(folder: Path) -> tuple[list[tuple[Any, ...]], dict[str, torch.Tensor]]:
     return steps, load_file(folder / "run" / "export" / "model.safetensors")
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
-def test_offload_has_the_bits_of_plain_training(tied: bool, device: Any, tmp_path: Path) -> None:
-    assert run(tmp_path / "plain", {}, tied=tied) == 0
+def test_offload_has_the_bits_of_plain_training(device: Any, tmp_path: Path) -> None:
+    """A tied head, too; the cases of ranks have one of its own."""
+    assert run(tmp_path / "plain", {}, tied=True) == 0
     before = device.counts()
-    assert run(tmp_path / "offload", {"offload": OFFLOAD}, tied=tied) == 0
+    assert run(tmp_path / "offload", {"offload": OFFLOAD}, tied=True) == 0
     after = device.counts()
     assert after["async_copies"] > before["async_copies"] and after["async_kernels"] - before["async_kernels"] > 1000
     (steps, weights), (ours, our_weights) = left(tmp_path / "plain"), left(tmp_path / "offload")

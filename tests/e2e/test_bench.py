@@ -1,7 +1,7 @@
 """Every contender of every theme of the bench runs: once, on the smallest model, and can train on afterwards.
 
 Each runs in a process of its own, as under ``launch/bench.py``, but forked from one that has its imports: that costs a
-second instead of ten. The command itself, with fresh processes, is tested in ``tests/unit/test_bench.py``.
+second instead of ten. The command itself, with fresh processes, runs two of them.
 """
 
 import gc
@@ -25,6 +25,7 @@ import torch
 
 from benchmarks.harness import processes, work
 from benchmarks.harness.work import Contender
+from launch import bench
 from strategies.engine.memory import accelerator
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import PRELOAD, run_world
@@ -61,7 +62,7 @@ Results = Mapping[str, Mapping[str, Any]]
 
 def lead(jobs: Sequence[tuple[str, Callable[[], Any]]], folder: Path) -> None:
     """In a process without kernels or groups: import what the jobs need, then each in a fork, in turn."""
-    from trainer.dist.ranks import Ranks, settle_environment
+    from trainer.dist.ranks import settle_environment
 
     for number in (1, 2):
         os.dup2(os.open(folder / "log", os.O_CREAT | os.O_APPEND | os.O_WRONLY), number)
@@ -145,7 +146,6 @@ def stand_in_for_cpu_adam() -> None:
 def linear_bench(folder: Path) -> Any:
     """The theme ``linear`` with one small layer and the smallest model."""
     from benchmarks.harness import linear
-    from launch import bench
 
     hardware = {"name": "cpu", "device_kind": "cpu", "usable_cores": 2}
     around = {"hardware": hardware, "versions": {"torch": "0"}}
@@ -218,6 +218,24 @@ def over_ranks() -> Results:
 @pytest.mark.parametrize("contender", work.OFFLOAD_OVER_RANKS, ids=lambda contender: contender.label)
 def test_offload_over_ranks(contender: Contender, over_ranks: Results) -> None:
     check(contender, over_ranks)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """Two contenders in fresh processes, measured."""
+    words = (
+        f"offload --model tiny --steps 3 --rounds 1 --accumulation 2 --subjects plain,ours-streamed --out {tmp_path}"
+    )
+    assert bench.main(words.split()) == 0
+    (folder,) = tmp_path.iterdir()
+    told = json.loads((folder / "record.json").read_text())
+    assert told["versions"]["torch"] and told["hardware"]["usable_cores"]
+    only, ours = told["runs"]
+    assert ours["label"] == "ours-streamed" and ours["losses"] == only["losses"]
+    assert len(only["step_s"]) == 3 and len(only["losses"]) == 5
+    assert only["losses"][4] < only["losses"][0], "the tokens repeat, so it learns"
+    assert only["tokens_per_s"] == pytest.approx(3 * 128 / only["measured_s"])
+    assert sum(only["step_s"]) == pytest.approx(only["measured_s"], rel=0.1, abs=0.01)
+    assert only["host_peak_bytes"] > only["host_before_bytes"] > 1 << 20
 
 
 def test_linear(everything: Results) -> None:

@@ -34,16 +34,11 @@ SMALL: dict[str, Any] = {
     "model": {"config": SIZES | BLOCKS, "tokenizer": {"vocab_size": 512}},
     "data": {"max_length": 64},
     "training": {
-        "per_device_train_batch_size": 1,
-        "max_steps": 2,
-        "warmup_steps": 1,
-        "save_steps": 2,
-        "logging_steps": 1,
-        "eval_strategy": "no",
-        "eval_on_start": False,
+        "per_device_train_batch_size": 1, "max_steps": 2, "warmup_steps": 1, "save_steps": 2, "logging_steps": 1,
+        "eval_strategy": "no", "eval_on_start": False,
     },
     "strategies": {"offload": {"gpu_memory": "1200KiB"}},
-}
+}  # fmt: skip
 
 
 def published() -> Iterator[tuple[str, int, list[str]]]:
@@ -55,11 +50,8 @@ def published() -> Iterator[tuple[str, int, list[str]]]:
     for script, ranks, arguments in dict.fromkeys(found):
         asks = "--fit " in arguments and "model.config." in arguments
         if "--config " in arguments or asks or script in ELSEWHERE:  # else a file is mentioned and no command
-            yield (
-                script,
-                ranks,
-                shlex.split(arguments.rstrip(".,;:)").replace("--config X", "--config configs/zero.yaml")),
-            )
+            words = arguments.rstrip(".,;:)").replace("--config X", "--config configs/zero.yaml")
+            yield script, ranks, shlex.split(words)
 
 
 def shrunk(tree: Any, sizes: Any) -> Any:

@@ -16,12 +16,10 @@ from strategies.engine.forward.activations import HostRoom, Sent, arena_of_saved
 from strategies.engine.forward.checkpointing import checkpoint_blocks, recompute, room_of
 from strategies.engine.transfer.race_detector import RaceDetector
 from strategies.engine.transfer.transfer import Delayed, Event, Lane, Transfer
-from tests.parity.test_recompute import MACHINE, POLICIES, decided, made, micro_batches, plainly, steps, unequal
-from trainer.planning.plan_for import plan_for
+from tests.parity.test_recompute import POLICIES, decided, facts_of, made, micro_batches, plainly, steps, unequal
 
 CPU = torch.device("cpu")
 HOSTED = ("full, on the host", "selective, on the host")
-TRANSFERS = {"at once": Transfer, "late": Delayed, "watched": RaceDetector}
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -33,16 +31,20 @@ def quiet(room: HostRoom) -> bool:
 # --- models ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transfer", TRANSFERS.values(), ids=TRANSFERS)
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("name", "attention", "transfer"),
+    [
+        ("gpt2", "eager", Delayed),
+        ("gpt2", "sdpa", RaceDetector),
+        ("llama", "eager", RaceDetector),
+        ("llama", "sdpa", Delayed),
+    ],
+)
 def test_bits_order_and_bytes(name: str, attention: str, transfer: type[Transfer]) -> None:
     """With dropout and a padded batch; bytes that cross are those that the plan counts, in each direction."""
     for policy in HOSTED:
         model = made(name, True, attention, torch.float32)
-        plan = decided(
-            plan_for(model, batch=micro_batches()[0], max_grad_norm=None, machine=MACHINE).facts, POLICIES[policy]
-        )
+        plan = decided(facts_of(name, True, attention, torch.float32), POLICIES[policy])
         moves = transfer()
         recompute(model, plan, moves)
         room = room_of(model)
@@ -85,9 +87,7 @@ class Deaf(RaceDetector):
 )
 def test_every_wait_is_needed(waiting: Lane, of: Lane) -> None:
     model = made("llama", False, "sdpa", torch.float32)
-    plan = decided(
-        plan_for(model, batch=micro_batches()[0], max_grad_norm=None, machine=MACHINE).facts, POLICIES[HOSTED[1]]
-    )
+    plan = decided(facts_of("llama", False, "sdpa", torch.float32), POLICIES[HOSTED[1]])
     moves = Deaf(waiting, of)
     recompute(model, plan, moves)
     steps(model, micro_batches() * 2)

@@ -23,6 +23,7 @@ from strategies.planner.tasks import Resource
 from tests.helpers.clock import Clocked, drive
 from tests.helpers.fakes import GPU
 from tests.helpers.models import build, tokens
+from tests.helpers.pairwise import Table
 from tests.unit.test_step_cost import FAST
 from trainer.planning.plan_for import plan_for
 
@@ -56,9 +57,10 @@ def known(facts: Facts, rates: Rates) -> Facts:
     return replace(facts, run=run, machine=replace(GPU, rates=rates))
 
 
-@pytest.mark.parametrize("prefetch", ["auto", 0, 1])
-@pytest.mark.parametrize("factor", [0.3, 1.5, 4.0])
-@pytest.mark.parametrize("spare_blocks", [0, 1, 2])
+FACTORS = {"prefetch": ("auto", 0, 1), "factor": (0.3, 1.5, 4.0), "spare_blocks": (0, 1, 2)}
+
+
+@pytest.mark.parametrize(("prefetch", "factor", "spare_blocks"), [tuple(row.values()) for row in Table(FACTORS).rows()])
 def test_a_plan_takes_the_simulated_seconds(prefetch: int | str, factor: float, spare_blocks: int) -> None:
     model = frozen_base()
     probe = plan_for(model, site="device", weights="streamed", prefetch=0, batch=(2, 8), max_grad_norm=None)
@@ -90,8 +92,7 @@ def test_a_plan_takes_the_simulated_seconds(prefetch: int | str, factor: float, 
     assert all(torch.isfinite(param).all() for param in model.parameters())
 
 
-@pytest.mark.parametrize("policy", ["full", "selective"])
-@pytest.mark.parametrize("factor", [0.2, 0.9, 1.6, 5.0])
+@pytest.mark.parametrize(("factor", "policy"), [(0.2, "full"), (0.9, "selective"), (1.6, "full"), (5.0, "selective")])
 def test_what_waits_on_the_host_takes_the_simulated_seconds(factor: float, policy: str) -> None:
     """Weights stay, inputs and products of blocks come and go; a block's copy takes so many times its forward."""
     model = frozen_base()

@@ -21,12 +21,8 @@ from trainer.planning.plan_for import plan_for
 
 MACHINE = probe()
 SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "vocab_size": 301,
-}
+    "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 301,
+}  # fmt: skip
 GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 301, "bos_token_id": 0, "eos_token_id": 0}
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "untied": ("llama", {**SMALL, "tie_word_embeddings": False}),
@@ -69,8 +65,9 @@ def assert_same(first: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Non
     assert [name for name in first if not same_bits(first[name], other[name])] == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("words", [7, 33, 1000, 4097])
+@pytest.mark.parametrize(
+    ("words", "dtype"), [(7, torch.bfloat16), (33, torch.float16), (1000, torch.float32), (4097, torch.bfloat16)]
+)
 def test_bits_for_any_number_of_rows(words: int, dtype: torch.dtype) -> None:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -82,7 +79,7 @@ def test_bits_for_any_number_of_rows(words: int, dtype: torch.dtype) -> None:
         return value.detach(), head.grad, states.grad
 
     random = torch.Generator().manual_seed(words)
-    for rows, tokens in ((1, 5), (2, 17), (1, 257), (2, 300)):
+    for rows, tokens in ((1, 5), (2, 17), (1, 257)):
         weight = torch.randn(words, 16, generator=random).to(dtype)
         hidden = torch.randn(rows, tokens, 16, generator=random).to(dtype)
         for ignored in (0.0, 0.4, 1.0):
@@ -98,8 +95,7 @@ def test_bits_for_any_number_of_rows(words: int, dtype: torch.dtype) -> None:
                     assert all(same_bits(*pair) for pair in zip(mine, theirs, strict=True)), case
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "dtype"), zip(MODELS, [torch.float32, torch.bfloat16] * 2, strict=True))
 def test_models_have_the_same_loss_and_gradients(name: str, dtype: torch.dtype) -> None:
     model = model_of(name, dtype)
     plan = compose({"cross_entropy": CHUNKED}, plan_of(model).facts)

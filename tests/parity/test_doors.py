@@ -215,6 +215,9 @@ def test_masters_follow_what_is_loaded_inside_present() -> None:
         param = model.get_parameter("model.layers.2.mlp.up_proj.weight")
         train(model, optimizer, BATCHES[:1])
         state, master = copy.deepcopy(optimizer.state_dict()), optimizer.state_of(param)["master"].clone()
+        with optimizer.present([param]):
+            pass
+        assert torch.equal(optimizer.state_of(param)["master"], master), "looking rounds nothing"
         with optimizer.present([param]), torch.no_grad():
             param.fill_(0.5)
             assert (optimizer.state_of(param)["master"] == 0.5).all()

@@ -7,11 +7,9 @@ import torch
 from torch import nn
 
 from strategies.engine.transfer.race_detector import RaceDetector
-from strategies.engine.transfer.transfer import Delayed
+from strategies.engine.transfer.transfer import Delayed, Transfer
 from tests.helpers.engine import differences, plain, plan_of, stowed
 from tests.helpers.models import build, tokens
-from trainer.dist.ranks import Ranks
-from trainer.dist.spawn import run_world
 
 PLANS: dict[str, dict[str, Any]] = {
     "device": {"site": "device"},
@@ -49,13 +47,19 @@ def freezing(model: nn.Module, *, after: bool = False) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "accumulation", "after"),
-    [(torch.float32, 1, False), (torch.bfloat16, 2, False), (torch.float32, 1, True)],
+    ("dtype", "accumulation", "after", "transfer"),
+    [
+        (torch.float32, 1, False, RaceDetector),
+        (torch.bfloat16, 2, False, Delayed),
+        (torch.float32, 1, True, Delayed),
+    ],
     ids=["fp32", "bf16", "after forward"],
 )
 @pytest.mark.parametrize("where", PLANS.values(), ids=PLANS)
 @pytest.mark.usefixtures("one_thread")
-def test_frozen_and_unfrozen(where: dict[str, Any], dtype: torch.dtype, accumulation: int, after: bool) -> None:
+def test_frozen_and_unfrozen(
+    where: dict[str, Any], dtype: torch.dtype, accumulation: int, after: bool, transfer: type[Transfer]
+) -> None:
     loop: dict[str, Any] = {"accumulation": accumulation, "max_norm": 0.0 if "in_backward" in where else 0.05}
     batches = tokens("llama", STEPS * accumulation)
 
@@ -65,39 +69,8 @@ def test_frozen_and_unfrozen(where: dict[str, Any], dtype: torch.dtype, accumula
         return model
 
     wanted = plain(made(), batches, **loop)
-    assert {int(value) for name, value in wanted.tensors.items() if name.endswith(" step")} == {
-        STEPS,
-        STEPS - 2 - after,
-    }
-    for transfer in (Delayed(), RaceDetector()):
-        model = made()
-        found = stowed(model, plan_of(model, **where, **loop), batches, transfer=transfer, **loop)
-        assert differences(wanted, found) == []
-
-
-SHARED: dict[str, dict[str, Any]] = {
-    "device, travelling": {"site": "device", "weights": "travelling", "prefetch": 1},
-    "host": {"site": "host", "weights": "travelling", "park": "host"},
-    "streamed": {"site": "streamed", "park": "host", "prefetch": 0},
-}
-
-
-def over_ranks(ranks: Ranks) -> dict[str, list[str]]:
-    """Two ranks that share each bucket, against one process that accumulates their micro-batches."""
-    torch.set_num_threads(1)
-    batches, found = tokens("llama", STEPS * 2), dict[str, list[str]]()
-    for name, where in SHARED.items():
-        model: Any = freezing(build("llama"))
-        model.accumulation = 2
-        wanted = plain(model, batches, accumulation=2, max_norm=0.05)
-        model = freezing(build("llama"))
-        plan = plan_of(model, **where, max_norm=0.05, ranks=2)
-        shared = stowed(model, plan, batches[ranks.rank :: 2], transfer=Delayed(), max_norm=0.05)
-        wanted.losses = shared.losses = []  # each rank knows its own
-        found[name] = differences(wanted, shared)
-    return found
-
-
-@pytest.mark.ranks
-def test_frozen_on_all_ranks() -> None:
-    assert run_world(2, over_ranks) == {name: [] for name in SHARED}
+    counts = {int(value) for name, value in wanted.tensors.items() if name.endswith(" step")}
+    assert counts == {STEPS, STEPS - 2 - after}
+    model = made()
+    found = stowed(model, plan_of(model, **where, **loop), batches, transfer=transfer(), **loop)
+    assert differences(wanted, found) == []

@@ -15,48 +15,33 @@ from strategies.core.linears import LEGAL, Gemm, Route, Routes, Timed
 from strategies.core.registry import find
 from strategies.planner import gemm_routes
 from tests.helpers.releases import needs_stage_3
-from tests.parity.test_strategies import GPT2, LLAMA, RANKS, STEPS
+from tests.parity.test_strategies import RANKS, STEPS, config_of, equal
 from trainer.config.sections import RunConfig
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
 from trainer.machine import gemm_timing
 from trainer.machine.probe import probe
-from trainer.planning.facts import gather, run_facts
+from trainer.planning.facts import gather
 from trainer.planning.from_config import plan_of
 from trainer.run.order import make_model, make_trainer
-from trainer.verify.differences import compare
-from trainer.verify.verify import random_run, shrink, train, without_strategies
+from trainer.verify.verify import random_run, train, without_strategies
 
-CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "llama, accumulation": (
-        LLAMA | {"tie_word_embeddings": True},
-        {"max_grad_norm": 0.0, "gradient_accumulation_steps": 3},
-    ),
-    "gpt2, checkpointing": (GPT2, {"max_grad_norm": 0.0, "gradient_checkpointing": True}),
-    "llama, bf16": (LLAMA, {"max_grad_norm": 0.0, "bf16": True, "gradient_accumulation_steps": 2}),
-}
+# Of ``test_strategies.CASES``.
+ACCUMULATED, CHECKPOINTED, BF16 = (
+    "fp32/llama tied, accumulation 3", "fp32/gpt2 with dropout, checkpointing", "bf16/llama",
+)  # fmt: skip
 COPIES = Routes(Route.COPY, Route.COPY, Route.LEFT)
 TURNED = Routes(Route.FLIP, Route.RIGHT, Route.FLIP)
-plain_results: dict[str, dict[str, torch.Tensor]] = {}
 
 
-def config_of(case: str, strategies: Mapping[str, Mapping[str, Any]], folder: Path) -> RunConfig:
-    model, training = CASES[case]
-    made = {name: find(name).model_validate(options) for name, options in strategies.items()}
-    config = RunConfig.model_validate(
-        {
-            "model": {"config": model, "tokenizer": "none"},
-            "data": {"path": "random tokens"},
-            "training": {"output_dir": "unused", "learning_rate": 1e-2, **training},
-            "strategies": made,
-        }
-    )
-    return shrink(config, folder, STEPS)
-
-
-def with_routes(config: RunConfig, wanted: Routes, file: Path, ranks: int = RANKS) -> RunConfig:
-    """``config`` with a file of timings by which ``wanted`` is the fastest."""
-    machine = probe()
+def routed(
+    case: str, wanted: Routes, folder: Path, ranks: int = RANKS, **others: Mapping[str, Any]
+) -> tuple[RunConfig, dict[str, Any]]:
+    """A config and its strategies, with a file of timings by which ``wanted`` is the fastest."""
+    file, machine = folder / "linear.json", probe()
+    given = {"linear": {"cache": str(file)}, **others}
+    strategies = {name: find(name).model_validate(options) for name, options in given.items()}
+    config = config_of(case, strategies, folder)
     threads = None if ranks == 1 else max(1, machine.usable_cores // ranks)
     shapes = gemm_routes.shapes_of(gather(config, ranks, ranks, machine))
     assert shapes
@@ -64,54 +49,29 @@ def with_routes(config: RunConfig, wanted: Routes, file: Path, ranks: int = RANK
     timings = [Timed(shape, seconds, 0.1) for shape in shapes]
     gemm_timing.save(file, gemm_timing.place_of(machine, threads), timings)
     plan = plan_of(config, Ranks(0, 0, ranks, ranks), machine)
-    assert set(gemm_routes.chosen(plan).values()) == {wanted} and len(gemm_routes.chosen(plan)) == len(
-        plan.facts.linears
-    )
-    return config
-
-
-def plain(case: str, folder: Path) -> dict[str, torch.Tensor]:
-    if case not in plain_results:
-        plain_results[case] = run_world(RANKS, train, without_strategies(config_of(case, {}, folder)))["weights"]
-    return plain_results[case]
-
-
-def check(case: str, config: RunConfig, folder: Path) -> None:
-    """Equal to the largest of the tolerances that the strategies declare."""
-    known = run_facts(config, RANKS)
-    tolerance = max(strategy.parity(known).tolerance for strategy in config.strategies.values())
-    found = run_world(RANKS, train, config)["weights"]
-    worst = max((difference.relative for difference in compare(plain(case, folder), found)), default=0.0)
-    assert worst <= tolerance
+    chosen = gemm_routes.chosen(plan)
+    assert set(chosen.values()) == {wanted} and len(chosen) == len(plan.facts.linears)
+    return config, strategies
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("case", "wanted"), [*((case, COPIES) for case in CASES), ("llama, accumulation", TURNED)], ids=str
-)
-def test_alone(case: str, wanted: Routes, tmp_path: Path) -> None:
-    """The other cases take the turned routes together with other strategies below."""
-    config = config_of(case, {"linear": {"cache": str(tmp_path / "linear.json")}}, tmp_path)
-    check(case, with_routes(config, wanted, tmp_path / "linear.json"), tmp_path)
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("other", "wanted", "case"),
+    ("others", "wanted", "case"),
     [
-        ({"zero": {"stage": 1}}, COPIES, "llama, bf16"),
-        ({"zero": {"stage": 2}}, COPIES, "llama, accumulation"),
-        pytest.param({"zero": {"stage": 3}}, TURNED, "gpt2, checkpointing", marks=needs_stage_3),
-        ({"offload": {"site": "host", "weights": "streamed"}}, TURNED, "gpt2, checkpointing"),
-        ({"offload": {"site": "streamed"}, "buffers": {"debug": True}}, TURNED, "llama, bf16"),
+        ({}, COPIES, ACCUMULATED),
+        ({}, COPIES, CHECKPOINTED),
+        ({}, TURNED, ACCUMULATED),
+        ({"zero": {"stage": 2}}, COPIES, BF16),
+        pytest.param({"zero": {"stage": 3}}, TURNED, CHECKPOINTED, marks=needs_stage_3),
+        ({"offload": {"site": "host", "weights": "streamed"}}, TURNED, CHECKPOINTED),
+        ({"offload": {"site": "streamed"}, "buffers": {"debug": True}}, TURNED, BF16),
     ],
     ids=str,
 )
-def test_together(other: dict[str, Any], wanted: Routes, case: str, tmp_path: Path) -> None:
+def test_as_plain_training(others: dict[str, Any], wanted: Routes, case: str, tmp_path: Path) -> None:
     """Second copies go with weights that stay whole; without them every other route goes with everything."""
-    strategies = {"linear": {"cache": str(tmp_path / "linear.json")}, **other}
-    config = config_of(case, strategies, tmp_path)
-    check(case, with_routes(config, wanted, tmp_path / "linear.json"), tmp_path)
+    _, strategies = routed(case, wanted, tmp_path, **others)
+    equal(case, strategies, tmp_path)
 
 
 def kinds_of_layers(ranks: Ranks, config: RunConfig) -> list[list[Any]]:
@@ -133,8 +93,7 @@ def kinds_of_layers(ranks: Ranks, config: RunConfig) -> list[list[Any]]:
 @pytest.mark.ranks
 def test_the_layers_of_a_run_are_routed_and_its_state_dict_is_as_it_was(tmp_path: Path) -> None:
     """What is compared above is not the stock layer with itself."""
-    config = config_of("gpt2, checkpointing", {"linear": {"cache": str(tmp_path / "linear.json")}}, tmp_path)
-    config = with_routes(config, COPIES, tmp_path / "linear.json", ranks=1)
+    config, _ = routed(CHECKPOINTED, COPIES, tmp_path, ranks=1)
     ((layers, copies, same, named),) = run_world(1, kinds_of_layers, config)
     assert layers == copies == 9 and same and named  # two blocks of four, and the head
 
@@ -150,9 +109,7 @@ def linear_after_training(ranks: Ranks, config: RunConfig) -> bool:
 @needs_stage_3
 def test_stage_3_leaves_nothing_patched(tmp_path: Path) -> None:
     """DeepSpeed would replace the function for the whole process, and with it every layer that stays native."""
-    strategies = {"linear": {"cache": str(tmp_path / "linear.json")}, "zero": {"stage": 3}}
-    config = config_of("llama, accumulation", strategies, tmp_path)
-    config = with_routes(config, TURNED, tmp_path / "linear.json", ranks=1)
+    config, _ = routed(ACCUMULATED, TURNED, tmp_path, ranks=1, zero={"stage": 3})
     assert run_world(1, linear_after_training, config) is True
 
 
@@ -170,10 +127,8 @@ def copies_made(ranks: Ranks, config: RunConfig) -> list[int]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("other", [{}, {"zero": {"stage": 2}}], ids=str)
-def test_copies_are_made_once_per_optimizer_step(other: dict[str, Any], tmp_path: Path) -> None:
+def test_copies_are_made_once_per_optimizer_step(tmp_path: Path) -> None:
     """Not once per micro-batch, of which there are three, and not less often."""
-    strategies = {"linear": {"cache": str(tmp_path / "linear.json")}, **other}
-    config = config_of("llama, accumulation", strategies, tmp_path)
-    made = run_world(1, copies_made, with_routes(config, COPIES, tmp_path / "linear.json", ranks=1))
+    config, _ = routed(ACCUMULATED, COPIES, tmp_path, ranks=1, zero={"stage": 2})
+    made = run_world(1, copies_made, config)
     assert len(made) == 15 and set(made) == {STEPS}  # seven layers in each of two blocks, and the head

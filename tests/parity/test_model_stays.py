@@ -211,25 +211,6 @@ def test_present_between_backward_and_step() -> None:
     both_sides(llama, script, LAYOUTS)
 
 
-def test_present_in_bf16_changes_the_master() -> None:
-    model = build("llama", dtype=torch.bfloat16)
-    param = model.model.layers[2].mlp.up_proj.weight  # type: ignore[union-attr, index]
-    for layout in LAYOUTS:
-        model = build("llama", dtype=torch.bfloat16)
-        param = model.get_parameter("model.layers.2.mlp.up_proj.weight")
-        optimizer = stowed(model, layout)
-        train(model, optimizer, BATCHES[:1])
-        master = optimizer.state_of(param)["master"]
-        before = master.clone()
-        with optimizer.present([param]):
-            pass
-        assert torch.equal(master, before), "looking rounds nothing"
-        with optimizer.present([param]), torch.no_grad():
-            param.fill_(0.5)
-        assert (master == 0.5).all()
-        optimizer.close()
-
-
 # --- state dicts -----------------------------------------------------------------------------------------------------
 
 
@@ -310,18 +291,6 @@ def test_a_state_dict_that_does_not_fit(layout: str) -> None:
         model.load_state_dict(wrong)
     assert unequal(before, everything(model, optimizer)) == []
     train(model, optimizer, BATCHES[1:2])
-
-
-def test_loading_in_bf16_reaches_the_masters() -> None:
-    for layout in LAYOUTS:
-        model = build("llama", dtype=torch.bfloat16)
-        optimizer = stowed(model, layout)
-        train(model, optimizer, BATCHES[:1])
-        other = {name: torch.full_like(value, 0.25) for name, value in weights_of(model).items()}
-        model.load_state_dict(other)
-        for name, param in model.named_parameters():
-            assert (optimizer.state_of(param)["master"] == 0.25).all(), name
-        optimizer.close()
 
 
 # --- forwards in between ---------------------------------------------------------------------------------------------

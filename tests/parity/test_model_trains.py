@@ -9,9 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from strategies.core.layout import Item
-from tests.helpers.engine import plan_of
-from tests.helpers.models import Odd, Spec, build, odd_batches, tokens
+from tests.helpers.models import build, tokens
 from tests.helpers.sides import LAYOUTS, TWO, both_sides, everything, ground, stowed, train, unequal
 
 BATCHES = tokens("llama", 8)
@@ -49,8 +47,7 @@ def test_an_error_in_the_middle(where: str, block: int) -> None:
         optimizer.zero_grad()
         return losses + train(model, optimizer, BATCHES[2:5])
 
-    both_sides(llama, script, LAYOUTS)
-    both_sides(llama, script, TWO, max_norm=0.5)
+    both_sides(llama, script, LAYOUTS, max_norm=0.5)
 
 
 # --- numbers that are not finite -------------------------------------------------------------------------------------
@@ -60,31 +57,31 @@ def test_an_error_in_the_middle(where: str, block: int) -> None:
     "wishes",
     [
         {"site": "device"},
-        {"site": "host", "weights": "travelling", "park": "host"},
         {"site": "streamed", "weights": "travelling"},
         {"site": "mixed", "weights": "some", "park": "host"},
-        {"site": "device", "in_backward": True},
         {"site": "host", "weights": "travelling", "in_backward": True, "park": "host"},
-        {"site": "streamed", "weights": "travelling", "in_backward": True},
     ],
     ids=lambda wishes: ", ".join(map(str, wishes.values())),
 )
-@pytest.mark.parametrize("max_norm", [0.0, 1.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("max_norm", "dtype"), [(0.0, torch.bfloat16), (0.0, torch.float32), (1.0, torch.bfloat16)])
 def test_a_step_that_is_not_finite_is_skipped(
     wishes: dict[str, Any], max_norm: float, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if wishes.get("in_backward") and max_norm:
-        pytest.skip("updates in backward know no norm")
+    """Because of one infinite gradient; of all where updates begin in backward, which know no norm."""
+    in_backward = "in_backward" in wishes
+    max_norm = 0.0 if in_backward else max_norm
     model = build("llama", dtype=dtype)
     optimizer = stowed(model, wishes, max_norm=max_norm)
     train(model, optimizer, BATCHES[:1])
     before = everything(model, optimizer)
+    param = model.get_parameter("model.layers.2.mlp.up_proj.weight")
+    hook = param.register_hook(lambda grad: grad.index_fill(0, torch.tensor([3]), float("inf")))
     with caplog.at_level(logging.WARNING):
-        (model(**BATCHES[1]).loss * float("inf")).backward()
+        (model(**BATCHES[1]).loss * (float("inf") if in_backward else 1.0)).backward()
         optimizer.step()
         optimizer.zero_grad()
         optimizer.drain()
+    hook.remove()
     assert unequal(before, everything(model, optimizer)) == []
     assert optimizer.skipped == 1
     assert "this step was skipped (1 so far)" in caplog.text
@@ -94,22 +91,6 @@ def test_a_step_that_is_not_finite_is_skipped(
     train(other, never, [BATCHES[0], *BATCHES[2:4]])
     assert unequal(everything(other, never), everything(model, optimizer)) == []
     assert (optimizer.skipped, never.skipped) == (1, 0)
-
-
-@pytest.mark.parametrize("max_norm", [0.0, 1.0])
-def test_one_infinite_gradient(max_norm: float) -> None:
-    for layout in LAYOUTS:
-        model = llama()
-        optimizer = stowed(model, layout, max_norm=max_norm)
-        train(model, optimizer, BATCHES[:1])
-        before = everything(model, optimizer)
-        param = model.get_parameter("model.layers.2.mlp.up_proj.weight")
-        hook = param.register_hook(lambda grad: grad.index_fill(0, torch.tensor([3]), float("inf")))
-        train(model, optimizer, BATCHES[1:2])
-        hook.remove()
-        assert unequal(before, everything(model, optimizer)) == []
-        assert optimizer.skipped == 1
-        optimizer.close()
 
 
 @pytest.mark.parametrize("in_backward", [True, False])
@@ -150,18 +131,6 @@ def test_fewer_passes_than_planned() -> None:
         both_sides(llama, script, LAYOUTS, accumulation=3, park=park, max_norm=0.5)
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_more_passes_than_planned(in_backward: bool) -> None:
-    for layout in LAYOUTS:
-        model = llama()
-        optimizer = stowed(model, layout, accumulation=2, in_backward=in_backward)
-        for batch in BATCHES[:2]:
-            model(**batch).loss.backward()
-        with pytest.raises(RuntimeError, match=r"gradients of 2 were complete|updates have begun"):
-            model(**BATCHES[2]).loss.backward()
-        optimizer.close()
-
-
 def test_zero_grad_discards() -> None:
     def script(model: nn.Module, optimizer: Any) -> list[float]:
         losses = train(model, optimizer, BATCHES[:1])
@@ -177,20 +146,6 @@ def test_zero_grad_discards() -> None:
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
-
-
-def test_many_steps() -> None:
-    both_sides(llama, lambda model, optimizer: train(model, optimizer, BATCHES * 4), max_norm=0.5)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(reentrant: bool) -> None:
-    def make() -> nn.Module:
-        model = build("gpt2")  # with dropout
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})  # type: ignore[operator]
-        return model
-
-    both_sides(make, lambda model, optimizer: train(model, optimizer, BATCHES[:3]), LAYOUTS, max_norm=0.5)
 
 
 def with_lora() -> nn.Module:
@@ -230,22 +185,6 @@ def test_lora(layout: str) -> None:
     assert base == {id(param) for param in model.parameters() if not param.requires_grad}
 
 
-def test_parameters_without_gradients() -> None:
-    """Experts without tokens: no update, no count."""
-    batches = tokens("experts", 5)
-    both_sides(lambda: build("experts"), lambda model, optimizer: train(model, optimizer, batches), LAYOUTS)
-
-
-def test_a_module_called_twice() -> None:
-    spec = Spec(width=12, hidden=(8, 10, 12), calls=(0, 1, 2, 1, 0), shares=(2, 1), on_root=True)
-
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return Odd(spec)
-
-    both_sides(make, lambda model, optimizer: train(model, optimizer, odd_batches(4)), LAYOUTS, max_norm=0.5)
-
-
 def test_autocast() -> None:
     def script(model: nn.Module, optimizer: Any) -> list[float]:
         losses = []
@@ -267,19 +206,6 @@ def test_autocast() -> None:
 @pytest.mark.parametrize("max_norm", [0.05, 1e6])
 def test_the_plan_clips_if_nobody_does(max_norm: float) -> None:
     both_sides(llama, lambda model, optimizer: train(model, optimizer, BATCHES[:3]), LAYOUTS, max_norm=max_norm)
-
-
-def test_schedulers() -> None:
-    def script(model: nn.Module, optimizer: Any) -> list[Any]:
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=8, cycle_momentum=False)
-        seen: list[Any] = []
-        for batch in BATCHES[:6]:
-            seen += train(model, optimizer, [batch])
-            scheduler.step()
-            seen.append(scheduler.get_last_lr())
-        return seen
-
-    both_sides(llama, script, LAYOUTS)
 
 
 def test_groups_cannot_be_added() -> None:
@@ -361,11 +287,3 @@ def test_nothing_grows() -> None:
         assert [arena._device.data_ptr(), arena._host.memory.data_ptr()] == places
         assert [bucket.weight.data_ptr() for bucket in optimizer.engine.buckets] == homes
         optimizer.close()
-
-
-def test_a_layout_is_what_it_says() -> None:
-    """The two layouts of this file travel, and blocks share addresses."""
-    for name in TWO:
-        made = plan_of(llama(), **LAYOUTS[name])
-        spots = [made.place.addresses.of(b.name, Item.WEIGHT) for b in made.layout.buckets if not b.resident]
-        assert any(one.overlaps(other) for one in spots for other in spots if one is not other)

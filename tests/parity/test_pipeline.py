@@ -26,22 +26,14 @@ from trainer.dist.spawn import run_world
 from trainer.errors import ConfigError
 from trainer.run.pipeline_trainer import PipelineTrainer
 from trainer.run.stage_trial import form_of_stages
-from trainer.run.trainer import Trainer
 
 STEPS = (4, 4, 3, 1, 5)  # micro-batches of each step
 NORM = 0.05
 STAGES: dict[str, Any] = {"pipeline": {"stages": 2}}
 SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "vocab_size": 128,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 128,
+    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
 
 
 def model_of(kind: str, **config: Any) -> Any:
@@ -267,9 +259,9 @@ def test_parts_draw_numbers_of_their_own() -> None:
 def test_layers_that_are_left_out_at_random_are_refused() -> None:
     """A stage whose first block is left out would go on with zeros, and a trial without dropout does not see it."""
     opt = {**SMALL, "model_type": "opt", "ffn_dim": 128, "layerdrop": 0.1}
-    config = run_config({key: value for key, value in opt.items() if key != "intermediate_size"}, strategies=STAGES)
+    del opt["intermediate_size"]
     with pytest.raises(ConfigError, match=r"opt cannot be cut into stages: model.config.layerdrop is on"):
-        form_of_stages(config)
+        form_of_stages(run_config(opt, strategies=STAGES))
 
 
 def test_a_tied_head_is_refused_beside_offload() -> None:
@@ -281,23 +273,11 @@ def test_a_tied_head_is_refused_beside_offload() -> None:
 
 def test_a_module_that_is_planned_in_another_stage_than_it_runs_in_is_refused_beside_offload() -> None:
     """OPT defines its last norm in front of its blocks."""
-    opt = {key: value for key, value in SMALL.items() if key != "intermediate_size"} | {
-        "model_type": "opt",
-        "ffn_dim": 128,
-    }
-    opt |= {"tie_word_embeddings": False}
+    opt = {**SMALL, "model_type": "opt", "ffn_dim": 128, "tie_word_embeddings": False}
+    del opt["intermediate_size"]
     assert form_of_stages(run_config(opt, strategies=STAGES)) is not None
     with pytest.raises(ConfigError, match=r"model.decoder.final_layer_norm is defined on one side of the blocks"):
         form_of_stages(run_config(opt, strategies={**STAGES, "offload": {}}))
-
-
-@pytest.mark.parametrize("average", [True, False])
-def test_tokens_are_divided_by_the_ranks_that_they_were_gathered_from(average: bool) -> None:
-    """Hugging Face divides the number of tokens by this; where it gathers none, it is this rank's already."""
-    args = SimpleNamespace(world_size=4, average_tokens_across_devices=average)
-    run = SimpleNamespace(facts=SimpleNamespace(run=SimpleNamespace(replicas=2)))
-    trainer: Any = SimpleNamespace(args=args, plan=run)
-    assert Trainer.get_tp_size(trainer) == (2 if average else 1)
 
 
 def test_blocks_that_need_more_than_hidden_states_are_refused() -> None:

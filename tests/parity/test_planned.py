@@ -23,7 +23,7 @@ from tests.helpers.engine import STEPS, differences, plain, stowed
 from tests.helpers.models import build, tokens
 from trainer.planning.plan_for import plan_for
 
-SHARES = (1.0, 0.8, 0.6, 0.45, 0.35, 0.25, 0.2, 0.15, 0.1)  # of what training takes with everything on the device
+SHARES = (1.0, 0.6, 0.45, 0.35, 0.25, 0.2)  # of what training takes with everything on the device
 BALANCED = replace(
     ASSUMED,
     gemm_fp32_flops_per_s=1e10,

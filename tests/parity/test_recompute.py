@@ -30,7 +30,6 @@ from tests.helpers.tiny import MODELS
 from trainer.config.sections import RunConfig
 from trainer.dist.spawn import run_world
 from trainer.machine.probe import probe
-from trainer.planning.from_config import plan_of as planned
 from trainer.planning.plan_for import plan_for
 from trainer.verify.differences import compare
 from trainer.verify.verify import shrink, train
@@ -115,9 +114,9 @@ def plainly(name: str, dropout: bool, attention: str, dtype: torch.dtype) -> lis
 
 
 def cases() -> Iterator[Any]:
-    """Any two of attention, dropout and dtype meet in each architecture."""
+    """Any two of all."""
     factors = {"name": ARCHITECTURES, "attention": ("eager", "sdpa"), "dropout": (False, True), "dtype": tuple(DTYPES)}
-    for row in Table(factors, [(("name", "bloom"), ("attention", "sdpa"))], strength=3).rows():
+    for row in Table(factors, [(("name", "bloom"), ("attention", "sdpa"))]).rows():
         name, attention, dropout, dtype = (row[factor] for factor in factors)
         words = f"{name} {attention} {dtype}{' dropout' if dropout else ''}"
         yield pytest.param(name, dropout, attention, DTYPES[str(dtype)], id=words)
@@ -164,12 +163,13 @@ LAYOUTS: tuple[Mapping[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("name", [*ARCHITECTURES, "experts"])
-def test_with_offload(name: str, dtype: torch.dtype) -> None:
-    """Weights come and go around a block that runs again; three layouts take turns with the policies."""
-    for number, policy in enumerate(("selective", "full", "full, every 2nd", "selective, on the host")):
-        where = {**LAYOUTS[(number + len(name)) % len(LAYOUTS)]}
+@pytest.mark.parametrize("number", range(len(LAYOUTS)))
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "experts"])
+def test_with_offload(name: str, number: int) -> None:
+    """Weights come and go around a block that runs again; policies and dtypes take turns with the layouts."""
+    dtype = (torch.float32, torch.bfloat16)[(number + len(name)) % 2]
+    for policy in ("selective", ("full", "full, every 2nd", "selective, on the host")[number]):
+        where = {**LAYOUTS[number]}
         loop = {"accumulation": where.get("accumulation", 1), "max_norm": where.get("max_norm", 0.0)}
         batches = tokens(name, STEPS * loop["accumulation"])
         wanted = plain(build(name, dtype=dtype), batches, **loop)
@@ -184,15 +184,11 @@ def test_in_a_plain_loop() -> None:
     batches = tokens("gpt2", STEPS)
     wanted = plain(build("gpt2"), batches)
     model = build("gpt2")
-    given: dict[str, Any] = {
-        "batch": batches[0],
-        "machine": MACHINE,
-        "site": "host",
-        "weights": "resident",
-        "max_grad_norm": None,
-    }
+    given: dict[str, Any] = {"batch": batches[0], "machine": MACHINE, "max_grad_norm": None}
+    given |= {"site": "host", "weights": "resident"}
     least = plan_for(model, recompute={"policy": "full"}, **given).peak(Home.DEVICE)
     plan = plan_for(model, gpu_memory=least + 10_000, recompute={"policy": "auto"}, **given)  # nothing else can leave
+    assert {plan.answers["Keep", unit.name][1] for unit in plan.facts.units[1:3]} == {"offload"}, "decided together"
     recompute(model, plan)
     assert sum(checkpointed(module) is not None for module in model.modules()) > 0
     assert differences(wanted, stowed(model, plan, batches)) == []
@@ -253,20 +249,6 @@ def test_blocks_of_any_class() -> None:
         assert unequal(steps(odd(), batches), steps(model, batches)) == []
 
 
-def test_autocast() -> None:
-    """As Hugging Face's bf16 without an engine: casts happen inside the block and are replayed."""
-
-    def run(recomputes: bool) -> list[dict[str, Tensor]]:
-        model = made("llama", False, "eager", torch.float32)
-        if recomputes:
-            plan = decided(facts_of("llama", False, "eager", torch.float32), POLICIES["selective"])
-            find("recompute")(policy="selective").apply(model, plan)
-        with torch.autocast("cpu", torch.bfloat16):
-            return steps(model, micro_batches())
-
-    assert unequal(run(False), run(True)) == []
-
-
 @pytest.mark.ranks
 @pytest.mark.parametrize(("model_type", "stage"), [("gpt2", 2), pytest.param("opt", 3, marks=needs_stage_3)])
 def test_with_zero_on_two_ranks(model_type: str, stage: int, tmp_path: Path) -> None:
@@ -282,9 +264,8 @@ def test_with_zero_on_two_ranks(model_type: str, stage: int, tmp_path: Path) -> 
 
     zero = {"zero": {"stage": stage}}
     wanted = run_world(2, train, config(zero))["weights"]
-    for policy in ("selective, on the host", "full"):
-        found = run_world(2, train, config({**zero, "recompute": POLICIES[policy]}))["weights"]
-        assert compare(wanted, found) == [], policy
+    found = run_world(2, train, config({**zero, "recompute": POLICIES["selective, on the host"]}))["weights"]
+    assert compare(wanted, found) == []
 
 
 # --- forwards that are no training -----------------------------------------------------------------------------------
@@ -334,23 +315,6 @@ def test_names_stay() -> None:
     assert ([name for name, _ in model.named_modules()], list(model.state_dict())) == before
     with pytest.raises(ValueError, match=r"transformer\.h\.0 is recomputed already"):
         checkpoint_blocks(model, {"transformer.h.0": []})
-
-
-def test_the_planner_reads_the_same_model(tmp_path: Path) -> None:
-    """``recompute`` and ``offload`` in one config: one plan, with what is kept decided by both."""
-    config = RunConfig.model_validate(
-        {
-            "model": {"config": dict(MODELS["llama"]), "tokenizer": "none"},
-            "data": {"path": "random tokens", "max_length": 16},
-            "training": {"output_dir": str(tmp_path)},
-            "strategies": {"recompute": find("recompute")(policy="auto"), "offload": find("offload")()},
-        }
-    )
-    from trainer.dist.ranks import Ranks
-
-    plan = planned(config, Ranks(), MACHINE)
-    assert plan.layout is not None
-    assert {plan.answers["Keep", unit.name][1] for unit in plan.facts.units[1:3]} == {"offload"}
 
 
 class WithAuxiliaryLoss(nn.Module):

@@ -7,15 +7,17 @@ that leaves nothing where a weight was.
 import copy
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
 from torch.nn.functional import cross_entropy
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from strategies.engine import AdamW, stow
 from tests.helpers.doubles import Vacant
@@ -229,6 +231,12 @@ def half(model: nn.Module, optimizer: Any) -> None:
         param.grad *= 0.5  # type: ignore[operator]
 
 
+def clipped_in_two_groups(model: nn.Module, optimizer: Any) -> None:
+    params = list(model.parameters())
+    for some in (params[:5], params[5:]):
+        clip_grad_norm_(some, NORM / 10)
+
+
 def step_twice(model: nn.Module, optimizer: Any) -> None:
     backward(model, 0)
     optimizer.step()
@@ -280,6 +288,48 @@ def taken_elsewhere(model: nn.Module, optimizer: Any) -> list[Any]:
     return seen + every_step(steps=2)(model, other)
 
 
+# --- one function called with several of the engine's classes at once: [Note: several kinds] in functions.py ----------
+
+KINDS_OF_TENSORS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "weight": lambda weight: weight,
+    "detached": lambda weight: weight.detach(),
+    "data": lambda weight: weight.data,
+    "view": lambda weight: weight.t().t(),
+    "gradient": lambda weight: weight.grad,
+    "view of a gradient": lambda weight: weight.grad.t().t(),  # type: ignore[union-attr]
+}
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "mul": torch.mul,
+    "matmul": lambda one, other: one.t() @ other,
+    "cat": lambda one, other: torch.cat([one, other]),
+    "foreach": lambda one, other: torch._foreach_mul([one], [other])[0],
+    "mse": functional.mse_loss,
+    "linear": functional.linear,
+}
+
+
+def pairs(model: Any, optimizer: Any) -> Iterator[Any]:
+    one, other = model.layers[0].up.weight, model.layers[2].up.weight
+    for first, second, function in product(KINDS_OF_TENSORS.values(), KINDS_OF_TENSORS.values(), FUNCTIONS.values()):
+        yield function(first(one), second(other)).double().sum().item()
+
+
+class ReadsBefore(Block):
+    """Reads the weight of another block, which is away, together with its own, which is here."""
+
+    others: tuple[Any, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        here = self.up.weight.view(-1)
+        return super().forward(x) + sum((here * other.up.weight.view(-1)).mean() for other in self.others)
+
+
+def reading() -> nn.Module:
+    model = Net(ReadsBefore)
+    model.layers[2].others = (model.layers[0],)  # type: ignore[assignment]
+    return model
+
+
 def change(name: str, value: Any) -> Callable[[Any, Any], None]:
     return lambda model, optimizer: optimizer.param_groups[0].__setitem__(name, value)
 
@@ -305,6 +355,8 @@ SAME: dict[str, tuple[Any, ...]] = {
     "a part of the state restored": (Net, restored(lambda state: state.pop(3) and None)),
     "a rate that is changed in place": (Net, in_place_rate),
     "torch's optimizer goes on": (Net, taken_elsewhere),
+    "several kinds at once": (Net, every_step(lambda model, optimizer: list(pairs(model, optimizer)), steps=2)),
+    "several kinds at once, in a block": (reading, every_step()),
 }
 
 
@@ -357,8 +409,23 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "a graph of a copy, under autocast": (
         every_step(lambda m, _: under_autocast(m.layers[1].up.weight)), "read under autocast outside of the module",
     ),
+    "clipped by value": (every_step(lambda m, _: clip_grad_value_(m.parameters(), 1e-3)), "multiplied by one factor"),
+    "noise": (every_step(lambda m, _: [p.grad.add_(0.1) for p in m.parameters()]), "multiplied by one factor"),
+    "half of them clipped": (
+        every_step(lambda m, _: clip_grad_norm_(list(m.parameters())[:5], NORM) and None, clip=False),
+        "that of .* with none",
+    ),
+    "clipped in two groups": (every_step(clipped_in_two_groups, clip=False), "different factors"),
+    "clipped twice": (every_step(lambda m, _: clip_grad_norm_(m.parameters(), NORM) and None), "clip once per step"),
+    "an assigned gradient": (
+        every_step(lambda m, _: setattr(m.head.weight, "grad", torch.zeros(64, 32))), "come from backward only",
+    ),
     "a slice of a gradient": (every_step(lambda m, _: m.embed.weight.grad[:10].zero_()), "zero_ on a copy of a gr"),
     "a view of a gradient": (every_step(lambda m, _: m.head.weight.grad.view(-1).mul_(2)), "mul_ on a copy of a gr"),
+    "a kernel that writes to many": (
+        every_step(lambda m, _: torch.optim.AdamW(m.parameters(), fused=True).step()),
+        "_fused_adamw_ on a parameter that is away",
+    ),
     "step twice": (step_twice, r"step\(\) took the gradient of"),
     "never zeroed": (never_zeroed, r"step\(\) took the gradient of"),
     "zeros for None": (zeros_for_none, "layers.2.* has a gradient of zero"),
@@ -467,3 +534,21 @@ def test_planning_leaves_no_trace_in_a_model() -> None:
     ours, found = run(Sly, every_step(), stowed=True, batch={"ids": TEXT[0]})
     assert ours == seen
     assert all(torch.equal(weight, found[name]) for name, weight in weights.items())
+
+
+def test_gradients_of_two_models_are_clipped_together() -> None:
+    """``clip_grad_norm_`` hands torch one list, of which the engine keeps a part."""
+
+    def loop(stowed: bool) -> list[Any]:
+        torch.manual_seed(0)
+        model, beside = Net(), nn.Linear(32, 32)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+        if stowed:
+            plan = plan_for(model, machine=MACHINE, site="streamed", weights="streamed", max_grad_norm=1.0)
+            optimizer = stow(model, plan, rule=AdamW(lr=LR), device="cpu", transfer=Vacant())
+        (model(TEXT[0]) + beside(torch.ones(32)).pow(2).sum()).backward()
+        norm = clip_grad_norm_([*model.parameters(), *beside.parameters()], 1.0)
+        optimizer.step()
+        return [norm, beside.weight.grad, *model.state_dict().values()]
+
+    assert all(torch.equal(one, other) for one, other in zip(loop(False), loop(True), strict=True))

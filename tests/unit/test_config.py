@@ -46,23 +46,11 @@ def test_quickstart(file: Path) -> None:
     assert (config.training.learning_rate, config.training.max_steps) == (1e-3, 200)
     assert config.strategies["zero"].model_dump() == {"stage": 2}
     assert config.training.arguments() == {
-        "output_dir": "runs/quickstart",
-        "learning_rate": 1e-3,
-        "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": 1,
-        "num_train_epochs": 3.0,
-        "max_steps": 200,
-        "max_grad_norm": 1.0,
-        "optim": "adamw_torch_fused",
-        "seed": 42,
-        "bf16": False,
-        "fp16": False,
-        "logging_steps": 10,
-        "report_to": ["tensorboard"],
-        "eval_strategy": "no",
-        "save_strategy": "steps",
-        "save_steps": 500,
-    }
+        "output_dir": "runs/quickstart", "learning_rate": 1e-3, "per_device_train_batch_size": 8, "max_steps": 200,
+        "gradient_accumulation_steps": 1, "num_train_epochs": 3.0, "max_grad_norm": 1.0, "optim": "adamw_torch_fused",
+        "seed": 42, "bf16": False, "fp16": False, "logging_steps": 10, "report_to": ["tensorboard"],
+        "eval_strategy": "no", "save_strategy": "steps", "save_steps": 500,
+    }  # fmt: skip
 
 
 def test_every_name_of_training_arguments_is_a_field_or_refused() -> None:

@@ -57,13 +57,8 @@ def write(name: str, rows: Rows) -> str:
 
 def decoded(tokenizer: Any, rows: Any) -> list[tuple[str, str]]:
     """Of each row: the whole text, and the text of the trained tokens."""
-    return [
-        (
-            tokenizer.decode(row["input_ids"]),
-            tokenizer.decode([label for label in row["labels"] if label != MASKED]),
-        )
-        for row in rows
-    ]
+    pairs = ((row["input_ids"], [label for label in row["labels"] if label != MASKED]) for row in rows)
+    return [(tokenizer.decode(whole), tokenizer.decode(trained)) for whole, trained in pairs]
 
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi é"}]
@@ -112,13 +107,9 @@ def test_text_file_is_one_document_and_a_folder_is_many(tokenizer: Any) -> None:
     Path("books/b.txt").write_text("Two.\n\nParagraphs.")
     Path("books/a.txt").write_bytes(b"\xef\xbb\xbfOne.\r\n")
     Path("books/README.md").write_text("not data")
-    assert [whole for whole, _ in decoded(tokenizer, prepare(tokenizer, "books/b.txt").train)] == [
-        "Two.\n\nParagraphs.<|eos|>"
-    ]
-    assert [whole for whole, _ in decoded(tokenizer, prepare(tokenizer, "books").train)] == [
-        "One.\r\n<|eos|>",
-        "Two.\n\nParagraphs.<|eos|>",
-    ]
+    one, two = "One.\r\n<|eos|>", "Two.\n\nParagraphs.<|eos|>"
+    for path, texts in (("books/b.txt", [two]), ("books", [one, two])):
+        assert [whole for whole, _ in decoded(tokenizer, prepare(tokenizer, path).train)] == texts
 
 
 def test_folder_files_of_the_split_asked_for(tokenizer: Any) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from strategies.planner.hybrid.chain import Chain, Layer, Stage, least_bottleneck, least_total
 from strategies.planner.hybrid.cluster import Cluster, Wire
+from strategies.planner.hybrid.pipeline_clock import StageSeconds, last_backwards
 from tests.helpers.chains import every_plan, random_chain, with_wires
 
 SEEDS = range(60)
@@ -37,6 +38,15 @@ def test_p1_is_not_the_best_by_the_whole_step() -> None:
     chains = [random_chain(seed, memory=False) for seed in SEEDS[:30]]
     ratios = [chain.total(least_bottleneck(chain)[1]) / least_total(chain)[0] for chain in chains]
     assert min(ratios) == SAME(1.0) and max(ratios) > 1.2
+
+
+def test_the_total_of_equal_stages_is_that_of_the_clock() -> None:
+    """By an event simulation of 1F1B, in which sending takes no time."""
+    layer = Layer(1.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    for stages, micro_batches in ((2, 1), (3, 4), (4, 9)):
+        chain = Chain((layer,) * stages, Cluster(stages, stages, Wire(1.0)), micro_batches)
+        clock = last_backwards([StageSeconds(1.0, 2.0)] * stages, micro_batches)
+        assert chain.total([Stage(at, at + 1, 1) for at in range(stages)]) == SAME(clock[0])
 
 
 def test_one_rank_has_one_stage() -> None:

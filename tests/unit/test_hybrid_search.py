@@ -12,7 +12,6 @@ from strategies.core.plan import Home, Kind
 from strategies.core.registry import find
 from strategies.planner.hybrid import keys
 from strategies.planner.hybrid.account import Account, Bytes, state_bytes
-from strategies.planner.hybrid.chain import Chain, Layer, Stage
 from strategies.planner.hybrid.cluster import Cluster, Wire
 from strategies.planner.hybrid.degrees import HERE, SHAPE, Degrees, Limits, Stowed, broken
 from strategies.planner.hybrid.parts import Model, Models
@@ -258,22 +257,6 @@ def test_the_volumes_of_zero_per_step() -> None:
     seconds = [pricing.price(Degrees(data=8, zero=stage, micro_batches=many)).seconds / once for stage in range(4)]
     # The last unit's gradients come after the others: a tenth of the units.
     assert seconds == pytest.approx([2 * 1.0, 2.0, many + 1, 3 * many], rel=0.11)
-
-
-def test_the_closed_form_is_the_objective_of_the_chain() -> None:
-    """Without sums of gradients and updates: the same T as that of ``chain.py`` for the same stages."""
-    whole = model(rates=replace(RATES, device_bytes_per_s=1e30, launch_s=0.0))
-    on = Cluster(4, 4, Wire(1e9))
-    pricing = Pricing(Models({(1, 1): whole}), on, RATES)
-    degrees = Degrees(stages=4, micro_batches=5, last_blocks=1)
-    stages = pricing.stages(degrees)
-    layers = tuple(
-        Layer(stage.seconds.forward, stage.seconds.backward, 0.0, 0.0, 0.0, 0.0, float(boundary_bytes(whole.run)))
-        for stage in stages
-    )
-    chain = Chain(layers, on, 5)
-    total = chain.total([Stage(at, at + 1, 1) for at in range(4)])
-    assert pricing.closed_form(degrees) - max(stage.after for stage in stages) == pytest.approx(total)
 
 
 def test_offload_is_for_what_does_not_fit_otherwise() -> None:

@@ -32,7 +32,7 @@ def stock(config: RunConfig) -> Any:
 # Random weights
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", "mixtral", "opt"])
 def test_weights_follow_the_seed_and_nothing_else(name: str) -> None:
     config = run_config(MODELS[name])
     first = made(config, seed=1).state_dict()

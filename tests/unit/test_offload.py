@@ -19,7 +19,7 @@ from strategies.core.protocol import BITWISE, Refusal
 from strategies.core.registry import find
 from strategies.core.sizes import human, parse_bytes, written
 from strategies.core.validate import validate
-from strategies.planner.gather import from_host
+from strategies.planner.exchanges import from_host
 from strategies.planner.weight_schedule import ASSUMED
 from strategies.report import full_report, plan_json
 from strategies.report.bucket_table import _travels, lines

@@ -211,12 +211,11 @@ def test_frozen_weights_travel_while_the_adapters_stay() -> None:
 # Forced options
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("site", ["device", "host", "streamed"])
 @pytest.mark.parametrize("weights", ["resident", "streamed"])
 @pytest.mark.parametrize("gradients", ["device", "host"])
-def test_forced_options_hold_for_every_bucket(site: Any, weights: Any, gradients: Any, accumulation: int) -> None:
-    known = transformer(groups=False, accumulation=accumulation)
+def test_forced_options_hold_for_every_bucket(site: Any, weights: Any, gradients: Any) -> None:
+    known = transformer(groups=False, accumulation=2)
     made = chosen(known, site=site, weights=weights, gradients=gradients)
     assert {b.site for b in made.buckets} == {Site(site)}
     assert {b.resident for b in made.buckets[1:-1]} == {weights == "resident"}
@@ -285,14 +284,6 @@ def test_room_is_used_although_the_first_schedules_cannot_be_packed() -> None:
 
 def test_a_refusal_names_what_was_forced() -> None:
     assert refusal(transformer(), 100_000, site="device").endswith(", or leave strategies.offload.site at auto")
-
-
-def test_a_host_that_is_too_small() -> None:
-    known = transformer(groups=False)
-    text = refusal(known, PLENTY, 5000, site="host")
-    assert text.startswith("strategies.offload.host_memory = 5000: ")
-    enough = parse_bytes(text.split("write ")[1].split(" or more")[0])
-    assert place(choose(known, request(PLENTY, enough, site="host"), 0)).num_bytes(Home.HOST) <= enough
 
 
 @pytest.mark.parametrize("budgets", [(100_000,), (PLENTY, 5000)], ids=["device", "host"])
@@ -396,7 +387,7 @@ options = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(random_facts(), options, st.integers(1, 400_000))
 def test_what_is_chosen_is_valid_and_within_the_budget(known: Facts, asked: dict[str, Any], budget: int) -> None:
     saved = sum(unit.saved_bytes for unit in known.units)

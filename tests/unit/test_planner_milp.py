@@ -4,6 +4,7 @@ from itertools import count
 from statistics import mean
 from typing import Any
 
+import pytest
 from scipy import optimize
 
 from strategies.planner.greedy import choose
@@ -106,6 +107,7 @@ class Program:
         return float("inf") if solved.x is None else float(solved.x[0]), solved.status == 0
 
 
+@pytest.mark.slow
 def test_against_a_solver() -> None:
     """Six problems in which copies cannot hide; where they can, compute alone proves the choice."""
     ratios: list[float] = []

@@ -130,24 +130,6 @@ def test_a_seal_that_fails_is_one_line(full_at: int, tmp_path: Path) -> None:
     assert verified(tmp_path / f"checkpoint-{good}")
 
 
-def broken_off(ranks: Ranks, config: RunConfig) -> bool:
-    """Whether the save is there when training has ended with an error in the step after it."""
-    in_step = threading.Event()
-
-    def fail(step: int) -> None:
-        if step > SAVE:
-            in_step.set()
-            raise ZeroDivisionError
-
-    commits_after(lambda: in_step.wait(60.0))
-    train(trainer_of(ranks, config), fail, error=ZeroDivisionError)
-    return bool(verified(Path(config.training.output_dir) / f"checkpoint-{SAVE}"))
-
-
-def test_an_error_loses_no_save(tmp_path: Path) -> None:
-    assert run_world(1, broken_off, config_in(tmp_path))
-
-
 def interrupted(ranks: Ranks, config: RunConfig) -> list[str]:
     """What is left if Ctrl-C comes while the run waits for a seal."""
     from trainer.run import saving

@@ -32,14 +32,13 @@ MODELS: Mapping[str, tuple[Mapping[str, Any], dict[str, str]]] = {
         {"model.layers.4": "model.layers.2", "model.layers.5": "model.layers.3"},
     ),
 }
-TRAINING = {"fp32": {}, "autocast": {"bf16": True}, "checkpointing": {"gradient_checkpointing": True}}
+CASES = [(name, {}) for name in MODELS]
+CASES += [("gpt2", {"bf16": True}), ("llama", {"gradient_checkpointing": True})]
 
 
-@pytest.mark.parametrize("training", TRAINING.values(), ids=TRAINING)
-@pytest.mark.parametrize(("config", "expected"), MODELS.values(), ids=MODELS)
-def test_numbers_of_all_blocks(
-    config: Mapping[str, Any], expected: dict[str, str], training: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("name", "training"), CASES, ids=str)
+def test_numbers_of_all_blocks(name: str, training: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    config, expected = MODELS[name]
     asked = run_config(config, per_device_train_batch_size=2, **training)
     seen: list[list[Alike]] = []
     monkeypatch.setattr(counting_alike, "find_alike", lambda model: (seen.append(find_alike(model)), seen[-1])[1])

@@ -20,7 +20,7 @@ from tests.helpers.tiny import LLAMA, run_config
 from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError
 from trainer.planning.from_config import check_options
-from trainer.run.optimizer_choice import refuse_under_zero
+from trainer.run.order import refuse_under_zero
 from trainer.run.run import refuse_unbuildable
 from trainer.verify.verify import real_plan, verify
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from strategies.planner.cuts import Schedule
 
@@ -94,10 +93,3 @@ def least_seconds(stages: Sequence[StageSeconds], micro_batches: int) -> float:
         found = max(found, before + micro_batches * own)
         before += own + 2 * stage.send
     return found
-
-
-def total_seconds(stages: Sequence[StageSeconds], micro_batches: int) -> float:
-    """The closed form of P2 (``chain.py``), without the sums of gradients."""
-    times = [stage.forward + stage.backward for stage in stages]
-    times += [2 * stage.send for stage, _ in pairwise(stages)]
-    return sum(times) + (micro_batches - 1) * max(times)

@@ -8,15 +8,13 @@ A stage's forward and backward are those of ``step_cost.py``, with what recomput
                 scatters gradients at every micro-batch (M + 1); a pass takes the longer of compute and exchange
     ZeRO 0, 1   gradients once per step (2), under the backward of the last micro-batch, but for the last unit's;
                 torch's pipeline sums them after it
-    offload     gradients down under the last backward; then the CPU's update and the new weights up, the slowest of
-                CPU, link and DRAM, under the next forward, but never counted as less than an update on the device, so
-                that offload is not proposed where it is not needed. Weights that travel come up twice per micro-batch,
-                under its passes
+    offload     gradients down under the last backward; then the CPU's update and the new weights up under the next
+                forward, but never counted as less than an update on the device, so that offload is not proposed where
+                it is not needed. Weights that travel come up twice per micro-batch, under its passes
     update      on the device, as in ``step_cost.py``; ZeRO 1 and 2 gather the new weights after it
 
-and the clock of the pipeline (``pipeline_clock.py``) with sending between stages. Efficiency is that of the rates for
-every shape: that smaller products are slower is not modelled, so narrow shards and small micro-batches look better than
-they are. Neither are stragglers, nor what exchanges take from compute while they run beside it.
+and the clock of the pipeline (``pipeline_clock.py``) with sending between stages. That smaller products are slower is
+not modelled, so narrow shards and small micro-batches look better than they are.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from strategies.planner.cuts import Schedule
 from strategies.planner.hybrid.cluster import Cluster
 from strategies.planner.hybrid.degrees import Degrees, Stowed
 from strategies.planner.hybrid.parts import Model, Models, Part
-from strategies.planner.hybrid.pipeline_clock import StageSeconds, last_backwards, least_seconds, total_seconds
+from strategies.planner.hybrid.pipeline_clock import StageSeconds, last_backwards, least_seconds
 from strategies.planner.pipeline_bytes import boundary_bytes
 from strategies.planner.step_cost import LAUNCHES, TOUCHED_BYTES, unit_seconds
 
@@ -124,12 +122,6 @@ class Pricing:
         stages = self.stages(degrees)
         end = least_seconds([stage.seconds for stage in stages], degrees.micro_batches)
         return stages[0].exposed(end) + max(stage.after for stage in stages)
-
-    def closed_form(self, degrees: Degrees) -> float:
-        """The objective of P2 (``chain.py``): the same step without the clock."""
-        stages = self.stages(degrees)
-        end = total_seconds([stage.seconds for stage in stages], degrees.micro_batches)
-        return max(stage.exposed(end) for stage in stages) + max(stage.after for stage in stages)
 
     def price(self, degrees: Degrees, schedule: Schedule = Schedule.ONE_F_ONE_B) -> Price:
         """The simulated step. No update begins before all gradients are there, since they are clipped together."""

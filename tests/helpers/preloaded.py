@@ -1,0 +1,18 @@
+"""What the functions that tests hand to ranks need besides ``trainer.dist.preloaded``, imported once.
+
+Like there, nothing runs a kernel and all is frozen for the garbage collector.
+"""
+
+import gc
+import importlib
+
+NAMES = (
+    "pytest", "unittest.mock", "trainer.dist.preloaded", "tests.helpers.engine", "tests.helpers.grid",
+    "tests.helpers.moves", "tests.helpers.models", "tests.helpers.masters",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "opt", "mixtral", "gpt_neox", "qwen3")),
+)  # fmt: skip
+
+for name in NAMES:
+    importlib.import_module(name)
+gc.collect()
+gc.freeze()
