@@ -207,7 +207,9 @@ def test_the_first_rank_decides_for_all() -> None:
 
 def test_real_products_are_timed_over_every_route() -> None:
     shapes = [Shape(3, 5, 7, "out_in", "float32"), Shape(3, 5, 7, "in_out", "float32")]
-    for found in measure(shapes, lambda shape: timers_of(shape, "cpu"), 5.0, lambda line: None):
+    both = measure(shapes, lambda shape: timers_of(shape, "cpu"), 60.0, lambda line: None)
+    assert [found.shape for found in both] == shapes
+    for found in both:
         assert {gemm: len(found.of(gemm)) for gemm in Gemm} == {Gemm.FORWARD: 5, Gemm.DGRAD: 5, Gemm.WGRAD: 4}
         assert all(seconds > 0 for *_, seconds in found.seconds) and found.refresh_s > 0
 
