@@ -1,8 +1,7 @@
-"""What processes of ``test_saving.py`` do: one measures memory, one meets a full disk, one is killed."""
+"""What processes of ``test_saving.py`` do: one measures memory, one is killed."""
 
 import json
 import os
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +44,6 @@ def main(out: Path, what: str, folder: Path, site: str) -> None:
     optimizer = begin(site)
     if what != "save":
         optimizer.save(folder)
-    if what == "limit":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-        try:
-            optimizer.save(folder)
-        except OSError as error:
-            print(error, flush=True)
-        optimizer.load(folder)
-        return
     if what == "kill":
         print("saving again", flush=True)
         while True:

@@ -109,7 +109,7 @@ def run(kind: Kind, folder: Path, steps: int, resume: Path | None = None) -> dic
     return dict(run_world(kind.ranks, _run, kind.config(folder, steps), str(resume) if resume else None))
 
 
-def made(ranks: Ranks, config: RunConfig, resume: str | None = None, some: Sequence[Mapping[str, Any]] = ROWS) -> Any:
+def made(ranks: Ranks, config: RunConfig, some: Sequence[Mapping[str, Any]] = ROWS) -> Any:
     """The trainer of a run on ``some`` rows."""
     from datasets import Dataset
 
@@ -124,14 +124,14 @@ def made(ranks: Ranks, config: RunConfig, resume: str | None = None, some: Seque
     prepared = Prepared(rows, rows if config.training.eval_strategy != "no" else None, "test", "input_ids")
     plan = plan_of(config, ranks, machine)
     form = form_of_stages(config)
-    folder, since = Path(config.training.output_dir), Path(resume) if resume else None
-    return order.make_trainer(order.Run(config, ranks, folder, _tokenizer(), prepared, machine, plan, since, form=form))
+    folder = Path(config.training.output_dir)
+    return order.make_trainer(order.Run(config, ranks, folder, _tokenizer(), prepared, machine, plan, form=form))
 
 
 def _run(ranks: Ranks, config: RunConfig, resume: str | None) -> dict[str, Any]:
     from transformers import TrainerCallback
 
-    trainer = made(ranks, config, resume)
+    trainer = made(ranks, config)
     found: dict[str, Any] = {}
 
     class Look(TrainerCallback):

@@ -56,14 +56,8 @@ def test_human_number(value: float, digits: int, text: str) -> None:
     assert metrics.human_number(value, digits) == text
 
 
-def test_lines_for_evaluation_and_the_end() -> None:
-    assert metrics.eval_lines(200, {"eval_loss": 3.91, "eval_runtime": 2.0}) == [
-        "eval at step 200: loss 3.91  perplexity 49.9"
-    ]
+def test_an_evaluated_set_with_a_name() -> None:
     assert metrics.eval_lines(7, {"eval_wiki_loss": 1e9}) == ["eval wiki at step 7: loss 1.00e+09  perplexity inf"]
-    assert metrics.final_line(200, {"train_loss": 4.1, "train_runtime": 192.0}) == (
-        "finished at step 200: mean loss 4.100  in 3m12s"
-    )
 
 
 def test_progress_line_without_a_known_end() -> None:

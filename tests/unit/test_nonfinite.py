@@ -1,10 +1,10 @@
 """A run whose gradients are not finite ends: when, with which words, and with which checkpoint left."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from tests.helpers.tiny import LLAMA, run_config
@@ -46,31 +46,20 @@ def train(ranks: Ranks, config: RunConfig, bad_from: int, where: str) -> dict[st
         (said,) = error.lines
         assert error.code is ExitCode.NON_FINITE
     trainer.accelerator.free_memory()
-    kept = sorted(path.name for path in Path(config.training.output_dir).glob("checkpoint-*/manifest.json"))
     names = sorted(path.parent.name for path in Path(config.training.output_dir).glob("checkpoint-*/manifest.json"))
-    return {"said": said, "steps": trainer.state.global_step, "checkpoints": names, "num": len(kept)}
+    return {"said": said, "steps": trainer.state.global_step, "checkpoints": names}
 
 
 @pytest.mark.parametrize(
     ("strategies", "ranks", "step", "checkpoint"),
     [
         ({}, 1, 3, 2),
-        ({}, 2, 3, 2),
         ({"zero": {"stage": 2}}, 2, 3, 2),
-        (OFFLOAD, 1, 3, 4),
         (OFFLOAD, 2, 3, 4),
         (PIPELINE, 2, 3, 2),
         (BOTH, 2, 3, 4),
     ],
-    ids=[
-        "plain",
-        "plain on two ranks",
-        "stage 2 on two ranks",
-        "offload",
-        "offload on two ranks",
-        "two stages",
-        "offload in two stages",
-    ],
+    ids=["plain", "stage 2 on two ranks", "offload on two ranks", "two stages", "offload in two stages"],
 )
 def test_the_run_ends(tmp_path: Path, strategies: dict[str, Any], ranks: int, step: int, checkpoint: int) -> None:
     """Plain training and ZeRO at once, the engine after three skipped steps; the newest checkpoint is finite."""
@@ -93,9 +82,7 @@ def test_the_run_ends(tmp_path: Path, strategies: dict[str, Any], ranks: int, st
     assert all(weight.isfinite().all() for weight in weights.values())
 
 
-@pytest.mark.parametrize(
-    "strategies", [{}, OFFLOAD, PIPELINE, BOTH], ids=["plain", "offload", "two stages", "offload in two stages"]
-)
+@pytest.mark.parametrize("strategies", [{}, OFFLOAD, PIPELINE], ids=["plain", "offload", "two stages"])
 def test_a_gradient_alone(tmp_path: Path, strategies: dict[str, Any]) -> None:
     """Forward is finite: the first gradient of backward is named."""
     config = run_config(LLAMA, output_dir=tmp_path, strategies=strategies, max_steps=9, per_device_train_batch_size=2)
@@ -110,19 +97,13 @@ def test_one_bad_step_ends_nothing_with_the_engine(tmp_path: Path) -> None:
     assert found["said"] == "" and found["steps"] == 4
 
 
-def scaled(ranks: Ranks, fp16: bool, scale: float) -> bool:
-    """Whether an overflow is still part of the search for a scale."""
-    from types import SimpleNamespace
-
+def test_overflows_count_when_the_scale_is_at_its_minimum() -> None:
     from trainer.run.nonfinite import _is_searching_scale
 
-    scaler = SimpleNamespace(get_scale=lambda: scale)
-    return _is_searching_scale(
-        SimpleNamespace(args=SimpleNamespace(fp16=fp16), accelerator=SimpleNamespace(scaler=scaler))
-    )  # type: ignore[arg-type]
+    def searching(fp16: bool, scale: float) -> bool:
+        accelerator = SimpleNamespace(scaler=SimpleNamespace(get_scale=lambda: scale))
+        trainer: Any = SimpleNamespace(args=SimpleNamespace(fp16=fp16), accelerator=accelerator)
+        return _is_searching_scale(trainer)
 
-
-def test_overflows_count_when_the_scale_is_at_its_minimum() -> None:
-    assert [scaled(Ranks(), True, scale) for scale in (65536.0, 2.0, 1.0)] == [True, True, False]
-    assert not scaled(Ranks(), False, 65536.0)
-    assert torch.tensor(1.0).isfinite()
+    assert [searching(True, scale) for scale in (65536.0, 2.0, 1.0)] == [True, True, False]
+    assert not searching(False, 65536.0)

@@ -47,7 +47,7 @@ def prepared(config: RunConfig, ranks: Ranks, train: Sequence[Row], evaluation: 
     machine = probe()
     plan = plan_of(config, ranks, machine)
     folder, form = Path(config.training.output_dir), form_of_stages(config)
-    return order.Run(config, ranks, folder, _tokenizer(), data, machine, plan, None, form=form)
+    return order.Run(config, ranks, folder, _tokenizer(), data, machine, plan, form=form)
 
 
 def logged(trainer: Any, key: str) -> list[float]:
@@ -105,17 +105,15 @@ def evaluate(ranks: Ranks, config: RunConfig, held_out: Sequence[Row]) -> dict[s
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("num_ranks", "strategies"), [(1, {}), (2, {}), (2, OFFLOADED)], ids=["1", "2", "2, offloaded"]
-)
-def test_evaluation_is_the_mean_over_tokens(tmp_path: Path, num_ranks: int, strategies: Any) -> None:
+@pytest.mark.parametrize("strategies", [{}, OFFLOADED], ids=["plain", "offloaded"])
+def test_evaluation_is_the_mean_over_tokens(tmp_path: Path, strategies: Any) -> None:
     """Seven rows of different length, two at a time: the last batch is smaller, and one of two ranks has a row less."""
     held_out = [document(length, index, masked=length // 3) for index, length in enumerate((5, 16, 9, 12, 6, 14, 4))]
     config = run_config(
         {**LLAMA, "initializer_range": 0.4}, output_dir=tmp_path, per_device_eval_batch_size=2, eval_strategy="epoch",
         data={"eval_fraction": 0.5}, strategies=strategies,
     )  # fmt: skip
-    found = run_world(num_ranks, evaluate, config, held_out)
+    found = run_world(2, evaluate, config, held_out)
     assert found["tokens"] == found["counted"]
     assert found["reported"] == pytest.approx(found["hand"], rel=1e-6)
     assert found["perplexity"] == pytest.approx(np.exp(found["hand"]), rel=1e-5)
@@ -128,8 +126,7 @@ UNEVEN = [document(4 + index % 11, index, masked=index % 4) for index in range(3
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("stage", [None, 2], ids=["plain", "stage 2"])
-def test_accumulation_is_only_a_matter_of_memory(tmp_path: Path, stage: int | None) -> None:
+def test_accumulation_is_only_a_matter_of_memory(tmp_path: Path) -> None:
     """Four times two rows weigh every trained token as eight rows do, though parts hold different numbers of them.
 
     Not bitwise: gradients of parts are rounded before they are added, and rows are padded to another length.
@@ -137,7 +134,7 @@ def test_accumulation_is_only_a_matter_of_memory(tmp_path: Path, stage: int | No
 
     def found(batch: int, accumulation: int) -> dict[str, Any]:
         config = run_config(
-            LLAMA, output_dir=tmp_path, stage=stage, max_steps=2, logging_steps=1,
+            LLAMA, output_dir=tmp_path, stage=2, max_steps=2, logging_steps=1,
             per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation, **STEP,
         )  # fmt: skip
         return dict(run_world(2, train, config, UNEVEN))

@@ -46,16 +46,10 @@ def test_a_function_of_the_step_goes_on(tmp_path: Path) -> None:
     schedule.load(tmp_path / schedule.FILE, second)
     assert [group["lr"] for group in second.optimizer.param_groups] == second.get_last_lr() == before
     assert steps(second, 4) == steps(first, 4)
-
-
-def test_another_rate_is_honoured(tmp_path: Path) -> None:
-    first, second = lambda_lr(0.3), lambda_lr(0.5)
-    steps(first, 5)
-    schedule.save(tmp_path / schedule.FILE, first)
-    schedule.load(tmp_path / schedule.FILE, second)
-    undisturbed = lambda_lr(0.5)
+    other, undisturbed = lambda_lr(0.5), lambda_lr(0.5)  # another rate is honoured
+    schedule.load(tmp_path / schedule.FILE, other)
     steps(undisturbed, 5)
-    assert steps(second, 3) == steps(undisturbed, 3)
+    assert steps(other, 3) == steps(undisturbed, 3)
 
 
 def plateau() -> Any:
@@ -77,7 +71,7 @@ def test_one_with_history_goes_on(tmp_path: Path) -> None:
         schedule.load(tmp_path / schedule.FILE, second)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"version": 1, "kind": "LambdaLR", "state": {}}'])
+@pytest.mark.parametrize("text", ["", "[]", '{"version": 1, "kind": "LambdaLR", "state": {}}'])
 def test_a_damaged_schedule(tmp_path: Path, text: str) -> None:
     path = tmp_path / schedule.FILE
     path.write_text(text)
@@ -112,7 +106,6 @@ def test_generators_go_on(tmp_path: Path) -> None:
         {"numpy": ["MT19937", [1], 0, 0, 0.0]},
         {"torch": "00ff"},
         {"version": 7},
-        {"torch": None},
     ],
     ids=str,
 )
@@ -161,9 +154,7 @@ def scaled(overflows: list[bool]) -> tuple[DeepSpeedState, DynamicLossScaler]:
     return state, scaler
 
 
-@pytest.mark.parametrize(
-    "before", [[], [True], [False] * 5, [True, True, False], [False, True, False, False, False, True]]
-)
+@pytest.mark.parametrize("before", [[], [False, True, False, False, False, True]])
 def test_the_loss_scale_goes_on(before: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deepspeed.comm.get_rank", lambda: 1)
     saved, first = scaled(before)
@@ -295,9 +286,7 @@ def test_files_with_converted_weights_are_not_trusted(tmp_path: Path) -> None:
     assert training_state._not_in_files(tmp_path, model) == {"weight", "kept"}
 
 
-@pytest.mark.parametrize(
-    "text", ["{", "[]", '{"weight_map": {"a": "../model.safetensors"}}', '{"weight_map": {"a": 1}}']
-)
+@pytest.mark.parametrize("text", ["[]", '{"weight_map": {"a": "../model.safetensors"}}'])
 def test_a_damaged_list_of_shards(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ValueError, match="damaged, not a list of the model's files"):

@@ -20,7 +20,7 @@ from trainer.config.sections import RunConfig
 from trainer.dist.ranks import Ranks
 from trainer.errors import ExitCode
 from trainer.machine.probe import probe
-from trainer.model.shrink import TRAVEL, features, leaves, moves, moving
+from trainer.model.shrink import TRAVEL, features, moves, moving
 from trainer.planning import facts
 from trainer.planning.from_config import plan_of
 from trainer.verify import verify
@@ -53,13 +53,10 @@ def facts_of(config: RunConfig) -> Facts:
 @pytest.mark.parametrize(
     ("options", "training", "expected"),
     [
-        ({"site": "host"}, {}, [TRAVEL, ON_HOST]),
         ({"site": "host", "gradients": "device"}, {}, [TRAVEL, ON_HOST, WAIT_DEVICE]),
-        ({"site": "streamed"}, {}, [TRAVEL, STREAMED]),
         ({"site": "streamed", "weights": "streamed", "gradients": "host"}, {}, [TRAVEL, STREAMED, WAIT_HOST]),
         ({"site": "device", "weights": "streamed"}, {}, [TRAVEL, ON_DEVICE]),
         ({"site": "host", "weights": "streamed", "bucket_size": "10GiB"}, {}, [TRAVEL, ON_HOST]),
-        ({"site": "host", "weights": "streamed", "prefetch": 20}, {"max_grad_norm": 0.0}, [TRAVEL, ON_HOST]),
         ({"site": "host", "weights": "streamed"}, {"gradient_accumulation_steps": 2, "bf16": True}, [TRAVEL, ON_HOST]),
         ({"site": "host", "weights": "resident"}, {}, [ON_HOST]),
         ({}, {}, [TRAVEL]),
@@ -77,10 +74,6 @@ def test_what_the_real_plan_moves_the_copy_moves(
     assert moves(real.layout) is bool(options)
 
 
-def test_nothing_moves_where_nothing_may() -> None:
-    assert shown(offloading({"site": "device", "weights": "resident"}))[1] == []
-
-
 def test_every_site_of_a_mixed_plan_is_shown() -> None:
     """Where rates are known, a plan may have all three sites, which no budget of the copy brings about here."""
     config = offloading({})
@@ -96,14 +89,6 @@ def test_every_site_of_a_mixed_plan_is_shown() -> None:
     assert len(copies) <= 3
     named = [copy.options for copy in copies if "site" in copy.options]
     assert [options["site"] for options in named] == ["streamed"]
-
-
-def test_a_weight_that_is_always_there_does_not_travel() -> None:
-    real, _ = shown(offloading({"site": "host", "weights": "streamed"}))
-    whole = (0, real.layout.num_ticks)
-    stays = {bucket.name: replace(bucket, resident_ticks=(whole,)) for bucket in real.layout.buckets}
-    assert any(leaves(bucket, real.layout) for bucket in real.layout.buckets)
-    assert not any(leaves(bucket, real.layout) for bucket in stays.values())
 
 
 # --- what is said ----------------------------------------------------------------------------------------------------
@@ -144,9 +129,6 @@ def test_equal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
         f"gpu_memory 2MiB: weights of 6 of 8 buckets travelled; {', '.join(ALL)}; 1.0 MiB up and 512.0 KiB down the "
         f"link; against plain training: bitwise equal"
     )
-
-
-def test_a_plan_that_moves_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     code, lines = said([check(SAME, ALL)], {}, monkeypatch, capsys)
     assert code == 0 and lines[-1] == "bitwise equal"
     assert lines[0].endswith("all stays on the device, nothing would move; the copy is made to move")

@@ -1,12 +1,12 @@
 """What all ranks decide together, apart from training: a group of its own on the CPU, for numbers and short texts.
 
-Problem. Some decisions depend on what only one rank knows: a signal, a full disk, another config on one machine. A rank
-that acted alone would leave the others waiting in a collective.
+Some decisions depend on what only one rank knows: a signal, a full disk, another config on one machine. A rank that
+acted alone would leave the others waiting in a collective.
 
 Invariant. Every rank calls the same methods in the same order, at places that training itself makes all ranks pass (the
 start, the end of a step, a save). So a call waits no longer than the next collective of training would, ends with an
-error as that would when a rank has died, and never meets one of training's: the group is used for nothing else. It is
-gloo's, so that the host does not wait for the device. With one rank nothing is sent.
+error as that would when a rank has died, and never meets one of training's. The group is gloo's, so that the host does
+not wait for the device. With one rank nothing is sent.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
 
 from strategies.core.sealed import digest_of
 from trainer.dist.ranks import Ranks
@@ -35,9 +38,6 @@ class Agreement:
         """Whether any rank says yes; a collective."""
         if self._group is None:
             return flag
-        import torch
-        import torch.distributed as dist
-
         said = torch.tensor(int(flag))
         dist.all_reduce(said, dist.ReduceOp.MAX, group=self._group)
         return bool(said.item())
@@ -46,8 +46,6 @@ class Agreement:
         """What each rank says, as JSON has it; a collective."""
         if self._group is None:
             return [value]
-        import torch.distributed as dist
-
         texts = [""] * dist.get_world_size(self._group)
         dist.all_gather_object(texts, json.dumps(value), group=self._group)
         return [json.loads(text) for text in texts]
@@ -129,8 +127,6 @@ def agreement(ranks: Ranks, timeout_s: int) -> Iterator[Agreement]:
     if ranks.world_size == 1:
         yield Agreement()
         return
-    import torch.distributed as dist
-
     made = Agreement(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
     try:
         yield made

@@ -1,15 +1,14 @@
 """DeepSpeed's compiled extensions: which are needed, whether they are built, and where they are cached.
 
 DeepSpeed compiles its C++ at first use, silently, for a minute or two. So a run says beforehand what will be built,
-about how long that takes and where it is cached. Without a compiler it ends before anything is prepared.
+about how long that takes and where it is cached; without a compiler it ends before anything is prepared.
 
 A build that is killed leaves its lock, and the next one would wait for it without end. A builder keeps the lock file
 open, so a lock that no process of this machine has open is deleted. Processes of other machines are not seen: two first
-runs on two machines with a common home directory may compile the same extension twice.
+runs with a common home directory may compile the same extension twice.
 
-On CPUs DeepSpeed's collectives for inference keep 66 MiB per rank under ``/dev/shm``, which is memory, and never delete
-them, not even in a run that ends well. Training does not use them: our runs have none (``ranks.settle_environment``),
-and delete what runs of others, or of older releases, have left.
+On CPUs DeepSpeed's collectives for inference keep 66 MiB per rank under ``/dev/shm`` and never delete them. Our runs
+have none (``ranks.settle_environment``), and delete what others, or older releases, have left.
 """
 
 from __future__ import annotations

@@ -4,18 +4,18 @@ All launchers (``deepspeed``, ``torchrun``, ``accelerate launch``) describe a jo
 variables. Without a launcher a job has one rank, and the variables are set accordingly, because Accelerate and
 DeepSpeed read them.
 
-[Note: closing gloo] Groups are closed before the interpreter ends. A gloo group owns worker threads. A worker that
-drops a finished collective may drop the last reference to a tensor that Python knows, for which it needs the
-interpreter lock. If the interpreter is already shutting down, Python ends the thread inside a C++ destructor that must
-not throw, and the process dies with "terminate called without an active exception" after its work is done (seen in one
-run of eight). So every reference to a group is dropped first (the engine and the trainer with the frames of the run,
-DeepSpeed's own with ``deepspeed.comm.destroy_process_group``), and destroying the last one joins the threads.
+[Note: closing gloo] Groups are closed before the interpreter ends. A gloo worker thread that drops a finished
+collective may drop the last reference to a tensor that Python knows, for which it needs the interpreter lock. If the
+interpreter is already shutting down, Python ends the thread inside a C++ destructor that must not throw, and the
+process dies with "terminate called without an active exception" after its work is done (in one run of eight). So every
+reference to a group is dropped first (engine and trainer with the frames of the run, DeepSpeed's own with
+``deepspeed.comm.destroy_process_group``), and destroying the last one joins the threads.
 
 [Note: the store] torch's store, through which ranks find each other, listens on every interface of the machine, and
-whoever reaches its port can change what the ranks tell each other (some of it is unpickled). A job on one machine needs
-no network: one rank has a store in its own memory; of several the first one's listens on a socket that is bound to
-127.0.0.1 beforehand, and gloo and NCCL are told the loopback interface. With ``torchrun`` and ``accelerate launch`` the
-store is the launcher's, and with several machines the network is needed: both stay as torch has them.
+whoever reaches its port can change what the ranks tell each other (some of it is unpickled). Ranks of one machine need
+no network: one has a store in its own memory; of several the first one's listens on a socket that is bound to 127.0.0.1
+beforehand, and gloo and NCCL are told the loopback interface. With ``torchrun`` and ``accelerate launch`` the store is
+the launcher's, and with several machines the network is needed: both stay as torch has them.
 """
 
 from __future__ import annotations
@@ -74,14 +74,10 @@ class Ranks:
 
 def from_environment(environment: Mapping[str, str] = os.environ) -> Ranks:
     """The ranks that a launcher describes, or the single rank of a job without one."""
-    world_size = int(environment.get("WORLD_SIZE", "1"))
-    rank = int(environment.get("RANK", "0"))
-    return Ranks(
-        rank=rank,
-        local_rank=int(environment.get("LOCAL_RANK", "0")),
-        world_size=world_size,
-        local_world_size=int(environment.get("LOCAL_WORLD_SIZE", environment.get("LOCAL_SIZE", str(world_size)))),
-    )
+    rank, local_rank = (int(environment.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
+    world_size = environment.get("WORLD_SIZE", "1")
+    local_world_size = environment.get("LOCAL_WORLD_SIZE", environment.get("LOCAL_SIZE", world_size))
+    return Ranks(rank, local_rank, int(world_size), int(local_world_size))
 
 
 def describe(ranks: Ranks) -> dict[str, str]:
@@ -151,7 +147,7 @@ def collectives_of(kind: str) -> str:
 def spare_peer_access() -> None:
     """Several RTX 40 cards whose driver is too old for peer access: let NCCL do without, as `accelerate launch` does.
 
-    Of ranks that another launcher has started, Accelerate would raise an error that asks for these variables.
+    With other launchers Accelerate would raise an error that asks for these variables.
     """
     from accelerate.utils import check_cuda_p2p_ib_support
 
@@ -162,9 +158,7 @@ def spare_peer_access() -> None:
 
 @contextmanager
 def process_group(ranks: Ranks, timeout_s: int, *, single: bool, on_cpu: bool = False) -> Iterator[Watchdog | None]:
-    """The job's default group, closed at the end in any case. The backend is torch's for the device (NCCL, gloo, ...).
-
-    Inside, several ranks have a watchdog.
+    """The job's default group, closed at the end in any case, with torch's backend for the device; and its watchdog.
 
     Args:
         timeout_s: how long a collective may wait for a peer.
@@ -209,11 +203,7 @@ def process_group(ranks: Ranks, timeout_s: int, *, single: bool, on_cpu: bool = 
 
 
 def _store(ranks: Ranks, timeout: timedelta) -> Any:
-    """The store of this job, see [Note: the store].
-
-    Raises:
-        ConfigError: the port is in use.
-    """
+    """The store of this job, see [Note: the store]; ConfigError if its port is in use."""
     import torch.distributed
 
     dist: Any = torch.distributed
@@ -244,11 +234,7 @@ def loopback_interface() -> str | None:
 
 
 def listening(port: int) -> int:
-    """The descriptor of a socket that listens on ``port`` of the loopback interface.
-
-    Raises:
-        ConfigError: the port is in use.
-    """
+    """The descriptor of a socket that listens on ``port`` of the loopback interface; ConfigError if it is in use."""
     bound = socket.socket()
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -310,11 +296,7 @@ def _close() -> None:
 
 
 def quiet_libraries() -> None:
-    """Silence messages of libraries about themselves; warnings about the run stay.
-
-    DeepSpeed reports its choice of accelerator while it is imported; torch warns that DeepSpeed calls deprecated
-    functions, and Transformers that peft does.
-    """
+    """Silence what libraries say of themselves and of each other, as DeepSpeed while it is imported."""
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     warnings.filterwarnings("ignore", r"`\w+` is deprecated and will be removed in v6", FutureWarning)
     logging.disable(logging.WARNING)

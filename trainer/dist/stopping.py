@@ -14,7 +14,9 @@ So the signal is also written into a socket, by the interpreter's own handler in
 * a second signal ends the process at once. A launcher often repeats what the process got itself, as with a signal to
   the whole group or job, so what comes within ``ECHO_S`` is the same request.
 
-A launcher that has died is a request as well, which is made once. SIGINT stays Python's KeyboardInterrupt. SIGHUP stays
+A launcher that has died is a request as well, which is made once: SIGTERM to ``deepspeed``, or SIGKILL to any launcher,
+ends that process alone, and the ranks would live on and hold their devices. So a rank looks at the parents that it had
+at its start, as far as they are launchers; a shell may well end before the run does. SIGINT stays Python's KeyboardInterrupt. SIGHUP stays
 ignored where it was, as under nohup. Processes that are forked from this one (loaders, tokenizers) have the default
 handlers: they are ended by their parent with SIGTERM, and must not pass it on. SIGHUP they ignore: a closed terminal
 sends it to all, and without its loaders the run could not finish the step.
@@ -32,18 +34,87 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from enum import Enum
+from pathlib import PurePath
 from types import FrameType
 from typing import Any
 
-from trainer.dist import launcher
+import psutil
+
 from trainer.errors import ExitCode, let_go, write_line
 
+# Programs, and modules started with -m. ``accelerate launch`` starts torch's in its own process.
+PROGRAMS = frozenset(["deepspeed", "deepspeed.pt", "ds", "torchrun", "accelerate", "accelerate-launch"])
+MODULES = ("deepspeed.launcher", "torch.distributed", "accelerate.commands")
+FILES = ("deepspeed/launcher/launch.py", "torch/distributed/run.py", "accelerate/commands/launch.py")
+LONGEST_CHAIN = 4
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 LOOK_S = 0.5  # between two looks at the launcher
 ECHO_S = 2.0  # the same signal, sent on by a launcher
 STUCK_S = 5.0  # for the main thread to leave what it does
 LAUNCHER = "the launcher has ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """Processes from this rank's parent upwards, each the child of the next: pid and start time."""
+
+    chain: tuple[tuple[int, float], ...]
+
+    @property
+    def is_there(self) -> bool:
+        """Whether this rank has a launcher at all."""
+        return bool(self.chain)
+
+    def is_gone(self) -> bool:
+        """Whether one of the processes has ended, so that nobody waits for this rank any more."""
+        if self.chain and os.getppid() != self.chain[0][0]:
+            return True
+        return any(started_at(pid) != start for pid, start in self.chain)
+
+
+def find() -> Launcher:
+    """The launchers that this process descends from, at its start."""
+    chain: list[tuple[int, float]] = []
+    with suppress(psutil.Error):
+        for parent in psutil.Process().parents()[:LONGEST_CHAIN]:
+            if not is_launcher(parent.cmdline()):
+                break
+            chain.append((parent.pid, parent.create_time()))
+    return Launcher(tuple(chain))
+
+
+def is_launcher(command: list[str]) -> bool:
+    """Whether a command line is that of a launcher: a program of that name, or an interpreter that runs one.
+
+    Only what comes before the training script counts: its arguments may name anything.
+    """
+    if not command:
+        return False
+    name, *words = command
+    if PurePath(name).name in PROGRAMS:
+        return True
+    if not PurePath(name).name.startswith(("python", "pypy")):
+        return False
+    for index, word in enumerate(words):
+        if word == "-m":
+            return " ".join(words[index + 1 : index + 2]).startswith(MODULES)
+        if not word.startswith("-"):
+            path = PurePath(word)
+            return path.name in PROGRAMS or path.as_posix().endswith(FILES)
+    return False
+
+
+def started_at(pid: int) -> float | None:
+    """When a process of this machine began (seconds, Unix); None if it has ended. With the pid it is unique."""
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except psutil.NoSuchProcess:
+        return None
+    except psutil.AccessDenied:  # it lives and belongs to somebody else
+        return -1.0
 
 
 class Phase(Enum):
@@ -70,7 +141,7 @@ class Stop:
     def __init__(self) -> None:
         self.reason: str | None = None
         self.phase = Phase.PREPARING
-        self.launcher = launcher.Launcher(())
+        self.launcher = Launcher(())
         self._asked_s = 0.0
         self._expected = 0  # signals that this process has sent to itself
         self._over = threading.Event()
@@ -78,18 +149,16 @@ class Stop:
 
     @property
     def is_asked(self) -> bool:
-        """Whether anything has asked this rank to stop."""
         return self.reason is not None
 
     @property
     def is_training(self) -> bool:
-        """Whether training has begun and is not over."""
         return self.phase is Phase.TRAINING
 
     @contextmanager
     def listening(self) -> Iterator[Stop]:
         """Inside, requests are noted. To be entered by the main thread, once, before anything is prepared."""
-        self.launcher = launcher.find()
+        self.launcher = find()
         ours, interpreters = socket.socketpair()
         for end in (ours, interpreters):
             end.setblocking(False)
@@ -177,21 +246,21 @@ def _default_in_children(stop: Stop) -> None:
     """
     reference = weakref.ref(stop)
 
-    def is_listening() -> bool:
+    def listening() -> Stop | None:
         live = reference()
-        return live is not None and bool(live._former)
+        return live if live is not None and live._former else None
+
 
     def block() -> None:
-        if is_listening():
+        if listening():
             signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
     def unblock() -> None:
-        if is_listening():
+        if listening():
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def default() -> None:
-        live = reference()
-        if live is not None and live._former:
+        if live := listening():
             signal.set_wakeup_fd(-1)
             for each in live._former:
                 signal.signal(each, signal.SIG_IGN if each is signal.SIGHUP else signal.SIG_DFL)

@@ -1,10 +1,8 @@
 """A watchdog in every rank: if a rank is stopped or dead, all ranks end with exit code 13 in bounded time.
 
-Problem. A rank that waits in a collective for one that is stopped waits until its group's timeout, which some groups have
-not from us, and says nothing about who is missing. While one rank prepares data the others wait for it without limit.
-
-Each rank's thread writes a count and what the rank does into the job's store every few seconds, over a connection of its
-own. The first rank looks at all others, the others look at the first.
+A rank that waits in a collective for one that is stopped waits until its group's timeout, which some groups have not
+from us, and says nothing about who is missing. So each rank's thread writes a count and what the rank does into the
+job's store every few seconds, over a connection of its own. The first rank looks at all others, they look at it.
 
 * A rank whose thread has not written for ``training.ddp_timeout`` is silent: its process is stopped, its machine is gone
   or not reachable. A slow rank is not silent: the thread writes while the rank computes, evaluates, saves or exports.
@@ -13,10 +11,7 @@ own. The first rank looks at all others, the others look at the first.
 * A collective that has waited for ``training.ddp_timeout`` fails, by its group; ``tell`` then ends all ranks.
 
 Whoever finds it says so in the store. Then every living rank prints what it was doing and the Python stack of each of
-its threads, and ends. A rank that was itself stopped for a while (with its machine, or with its launcher) does not count
-that time as the others' silence.
-
-Invariant. The thread reads and writes nothing of the run; it can end it, and nothing else.
+its threads, and ends. Time for which a rank was itself stopped does not count as the others' silence.
 """
 
 from __future__ import annotations
@@ -32,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from trainer.dist.launcher import started_at
+from trainer.dist.stopping import started_at
 from trainer.errors import ExitCode
 
 MOST_S, PER_TIMEOUT = 5.0, 8.0  # between two beats: so often per timeout, and at least every 5 s
@@ -56,7 +51,7 @@ class Beat:
 
 @dataclass(slots=True)
 class Peer:
-    """What is known about another rank; times are this process's monotonic clock."""
+    """What is known about another rank, by this process's monotonic clock."""
 
     rank: int
     beat: Beat | None = None
@@ -116,7 +111,6 @@ class Watchdog:
         own = os.getpid()
         self._beat = Beat(0, self.doing, own, socket.gethostname(), started_at(own) or 0.0)
         self._peers = [Peer(rank) for rank in (range(self.world_size) if self.rank == 0 else [0]) if rank != self.rank]
-        self._exchanged_s = time.monotonic()
         self._store = self.store.clone()
         self._threads = [
             threading.Thread(target=work, name=name, daemon=True)
@@ -124,7 +118,6 @@ class Watchdog:
         ]
 
     def start(self) -> Watchdog:
-        """Start the threads."""
         for peer in self._peers:
             peer.changed_s = time.monotonic()
         for thread in self._threads:
@@ -173,7 +166,6 @@ class Watchdog:
                     peer.hear(Beat(**json.loads(self._store.get(key))), time.monotonic())
         except RuntimeError:  # the store has ended with the first rank, whose process is looked at
             return
-        self._exchanged_s = time.monotonic()
 
     # --- what it concludes, in a thread that never waits --------------------------------------------------------------
 

@@ -1,15 +1,14 @@
 """An ``Accelerator`` for the three ways in which an optimizer step is made.
 
 Plain: Accelerate wraps model and optimizer, and torch clips. DeepSpeed: its engine reduces, clips and steps inside
-``backward``. The memory engine (``stow``): it has hooked the model itself, so nothing may be wrapped or moved, and it
-clips the gradients that it holds.
+``backward``. The memory engine (``stow``) has hooked the model itself, so nothing may be wrapped or moved, and it clips
+the gradients that it holds.
 
-Under ZeRO stage 0 in fp32 DeepSpeed would clip with another formula (it multiplies by the reciprocal of the norm) and
-report no norm. The gradients are whole on every rank after reduction there, so torch's own clipping runs between
-backward and step: the result has the bits of plain training, and the gradient norm is logged.
+Under ZeRO stage 0 in fp32 DeepSpeed would multiply by the reciprocal of the norm and report no norm. The gradients are
+whole on every rank after reduction there, so torch's own clipping runs between backward and step, with the same bits.
 
-Where several ranks hold one copy of the model together they are given the same rows: data is divided among the copies,
-and results of an evaluation are gathered from one rank of each.
+Ranks that hold one copy of the model together are given the same rows: data is divided among the copies, and results of
+an evaluation are gathered from one rank of each.
 """
 
 from __future__ import annotations

@@ -2,12 +2,10 @@
 
 ``save_pretrained`` writes safetensors and the tokenizer into a draft folder. The draft is opened with
 ``from_pretrained``, as a user would, and compared: all names and shapes, all values bit for bit, and the logits of a
-probe. Only then it replaces ``<output_dir>/export``.
+probe. Only then it replaces ``<output_dir>/export``, sealed with the step and the hash of every file.
 
-Weights that ranks divide (ZeRO stage 3, tensor parallelism) are gathered to the first rank. Adapters (LoRA) are
-exported as adapters if their base can be loaded by name; on a base with random weights they are merged into it.
-
-It has a manifest with the step and the hash of every file (``strategies/core/sealed.py``), written after the check.
+Weights that ranks divide are gathered to the first rank. Adapters (LoRA) are exported as adapters if their base can be
+loaded by name; on a base with random weights they are merged into it.
 
 Invariant. A tied weight is in the file once, under every strategy. The config has the model's own ``use_cache`` and
 not the one that training sets. Python files that came with the model are in the folder; the check runs them only if
@@ -24,20 +22,20 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from huggingface_hub import ModelCard
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from strategies.backends.tensor_shards import whole_shape
 from strategies.core.commit import replaced_folder, same_modes
 from strategies.core.sealed import seal
 from trainer.model.build import set_use_cache
 from trainer.run.finished import KIND
-
-if TYPE_CHECKING:
-    import torch
-    from huggingface_hub import ModelCard
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from trainer.run.trainer import Trainer
+from trainer.run.trainer import Trainer
 
 PROBE_TOKENS = 32
 # Of the largest logit. The same kernels give the same bits; another device or 16-bit compute rounds differently.
@@ -78,8 +76,6 @@ def export(
     Raises:
         ExportError: a weight is not finite; a name, a shape, a value or a logit differs after reloading.
     """
-    import torch
-
     model: Any = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
     probe, logits = probe_logits(trainer)
     if trainer.pipeline is not None:
@@ -116,10 +112,9 @@ def export(
 
 
 def tied_again(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """``state`` with one tensor under all names of a tied weight.
+    """``state`` with one tensor under all names of a tied weight, since ``save_pretrained`` knows them by their memory.
 
-    ``save_pretrained`` recognises tied weights by their memory. DeepSpeed's stages 0 to 2 return a copy for each name,
-    and every copy would be written.
+    DeepSpeed's stages 0 to 2 return a copy for each name, and every copy would be written.
     """
     live = model.state_dict(keep_vars=True)
     first: dict[int, str] = {}
@@ -160,8 +155,6 @@ def config_as_it_came(model: Any) -> Iterator[None]:
 @contextmanager
 def as_a_user(trainer: Trainer) -> Iterator[None]:
     """Inside, Transformers does not know of ZeRO stage 3; otherwise it would split the reloaded model over ranks."""
-    from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
-
     config = getattr(trainer.args, "hf_deepspeed_config", None)  # only there with DeepSpeed
     unset_hf_deepspeed_config()
     try:
@@ -178,8 +171,6 @@ def shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 
 def probe_logits(trainer: Trainer) -> tuple[torch.Tensor, torch.Tensor]:
     """A fixed row of tokens and its logits from the trained model. [1, T], [1, T, V]"""
-    import torch
-
     rows = trainer.whole.get_input_embeddings().num_embeddings
     probe = (torch.arange(PROBE_TOKENS) * 7919 % rows).unsqueeze(0)
     if trainer.pipeline is not None:
@@ -203,19 +194,13 @@ def check(
     *,
     trust_remote_code: bool,
 ) -> Receipt:
-    """Load the model from ``folder`` as a user would and compare it.
+    """Load the model from ``folder`` as a user would and compare it; ExportError names the first differences.
 
     Tied weights are stored once, and the model has both names after loading, so names are compared on the model.
 
     Args:
         expected: shapes by name; if empty, names are not compared.
-        state: values by name.
-
-    Raises:
-        ExportError: naming the first differences.
     """
-    import torch
-
     model, wrong = reload(folder, trust_remote_code=trust_remote_code)
     wrong += _different_names(expected, shapes(model)) if expected else []
     wrong = wrong or _different_values(state, model.state_dict())
@@ -233,14 +218,7 @@ def check(
 
 
 def reload(folder: Path, *, trust_remote_code: bool) -> tuple[PreTrainedModel, list[str]]:
-    """The model in ``folder``, and a line for each weight that was missing or had another shape.
-
-    Raises:
-        ExportError: it cannot be opened.
-    """
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
-
+    """The model in ``folder``, and a line for each weight that was missing or had another shape."""
     logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(

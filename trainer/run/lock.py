@@ -1,19 +1,15 @@
 """One run at a time in a folder.
 
-Problem. Two runs in one folder both succeed: their metrics are mixed, and each deletes the other's checkpoints and
-replaces its export.
-
-So the first rank holds a lock on the file ``run.lock`` in the folder: a lock of the kernel, which ends with the process
-however that ends. What is in the file (pid, host and start of the process) is for people, and for the case that the
-kernel knows nothing of the other process, because it runs on another host of a network file system.
-
-The holder touches the file every few seconds. A lock of another host (or of a container that had another name) is
-watched for a while, since that host may be gone: if it is touched, it is in use.
+Two runs in one folder both succeed: their metrics are mixed, and each deletes the other's checkpoints and replaces its
+export. So the first rank holds a lock of the kernel on the file ``run.lock``, which ends with the process however that
+ends. What is in the file (pid, host and start of the process) is for people, and for the case that the kernel knows
+nothing of the other process, because it runs on another host of a network file system. The holder touches the file
+every few seconds: a lock of another host, or of a container that had another name, is in use if it is touched.
 
 Invariant. Of two starters exactly one gets the lock; the other one is refused before any data is read. A lock whose
 process has ended on this host is taken over, and so is one of another host that nobody touches for ``WATCHED_S``.
 
-Refused: a folder that another run is using, and one in which no file can be made. A symbolic link is not followed.
+Refused: a folder in which no file can be made. A symbolic link is not followed.
 """
 
 from __future__ import annotations
@@ -32,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.dist.launcher import started_at
+from trainer.dist.stopping import started_at
 from trainer.errors import write_line
 
 if TYPE_CHECKING:
@@ -58,11 +54,6 @@ class Holder:
         """For the line that refuses."""
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.start))
         return f"process {self.pid} on {self.host}, started {when}"
-
-
-def this_process() -> Holder:
-    """The holder that this process would be."""
-    return Holder(os.getpid(), socket.gethostname(), started_at(os.getpid()) or time.time())
 
 
 def why_not(found: Holder | None, own: Holder, *, locks_work: bool, start: float | None) -> str | None:
@@ -159,7 +150,7 @@ def _take(config: RunConfig, path: Path) -> int:
             if not _is_at(handle, path):  # the former holder has just removed it
                 os.close(handle)
                 continue
-            own = this_process()
+            own = Holder(os.getpid(), socket.gethostname(), started_at(os.getpid()) or time.time())
             reason = why_not(found, own, locks_work=works, start=started_at(found.pid) if found else None)
             if reason == "other host":
                 write_line(f"{path}: of another host: {found.said() if found else ''}; watching whether it is in use")

@@ -1,13 +1,10 @@
 """Perplexity and time left, and how records are written. Pure functions: no torch, no clock, no state.
 
-Conventions, so that throughput can be compared:
-
 - A token is an input position of a training batch, padding included, counted over all ranks. Seconds are training
   seconds, without evaluation and saving.
 - MFU uses the arithmetic of the model, as torch counts it in one forward, times three for forward and backward, less
   the gradients of frozen weights. For a Transformer in which nothing is frozen that is PaLM's 6N + 12*L*h*s per token
-  (arXiv 2204.02311, appendix B): dense attention, not halved for the causal mask, and without recomputation (which
-  would make it HFU).
+  (arXiv 2204.02311, appendix B): dense attention, not halved for the causal mask, and without recomputation.
 - A number that is not known is left out of the line and never shown as 0.
 """
 

@@ -1,8 +1,5 @@
 """The model card in an export: what the model is, its data, losses, strategies, command and versions.
 
-An export is often kept longer than its run folder. The card describes it in a few sentences, with the header that the
-Hugging Face hub reads.
-
 Invariant. Everything in it comes from the run's config, its log and the command line. Environment variables are not
 read, and no licence is guessed: whoever publishes the model adds one.
 """

@@ -1,11 +1,8 @@
 """Stop a run whose gradients are not finite; name the first tensor that is not, and the last good checkpoint.
 
-Problem. One NaN or infinite gradient spoils every weight in the next update. The run would go on to its end, save the
-spoiled weights and delete good checkpoints. The memory engine and fp16's loss scaler skip such steps, and would then
-learn nothing without anybody noticing.
-
-Plain training and ZeRO end before the first update with such gradients, so no checkpoint holds them (ZeRO at stages 1
-to 3 has updated by then, but saves nothing any more). The engine first skips three steps in a row
+One NaN or infinite gradient spoils every weight in the next update; the run would go on, save them and delete good
+checkpoints. Plain training and ZeRO end before the first update with such gradients, so no checkpoint holds them (ZeRO
+at stages 1 to 3 has updated by then, but saves nothing any more). The engine first skips three steps in a row
 (``strategies/engine/updating/clipping.py``). Under fp16 overflows are part of finding the loss scale; they count
 once it is at its minimum of 1.
 

@@ -15,15 +15,26 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
 
 from strategies.backends import deepspeed, stages
 from strategies.backends.stages import Form, Stage
 from strategies.core.commit import replace_file
 from strategies.core.compose import in_order
+from strategies.core.facts import Precision
 from strategies.core.plan import Plan
 from strategies.planner.step_cost import plan_cost, step_flops
 from strategies.report import full_report
+from trainer.config.sections import RunConfig
+from trainer.data import prepare as preparing
+from trainer.data import tokenizer as tokenizers
+from trainer.data.collate import Collator, packing_supported
+from trainer.data.packing import MASKED
+from trainer.data.prepare import Prepared
 from trainer.dist.agreement import Agreement, agreement
 from trainer.dist.ranks import Ranks, name_device
 from trainer.errors import ConfigError, write_line
@@ -31,22 +42,17 @@ from trainer.machine import block_timing
 from trainer.machine.probe import Machine, probe
 from trainer.machine.profiles import known_rates
 from trainer.model import build
+from trainer.model.shrink import VOCAB, shrink_model
 from trainer.planning import facts
 from trainer.planning.fit import explained
 from trainer.planning.from_config import advice, plans_of, refuse_impossible
-from trainer.run import manifest, optimizer_choice, resuming
+from trainer.run import manifest, resuming
 from trainer.run.callbacks import Meter, MetricsFile, ProgressLine, SampleText, StepSeen
+from trainer.run.manifest import About
+from trainer.run.plan_check import PlanCheck
+from trainer.run.resuming import Resumed
 from trainer.run.stage_trial import form_of_stages
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
-
-    from trainer.config.sections import RunConfig
-    from trainer.data.prepare import Prepared
-    from trainer.run.manifest import About
-    from trainer.run.resuming import Resumed
-    from trainer.run.trainer import Trainer
+from trainer.run.trainer import Trainer
 
 T = TypeVar("T")
 WEEK_S = 7 * 24 * 3600
@@ -63,7 +69,6 @@ class Run:
     prepared: Prepared
     machine: Machine
     plan: Plan
-    resume: Path | None
     resumed: Resumed | None = None
     form: Form | None = None  # of the architecture's forward, where the model is cut into stages
     stage: Stage | None = None
@@ -90,11 +95,9 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
     plan = plans[plans[0].facts.run.grid.cell(ranks.rank).stage]
     check_packing(config)
     form = form or form_of_stages(config)
-    optimizer_choice.refuse_under_zero(config, deepspeed.stage(plan))
-    resume = resumed.path if resumed else None
-    run = Run(config, ranks, folder, tokenizer, prepared, machine, plan, resume, resumed, form)
-    cost = plan_cost(plan)
-    shown = ""
+    refuse_under_zero(config, deepspeed.stage(plan))
+    run = Run(config, ranks, folder, tokenizer, prepared, machine, plan, resumed, form)
+    cost, shown = plan_cost(plan), ""
     if ranks.is_first:
         shown = full_report.text(plan, cost, advice(config, plan), plans)
         write_plan(run, shown, full_report.to_json(plan, cost))
@@ -112,6 +115,21 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
     return run
 
 
+def refuse_under_zero(config: RunConfig, stage: int | None) -> None:
+    """Raise ConfigError for a schedule that DeepSpeed's optimizer, which replaces torch's, would not follow: it does
+    not know the first rate, which ``min_lr`` is a part of.
+    """
+    training = config.training
+    lowest = (training.lr_scheduler_kwargs or {}).get("min_lr")
+    if stage and lowest is not None:
+        rate = f"{lowest / training.learning_rate:.6g}"
+        cure = (
+            f"not with strategies.zero.stage {stage}, whose optimizer does not know the first rate; write "
+            f"min_lr_rate: {rate}"
+        )
+        raise config.error("training.lr_scheduler_kwargs.min_lr", lowest, cure)
+
+
 def read_data(
     config: RunConfig, folder: Path, resumed: Resumed | None = None, ranks: Ranks | None = None, *, quiet: bool
 ) -> tuple[PreTrainedTokenizerBase, Prepared]:
@@ -122,14 +140,12 @@ def read_data(
         ConfigError: the tokenizer cannot be loaded, or has more tokens than the model's vocabulary; or the run resumes
             one with other contents.
     """
-    from trainer.data import prepare, tokenizer
-
     section = config.model
     build.refuse_missing_folder(section)
     hf_config = build.load_config(section, facts.vocab_size_of(config))
     facts.check_model(config, hf_config)
-    texts = prepare.texts(config.data)
-    words = tokenizer.load(section.tokenizer, section.name_or_path, section.trust_remote_code, folder, texts)
+    texts = preparing.texts(config.data)
+    words = tokenizers.load(section.tokenizer, section.name_or_path, section.trust_remote_code, folder, texts)
     rows = hf_config.get_text_config().vocab_size
     if len(words) > rows:
         raise ConfigError(
@@ -142,7 +158,7 @@ def read_data(
             contents = {"sources": sources, "tokenizer": tokenizer, "fingerprint": fingerprint}
             resumed.compare_contents(config, contents, hf_config)
 
-    return words, prepare.prepare(
+    return words, preparing.prepare(
         config.data,
         words,
         rows,
@@ -157,8 +173,7 @@ def read_data(
 def first_then_all(ranks: Ranks, work: Callable[[], T]) -> T:
     """Run ``work`` on the first rank of each machine, then on the others, which find its files.
 
-    Tokenising can take hours, longer than a collective may wait, so the others wait on a separate group with a timeout
-    of a week. An error on any machine is raised on every rank, and the job ends with one message.
+    The others wait for a week, since tokenising can take hours. An error on any machine is raised on every rank.
     """
     made: list[T] = []
     with agreement(ranks, WEEK_S) as together:
@@ -178,8 +193,6 @@ def write_plan(run: Run, text: str, content: dict[str, Any]) -> None:
 
 def make_arguments(run: Run) -> TrainingArguments:
     """Hugging Face's arguments: the user's, and those that DeepStow decides."""
-    from transformers import TrainingArguments
-
     given: dict[str, Any] = dict(run.config.training.arguments())
     if run.prepared.eval is None:
         given["eval_strategy"] = "no"
@@ -194,9 +207,7 @@ def make_arguments(run: Run) -> TrainingArguments:
         **given,
         deepspeed=deepspeed.ds_config(run.plan) or None,
         logging_nan_inf_filter=False,  # a loss that is not finite is logged as it is
-        accelerator_config={
-            "non_blocking": bool(given["dataloader_pin_memory"])
-        },  # copies of batches overlap with compute
+        accelerator_config={"non_blocking": bool(given["dataloader_pin_memory"])},  # batches are copied beside compute
         remove_unused_columns=False,  # the collator takes what it needs
         disable_tqdm=True,
         label_names=["labels"],
@@ -221,8 +232,9 @@ def make_model(run: Run) -> PreTrainedModel:
         if section.config is not None and name not in section.config:
             setattr(hf_config, name, getattr(run.tokenizer, name))
     weights = build.build(section, hf_config, seed=seed, partitioned=deepspeed.stage(run.plan) == 3)
-    if run.plan.layout is not None:
-        optimizer_choice.to_compute_dtype(weights, run.plan)
+    if run.plan.layout is not None and run.plan.facts.run.precision is Precision.BF16:
+        for parameter in weights.parameters():  # one by one; the engine keeps fp32 masters
+            parameter.data = parameter.data.to(torch.bfloat16)
     if run.form is not None:
         known = run.plan.facts
         assert known.cut is not None
@@ -252,12 +264,6 @@ def names_of(weights: PreTrainedModel) -> list[str]:
 
 def make_trainer(run: Run, together: Agreement | None = None) -> Trainer:
     """The trainer with its callbacks, in the order in which they see an event; the meter must be last."""
-    from transformers.trainer_callback import PrinterCallback
-
-    from trainer.data.collate import Collator
-    from trainer.run.plan_check import PlanCheck
-    from trainer.run.trainer import Trainer
-
     arguments = make_arguments(run)
     meter = make_meter(run, arguments.device)
     prompt = sample_prompt(run)
@@ -265,11 +271,10 @@ def make_trainer(run: Run, together: Agreement | None = None) -> Trainer:
     packing = run.config.data.packing
     # Flash attention takes packed documents as one long row instead of a batch of rows.
     flatten = packing and str(run.config.model.attn_implementation).startswith("flash_attention")
-    plan_file = run.folder / "plan.json"
     recomputes = arguments.gradient_checkpointing or bool(run.config.training.activation_checkpointing)
     without_mask = partial(facts.saved_without_mask, run.config)
     check = PlanCheck(run.plan, run.folder, recomputes=recomputes, without_mask=without_mask)
-    plan_check = check if plan_file.is_file() else None
+    plan_check = check if (run.folder / "plan.json").is_file() else None
     model = make_model(run)
     trainer = Trainer(
         model=model,
@@ -323,11 +328,6 @@ def check_packing(config: RunConfig) -> None:
     """
     if not config.data.packing:
         return
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from trainer.data.collate import packing_supported
-    from trainer.model.shrink import VOCAB, shrink_model
-
     small = shrink_model(build.load_config(config.model, VOCAB))
     attention = {"attn_implementation": "eager"} if config.model.attn_implementation == "eager" else {}
     copy = AutoModelForCausalLM.from_config(AutoConfig.for_model(small.pop("model_type"), **small), **attention)
@@ -343,8 +343,6 @@ def make_meter(run: Run, device: torch.device) -> Meter:
     peak = peaks.of(known.precision.value) if peaks else None
 
     def sum_over_ranks(number: int) -> int:
-        import torch
-
         total = torch.tensor(number, dtype=torch.int64, device=device)
         torch.distributed.all_reduce(total)
         return int(total.item()) * known.replicas // known.world_size  # ranks of one copy have counted the same
@@ -359,8 +357,6 @@ def make_meter(run: Run, device: torch.device) -> Meter:
 
 def sample_prompt(run: Run) -> str:
     """The text that the sample continues: the prompt of the first evaluation row, or its first words."""
-    from trainer.data.packing import MASKED
-
     row = next(iter(run.prepared.eval or run.prepared.train))
     labels = row["labels"]
     masked = next((i for i, label in enumerate(labels[1:], start=1) if label != MASKED), 0)

@@ -1,13 +1,11 @@
 """The part of the trainer that runs a pipeline: a step of micro-batches at once, evaluation, and the whole model.
 
-Problem. Hugging Face's loop runs one micro-batch after the other. A pipeline needs all of a step together, and only the
-last stage has logits and losses.
+Hugging Face's loop runs one micro-batch after the other. A pipeline needs all of a step together, and only the last
+stage has logits and losses. So the schedule runs all of them when the loop asks for the first, and the loop is given
+their losses one by one: sums, logs, callbacks and the order of the data are as without a pipeline.
 
-When the loop asks for the first micro-batch of a step, the schedule runs all of them, and the loop is given their
-losses one by one: sums, logs, callbacks and the order of the data are as without a pipeline.
-
-Random numbers. What a part draws in training, as for dropout, comes from a sequence of its own that follows from seed,
-rank, step and forward. The generators themselves stay as they are, so that samplers and checkpoints of stages agree.
+What a part draws in training, as for dropout, comes from a sequence of its own that follows from seed, rank, step and
+forward. The generators themselves stay as they are, so that samplers and checkpoints of stages agree.
 """
 
 from __future__ import annotations

@@ -165,10 +165,9 @@ class TimedSteps:
 
 
 class PlanCheck(TrainerCallback):  # type: ignore[misc]
-    """Prints predicted and measured numbers of the first steps and adds them to ``plan.json``.
+    """Prints predicted and measured numbers of the first steps, and adds them to ``plan.json`` and ``facts.json``.
 
     Args:
-        folder: of the run, with ``plan.json``, which gets the key ``measured``, and ``facts.json``, which gets timings.
         recomputes: Hugging Face's checkpointing is on.
         without_mask: counts the bytes that each unit saves of full rows of one document each.
     """

@@ -1,12 +1,9 @@
 """A run that was asked to stop saves at the end of the step, on all ranks together, and ends with exit code 10.
 
-Problem. A signal reaches one rank, or several at different moments, and hosts run ahead of their devices by different
-numbers of steps. A rank that saved on its own would wait for the others in the collectives of saving.
-
-So the ranks agree at the end of every step, by the maximum of one number (``trainer/dist/agreement.py``; nothing
-is sent with one rank). It cannot hang where training would not: every rank passes the
-end of every step. They agree again after an evaluation and after a save, which take long: a request that came during a
-save ends the run right after it.
+A signal reaches one rank, or several at different moments, and a rank that saved on its own would wait for the others
+in the collectives of saving. So the ranks agree at the end of every step (``trainer/dist/agreement.py``; nothing is
+sent with one rank), which every rank passes. They agree again after an evaluation and after a save, which take long: a
+request that came during a save ends the run right after it.
 
 Invariant. ``Stopped`` is raised on all ranks or on none, after every rank has left the save. The checkpoint is an
 ordinary one, so the resumed run ends with the bits of one that nobody stopped; an evaluation that is due at this step

@@ -1,10 +1,6 @@
 """States of the random number generators of one rank, as JSON: Python's, NumPy's, torch's on the CPU and on the device.
 
-    random_state-00000-of-00002.json
-
 Numbers are written as they are and torch's states, which are bytes, in hexadecimal. Nothing is pickled.
-
-Refused: a file that is not complete, in one line.
 """
 
 from __future__ import annotations
@@ -48,11 +44,7 @@ def save(path: Path) -> None:
 
 
 def load(path: Path) -> None:
-    """Take over the states in ``path``; the device's only on a device of that kind.
-
-    Raises:
-        ValueError: the file cannot be read, or something is missing in it. Nothing has changed then.
-    """
+    """Take over the states in ``path``; the device's only on a device of that kind. ValueError has changed nothing."""
     before = random.getstate(), np.random.get_state(legacy=True), torch.random.get_rng_state()
     try:
         content = json.loads(path.read_bytes())

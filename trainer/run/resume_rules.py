@@ -1,19 +1,15 @@
 """What may differ between the run that saved a checkpoint and the run that resumes it: one table and a comparison.
 
-Problem. Nearly everything in a config can be changed and the run resumed. Some changes are meant (fewer log lines,
-another learning rate), some give a result that nobody can repeat (other data, another batch), and some cannot work.
-
-Every key has a rule:
+Some changes of a config are meant (fewer log lines, another learning rate), some give a result that nobody can repeat
+(other data, another batch), and some cannot work. Every key has a rule:
 
 * ``SILENT``: says where, when and how much is reported, kept or moved; no bit of the result depends on it;
 * ``SAID``: is honoured, and the log says old and new value: the learning rate and its schedule, the number of steps;
 * a name, such as ``batch_size``: changes the result; refused unless ``training.allow_change`` has the name;
 * ``NEVER``: the saved state does not fit.
 
-Strategies may change: they decide where state rests and who holds it (``MOVES``); it is said.
-
-Invariant. Pure functions of two plain trees. A key that is in no rule is refused, and a test compares the table with
-the sections of the config, so that a new key cannot be forgotten.
+Strategies may change: they decide where state rests and who holds it (``MOVES``); it is said. A key that is in no rule
+is refused, and a test compares the table with the sections of the config.
 """
 
 from __future__ import annotations
@@ -121,12 +117,7 @@ class Changes(NamedTuple):
 
 
 def compare(saved: Mapping[str, Any], now: Mapping[str, Any], ranks: tuple[int, int], name: str) -> Changes:
-    """Compare two configs as trees.
-
-    Args:
-        ranks: how many saved, and how many resume.
-        name: of the checkpoint, for the lines.
-    """
+    """Compare two configs as trees; ``ranks`` that saved and that resume, and the ``name`` of the checkpoint."""
     allowed = now.get("training", {}).get("allow_change", ())
     found = [(key, rule_of(key), old, new) for key, old, new in differences(saved, now)]
     if ranks[0] != ranks[1]:
@@ -196,8 +187,8 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tu
             yield key, before, after
 
 
-def _in_config(leaves: Mapping[str, Any]) -> list[str]:
-    return [key for key in leaves if key.startswith("model.config.")]
+def _in_config(tree: Mapping[str, Any]) -> set[str]:
+    return {key for key in tree if key.startswith("model.config.")}
 
 
 def rule_of(key: str) -> str:

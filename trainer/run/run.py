@@ -17,25 +17,26 @@ from strategies.core.compose import requirements_of
 from strategies.core.protocol import Requirement
 from strategies.core.sizes import human
 from strategies.engine.memory import accelerator
+from trainer.data import sample
 from trainer.dist import deepspeed_ops
 from trainer.dist.agreement import Agreement, agreement, dotted
 from trainer.dist.ranks import GRACE_S, Ranks, collectives_of, process_group, quiet_libraries
 from trainer.dist.stopping import Phase, Stop, Stopped
+from trainer.dist.watchdog import Watchdog
 from trainer.errors import ExitCode, UserError, first_line, report, write_line
 from trainer.planning.from_config import check_options, refuse_folder
 from trainer.run import finished, lock, oom, order, resuming, saving
 from trainer.run.callbacks import Watched
 from trainer.run.export import export
 from trainer.run.model_card import model_card
+from trainer.run.order import Run
 from trainer.run.preemption import SaveAndStop
+from trainer.run.trainer import Trainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from trainer.config.sections import RunConfig
-    from trainer.dist.watchdog import Watchdog
-    from trainer.run.order import Run
-    from trainer.run.trainer import Trainer
 
 TIMEOUT_SAYS = ("Timed out waiting", "Application timeout")  # gloo
 GLOO_SAYS = ("gloo/transport", *TIMEOUT_SAYS)
@@ -58,11 +59,7 @@ def refuse_unbuildable(config: RunConfig, ranks: Ranks) -> None:
 
 
 def run(config: RunConfig, ranks: Ranks, stop: Stop | None = None) -> int:
-    """Train as ``config`` says, on this rank. All process groups are closed, whatever happens.
-
-    Args:
-        stop: listens to requests to stop.
-    """
+    """Train as ``config`` says, on this rank. All process groups are closed, whatever happens."""
     quiet_libraries()
     on_cpu = bool(config.training.use_cpu)
     single = Requirement.DEEPSPEED in requirements_of(config.strategies)
@@ -92,29 +89,31 @@ def _guarded(config: RunConfig, ranks: Ranks, stop: Stop | None = None, watchdog
         with ExitStack() as held:
             _whole(config, ranks, stop, watchdog, held, seen)
         return ExitCode.FINISHED
-    except UserError as error:
+    except (UserError, Stopped, KeyboardInterrupt) as error:
         stop.leave()
+        code = _ended(error, ranks, stop)
+        traceback.clear_frames(error.__traceback__)
+        return code
+    except Exception as error:
+        return _failed(config, seen, stop, watchdog, error)
+
+
+def _ended(error: UserError | Stopped | KeyboardInterrupt, ranks: Ranks, stop: Stop) -> ExitCode:
+    """The exit code of an end that somebody has asked for or can mend, after it was said."""
+    if isinstance(error, UserError):
         if ranks.is_first:
             report(error)
         elif error.says_more:  # a launcher ends all ranks when one has ended, and the first one still reports
             time.sleep(REPORT_S)
-        traceback.clear_frames(error.__traceback__)
         return error.code
-    except Stopped as stopped:
-        stop.leave()
+    if isinstance(error, Stopped):
         if ranks.is_first or not stop.is_training:
-            write_line(stopped.line, sys.stderr)
-        traceback.clear_frames(stopped.__traceback__)
-        return stopped.code
-    except KeyboardInterrupt as interrupt:
-        stop.leave()
-        if ranks.is_first:
-            line = "interrupted; training.resume_from_checkpoint=auto goes on from the last checkpoint"
-            write_line(line, sys.stderr)
-        traceback.clear_frames(interrupt.__traceback__)
-        return ExitCode.INTERRUPTED
-    except Exception as error:
-        return _failed(config, seen, stop, watchdog, error)
+            write_line(error.line, sys.stderr)
+        return error.code
+    if ranks.is_first:
+        line = "interrupted; training.resume_from_checkpoint=auto goes on from the last checkpoint"
+        write_line(line, sys.stderr)
+    return ExitCode.INTERRUPTED
 
 
 def _failed(config: RunConfig, seen: list[Run], stop: Stop, watchdog: Watchdog | None, error: Exception) -> ExitCode:
@@ -167,8 +166,6 @@ def _whole(
 
 def show_sample(config: RunConfig) -> None:
     """Print one tokenised row of the training data, with its trained and its masked tokens."""
-    from trainer.data import sample
-
     words, prepared = order.read_data(config, Path(config.training.output_dir), quiet=True)
     print(sample.render(prepared, words, colour=sys.stdout.isatty()))
 
@@ -178,14 +175,15 @@ def train(run: Run, stop: Stop, together: Agreement, watchdog: Watchdog | None) 
     trainer = order.make_trainer(run, together)
     trainer.add_callback(SaveAndStop(stop, together, trainer))
     trainer.add_callback(Watched(watchdog, timeout_s(run.config)))
-    if run.resume is not None:
-        run.say(f"resuming from {run.resume}")
+    checkpoint = str(run.resumed.path) if run.resumed is not None else None
+    if checkpoint is not None:
+        run.say(f"resuming from {checkpoint}")
     if run.config.training.save_strategy != "no":
         estimate = saving.estimated_bytes(run.plan, adapters=run.config.model.lora is not None)
         if shortage := saving.shortage(run.folder, estimate):
             run.say(f"{shortage}: training goes on without a checkpoint until there is space")
     try:
-        trainer.train(resume_from_checkpoint=str(run.resume) if run.resume else None)
+        trainer.train(resume_from_checkpoint=checkpoint)
         stop.phase = Phase.ENDING
         finish(run, trainer)
     finally:

@@ -1,10 +1,7 @@
 """The state of a learning rate schedule, as JSON: ``scheduler.json``.
 
 A schedule that is a function of the step has one number of state, how many steps were taken: rates are computed anew
-from the config, and have the bits of the run that was not interrupted because the same function computes them. One that
-follows the evaluation loss has history, which is saved and taken over whole.
-
-Refused: a file of another kind of schedule with history, or one that is not complete, in one line.
+from the config. One that follows the evaluation loss has history, which is saved and taken over whole.
 """
 
 from __future__ import annotations
@@ -19,11 +16,7 @@ VERSION = 1
 
 
 def save(path: Path, scheduler: Any) -> None:
-    """Write how far the schedule is.
-
-    Raises:
-        ValueError: it has state that JSON cannot hold.
-    """
+    """Write how far the schedule is; ValueError if it has state that JSON cannot hold."""
     if is_function_of_step(scheduler):
         state = {"last_epoch": scheduler.last_epoch, "_step_count": scheduler._step_count}
     else:

@@ -1,11 +1,8 @@
 """Any Hugging Face Trainer with the memory engine: ``stowed(SFTTrainer, gpu_memory="20GiB")`` is a subclass of it.
 
-Problem. The engine holds weights, gradients and optimizer state. A Trainer would move the model to the device, clip
-gradients that are not in ``param.grad``, average them over the ranks again, and copy the whole optimizer state to save
-it.
-
-The subclass overrides only that. It plans from the Trainer's own arguments (clipping, accumulation, ranks) and from the
-first batch that the Trainer makes.
+The engine holds weights, gradients and optimizer state. A Trainer would move the model to the device, clip gradients
+that are not in ``param.grad``, average them over the ranks again, and copy the whole optimizer state to save it. The
+subclass overrides only that. It plans from the Trainer's own arguments and from the first batch that the Trainer makes.
 
 Invariant. The result has the bits of the Trainer alone, in the precision of model and arguments: fp32 weights stay fp32
 and are autocast with ``bf16=True``. A model loaded in bf16 gets fp32 masters, which plain training does not have.
@@ -16,16 +13,18 @@ several devices, compiled models whose weights travel.
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from torch.utils._pytree import tree_map_only
 
 from strategies.core.protocol import Refusal
-from strategies.engine import StowOptimizer, stow, stowed_by
+from strategies.engine import SGD, AdamW, StowOptimizer, UpdateRule, stow, stowed_by
 from strategies.engine.forward.checkpointing import recompute
 from trainer.errors import CountingError, first_line, write_line
 from trainer.model.forked import ForkError, in_fork
@@ -33,10 +32,12 @@ from trainer.model.undisturbed import undisturbed
 from trainer.planning.plan_for import plan_for
 from trainer.run import training_state
 from trainer.run.accelerator import StowAccelerator
-from trainer.run.optimizer_choice import adopt
 
 if TYPE_CHECKING:
     from strategies.core.plan import Plan
+
+# Options that the engine's update rules do not have; ``None`` and these values are accepted.
+PLAIN = {"amsgrad": False, "maximize": False, "differentiable": False, "momentum": 0, "dampening": 0, "nesterov": False}
 
 
 def stowed(base: type, **options: Any) -> type:
@@ -127,8 +128,8 @@ class StowedTrainer:
         Raises:
             ValueError: nothing fits, or the model cannot be planned.
         """
-        options = dict(self.stow_options)
-        options |= {
+        options = {
+            **self.stow_options,
             "max_grad_norm": self.args.max_grad_norm,
             "accumulation": self.args.gradient_accumulation_steps,
             "world_size": self.args.world_size,
@@ -162,11 +163,9 @@ class StowedTrainer:
     def _first_call(self) -> dict[str, Any] | None:
         """The keyword arguments of the first rank's first call of the model; None if it cannot be found out.
 
-        All ranks plan with the same. The run is not disturbed: rows are made in a fork (``forked.py``), and what the
-        loss does before it calls the model is undone (``undisturbed.py``).
+        The run is not disturbed: rows are made in a fork (``forked.py``), and what the loss does before it calls the
+        model is undone (``undisturbed.py``).
         """
-        from accelerate.utils import broadcast_object_list
-
         packed: bytes | None = None
         handle = self.model.register_forward_pre_hook(_stop_at_call, with_kwargs=True)
         try:
@@ -213,15 +212,11 @@ class StowedTrainer:
         if "recompute" in self.stow_options and (args.gradient_checkpointing or args.activation_checkpointing):
             raise ValueError("recompute= cannot be combined with gradient_checkpointing=True: keep one of the two")
 
-    # --- what a Trainer does with model and optimizer ----------------------------------------------------------------
-
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """As Hugging Face's, but a stowed model is not moved: the engine does that as planned.
 
-        On devices that register with torch (PrivateUse1) moving makes new parameters, and two of a tied one.
-
-        Raises:
-            RuntimeError: tied weights are separate after moving, and the model does not tie them again.
+        On devices that register with torch (PrivateUse1) moving makes two parameters of a tied one; RuntimeError if the
+        model does not tie them again.
         """
         if model is self.model and self.stows:
             return
@@ -240,8 +235,7 @@ class StowedTrainer:
             self.create_optimizer()
         return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
-    # Checkpoints of other trainers than ``trainer.run.trainer.Trainer``: with the engine in our format, else in Hugging
-    # Face's, whose pickles are read as weights only.
+    # Checkpoints of other trainers than ``trainer.run.trainer.Trainer``: the engine's state is in our format.
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """As Hugging Face's, but the engine's state is written bucket by bucket, without a second copy in memory."""
@@ -276,3 +270,32 @@ class _Called(BaseException):
 def _stop_at_call(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
     on_cpu = tree_map_only(torch.Tensor, torch.Tensor.cpu, kwargs)
     raise _Called(None if args else pickle.dumps(on_cpu))
+
+
+def adopt(optimizer: torch.optim.Optimizer) -> tuple[UpdateRule, list[dict[str, Any]]]:
+    """The update rule and the parameter groups of a torch optimizer that has not been used yet.
+
+    The groups are the same objects, so a scheduler that was made for the optimizer still sets their learning rates.
+
+    Raises:
+        ValueError: the engine has no such rule, or the optimizer has state or hooks.
+    """
+    kind, defaults = type(optimizer), optimizer.defaults
+    rules: dict[type, Any] = {torch.optim.AdamW: AdamW, torch.optim.SGD: SGD}
+    if kind not in rules:
+        raise ValueError(
+            f"a stowed trainer updates with torch.optim.AdamW or torch.optim.SGD, not with {kind.__name__}: write "
+            f"optim='adamw_torch_fused', or pass no other optimizer"
+        )
+    for group in optimizer.param_groups:
+        for name, plain in PLAIN.items():
+            if group.get(name, plain) not in (plain, None):
+                raise ValueError(f"a stowed trainer has no {kind.__name__} with {name}={group[name]}: leave it out")
+    if optimizer.state:
+        raise ValueError("this optimizer has state already: pass a stowed trainer a new one")
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise ValueError("this optimizer has step hooks, which a stowed trainer would not call: use a TrainerCallback")
+    fused = {} if kind is torch.optim.SGD else {"fused": bool(defaults.get("fused"))}
+    names = {field.name for field in dataclasses.fields(rules[kind])} - {"fused"}
+    rule: UpdateRule = rules[kind](**{name: defaults[name] for name in names}, **fused)
+    return rule, optimizer.param_groups

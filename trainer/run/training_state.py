@@ -6,13 +6,10 @@
         scheduler.json                                                how far the learning rate's schedule is
         random_state-00000-of-00002.json                              the generators of rank 0 of 2
 
-Problem. Hugging Face and DeepSpeed write pickles that fit one strategy and one number of ranks. Here every rank writes
-spans of named parameters, and every rank reads those that it needs, whatever wrote them.
-
-Exact weights are masters where there are any, otherwise the model's files. ``save_pretrained`` may rename or convert
-weights (experts of a mixture); those that are not in the files under their own names are written as spans, too.
-
-Hyperparameters are those of this run; the checkpoint has those of the run that saved it.
+Hugging Face and DeepSpeed write pickles that fit one strategy and one number of ranks. Here every rank writes spans of
+named parameters, and every rank reads those that it needs, whatever wrote them. Exact weights are masters where there
+are any, otherwise the model's files. ``save_pretrained`` may rename or convert weights (experts of a mixture); those
+that are not in the files under their own names are written as spans, too. Hyperparameters are those of this run.
 
 Refused, in one line and before anything is changed: state of another model or rule, damaged or missing files.
 """
@@ -21,10 +18,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,7 +30,7 @@ from strategies.backends.tensor_shards import whole_shape
 from strategies.engine import StowOptimizer
 from strategies.engine.saving import state_file
 from strategies.state import saved_state
-from strategies.state.saved_state import Holder, Weights
+from strategies.state.saved_state import Holder, Saved, Weights
 from strategies.state.spans import WEIGHT, Span, Store
 from trainer.errors import ConfigError
 from trainer.run import random_state, schedule
@@ -97,14 +94,24 @@ def save(trainer: Any, checkpoint: Path) -> None:
 
 
 def check(trainer: Any, checkpoint: Path) -> None:
-    """Whether a checkpoint that all ranks have written can be resumed; for the first rank, before it counts.
+    """Raise ValueError if a checkpoint that all ranks have written cannot be resumed; for the first rank."""
+    _opened(trainer, checkpoint)
+
+
+def _opened(trainer: Any, checkpoint: Path, holder: Any = None) -> tuple[Saved, Weights]:
+    """What was saved, and the weights of this model in it.
 
     Raises:
-        ValueError: something is missing in it.
+        ValueError: something is missing, damaged, or does not fit the model, or the ``holder``.
     """
     saved = saved_state.opened(checkpoint / OPTIMIZER)
     weights = Weights(saved.store, Store.of(_model_files(checkpoint), kind=WEIGHT), _aliases(trainer.whole))
-    _refuse(list(_weight_faults(trainer.whole, weights)), checkpoint)
+    complaints = [] if holder is None else list(holder.misfits(saved))
+    complaints += [line for name, shape in _needed(trainer.whole).items() for line in weights.faults(name, shape)]
+    if complaints:
+        more = f" (and {len(complaints) - 1} more like it)" if len(complaints) > 1 else ""
+        raise ValueError(f"{checkpoint}: {complaints[0]}{more}")
+    return saved, weights
 
 
 def _to_write(checkpoint: Path, model: nn.Module, holder: Any, rank: int) -> set[str]:
@@ -199,11 +206,7 @@ def _aliases(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _model_files(checkpoint: Path) -> list[Path]:
-    """The files of the model's weights; none where a trainer writes others.
-
-    Raises:
-        ValueError: the list of shards is damaged.
-    """
+    """The files of the model's weights; none where a trainer writes others. ValueError: their list is damaged."""
     whole, index = checkpoint / "model.safetensors", checkpoint / "model.safetensors.index.json"
     if whole.is_file() or not index.is_file():
         return [whole] if whole.is_file() else []
@@ -228,9 +231,7 @@ def load(trainer: Any, checkpoint: Path) -> None:
         Misfit: they do not fit or are damaged, in one line. Nothing has changed then.
     """
     holder: Any = holder_of(trainer)
-    saved = saved_state.opened(checkpoint / OPTIMIZER)
-    weights = Weights(saved.store, Store.of(_model_files(checkpoint), kind=WEIGHT), _aliases(trainer.whole))
-    _refuse([*holder.misfits(saved), *_weight_faults(trainer.whole, weights)], checkpoint)
+    saved, weights = _opened(trainer, checkpoint, holder)
     holder.fill(saved)
     _fill_weights(holder, trainer.model, weights)
     scale, steps = saved.extra.get("loss_scale"), int(saved.extra.get("steps", 0))
@@ -252,10 +253,7 @@ def load_weights(trainer: Any, checkpoint: Path) -> None:
     Raises:
         Misfit: they do not fit or are damaged.
     """
-    saved = saved_state.opened(checkpoint / OPTIMIZER)
-    weights = Weights(saved.store, Store.of(_model_files(checkpoint), kind=WEIGHT), _aliases(trainer.whole))
-    _refuse(list(_weight_faults(trainer.whole, weights)), checkpoint)
-    _fill_weights(holder_of(trainer), trainer.model, weights)
+    _fill_weights(holder_of(trainer), trainer.model, _opened(trainer, checkpoint)[1])
 
 
 @torch.no_grad()
@@ -266,43 +264,27 @@ def _fill_weights(holder: Holder, model: nn.Module, weights: Weights) -> None:
             weights.read(name, 0, buffer)
 
 
-def _weight_faults(model: nn.Module, weights: Weights) -> Iterator[str]:
-    for name, shape in _needed(model).items():
-        yield from weights.faults(name, shape)
-
-
-def _refuse(complaints: Sequence[str], checkpoint: Path) -> None:
-    if complaints:
-        more = f" (and {len(complaints) - 1} more like it)" if len(complaints) > 1 else ""
-        raise ValueError(f"{checkpoint}: {complaints[0]}{more}")
-
-
 # --- random numbers --------------------------------------------------------------------------------------------------
 
 
-class _Stream(NamedTuple):
-    """One of ``streams`` sequences of random numbers; one of the ranks that draw from it ``writes`` its state."""
+def _stream_of(trainer: Any) -> tuple[int, int, bool]:
+    """Which of how many sequences of random numbers this rank draws from, and whether it writes its state.
 
-    number: int
-    streams: int
-    writes: bool
-
-
-def _stream_of(trainer: Any) -> _Stream:
-    """The stream of this rank. Ranks of one copy of the model draw the same numbers."""
+    Ranks of one copy of the model draw the same numbers.
+    """
     grid, rank = trainer.accelerator.grid, trainer.args.process_index
     if grid.is_plain:
-        return _Stream(rank, trainer.args.world_size, True)
+        return rank, trainer.args.world_size, True
     cell = grid.cell(rank)
-    return _Stream(cell.replica, grid.replicas, cell.tensor == cell.stage == 0)
+    return cell.replica, grid.replicas, cell.tensor == cell.stage == 0
 
 
 def save_random_state(trainer: Any, checkpoint: Path) -> None:
     """Write the states of this rank's generators; one rank writes for those that draw the same numbers."""
     checkpoint.mkdir(parents=True, exist_ok=True)
-    stream = _stream_of(trainer)
-    if stream.writes:
-        random_state.save(random_state.file_of(checkpoint, stream.number, stream.streams))
+    number, streams, writes = _stream_of(trainer)
+    if writes:
+        random_state.save(random_state.file_of(checkpoint, number, streams))
 
 
 @_misfits()
@@ -312,7 +294,7 @@ def load_random_state(trainer: Any, checkpoint: Path) -> str | None:
     Raises:
         Misfit: the file is damaged.
     """
-    rank = _stream_of(trainer).number
+    rank, _, _ = _stream_of(trainer)
     path = random_state.found(checkpoint, rank)
     if path is None:
         return f"{checkpoint}: no random state of rank {rank}; it goes on from training.seed"

@@ -1,8 +1,7 @@
 """Compare two runs by bits, and make sure first that plain training repeats itself.
 
-On an accelerator some sums are made in any order, so that two plain runs differ from each other. Processes that are
-compared first ask for deterministic kernels (``repeat_sums``), and plain training is compared with itself before
-anything else is compared with it.
+On an accelerator some sums are made in any order. So processes that are compared ask for deterministic kernels
+(``repeat_sums``), and plain training is compared with itself before anything else is compared with it.
 """
 
 from __future__ import annotations

@@ -6,10 +6,9 @@ use the same code as ``launch/train.py``, on real ranks, with the same seed and 
 means the same ranks and torch's own data parallelism, without strategies.
 
 With ``strategies.offload`` the copy gets less memory than it needs, so that it moves what the plan of the real run
-moves (``trainer/model/shrink.py``); every run reports what it moved. In bf16 plain training rounds at other places than
-the engine, so the engine is also compared with itself: everything on the device against the copy that moves. These must
-be equal to the last bit with the configured optimizer, its state included. Copies run with
-``strategies.buffers.debug``.
+moves (``trainer/model/shrink.py``). In bf16 plain training rounds at other places than the engine, so the engine is
+also compared with itself, everything on the device against the copy that moves: equal to the last bit, with the
+configured optimizer and its state. Copies run with ``strategies.buffers.debug``.
 """
 
 from __future__ import annotations
@@ -21,6 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from strategies.core.compose import degrees
 from strategies.core.layout import Site
@@ -29,48 +31,31 @@ from strategies.core.protocol import Axis
 from strategies.core.registry import find
 from strategies.engine.memory import accelerator
 from strategies.planner.memory_rows import UPDATES
+from trainer.config.sections import RunConfig
+from trainer.data.prepare import Prepared
 from trainer.dist.ranks import Ranks
+from trainer.dist.spawn import run_world
 from trainer.errors import ConfigError, DataError, UserError
-from trainer.model.shrink import (
-    LAYERS,
-    LENGTH,
-    MOVING_LAYERS,
-    VOCAB,
-    CopyRun,
-    features,
-    layout_strategy,
-    leaves,
-    moving,
-    shrink_model,
-    widen,
-)
-from trainer.planning.facts import run_facts
+from trainer.machine.probe import probe
+from trainer.model import shrink as copies_of
+from trainer.model.build import load_config
+from trainer.model.shrink import LAYERS, LENGTH, MOVING_LAYERS, VOCAB, CopyRun, features, leaves
+from trainer.planning import facts
+from trainer.planning.fit import explained
+from trainer.planning.from_config import check_options, narrowed, plan_of
+from trainer.run import order
+from trainer.run.stage_trial import form_of_stages
 from trainer.verify.differences import Difference, compare, repeat_sums, repeatable
 
 if TYPE_CHECKING:
     from strategies.core.plan import Plan
-    from trainer.config.sections import RunConfig
 
 ROWS = 64
-KEPT = frozenset(
-    [
-        "learning_rate",
-        "gradient_accumulation_steps",
-        "max_grad_norm",
-        "optim",
-        "weight_decay",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_epsilon",
-        "lr_scheduler_type",
-        "seed",
-        "bf16",
-        "fp16",
-        "gradient_checkpointing",
-        "activation_checkpointing",
-        "label_smoothing_factor",
-    ]
-)
+_KEPT = """
+    learning_rate gradient_accumulation_steps max_grad_norm optim weight_decay adam_beta1 adam_beta2 adam_epsilon
+    lr_scheduler_type seed bf16 fp16 gradient_checkpointing activation_checkpointing label_smoothing_factor
+"""
+KEPT = frozenset(_KEPT.split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,19 +85,15 @@ def shrink(
 ) -> RunConfig:
     """The config of a run on the shrunk copy: ``steps`` optimizer steps, no evaluation, no checkpoints.
 
-    Args:
-        keep_optimizer: also in mixed precision; for comparisons in which both sides round alike.
+    The optimizer is SGD in mixed precision unless ``keep_optimizer`` says that both sides round alike.
     """
-    from trainer.config.sections import RunConfig as Config
-    from trainer.model.build import load_config
-
     tree = config.tree()
     model = {key: tree["model"][key] for key in ("dtype", "attn_implementation", "lora") if key in tree["model"]}
     least = max([layers, *(strategy.least_blocks() for strategy in config.strategies.values())])
     hf_config = load_config(config.model, VOCAB)
-    small = shrink_model(hf_config, least)
+    small = copies_of.shrink_model(hf_config, least)
     divided = degrees(config.strategies)
-    widen(small, divided.get(Axis.TENSOR, 1))
+    copies_of.widen(small, divided.get(Axis.TENSOR, 1))
     if divided:  # parts of a model draw their own numbers
         rates = hf_config.get_text_config().to_dict().items()
         small |= {key: 0.0 for key, value in rates if "drop" in key and isinstance(value, float)}
@@ -129,7 +110,7 @@ def shrink(
         "report_to": ["none"],
         "logging_steps": 1,
     }
-    return Config.model_validate(
+    return RunConfig.model_validate(
         {
             "model": {**model, "config": small, "tokenizer": "none"},
             "data": {"path": "random tokens", "max_length": LENGTH},
@@ -151,8 +132,6 @@ def train(ranks: Ranks, config: RunConfig) -> dict[str, Any]:
         On rank 0: ``weights``, every parameter, whole, as fp32 on the CPU; of a memory engine also its optimizer
         ``state`` and what it ``moved``. Other ranks have no weights.
     """
-    from trainer.run import order
-
     if accelerator.kind() is not None:
         repeat_sums()
     run = random_run(config, ranks)
@@ -191,15 +170,6 @@ def train_or_refuse(ranks: Ranks, config: RunConfig) -> dict[str, Any]:
 
 def random_run(config: RunConfig, ranks: Ranks) -> Any:
     """A prepared run whose data are random tokens, the same on every rank."""
-    from datasets import Dataset
-
-    from trainer.data.prepare import Prepared
-    from trainer.machine.probe import probe
-    from trainer.model.build import load_config
-    from trainer.planning.from_config import plan_of
-    from trainer.run import order
-    from trainer.run.stage_trial import form_of_stages
-
     rows = load_config(config.model).get_text_config().vocab_size  # may be smaller than VOCAB
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, min(VOCAB, rows), (ROWS, LENGTH), generator=generator).tolist()
@@ -208,14 +178,11 @@ def random_run(config: RunConfig, ranks: Ranks) -> Any:
     machine = probe()
     plan = plan_of(config, ranks, machine, tune=True)
     folder, form = Path(config.training.output_dir), form_of_stages(config)
-    return order.Run(config, ranks, folder, _tokenizer(), prepared, machine, plan, None, form=form)
+    return order.Run(config, ranks, folder, _tokenizer(), prepared, machine, plan, form=form)
 
 
 def _tokenizer() -> Any:
     """The least tokenizer that training on ready-made ids needs."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel({"<pad>": 0}, unk_token="<pad>")), pad_token="<pad>"
     )
@@ -239,19 +206,13 @@ def verify(config: RunConfig, num_ranks: int, steps: int) -> list[Difference]:
     """
     with tempfile.TemporaryDirectory(prefix="deepstow-verify-") as name:
         small = shrink(config, Path(name), steps)
-        copies = run_facts(small, num_ranks).replicas  # of the model; plain training has one on each rank
+        copies = facts.run_facts(small, num_ranks).replicas  # of the model; plain training has one on each rank
         plain = repeatable(lambda: _trained(copies, without_strategies(small)))
         return compare(plain["weights"], _trained(num_ranks, small)["weights"])
 
 
 def _trained(num_ranks: int, config: RunConfig) -> dict[str, Any]:
-    """Train on real ranks; what rank 0 returns.
-
-    Raises:
-        UserError: it was refused.
-    """
-    from trainer.dist.spawn import run_world
-
+    """Train on real ranks; what rank 0 returns. UserError: it was refused."""
     found: dict[str, Any] = run_world(num_ranks, train_or_refuse, config)
     if "lines" in found:
         raise {kind.code: kind for kind in (ConfigError, DataError)}.get(found["code"], UserError)(found["lines"])
@@ -269,10 +230,6 @@ def real_plan(config: RunConfig, num_ranks: int) -> Plan:
     Raises:
         ConfigError: the plan is refused.
     """
-    from trainer.machine.probe import probe
-    from trainer.planning.fit import explained
-    from trainer.planning.from_config import check_options, plan_of
-
     check_options(config, num_ranks)
     ranks, machine = Ranks(0, 0, num_ranks, num_ranks), probe()
     with explained(config, ranks, machine):
@@ -325,14 +282,10 @@ class Offloaded:
             yield Check(copy.options, against, moved, compare(*sides), tolerance)
 
     def _copies(self, *, keep_optimizer: bool) -> list[CopyRun]:
-        from trainer.machine.probe import probe
-        from trainer.planning import facts
-        from trainer.planning.from_config import narrowed
-
         small = self._small(Path("unused"), keep_optimizer=keep_optimizer)
         known = facts.gather(small, self._num_ranks, self._num_ranks, probe())
         stages = [narrowed(small, known, rank) for rank in known.run.grid.groups("stage")[0]]
-        return moving(self._real, small.strategies, stages)
+        return copies_of.moving(self._real, small.strategies, stages)
 
     def _small(self, folder: Path, *, keep_optimizer: bool) -> RunConfig:
         layers = MOVING_LAYERS * degrees(self._config.strategies).get(Axis.STAGES, 1)
@@ -349,8 +302,8 @@ class Offloaded:
         with tempfile.TemporaryDirectory(prefix="deepstow-verify-") as name:
             small = self._small(Path(name), keep_optimizer=keep_optimizer)
             if options is None:
-                return _trained(run_facts(small, self._num_ranks).replicas, without_strategies(small))
-            name, addresses = layout_strategy(self._real), self._real.decided_by((Place.__name__, RUN))
+                return _trained(facts.run_facts(small, self._num_ranks).replicas, without_strategies(small))
+            name, addresses = copies_of.layout_strategy(self._real), self._real.decided_by((Place.__name__, RUN))
             given = small.strategies[name]
             changed = type(given).model_validate({**given.model_dump(), **options})
             checked = find(addresses).model_validate({"debug": True})
