@@ -88,6 +88,7 @@ def gathered(pipeline: Pipeline) -> dict[str, torch.Tensor]:
                 dist.send(mine[name].detach().contiguous(), dist.get_global_rank(group, 0), group=group)
     if device.type != "cpu":  # sends run on the device, and this process may end before they are through
         torch.accelerator.synchronize(device)
+    dist.barrier(group=group)  # on a device a send is only queued: who leaves now would take it along
     if pipeline.position != 0:
         return {}
     return {name: found[first[id(value)]] for name, value in whole.items()}

@@ -15,6 +15,7 @@ from strategies.engine.memory.arena import OutOfMemoryError
 from strategies.engine.transfer.transfer import AcceleratorTransfer
 from tests.helpers.engine import DECAY, LR, STEPS, differences, plain, plan_of, stowed
 from tests.helpers.models import build, on, tokens
+from tests.helpers.sides import train
 from tests.helpers.zoo import text
 from tests.parity.test_zoo import MACHINE, MODELS, NORM, TRAVEL
 from trainer.planning.plan_for import plan_for
@@ -118,16 +119,6 @@ def test_stowed_again_with_hooks() -> None:
     def count(name: str, grad: Tensor) -> Tensor:
         called[name] += 1
         return grad * 2
-
-    def train(model: nn.Module, optimizer: Any, some: Any) -> list[float]:
-        losses = []
-        for batch in some:
-            loss = model(**batch).loss
-            loss.backward()
-            losses.append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
-        return losses
 
     def sides(name: str) -> tuple[list[float], dict[str, Tensor]]:
         model = build("llama") if name == "ours" else on(DEVICE, build("llama"))

@@ -195,22 +195,6 @@ def test_present_shows_and_keeps() -> None:
     both_sides(llama, script, LAYOUTS)
 
 
-def test_present_between_backward_and_step() -> None:
-    def script(model: nn.Module, optimizer: Any) -> list[Tensor]:
-        params = list(model.parameters())
-        train(model, optimizer, BATCHES[:1])
-        model(**BATCHES[1]).loss.backward()
-        with optimizer.present(params), torch.no_grad():
-            seen = [param.detach().clone() for param in params]
-            params[7].add_(0.25)
-        optimizer.step()
-        optimizer.zero_grad()
-        train(model, optimizer, BATCHES[2:4])
-        return seen
-
-    both_sides(llama, script, LAYOUTS)
-
-
 # --- state dicts -----------------------------------------------------------------------------------------------------
 
 

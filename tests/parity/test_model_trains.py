@@ -131,20 +131,6 @@ def test_fewer_passes_than_planned() -> None:
         both_sides(llama, script, LAYOUTS, accumulation=3, park=park, max_norm=0.5)
 
 
-def test_zero_grad_discards() -> None:
-    def script(model: nn.Module, optimizer: Any) -> list[float]:
-        losses = train(model, optimizer, BATCHES[:1])
-        model(**BATCHES[1]).loss.backward()
-        optimizer.zero_grad()
-        for batch in BATCHES[2:4]:
-            model(**batch).loss.backward()
-        optimizer.zero_grad()
-        return losses + train(model, optimizer, BATCHES[4:6])
-
-    for park in ("host", "device"):
-        both_sides(llama, script, LAYOUTS, accumulation=2, park=park, max_norm=0.5)
-
-
 # --- models ----------------------------------------------------------------------------------------------------------
 
 

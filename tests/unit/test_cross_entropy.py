@@ -3,8 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from strategies.core.compose import compose
 from strategies.core.facts import Facts, InChunks, Temporaries
 from strategies.core.peak import Saved, backward_peak, forward_peak
@@ -57,11 +55,10 @@ def test_recomputation_is_chosen_with_the_head_as_it_is() -> None:
     assert compose(strategies, tight).keep("head").policy == CHUNKS
 
 
-@pytest.mark.parametrize(("landed", "expected"), [(0, 8 + 1 + 20), (7, 8 + 1 + 20 + 2), (1, 8 + 1 + 20 + 1)])
-def test_temporaries_along_backward(landed: int, expected: int) -> None:
+def test_temporaries_along_backward() -> None:
     """The last of two units saves 8 after 1; of its gradients 2 have landed while its temporaries are the most."""
     units = [Saved(1, 1), Saved(8, 8, temporaries=Temporaries(5, 20, 22))]
-    assert backward_peak(units, [0, landed]) == expected
+    assert [backward_peak(units, [0, landed]) - (8 + 1 + 20) for landed in (0, 1, 7)] == [0, 1, 2]
     assert forward_peak(units) == 1 + 8 + 5
 
 

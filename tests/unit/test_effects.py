@@ -122,8 +122,8 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def trained(make: Callable[[], nn.Module], kept: tuple[str, ...] | None, forwards: int) -> list[Any]:
-    """What three steps leave, with several forwards for each backward; ``kept`` is None: not recomputed."""
+def trained(make: Callable[[], nn.Module], kept: tuple[str, ...] | None) -> list[Any]:
+    """What three steps leave, with two forwards for each backward; ``kept`` is None: not recomputed."""
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(0)
     model = nn.Sequential(make(), make())
@@ -132,7 +132,7 @@ def trained(make: Callable[[], nn.Module], kept: tuple[str, ...] | None, forward
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     left: list[Any] = []
     for _ in range(3):
-        loss = sum((model(torch.randn(4, 6)) ** 2).mean() for _ in range(forwards)) + 0.0
+        loss = sum((model(torch.randn(4, 6)) ** 2).mean() for _ in range(2)) + 0.0
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -142,11 +142,11 @@ def trained(make: Callable[[], nn.Module], kept: tuple[str, ...] | None, forward
     return left
 
 
-@pytest.mark.parametrize("forwards", [1, 2])
-@pytest.mark.parametrize("kept", [(), ("linear 0",)], ids=["full", "selective"])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_it_happens_once(name: str, kept: tuple[str, ...], forwards: int) -> None:
-    assert trained(BLOCKS[name], kept, forwards) == trained(BLOCKS[name], None, forwards)
+def test_it_happens_once(name: str) -> None:
+    expected = trained(BLOCKS[name], None)
+    assert trained(BLOCKS[name], ()) == expected
+    assert trained(BLOCKS[name], ("linear 0",)) == expected
 
 
 def test_a_graph_that_is_retained() -> None:

@@ -10,23 +10,24 @@ import torch
 from hypothesis import given, settings
 from pydantic import ValidationError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from strategies.core.compose import compose, in_order
 from strategies.core.facts import Facts, Home, MachineFacts, Precision, Rates, UnitKind
 from strategies.core.layout import Site, common_bytes
-from strategies.core.plan import Kind, Plan, Travel
+from strategies.core.plan import Kind, Plan
 from strategies.core.protocol import BITWISE, Refusal
 from strategies.core.registry import find
 from strategies.core.sizes import human, parse_bytes, written
 from strategies.core.validate import validate
 from strategies.planner.exchanges import from_host
 from strategies.planner.weight_schedule import ASSUMED
+from strategies.report import full_report, plan_json
 from strategies.report.bucket_table import _travels, lines
-from strategies.report.plan_table import rows, table, to_json
+from strategies.report.plan_json import PlanFile
+from strategies.report.plan_table import rows, table
 from tests.helpers.fakes import CPU, block, facts, run_facts
 from tests.helpers.layouts import bucket, layout, random_facts, transformer
-from tests.helpers.tiny import GPT2, LLAMA
+from tests.helpers.models import build
 from tests.unit.test_placement_search import options
 from trainer.planning.plan_for import plan_for
 
@@ -43,13 +44,6 @@ def plan_of(known: Facts, *, debug: bool = False, stage: int = 0, **options: Any
     return compose({"offload": offload(**options), "buffers": buffers, **zero}, known)
 
 
-def over_ranks(known: Facts, asked: dict[str, Any]) -> Facts:
-    """``known`` on as many ranks as ``asked``, whose gradients wait where they may over ranks."""
-    if asked["ways"] > 1 and known.run.accumulation > 1:
-        asked["gradients"] = "auto"
-    return replace(known, run=replace(known.run, world_size=asked["ways"]))
-
-
 def in_table(plan: Plan, home: Home) -> int:
     """The table's bytes at one home, without what forward saves."""
     return sum(row.num_bytes for row in rows(plan) if row.home is home and row.tensors != "saved for backward")
@@ -60,9 +54,11 @@ def in_table(plan: Plan, home: Home) -> int:
 
 @settings(max_examples=40, deadline=None)
 @given(random_facts(), options)
-def test_the_table_adds_up_to_the_arenas(known: Facts, asked: dict[str, Any]) -> None:
+def test_the_table_adds_up_to_the_arenas_and_plan_json_has_all_of_it(known: Facts, asked: dict[str, Any]) -> None:
     size = asked["bucket_bytes"]
-    known = over_ranks(known, asked)
+    if asked["ways"] > 1 and known.run.accumulation > 1:
+        asked["gradients"] = "auto"  # over ranks they wait on the device
+    known = replace(known, run=replace(known.run, world_size=asked["ways"]))
     given = {name: asked[name] for name in ("site", "weights", "gradients", "reduction")}
     given |= {"prefetch": "auto" if asked["prefetch"] is None else asked["prefetch"]}
     plan = plan_of(known, stage=3, bucket_size=f"{size}B" if size else "auto", **given)
@@ -73,7 +69,10 @@ def test_the_table_adds_up_to_the_arenas(known: Facts, asked: dict[str, Any]) ->
     assert plan.peak(Home.DEVICE) == plan.addresses.num_bytes(Home.DEVICE) + saved
     assert plan.peak(Home.HOST) == plan.addresses.num_bytes(Home.HOST) + known.machine.runtime_host_bytes
     assert validate(plan.layout, plan.addresses, known.params) == []
-    json.dumps(to_json(plan))
+    written = json.dumps(full_report.to_json(plan, None))
+    assert plan_json.problems(written) == []
+    read = PlanFile.model_validate_json(written)
+    assert read.facts == plan.facts and plan_json.read(read) == (plan.layout, plan.addresses)
 
 
 def test_mixed_precision_on_the_host_by_hand() -> None:
@@ -101,12 +100,6 @@ def test_small_tensors_that_stay_are_shown_beside_those_that_leave() -> None:
     assert plan.rest("layers.0", Kind.PARAM).home is Home.HOST
 
 
-def test_units_that_travel_are_fetched_ahead() -> None:
-    plan = plan_of(transformer(), site="host", weights="streamed", prefetch=2)
-    ahead = {d.unit: d.fetch_ahead for d, _ in plan.answers.values() if isinstance(d, Travel)}
-    assert ahead == {"embedding": 0, **{f"layers.{i}": 2 for i in range(4)}, "head": 0}
-
-
 def test_offload_brings_its_buffers() -> None:
     assert list(in_order({"offload": offload()})) == ["cross_entropy", "offload", "buffers"]
     plan = compose({"offload": offload()}, transformer())
@@ -115,22 +108,18 @@ def test_offload_brings_its_buffers() -> None:
     assert debugged.place is not None and debugged.place.debug
     assert plan.idle.keys() == {"cross_entropy"}
     assert "idle: strategies.cross_entropy: the model does not compute its loss by" in table(plan)
+    alone = compose({"buffers": find("buffers").model_validate({})}, transformer())
+    assert alone.idle == {"buffers": "nothing travels: strategies.offload is not on"}
+    assert alone.layout is None and alone.addresses is None
 
 
-def test_buffers_alone_are_idle() -> None:
-    plan = compose({"buffers": find("buffers").model_validate({})}, transformer())
-    assert plan.idle == {"buffers": "nothing travels: strategies.offload is not on"}
-    assert plan.layout is None and plan.addresses is None
-
-
-@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
-def test_zero_beside_offload_shares_its_buckets(precision: Precision) -> None:
+def test_zero_beside_offload_shares_its_buckets() -> None:
     """In this engine; DeepSpeed's is not used. Of an even number of like parameters no span has more than a part."""
-    known = transformer(precision=precision, world_size=2)
+    known = transformer(world_size=2)
 
-    def shared(stage: int, **options: Any) -> Plan:
+    def shared(stage: int, known: Facts = known, **options: Any) -> Plan:
         zero = find("zero").model_validate({"stage": stage})
-        return compose({"offload": offload(**options), "buffers": find("buffers")(), "zero": zero}, known)
+        return compose({"offload": offload(**options), "zero": zero}, known)
 
     whole = plan_of(known, site="host", weights="streamed")
     assert shared(0, site="host", weights="streamed").layout == whole.layout
@@ -145,10 +134,7 @@ def test_zero_beside_offload_shares_its_buckets(precision: Precision) -> None:
     blocks = sum(unit.num_params for unit in known.units if unit.kind is UnitKind.BLOCK)
     assert gradients[0] - gradients[1] == gradients[0] - gradients[2] == blocks // 2 * 4
     several = replace(known, run=replace(known.run, accumulation=2))
-    added_first = compose(
-        {"offload": offload(site="device"), "zero": find("zero").model_validate({"stage": 2})}, several
-    )
-    assert added_first.total(Kind.GRAD) == gradients[0]
+    assert shared(2, several, site="device").total(Kind.GRAD) == gradients[0], "micro-batches are added first"
     with pytest.raises(Refusal, match=r"offload.weights = 'streamed': strategies.zero.stage 2 keeps all weights"):
         shared(2, weights="streamed")
     with pytest.raises(Refusal, match="ranks that share the state, or the model, agree on a step first"):
@@ -195,12 +181,10 @@ def test_refusals() -> None:
         plan_of(facts(block(0, 10)))
 
 
-@pytest.mark.parametrize(
-    ("wished", "norm", "expected"), [("auto", 0.0, True), ("auto", 1.0, False), (False, 0.0, False)]
-)
-def test_updates_start_in_backward_unless_they_wait_for_the_norm(wished: Any, norm: float, expected: bool) -> None:
-    plan = plan_of(transformer(max_grad_norm=norm), update_in_backward=wished)
-    assert plan.layout is not None and plan.layout.in_backward is expected
+def test_updates_start_in_backward_unless_they_wait_for_the_norm() -> None:
+    for asked, norm, expected in (("auto", 0.0, True), ("auto", 1.0, False), (False, 0.0, False)):
+        plan = plan_of(transformer(max_grad_norm=norm), update_in_backward=asked)
+        assert plan.layout is not None and plan.layout.in_backward is expected
 
 
 def test_parity() -> None:
@@ -231,28 +215,22 @@ def test_a_fast_reduction_needs_no_memory_to_receive_gradients() -> None:
     assert lines(plan_of(one, stage=3, reduction="fast"))[-1].startswith("reduction: fast has no effect")
 
 
-@pytest.mark.parametrize(
-    ("stays", "looked_up", "words"),
-    [
-        ((), False, "stay"),
-        (((1, 2), (3, 5)), False, "come 0 ticks ahead in forward, 1 in backward"),
-        (((0, 2), (5, 6)), True, "come 1 ticks ahead in forward"),  # it is not read in backward
-    ],
-)
-def test_the_bucket_table_says_when_weights_travel(stays: Any, looked_up: bool, words: str) -> None:
-    """Of three units; the weight is the second one's, or that of an embedding."""
-    one = replace(bucket("b", "a" if looked_up else "b", 512, resident_ticks=stays), looked_up=looked_up)
-    made = layout(one, units=("a", "b", "c"))
-    assert _travels([one], made) == words
+def test_the_bucket_table_says_when_weights_travel() -> None:
+    """Of three units; buckets of one row are fetched 0 to 1 ticks before forward."""
 
+    def says(*ahead: Any, units: str = "bc", looked_up: bool = False) -> str:
+        some = [bucket(unit, unit, 512, resident_ticks=stays) for unit, stays in zip(units, ahead, strict=False)]
+        some = [replace(each, looked_up=looked_up) for each in some]
+        return _travels(some, layout(*some, units=("a", "b", "c")))
 
-def test_the_bucket_table_says_what_lies_between() -> None:
-    """Buckets of one row are fetched 0 to 1 ticks before forward; the last unit's stays from forward to backward."""
-    ahead = [((1, 2), (4, 5)), ((1, 4),)]
-    some = [bucket(unit, unit, 512, resident_ticks=stays) for unit, stays in zip("bc", ahead, strict=True)]
-    assert (
-        _travels(some, layout(*some, units=("a", "b", "c"))) == "come 0 to 1 ticks ahead in forward, 0 to 1 in backward"
+    assert says(()) == "stay"
+    assert says(((1, 2), (3, 5))) == "come 0 ticks ahead in forward, 1 in backward"
+    only_forward = ((0, 2), (5, 6))
+    assert says(only_forward, units="a", looked_up=True) == "come 1 ticks ahead in forward", (
+        "it is not read in backward"
     )
+    between = (((1, 2), (4, 5)), ((1, 4),))  # the last unit's stays from forward to backward
+    assert says(*between) == "come 0 to 1 ticks ahead in forward, 0 to 1 in backward"
 
 
 # Budgets
@@ -286,16 +264,13 @@ def test_what_a_refusal_says_to_write_is_enough_for_all_ranks() -> None:
     assert 0 <= parse_bytes(enough) // 4 - plan.peak(Home.HOST) < MIB
 
 
-def test_without_an_accelerator_auto_takes_all_and_moves_nothing() -> None:
-    plan = plan_of(transformer(machine=CPU))
-    assert plan.layout is not None and {b.site for b in plan.layout.buckets} == {Site.DEVICE}
-    assert offload().request(transformer(machine=CPU)).device_bytes == CPU.device_bytes
-
-
 def test_both_homes_are_shown_on_a_machine_where_they_are_one_memory() -> None:
     text = table(plan_of(transformer(machine=CPU), site="host"))
     assert "device (this machine's RAM): " in text and "host (the same RAM): " in text
-    assert "the same RAM" not in table(plan_of(transformer(machine=CPU)))
+    alone = plan_of(transformer(machine=CPU))
+    assert "the same RAM" not in table(alone)
+    assert alone.layout is not None and {b.site for b in alone.layout.buckets} == {Site.DEVICE}, "nothing moves"
+    assert offload().request(transformer(machine=CPU)).device_bytes == CPU.device_bytes
 
 
 def test_sizes() -> None:
@@ -304,27 +279,20 @@ def test_sizes() -> None:
     for text in ("", "GiB", "-5GiB", "5 apples", "5GiBs", "1e9", "12"):
         with pytest.raises(ValueError, match=r"must be a size, as in|write the unit, as in"):
             parse_bytes(text)
+    for value in (0.0, 1.5, float("nan"), 0, 80, "80", "most"):
+        with pytest.raises(ValidationError):
+            offload(gpu_memory=value)
     for num_bytes in (1024, 1025, 10**6, 16 << 20, 10**12 + 1):  # what a refusal says to write
         assert num_bytes <= parse_bytes(written(num_bytes)) < num_bytes + max(1024, num_bytes // 15)
-
-
-@pytest.mark.parametrize("value", [0.0, 1.5, float("nan"), 0, 80, "80", "most"])
-def test_what_is_no_budget(value: Any) -> None:
-    with pytest.raises(ValidationError):
-        offload(gpu_memory=value)
 
 
 # Live models
 
 
-def make(config: Any) -> Any:
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-
-
 @pytest.mark.parametrize(
     ("model", "batch", "units"),
     [
-        (make(GPT2), (2, 8), ["embedding", "transformer.h.0", "transformer.h.1", "head"]),
+        (build("gpt2"), (2, 8), ["embedding", *(f"transformer.h.{i}" for i in range(4)), "head"]),
         (nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), {"input": torch.zeros(3, 4)}, ["embedding"]),
     ],
     ids=["gpt2", "no blocks"],
@@ -344,13 +312,8 @@ def test_any_model_is_planned_and_left_as_it_is(model: Any, batch: Any, units: l
     assert torch.equal(torch.get_rng_state(), random)
 
 
-def test_without_a_batch_nothing_counts_as_saved() -> None:
-    plan = plan_for(make(LLAMA), max_grad_norm=None)
-    assert sum(unit.saved_bytes for unit in plan.facts.units) == 0
-
-
 def test_groups_as_torch_takes_them() -> None:
-    model = make(LLAMA).to(torch.bfloat16)
+    model = build("llama").to(torch.bfloat16)
     model.lm_head.weight.requires_grad_(False)
     matrices = [p for p in model.parameters() if p.ndim > 1 and p.requires_grad]
     vectors = [p for p in model.parameters() if p.ndim == 1]

@@ -16,9 +16,10 @@ from trainer.planning.picture import ARENA, COLOURS, PARTS, RED, WIDTH, axis, dr
 
 def test_the_picture_shows_compute_and_memory(tmp_path: Path) -> None:
     plan = planned(known(FAST), site="host")
-    cost = plan_cost(plan)
-    assert cost is not None
-    draw(plan, cost, tmp_path / "step.png", model="a model", budget=1 << 30)
+    draw(plan, plan_cost(plan), tmp_path / "step.png", model="a model", budget=1 << 30)
+    about, step, busy = title(plan, plan_cost(plan), "llama")
+    assert about.startswith("llama, 0.00629 B parameters, fp32, 1 rank on test gpu")
+    assert step.startswith("simulated step: 15 s") and busy.startswith("busy beside compute")
     image = Image.open(tmp_path / "step.png")
     assert image.width == WIDTH
     colours = {colour for _, colour in image.getcolors(1 << 20)}
@@ -38,13 +39,6 @@ def test_what_is_saved_grows_through_forward_and_is_gone_after_backward() -> Non
     assert all(end == start for (_, end, _), (start, _, _) in pairwise(spans))
 
 
-def level_of_the_line(path: Path) -> int:
-    """The row of pixels of the budget line, from the top."""
-    image = Image.open(path)
-    column = [image.getpixel((WIDTH - 60, row)) for row in range(image.height)]
-    return column.index(RED)
-
-
 def test_the_line_is_at_the_budget(tmp_path: Path) -> None:
     """Not at the size of the device. Twice the budget halves the curve below the line."""
     plan = planned(known(FAST), site="host")
@@ -56,15 +50,8 @@ def test_the_line_is_at_the_budget(tmp_path: Path) -> None:
         image = Image.open(path)
         column = [image.getpixel((WIDTH - 60, row)) for row in range(image.height)]
         floor = max(row for row, colour in enumerate(column) if colour == ARENA)
-        tops.append((floor - level_of_the_line(path)) / (floor - column.index(ARENA)))
+        tops.append((floor - column.index(RED)) / (floor - column.index(ARENA)))
     assert tops[1] / tops[0] == pytest.approx(1.5, rel=0.05)
-
-
-def test_the_title_names_model_card_and_step() -> None:
-    plan = planned(known(FAST), site="host")
-    about, step, busy = title(plan, plan_cost(plan), "llama")
-    assert about.startswith("llama, 0.00629 B parameters, fp32, 1 rank on test gpu")
-    assert step.startswith("simulated step: 15 s") and busy.startswith("busy beside compute")
 
 
 @pytest.mark.parametrize("seconds", [0.0042, 0.99, 4711.0])
@@ -84,7 +71,7 @@ def test_the_bars_add_up_to_the_peak_where_there_is_no_step(tmp_path: Path) -> N
     assert {PARTS[0], PARTS[4], RED} <= colours
 
 
-def test_a_plan_without_offload_has_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = str(Path(__file__).parents[2] / "configs" / "zero.yaml")
     common = ["--config", config, "--world-size", "8", "--profile", "rtx4090-pcie4"]
     assert main([*common, "--plot", str(tmp_path / "x.png")]) == 0

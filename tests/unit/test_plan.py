@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 
 import pytest
 
@@ -56,13 +56,12 @@ def test_baseline_answers_every_question_of_every_unit() -> None:
     assert plan.engine() == {}
 
 
-@pytest.mark.parametrize("moments", [0, 1, 2])
-def test_baseline_bytes(moments: int) -> None:
+def test_baseline_bytes() -> None:
     """Autocast keeps fp32 parameters, so plain training takes the same bytes in every precision."""
-    plan = Plan.baseline(facts(precision=Precision.BF16, moments=moments))
-    num_params = 10 + 20 + 30 + 40
-    sizes = {Kind.PARAM: 4, Kind.GRAD: 4, Kind.MASTER: 0, Kind.MOMENT: 4 * moments}
-    assert {kind: plan.total(kind) for kind in Kind} == {kind: size * num_params for kind, size in sizes.items()}
+    plan = Plan.baseline(facts(precision=Precision.BF16, moments=1))
+    assert {kind: plan.total(kind) for kind in Kind} == {
+        Kind.PARAM: 4 * 100, Kind.GRAD: 4 * 100, Kind.MASTER: 0, Kind.MOMENT: 4 * 100
+    }  # fmt: skip
 
 
 # Amending
@@ -76,10 +75,6 @@ def test_amend_leaves_the_plan_as_it_was() -> None:
     assert (plan.num_bytes("head", Kind.PARAM), changed.num_bytes("head", Kind.PARAM)) == (160, 4 * 14), "rounded up"
     with pytest.raises(TypeError):
         plan.answers[("Impl", "head")] = changed.answers[("Impl", "head")]  # type: ignore[index]  # must be refused
-    with pytest.raises(FrozenInstanceError):
-        plan.facts = changed.facts  # type: ignore[misc]  # must be refused
-    with pytest.raises(FrozenInstanceError):
-        plan.share("head", Kind.PARAM).ways = 3  # type: ignore[misc]  # must be refused
 
 
 @pytest.mark.parametrize(
@@ -99,15 +94,6 @@ def test_different_answers_are_a_conflict_that_names_both(first: Decision, secon
         plan.amend([second], by="xyz")
     assert caught.value.second == "xyz"
     assert plan.amend([replace(first, reason="the same for another reason")], by="xyz").answers[first.slot][1] == "xyz"
-
-
-def test_answers_to_different_questions_do_not_meet() -> None:
-    plan = Plan.baseline(facts()).amend([share("head", Kind.PARAM)], by="a")
-    plan = plan.amend(
-        [share("head", Kind.GRAD, 4), share("embedding", Kind.PARAM, 8), rest("head", Kind.PARAM)], by="b"
-    )
-    which = (("head", Kind.PARAM), ("head", Kind.GRAD), ("embedding", Kind.PARAM))
-    assert [plan.share(*each).ways for each in which] == [2, 4, 8]
 
 
 def test_one_strategy_that_contradicts_itself_is_refused() -> None:
@@ -135,6 +121,7 @@ def test_the_order_in_the_config_is_irrelevant() -> None:
     plans = [compose(dict(order), facts(world_size=2)) for order in itertools.permutations(three.items())]
     assert len({table(plan) for plan in plans}) == 1
     assert len({json.dumps(to_json(plan)) for plan in plans}) == 1
+    assert to_json(plans[0])["totals"]["device"]["gradients"] == plans[0].total(Kind.GRAD) > 0
     assert [plans[0].rest(u.name, Kind.MOMENT).home for u in plans[0].facts.units] == [Home.DEVICE] + 3 * [Home.HOST]
 
 
@@ -170,16 +157,14 @@ def test_a_strategy_answers_only_its_own_question(phase: Phase) -> None:
     assert compose({"mine": engine}, facts()).engine() == {"a.b": 1}
 
 
-@pytest.mark.parametrize("is_open", [True, False])
-def test_a_later_phase_decides_again_only_what_was_left_open(is_open: bool) -> None:
-    first = Keep(unit="head", reason="", policy="x", saved_bytes=1, open=is_open)
-    again = replace(first, saved_bytes=2, open=False)
-    two = {"first": fake(Phase.KEEP, [first]), "second": fake(Phase.WHERE, [again])}
-    if is_open:
-        assert compose(two, facts()).answers[again.slot] == (again, "second")
-    else:
-        with pytest.raises(TypeError, match="second may not decide Keep"):
-            compose(two, facts())
+def test_a_later_phase_decides_again_only_what_was_left_open() -> None:
+    left_open = Keep(unit="head", reason="", policy="x", saved_bytes=1, open=True)
+    again = replace(left_open, saved_bytes=2, open=False)
+    second = fake(Phase.WHERE, [again])
+    plan = compose({"first": fake(Phase.KEEP, [left_open]), "second": second}, facts())
+    assert plan.answers[again.slot] == (again, "second")
+    with pytest.raises(TypeError, match="second may not decide Keep"):
+        compose({"first": fake(Phase.KEEP, [replace(left_open, open=False)]), "second": second}, facts())
 
 
 def test_idle_strategies_are_listed_with_their_reason() -> None:
@@ -195,7 +180,7 @@ def test_idle_strategies_are_listed_with_their_reason() -> None:
 # Peaks as labelled sums, in bytes
 
 
-def test_peak_without_accumulation() -> None:
+def test_peak_without_and_with_accumulation() -> None:
     plan = Plan.baseline(facts())
     params, moments = 4 * (10 + 20 + 30 + 40), 8 * (10 + 20 + 30 + 40)
     # When backward stands at the head, all that forward saved is alive, and the head's gradient.
@@ -203,6 +188,7 @@ def test_peak_without_accumulation() -> None:
     assert plan.peak(Home.DEVICE) == params + moments + saved + head_grad
     assert plan.states(Home.DEVICE) == params + moments + 4 * 100
     assert plan.peak(Home.HOST) == 0
+    assert Plan.baseline(facts(accumulation=3)).peak(Home.DEVICE) == params + moments + saved + 4 * 100
 
 
 def test_peak_in_the_middle_of_backward() -> None:
@@ -211,12 +197,6 @@ def test_peak_in_the_middle_of_backward() -> None:
     saved, grads = 1 + 5000, 4 * (1 + 1000 + 1)  # at layers.0: its own gradient and those behind it
     # One unit earlier: one byte more is saved, one parameter's gradient is not there yet.
     assert plan.peak(Home.DEVICE) == params + moments + saved + grads
-
-
-def test_peak_with_accumulation() -> None:
-    plan = Plan.baseline(facts(accumulation=3))
-    params, grads, moments, saved = 4 * 100, 4 * 100, 8 * 100, 10_000
-    assert plan.peak(Home.DEVICE) == params + grads + moments + saved
 
 
 def test_reserves_at_the_step_meet_gradients_but_not_saved_tensors() -> None:
@@ -260,11 +240,3 @@ def test_explain_gives_every_answer_with_who_and_why() -> None:
     assert kept.endswith("policy=none, saved_bytes=4000  [baseline: all kept]")
     both = plan.amend([rest("head", Kind.PARAM)], by="a")
     assert both.decided_by(("Share", "head", "PARAM"), ("Rest", "head", "PARAM")) == "a, zero"
-
-
-def test_json_is_json() -> None:
-    plan = compose({"zero": find("zero").model_validate({"stage": 3})}, facts(world_size=2, precision=Precision.BF16))
-    written = to_json(plan)
-    assert json.loads(json.dumps(written, allow_nan=False)) == written  # no tuple, no enum, no number as a key
-    assert written["totals"]["device"]["parameters"] == plan.total(Kind.PARAM) == 2 * 50
-    assert sum(row["bytes"] for row in written["rows"] if row["tensors"] == "moments") == plan.total(Kind.MOMENT)

@@ -2,10 +2,10 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
@@ -40,20 +40,18 @@ def saved(check: PlanCheck) -> list[Comparison]:
     return [each for each in check.compared() if each.owner == "saved for backward"]
 
 
-def count(check: PlanCheck, step: int) -> None:
-    with check.counting(Square(), step):
-        Square()(torch.ones(8, requires_grad=True))
-
-
 def test_only_the_first_step_is_counted(tmp_path: Path) -> None:
-    check = check_of(tmp_path)
-    count(check, 0)
-    (each,) = saved(check)
-    assert each.predicted == 64
-    assert each.measured == 64  # input and the weight of another module, 8 fp32 each
-    for step in (1, 2):
-        count(check, step)
-        assert saved(check) == [each]
+    """And of what it saves neither the model's weights nor, where blocks are recomputed, anything."""
+    check, model = check_of(tmp_path), Square()
+    for step in (0, 1, 2):
+        with check.counting(model, step):
+            for _ in range(1 + step):
+                model(torch.ones(8, requires_grad=True))
+        assert [(each.predicted, each.measured) for each in saved(check)] == [(64, 32)]
+    recomputing = check_of(tmp_path, recomputes=True)
+    with recomputing.counting(model, 0):
+        model(torch.ones(8, requires_grad=True))
+    assert saved(recomputing) == []
 
 
 class Rows(Square):
@@ -63,51 +61,23 @@ class Rows(Square):
         return super().forward(x)
 
 
-FULL, SHORT = torch.ones(2, 3), torch.tensor([[1, 1, 1], [1, 1, 0]])
-ONE, TWO = torch.arange(3).expand(2, 3), torch.tensor([[0, 1, 2], [0, 1, 0]])
-
-
-@pytest.mark.parametrize(
-    ("batch", "foretold"),
-    [
-        ({"attention_mask": FULL}, 48),
-        ({"attention_mask": SHORT}, 64),
-        ({"position_ids": ONE}, 48),
-        ({"position_ids": TWO}, 64),
-        ({}, 48),
-    ],
-)
-def test_rows_that_need_no_mask_are_compared_with_such(batch: Any, foretold: int, tmp_path: Path) -> None:
-    check, model = check_of(tmp_path), Rows()
-    check._without_mask = lambda: {unit.name: 48 for unit in check._plan.facts.units}
-    with check.counting(model, 0):
-        model(torch.ones(8, requires_grad=True), **batch)
-    assert saved(check)[0].predicted == foretold and not model._forward_pre_hooks
-
-
-def test_weights_are_not_saved_tensors(tmp_path: Path) -> None:
-    check, model = check_of(tmp_path), Square()
-    with check.counting(model, 0):
-        model(torch.ones(8, requires_grad=True))
-    assert saved(check)[0].measured == 32
-
-
-def test_recomputation_is_not_counted(tmp_path: Path) -> None:
-    check = check_of(tmp_path, recomputes=True)
-    count(check, 0)
-    assert saved(check) == []
-
-
-def test_error_is_relative_to_what_is_there() -> None:
-    each = Comparison("x", 110, 100)
-    assert abs(each.error - 0.1) < 1e-12
-    assert each.cells() == ("x", "110 B", "100 B", "+10.0 %")
-    assert Comparison("x", 1, 0).error == 0.0
+def test_rows_that_need_no_mask_are_compared_with_such(tmp_path: Path) -> None:
+    full, short = torch.ones(2, 3), torch.tensor([[1, 1, 1], [1, 1, 0]])
+    one, two = torch.arange(3).expand(2, 3), torch.tensor([[0, 1, 2], [0, 1, 0]])
+    cases: list[tuple[dict[str, torch.Tensor], int]] = [({"attention_mask": full}, 48), ({"attention_mask": short}, 64)]
+    cases += [({"position_ids": one}, 48), ({"position_ids": two}, 64), ({}, 48)]
+    for batch, foretold in cases:
+        check, model = check_of(tmp_path), Rows()
+        check._without_mask = partial(dict.fromkeys, [unit.name for unit in check._plan.facts.units], 48)
+        with check.counting(model, 0):
+            model(torch.ones(8, requires_grad=True), **batch)
+        assert saved(check)[0].predicted == foretold and not model._forward_pre_hooks
 
 
 def test_written_once_after_step_two(tmp_path: Path, capsys: Any) -> None:
     check = check_of(tmp_path)
-    count(check, 0)
+    with check.counting(Square(), 0):
+        Square()(torch.ones(8, requires_grad=True))
     for step in (1, 2, 3):
         state = TrainerState(global_step=step, is_world_process_zero=True)
         check.on_step_end(None, state, TrainerControl())  # type: ignore[arg-type]
@@ -117,19 +87,15 @@ def test_written_once_after_step_two(tmp_path: Path, capsys: Any) -> None:
     assert written["measured"][0]["owner"] == "saved for backward"
     assert written["rows"] == []
     assert len(lines) == 3 + len(written["measured"])  # title, names of columns, dashes
-
-
-def test_the_process_holds_both_homes_without_an_accelerator(tmp_path: Path) -> None:
-    check = check_of(tmp_path)
-    plan = check._plan
-    rows = {each.owner: each for each in check.compared()}
-    if accelerator.kind() is None:
-        assert rows["process, peak"].predicted == plan.peak(Home.HOST) + plan.peak(Home.DEVICE)
+    assert Comparison("x", 110, 100).cells() == ("x", "110 B", "100 B", "+10.0 %")
+    assert Comparison("x", 1, 0).error == 0.0
 
 
 def test_memory_of_other_ranks_that_a_process_maps_counts_as_its_own(tmp_path: Path) -> None:
     check = check_of(tmp_path)
     alone = {each.owner: each.predicted for each in check.compared()}["process, peak"]
+    if accelerator.kind() is None:  # the process holds both homes
+        assert alone == check._plan.peak(Home.HOST) + check._plan.peak(Home.DEVICE)
     bucket = layouts.bucket("b", "layers.0", 1024, ways=4, resident_ticks=((0, 1), (1, 2)))
     shared = replace(layouts.layout(bucket), common_host=True)
     check._plan = check._plan.amend([Stow(unit=RUN, reason="", layout=shared)], by="offload")

@@ -64,11 +64,17 @@ def trained(path: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> 
 
 
 def test_the_line_of_the_key(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """In this file, in its base, or on the command line."""
     path = write("  offload:\n    site: host\n    gpu_memory: 100KiB")
+    said = 'strategies.offload.gpu_memory = "100KiB": '
     for command in (planned, trained):
         line = command(path, capsys)
-        assert line.startswith(f'{path}:10: strategies.offload.gpu_memory = "100KiB": '), line
+        assert line.startswith(f"{path}:10: {said}"), line
         assert "are needed" in line and "write " in line
+    path = write("  offload:\n    site: host", base="strategies: {offload: {gpu_memory: 100KiB}}\n")
+    assert planned(path, capsys).startswith(f"{path.with_name('base.yaml')}:7: {said}")
+    given = planned(path, capsys, "strategies.offload.gpu_memory=100KiB")
+    assert given.startswith(f"command line: {said}")
 
 
 def test_more_than_the_card_has(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,18 +85,6 @@ def test_more_than_the_card_has(write: Callable[..., Path], capsys: pytest.Captu
     said = capsys.readouterr()
     assert (said.out, said.err.splitlines()[0]) == ("", f"{path}:8: {expected}")
     assert plan_command.main(["--config", str(path)]) == 0
-
-
-def test_a_key_of_the_base(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
-    path = write("  offload:\n    site: host", base="strategies: {offload: {gpu_memory: 100KiB}}\n")
-    expected = f'{path.with_name("base.yaml")}:7: strategies.offload.gpu_memory = "100KiB": '
-    assert planned(path, capsys).startswith(expected)
-
-
-def test_a_key_of_the_command_line(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
-    path = write("  offload:\n    site: host\n    gpu_memory: 100GiB")
-    line = planned(path, capsys, "strategies.offload.gpu_memory=100KiB")
-    assert line.startswith('command line: strategies.offload.gpu_memory = "100KiB": ')
 
 
 def test_a_key_that_is_not_written_names_its_section(

@@ -18,21 +18,13 @@ from trainer.run import finished, saving
 Usage = namedtuple("Usage", "total used free")
 
 
-@pytest.mark.parametrize(
-    ("error", "of_the_disk"),
-    [
-        (OSError(errno.ENOSPC, "No space left on device"), True),
-        (SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), True),
-        (
-            RuntimeError("[enforce fail at inline_container.cc:858] . PytorchStreamWriter failed writing file data/3"),
-            True,
-        ),
-        (MemoryError(), True),  # a copy of what is saved does not fit: the next save may
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
-    ],
-)
-def test_what_libraries_say_of_a_full_disk(error: Exception, of_the_disk: bool) -> None:
-    assert saving.of_the_disk(error) is of_the_disk
+def test_what_libraries_say_of_a_full_disk() -> None:
+    assert saving.of_the_disk(OSError(errno.ENOSPC, "No space left on device"))
+    assert saving.of_the_disk(SafetensorError("while serializing: I/O error: No space left on device (os error 28)"))
+    failed = "[enforce fail at inline_container.cc:858] . PytorchStreamWriter failed writing file data/3"
+    assert saving.of_the_disk(RuntimeError(failed))
+    assert saving.of_the_disk(MemoryError()), "a copy of what is saved does not fit: the next save may"
+    assert not saving.of_the_disk(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
 
 def test_a_checkpoint_takes_as_much_as_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +38,7 @@ def test_a_checkpoint_takes_as_much_as_the_one_before(tmp_path: Path, monkeypatc
     assert saving.shortage(tmp_path, saving.size_of(tmp_path)) == line
 
 
-@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+@pytest.mark.parametrize("umask", [0o022, 0o077])
 def test_all_files_have_the_mode_of_the_umask(tmp_path: Path, umask: int) -> None:
     former = os.umask(umask)
     try:

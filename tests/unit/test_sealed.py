@@ -62,21 +62,25 @@ def test_a_change_is_named(name: str, folder: Path) -> None:
     assert said.startswith(line)
 
 
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        (None, "there is no manifest.json in it"),
-        ("", "manifest.json cannot be read"),
-        ("[" * 200_000, "manifest.json cannot be read"),
-        ("[]", "manifest.json is damaged, something is missing in it"),
-        ('{"sha256": "x", "content": {}}', "manifest.json is damaged, its hash is another"),
-    ],
-)
-def test_a_manifest_that_is_none(text: str | None, line: str, folder: Path) -> None:
-    (folder / MANIFEST).unlink() if text is None else (folder / MANIFEST).write_text(text)
+def refused(folder: Path, kind: str = "test") -> str:
     with pytest.raises(Damaged) as caught:
-        read(folder, "test")
-    assert str(caught.value) == line
+        read(folder, kind)
+    return str(caught.value)
+
+
+def test_a_manifest_that_is_none(folder: Path) -> None:
+    another = "manifest.json is damaged, its hash is another"
+    for text, line in {
+        "": "manifest.json cannot be read",
+        "[" * 200_000: "manifest.json cannot be read",
+        "[]": "manifest.json is damaged, something is missing in it",
+        '{"sha256": "x", "content": {}}': another,
+        (folder / MANIFEST).read_text().replace('"step": 3', '"step": 4'): another,
+    }.items():
+        (folder / MANIFEST).write_text(text)
+        assert refused(folder) == line
+    (folder / MANIFEST).unlink()
+    assert refused(folder) == "there is no manifest.json in it"
 
 
 def forged(folder: Path, **changes: object) -> None:
@@ -85,30 +89,19 @@ def forged(folder: Path, **changes: object) -> None:
     (folder / MANIFEST).write_text(json.dumps(signed))
 
 
-def test_a_changed_value_a_missing_key_another_format_or_kind(folder: Path) -> None:
-    text = (folder / MANIFEST).read_text()
-    (folder / MANIFEST).write_text(text.replace('"step": 3', '"step": 4'))
-    with pytest.raises(Damaged, match="its hash is another"):
-        read(folder, "test")
-    (folder / MANIFEST).write_text(text)
-    with pytest.raises(Damaged, match="is of the kind test, not checkpoint"):
-        read(folder, "checkpoint")
+def test_a_missing_key_another_format_or_kind(folder: Path) -> None:
+    assert "is of the kind test, not checkpoint" in refused(folder, "checkpoint")
     forged(folder, format=9)
-    with pytest.raises(Damaged, match="has format 9, this release reads 1"):
-        read(folder, "test")
+    assert "has format 9, this release reads 1" in refused(folder)
     forged(folder, format=1, files={"a": {"bytes": 1}})
-    with pytest.raises(Damaged, match="something is missing"):
-        read(folder, "test")
+    assert "something is missing" in refused(folder)
 
 
-@pytest.mark.parametrize("name", ["/etc/passwd", "inner/../../outside"])
-def test_no_name_leads_out_of_the_folder(name: str, folder: Path) -> None:
+def test_no_name_leads_out_of_the_folder_and_a_link_is_not_sealed(folder: Path) -> None:
     (folder.parent / "outside").write_bytes(b"")
-    forged(folder, files={name: {"bytes": 0, "sha256": "x"}})
-    assert found(folder) == [f"{name!r}: not a name inside the folder"]
-
-
-def test_a_link_is_not_sealed(folder: Path) -> None:
+    for name in ("/etc/passwd", "inner/../../outside"):
+        forged(folder, files={name: {"bytes": 0, "sha256": "x"}})
+        assert found(folder) == [f"{name!r}: not a name inside the folder"]
     (folder / "link").symlink_to("a")
     with pytest.raises(OSError, match="link: a symbolic link"):
         seal(folder, "test", {})

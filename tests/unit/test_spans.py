@@ -15,7 +15,7 @@ from torch import Tensor
 
 from strategies.core.sealed import signed, size_and_hash
 from strategies.state import saved_state, spans
-from strategies.state.blocks import Columns, all_columns, rectangles
+from strategies.state.blocks import Columns, all_columns
 from strategies.state.saved_state import Described, Saved, Weights
 from strategies.state.spans import WEIGHT, Span, SpanError, Store
 from strategies.state.torch_state import Held, Piece, TorchState
@@ -76,20 +76,14 @@ def test_who_has_a_copy_sees_the_change(tmp_path: Path) -> None:
     assert into._version > before
 
 
-@pytest.mark.parametrize(
-    ("ranges", "line"),
-    [
-        ([(0, 10), (11, 24)], "a.w.exp_avg: 1 of 24 elements are in no file"),
-        ([(0, 12), (11, 24)], "a.w.exp_avg: elements 11 to 12 are in 0.safetensors and in 1.safetensors"),
-        ([], "a.w.exp_avg is in no file"),
-    ],
-    ids=["a gap", "twice", "nothing"],
-)
-def test_what_is_not_there_once(tmp_path: Path, ranges: list[tuple[int, int]], line: str) -> None:
-    assert faults(tmp_path, *(cut(each) for each in ranges)) == [line]
-
-
-def test_another_shape(tmp_path: Path) -> None:
+def test_what_is_not_there_once(tmp_path: Path) -> None:
+    cases: dict[str, list[tuple[int, int]]] = {
+        "a.w.exp_avg: 1 of 24 elements are in no file": [(0, 10), (11, 24)],
+        "a.w.exp_avg: elements 11 to 12 are in 0.safetensors and in 1.safetensors": [(0, 12), (11, 24)],
+        "a.w.exp_avg is in no file": [],
+    }
+    for line, ranges in cases.items():
+        assert faults(tmp_path, *(cut(each) for each in ranges)) == [line]
     assert faults(tmp_path, cut((0, 24)), shape=(4, 6)) == ["0.safetensors: a.w.exp_avg has shape [6, 4], not [4, 6]"]
     line = "0.safetensors: a.w.exp_avg goes on to element 20, and it has 18"
     assert faults(tmp_path, cut((0, 18), (18, 20)), shape=(3, 6)) == [line]
@@ -111,25 +105,22 @@ def entry(**changed: Any) -> dict[str, Any]:
     return {"a.w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]} | changed}
 
 
-MALFORMED: dict[str, Any] = {
-    "no JSON": b"{",
-    "nested": b"[" * 100_000,
-    "an unknown dtype": entry(dtype="F99"),
-    "a dtype of others": entry(dtype="I8", shape=[16]),
-    "too few bytes": entry(data_offsets=[0, 12]),
-    "a hole": entry(shape=[2], data_offsets=[8, 16]),
-}
+MALFORMED: list[Any] = [
+    b"{",
+    b"[" * 100_000,
+    entry(dtype="F99"),
+    entry(dtype="I8", shape=[16]),  # a type of others
+    entry(data_offsets=[0, 12]),
+    entry(shape=[2], data_offsets=[8, 16]),  # a hole
+]
 
 
-@pytest.mark.parametrize("what", MALFORMED)
-def test_malformed_files(tmp_path: Path, what: str) -> None:
-    path = header(tmp_path / "f.safetensors", MALFORMED[what])
-    with pytest.raises(SpanError, match=re.escape(str(path))) as caught:
-        Store.of([path], kind=WEIGHT)
-    assert len(str(caught.value).splitlines()) == 1
-
-
-def test_cut_files(tmp_path: Path) -> None:
+def test_malformed_and_cut_files(tmp_path: Path) -> None:
+    for content in MALFORMED:
+        path = header(tmp_path / "f.safetensors", content)
+        with pytest.raises(SpanError, match=re.escape(str(path))) as caught:
+            Store.of([path], kind=WEIGHT)
+        assert len(str(caught.value).splitlines()) == 1
     path = header(tmp_path / "f.safetensors", entry())
     whole = path.read_bytes()
     for size in (0, 7, 20, len(whole) - 17, len(whole) - 1):
@@ -174,7 +165,7 @@ def stored(folder: Path, some: list[Held]) -> Store:
     return Store.of(sorted(folder.iterdir()))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_any_division_is_read_under_any_other(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spans, "PIECE_BYTES", 100)  # two rows at a time
     draw = random.Random(seed)
@@ -185,14 +176,6 @@ def test_any_division_is_read_under_any_other(seed: int, tmp_path: Path, monkeyp
         (piece,) = want.pieces
         found.read(NAME, "weight", piece.start, into, columns=piece.columns)
         assert torch.equal(into, want.tensor)
-
-
-def test_columns_of_a_whole_tensor(tmp_path: Path) -> None:
-    """As a rank reads them from the model's own file."""
-    spans.write(tmp_path / "file", [Span(NAME, "weight", (ROWS, COLUMNS), 0, WHOLE)])
-    into = torch.empty(ROWS, 4)
-    Store.of([tmp_path / "file"]).read(NAME, "weight", 0, into, columns=Columns(8, 12, COLUMNS))
-    assert torch.equal(into, WHOLE[:, 8:])
 
 
 def test_what_is_missing_or_twice_there_is_found(tmp_path: Path) -> None:
@@ -214,12 +197,6 @@ def test_what_is_missing_or_twice_there_is_found(tmp_path: Path) -> None:
     assert line.endswith("was saved as a matrix of other columns than 7")
 
 
-def test_rectangles_of_a_range() -> None:
-    """The rest of a row, whole rows, the beginning of a row."""
-    found = [tuple(each) for each in rectangles(Columns(10, 14, 20), 3, 10)]
-    assert found == [(0, 1, 13, 14, 0, 4), (1, 3, 10, 14, 1, 4), (3, 4, 10, 11, 9, 4)]
-
-
 # --- the index -------------------------------------------------------------------------------------------------------
 
 
@@ -228,11 +205,11 @@ class Owner:
 
     rule = "AdamW"
 
-    def __init__(self, held: list[Span], step: float = 3.0, lr: Any = 0.1) -> None:
-        self.held, self.step, self.lr = held, step, lr
+    def __init__(self, held: list[Span], step: float = 3.0) -> None:
+        self.held, self.step = held, step
 
     def groups(self) -> list[dict[str, Any]]:
-        return [{"params": ["a.w"], "lr": self.lr, "betas": (0.9, 0.95)}]
+        return [{"params": ["a.w"], "lr": 0.1, "betas": (0.9, 0.95)}]
 
     def entries(self) -> Any:
         for span in self.held:
@@ -263,25 +240,18 @@ def test_rows_of_three_ranks(tmp_path: Path) -> None:
 def test_a_save_that_lacks_something_is_not_opened(tmp_path: Path) -> None:
     with pytest.raises(SpanError, match="8 of 24 elements are in no file"):
         written(tmp_path, Owner(cut((0, 8))), Owner(cut((16, 24))))
-    with pytest.raises(SpanError, match="elements 7 to 8 are in"):
-        written(tmp_path, Owner(cut((0, 8))), Owner(cut((7, 24))))
     with pytest.raises(SpanError, match=r"a\.w: ranks disagree about it"):
         written(tmp_path, Owner(cut((0, 8))), Owner(cut((8, 24)), step=2.0))
     with pytest.raises(SpanError, match=r"a\.w: no rank has written its state"):
         written(tmp_path, Owner([]))
-    with pytest.raises(ValueError, match=r"param_groups\[0\]\['lr'\] is .* which JSON cannot hold"):
-        written(tmp_path, Owner(cut((0, 24)), lr=torch.tensor(0.1)))
 
 
-def test_a_lost_file_and_a_strange_one(tmp_path: Path) -> None:
+def test_a_strange_file(tmp_path: Path) -> None:
     written(tmp_path, Owner(cut((0, 8))), Owner(cut((8, 24))))
-    lost = tmp_path / "optimizer-00001-of-00002-001.safetensors"
-    kept = lost.read_bytes()
-    lost.unlink()
-    with pytest.raises(SpanError, match=re.escape(f"{lost}: missing")):
-        saved_state.opened(tmp_path)
-    spans.write(lost, cut((9, 25), values=torch.zeros(25)))  # as long, and shifted by one element
-    assert lost.stat().st_size == len(kept)
+    one = tmp_path / "optimizer-00001-of-00002-001.safetensors"
+    size = one.stat().st_size
+    spans.write(one, cut((9, 25), values=torch.zeros(25)))  # as long, and shifted by one element
+    assert one.stat().st_size == size
     with pytest.raises(SpanError, match=r"a\.w\.exp_avg goes on to element 25"):
         saved_state.opened(tmp_path)
 
@@ -294,10 +264,7 @@ def test_what_is_signed_and_wrong(tmp_path: Path) -> None:
         (index, {"param_groups": [{"lr": 1}]}),
         (index, {"ranks": -1}),
         (index, {"ranks": 2}),
-        (index, {"version": 1}),
-        (record, {"parameters": {"a.w": None}}),
         (record, {"parameters": []}),
-        (record, {"files": {"../f": {"bytes": 1, "sha256": None}}}),
         (record, {"parameters": {"a.w": {**described, "numbers": {"step": "3"}}}}),
     ]
     for path, changed in changes:
@@ -306,9 +273,6 @@ def test_what_is_signed_and_wrong(tmp_path: Path) -> None:
         with pytest.raises(SpanError) as caught:
             saved_state.opened(tmp_path)
         assert len(str(caught.value).splitlines()) == 1
-        path.write_text("{")
-        with pytest.raises(SpanError, match=f"{path.name}: damaged"):
-            saved_state.opened(tmp_path)
         path.write_text(kept)
 
 

@@ -90,9 +90,9 @@ class Collectives(dist.ProcessGroup):
 
     group_name = pg_name
 
-    def barrier(self, *options: Any) -> Any:
+    def barrier(self, opts: Any = None) -> Any:
         torch.accelerator.synchronize()
-        return self._gloo.barrier(*options)
+        return self._gloo.barrier()  # the options name this device
 
     def issue(self, name: str, given: tuple[Any, ...]) -> Any:
         call = getattr(self._gloo, name)
