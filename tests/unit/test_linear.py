@@ -155,20 +155,17 @@ def test_nothing_to_do_is_said(options: dict[str, Any], changes: dict[str, Any],
     assert gemm_routes.chosen(plan) == {} and list(gemm_routes.lines(plan)) == [] and not plan.reserves(Home.DEVICE)
 
 
-def test_shapes_that_were_not_reached_stay_native() -> None:
-    other = layer(name="mlp.down", rows=20)
-    plan = plan_of({}, known(layer(), other, timings=(timed(wgrad={"left": 4.0}),)))
-    assert gemm_routes.chosen(plan) == {"layers.0.mlp.up": Routes(wgrad=Route.LEFT)}
-
-
-def test_adaptive_keeps_no_copies_where_weights_are_split_or_travel() -> None:
+@pytest.mark.parametrize(
+    ("no_copies", "expected"), [("", Routes(Route.COPY, wgrad=Route.LEFT)), ("weights travel", LEFT)]
+)
+def test_adaptive_keeps_no_copies_where_weights_travel_and_leaves_shapes_not_reached(
+    no_copies: str, expected: Routes
+) -> None:
     timings = (timed(forward={"copy": 1.0}, wgrad={"left": 4.0}),)
-    assert gemm_routes.chosen(plan_of({}, known(timings=timings))) == {
-        "layers.0.mlp.up": Routes(forward=Route.COPY, wgrad=Route.LEFT)
-    }
-    plan = plan_of({}, known(timings=timings, no_copies="weights travel"))
-    assert gemm_routes.chosen(plan) == {"layers.0.mlp.up": Routes(wgrad=Route.LEFT)}
-    assert not plan.reserves(Home.DEVICE)
+    layers = (layer(), layer(name="mlp.down", rows=20))
+    plan = plan_of({}, known(*layers, timings=timings, no_copies=no_copies))
+    assert gemm_routes.chosen(plan) == {"layers.0.mlp.up": expected}
+    assert bool(plan.reserves(Home.DEVICE)) is not bool(no_copies)
 
 
 def test_parity_is_declared_by_mode() -> None:

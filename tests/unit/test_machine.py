@@ -19,9 +19,8 @@ def write(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def test_cgroup_v2_takes_the_tightest_ancestor_and_forgives_droppable_cache(tmp_path: Path) -> None:
-    root = write(
-        tmp_path,
+CGROUPS: dict[str, tuple[dict[str, str], Memory | None, float | None]] = {
+    "v2, the tightest ancestor, without cache that can be dropped": (
         {
             "proc/self/cgroup": "0::/job/step\n",
             "sys/fs/cgroup/job/step/memory.max": "max\n",
@@ -32,14 +31,10 @@ def test_cgroup_v2_takes_the_tightest_ancestor_and_forgives_droppable_cache(tmp_
             "sys/fs/cgroup/job/step/cpu.max": "max 100000\n",
             "sys/fs/cgroup/job/cpu.max": "250000 100000\n",
         },
-    )
-    assert probe.cgroup_memory(root) == Memory(8 * GIB, 4 * GIB)
-    assert probe.cgroup_cores(root) == 2.5
-
-
-def test_cgroup_v1_where_the_path_is_the_hosts(tmp_path: Path) -> None:
-    root = write(
-        tmp_path,
+        Memory(8 * GIB, 4 * GIB),
+        2.5,
+    ),
+    "v1, where the path is the host's": (
         {
             "proc/self/cgroup": "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/\n",
             "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{4 * GIB}\n",
@@ -48,28 +43,33 @@ def test_cgroup_v1_where_the_path_is_the_hosts(tmp_path: Path) -> None:
             "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "150000\n",
             "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
         },
-    )
-    assert probe.cgroup_memory(root) == Memory(4 * GIB, 2 * GIB)
-    assert probe.cgroup_cores(root) == 1.5
-
-
-@pytest.mark.parametrize(
-    "files",
-    [
-        {},
+        Memory(4 * GIB, 2 * GIB),
+        1.5,
+    ),
+    "none": ({}, None, None),
+    "v2 without a limit": (
         {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max\n", "sys/fs/cgroup/cpu.max": "max 100000\n"},
+        None,
+        None,
+    ),
+    "v1 without a limit": (
         {
             "proc/self/cgroup": "4:memory:/\n1:cpu:/\n",
             "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
             "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
             "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
         },
-    ],
-)
-def test_no_limit_is_none(tmp_path: Path, files: dict[str, str]) -> None:
+        None,
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CGROUPS)
+def test_limits_of_cgroups(tmp_path: Path, case: str) -> None:
+    files, memory, cores = CGROUPS[case]
     root = write(tmp_path, files)
-    assert probe.cgroup_memory(root) is None
-    assert probe.cgroup_cores(root) is None
+    assert (probe.cgroup_memory(root), probe.cgroup_cores(root)) == (memory, cores)
 
 
 def test_host_numbers_are_cut_down_to_the_cgroup(tmp_path: Path) -> None:
@@ -106,20 +106,17 @@ def test_an_accelerator_of_any_kind_is_probed(monkeypatch: pytest.MonkeyPatch) -
     assert here.device_total_bytes == 7
 
 
-@pytest.mark.parametrize(
-    ("name", "bf16"),
-    [("NVIDIA H100 80GB HBM3", 989.4e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA A100-SXM4-40GB", 312e12)],
-)
-def test_cards_are_told_apart(name: str, bf16: float) -> None:
-    peak = probe.peak_flops(name)
-    assert peak is not None and peak.of("bf16") == bf16
-
-
-def test_cards_without_bf16_and_unknown_cards() -> None:
-    volta = probe.peak_flops("Tesla V100-SXM2-16GB")
-    assert volta is not None and volta.of("bf16") is None and volta.of("fp16") == 125e12
+def test_cards_are_told_apart() -> None:
+    for name, bf16, fp16 in (
+        ("NVIDIA H100 80GB HBM3", 989.4e12, 989.4e12),
+        ("NVIDIA H100 PCIe", 756e12, 756e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12, 312e12),
+        ("Tesla V100-SXM2-16GB", None, 125e12),
+    ):
+        peak = probe.peak_flops(name)
+        assert peak is not None and (peak.of("bf16"), peak.of("fp16")) == (bf16, fp16), name
     for name in ("NVIDIA A10G", "NVIDIA GeForce RTX 4090 Laptop GPU", "cpu", ""):
-        assert probe.peak_flops(name) is None
+        assert probe.peak_flops(name) is None, name
 
 
 def test_profiles_state_efficiency_of_the_link() -> None:
