@@ -66,7 +66,7 @@ def train(model: Any, plan: Plan, steps: int = 3) -> tuple[StowOptimizer, int]:
     optimizer = stow(model, plan, device="cpu")
     ids = torch.randint(1, 100, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
-    mask[0, -2:] = 0  # a plan counts batches as padded, which most are; full rows keep a mask less
+    mask[0, -2:] = 0  # plan_for(batch=(rows, tokens)) counts padded rows
     live = Everything()
     for step in range(steps):
         with live if step == steps - 1 else nullcontext():

@@ -11,6 +11,7 @@ not, or the other way round, would not train as it says.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -154,7 +155,8 @@ def count_live(model: nn.Module, batch: Batch | None, groups: Sequence[Sequence[
     """Count a live model, which is left unchanged. Every parameter is computed in its own dtype.
 
     Args:
-        batch: keyword arguments of its forward; (rows, tokens) stands for ids and labels. With None nothing is run.
+        batch: keyword arguments of its forward; (rows, tokens) stands for ids, labels and, where it takes one, the
+            mask of padded rows, with which attention keeps the most. With None nothing is run.
         groups: names of the optimizer's parameters, group by group; the others are frozen.
 
     Raises:
@@ -201,7 +203,9 @@ def _inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
 
     device = next(model.parameters()).device
     if isinstance(batch, tuple):
-        batch = dict.fromkeys(("input_ids", "labels"), torch.empty(batch, dtype=torch.long, device="meta"))
+        takes = inspect.signature(model.forward).parameters
+        names = ["input_ids", "labels", *(["attention_mask"] if "attention_mask" in takes else [])]
+        batch = dict.fromkeys(names, torch.empty(batch, dtype=torch.long, device="meta"))
     return {
         name: torch.empty_like(value, device=device) if isinstance(value, torch.Tensor) else value
         for name, value in batch.items()
