@@ -64,11 +64,10 @@ FACTORS = {"prefetch": ("auto", 0, 1), "factor": (0.3, 1.5, 4.0), "spare_blocks"
 def test_a_plan_takes_the_simulated_seconds(prefetch: int | str, factor: float, spare_blocks: int) -> None:
     model = frozen_base()
     probe = plan_for(model, site="device", weights="streamed", prefetch=0, batch=(2, 8), max_grad_norm=None)
-    assert probe.layout is not None and probe.addresses is not None
+    assert probe.layout is not None
     block = max(b.weight_bytes for b in probe.layout.buckets if not b.resident)
-    saved = sum(unit.saved_bytes for unit in probe.facts.units)
     rates = slow_link(block / factor)
-    plan = plan_in(model, rates, probe.addresses.num_bytes(Home.DEVICE) + saved + spare_blocks * block, prefetch)
+    plan = plan_in(model, rates, probe.peak(Home.DEVICE) + spare_blocks * block, prefetch)
     assert plan.layout is not None and not all(b.resident for b in plan.layout.buckets)
     problem = problem_of(plan.facts, plan.layout, rates_of(plan))
     outcome = simulate(problem, list(evictions_of(problem, plan.layout)), iterations=5)
