@@ -29,7 +29,7 @@ from strategies.core.sizes import AUTO, check_budget, human, parse_bytes
 from strategies.planner import edits, keep_or_offload, memory_rows
 from strategies.planner.budget import device_budget, host_budget
 from strategies.planner.exchanges import from_host
-from strategies.planner.state_placement import OffloadRequest
+from strategies.planner.places import OffloadRequest
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")  # Hugging Face's names of the engine's update rules
 _ROUNDING = "the engine computes with bf16 weights and keeps fp32 masters; plain training autocasts fp32 weights"

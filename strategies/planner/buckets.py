@@ -24,6 +24,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from statistics import median_low
 from typing import TypeAlias
 
 from strategies.core.facts import Facts, Param, UnitKind
@@ -84,12 +85,21 @@ def block_bytes(facts: Facts, dtype: str | None = None) -> int:
     return _block_bytes(facts.params, _kinds(facts), dtype)
 
 
+def typical_block_bytes(facts: Facts) -> int:
+    """Weights of a block that as many blocks exceed as not; 0 if there are no blocks."""
+    return median_low(_sizes_of_blocks(facts.params, _kinds(facts), None) or [0])
+
+
 def _block_bytes(params: Iterable[Param], kinds: Kinds, dtype: str | None) -> int:
+    return max(_sizes_of_blocks(params, kinds, dtype), default=0)
+
+
+def _sizes_of_blocks(params: Iterable[Param], kinds: Kinds, dtype: str | None) -> list[int]:
     totals = {name: 0 for name, kind in kinds if kind is UnitKind.BLOCK}
     for param in params:
         if param.unit in totals and dtype in (None, param.dtype):
             totals[param.unit] += _bytes(param)
-    return max(totals.values(), default=0)
+    return list(totals.values())
 
 
 def _kinds(facts: Facts) -> Kinds:

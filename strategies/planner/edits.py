@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from strategies.core.facts import Facts, Precision
-from strategies.core.protocol import Refusal
 from strategies.core.sizes import human
 from strategies.planner.budget import device_budget
 from strategies.planner.placement_search import PlacementSearch
-from strategies.planner.state_placement import OffloadRequest
+from strategies.planner.places import OffloadRequest
 
 SHOWN = 3
 WORTH = 0.01  # a gain that is worth a line
@@ -35,10 +34,7 @@ def ranked(facts: Facts, request: OffloadRequest, saved_bytes: int) -> dict[str,
 
 def _speed(facts: Facts, request: OffloadRequest, saved_bytes: int) -> float:
     """Tokens per second; 0 if it does not fit or the rates are unknown."""
-    try:
-        seconds = PlacementSearch(facts, request, saved_bytes).estimated()
-    except Refusal:
-        return 0.0
+    seconds = PlacementSearch(facts, request, saved_bytes).estimated()
     return facts.run.tokens_per_step / seconds if seconds else 0.0
 
 

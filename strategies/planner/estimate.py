@@ -1,4 +1,4 @@
-"""How long a step will take, from the totals of each resource: good enough to rank layouts, in microseconds.
+"""How long a step will take, from the totals of each resource: good enough to rank placements, in microseconds.
 
 With clipping a step has two phases, since no update may begin before the norm is known:
 
@@ -11,94 +11,86 @@ memory. Waits that come from the order of copies are left to the simulator.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 from strategies.core.facts import HOST_UPDATE_BYTES, Facts, Home
-from strategies.core.layout import Bucket, Site
+from strategies.core.layout import Site
 from strategies.planner.exchanges import gather_rate, sums_slowdown
-from strategies.planner.state_placement import OffloadRequest, Place
+from strategies.planner.places import OffloadRequest, Place, Placement, Places
 from strategies.planner.step_cost import TOUCHED_BYTES, unit_seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class _Load(NamedTuple):
     """What buckets at their places add to a step: seconds of the CPU's updates and the bytes of the host's memory that
     they touch; seconds of the device's updates; bytes of new weights, gradients (of one update) and state that cross
     the link, and of gradients that come up with state; all of one rank. ``exchanged`` and ``gathered``: bytes of
-    gradients, and of new weights, that it gets from the others over the network, where ``ways`` ranks share the
-    buckets."""
+    gradients, and of new weights, that it gets from the others over the network."""
 
-    cpu_s: float
-    touched: int
-    kernel_s: float
-    new: int
-    grads: int
-    state: int
-    visiting_grads: int
-    exchanged: int
-    gathered: int
-    ways: int
+    cpu_s: float = 0.0
+    touched: float = 0.0
+    kernel_s: float = 0.0
+    new: float = 0.0
+    grads: float = 0.0
+    state: float = 0.0
+    visiting_grads: float = 0.0
+    exchanged: float = 0.0
+    gathered: float = 0.0
 
 
 class Estimate:
-    """Estimates for one model and run, as ``request`` wants it. The machine's rates must be known."""
+    """Estimates for placements of ``places``. The machine's rates must be known."""
 
-    def __init__(self, facts: Facts, request: OffloadRequest) -> None:
+    def __init__(self, facts: Facts, request: OffloadRequest, places: Places) -> None:
         assert facts.machine.rates is not None
-        self._rates, self._run, self._in_backward = facts.machine.rates, facts.run, request.in_backward
-        self._common_host = request.common_host
+        self._rates, self._run, self._request, self._places = facts.machine.rates, facts.run, request, places
         times = unit_seconds(facts, self._rates)
         self._forward, self._backward = sum(one[0] for one in times), sum(one[1] for one in times)
         self._gathers = gather_rate(facts, self._rates)
         self._sums = sums_slowdown(facts, self._rates, request.reduction)
         self._hosted = sum(unit.hosted_bytes for unit in facts.units)
+        self._load = cache(self._load_of)
 
-    def load(self, placed: Iterable[tuple[Bucket, Place]]) -> Load:
-        """What buckets at these places add."""
-        rates, run = self._rates, self._run
-        cpu = kernel = 0.0
-        touched = new = grads = state = visiting_grads = exchanged = gathered = 0
-        ways = 1
-        update, touch = rates.update_params_per_s(run.precision), TOUCHED_BYTES / rates.device_bytes_per_s
-        for bucket, (site, grad_home, *_) in placed:
-            whole, count, ways = bucket.weight_bytes, bucket.share, bucket.ways
-            size = whole // ways
-            coming = whole if self._common_host and site is Site.HOST else size
-            if site is not Site.NONE:
-                exchanged += whole - size
-                gathered += whole - coming
-            if site is Site.HOST:
-                cpu += count / update
-                touched += HOST_UPDATE_BYTES * count
-                new += coming
-            elif site is not Site.NONE:
-                kernel += count * touch
-            if grad_home is Home.HOST:
-                grads += size * run.accumulation
-            elif site is Site.HOST:
-                grads += size
-            if site is Site.STREAMED:
-                state += 4 * (run.moments + bucket.mixed) * count
-                visiting_grads += size if grad_home is Home.HOST else 0
-        return Load(cpu, touched, kernel, new, grads, state, visiting_grads, exchanged, gathered, ways)
+    def seconds(self, placement: Placement, away: int) -> float:
+        """Seconds per step; ``away`` bytes of the buckets' weights leave between forward and backward."""
+        parts = [(self._load(index, place), number) for (index, place), number in self._places.alike(placement).items()]
+        totals = (sum(number * part[field] for part, number in parts) for field in range(len(_Load._fields)))
+        return self._seconds(_Load(*totals), away)
 
-    def seconds(self, load: Load, away: int) -> float:
-        """Seconds per step; ``away`` bytes of the buckets' weights leave between forward and backward.
+    def _load_of(self, index: int, place: Place) -> _Load:
+        bucket, rates, run = self._places.buckets[index], self._rates, self._run
+        whole, count, site = bucket.weight_bytes, bucket.share, place.site
+        size = whole // bucket.ways
+        if site is Site.NONE:
+            return _Load()
+        on_host, goes_down = site is Site.HOST, place.grad_home is Home.HOST
+        coming = whole if self._request.common_host and on_host else size
+        return _Load(
+            cpu_s=on_host * count / rates.update_params_per_s(run.precision),
+            touched=on_host * HOST_UPDATE_BYTES * count,
+            kernel_s=0.0 if on_host else count * TOUCHED_BYTES / rates.device_bytes_per_s,
+            new=on_host * coming,
+            grads=size * run.accumulation if goes_down else on_host * size,
+            state=(site is Site.STREAMED) * 4 * (run.moments + bucket.mixed) * count,
+            visiting_grads=(site is Site.STREAMED and goes_down) * size,
+            exchanged=whole - size,
+            gathered=whole - coming,
+        )
 
-        Saved tensors on the host go down under forward and come up under backward, in addition. Exchanges that cross
+    def _seconds(self, load: _Load, away: int) -> float:
+        """Saved tensors on the host go down under forward and come up under backward, in addition. Exchanges that cross
         the host use both links and its memory.
         """
         rates, passes = self._rates, self._run.accumulation
         forward, backward, saved = self._forward, self._backward, passes * self._hosted
-        own = away if self._common_host else away // load.ways
+        own = away if self._request.common_host else away // self._request.ways
         in_before = load.exchanged + (away - own) * (2 * passes - 1)  # gradients, and what backward gathers again
         back_up, again_up = own * passes + saved, own * (passes - 1)
         duplex = rates.duplex_factor if load.state else 1
         up, down = rates.up_bytes_per_s * duplex, rates.down_bytes_per_s * duplex
         coming, going = load.new + load.state + load.visiting_grads, load.grads + load.state + saved
         updating, dram = (load.cpu_s, load.touched), rates.dram_bytes_per_s
-        if self._in_backward:
+        if self._request.in_backward:
             compute = passes * (forward + backward) + load.kernel_s
             rising = coming + back_up + again_up
             exchanged = in_before + load.gathered
@@ -114,7 +106,9 @@ class Estimate:
         after = max(forward + load.kernel_s, _together(updating, copies, dram))
         return before + after
 
-    def _copies(self, up_s: float, down_s: float, num_bytes: int, exchanged: int, summed: int = 0) -> tuple[float, int]:
+    def _copies(
+        self, up_s: float, down_s: float, num_bytes: float, exchanged: float, summed: float = 0
+    ) -> tuple[float, float]:
         """Seconds of the slowest road, and bytes of the host's memory, of copies together with exchanges, of which
         ``summed`` are of gradients.
         """

@@ -28,8 +28,7 @@ from strategies.planner.problem import Eviction, Gap, Problem, least_memory, nee
 from strategies.planner.simulate import SAME, reload_period
 
 NEAR = 4  # a gap is swapped for so many on either side of it
-SEARCHED = 50  # plans that one search evaluates at most
-STARTS = SEARCHED // 3  # of them, for the start
+SEARCHED = 50  # plans that one search evaluates at most, a third of them for the start
 
 Gaps: TypeAlias = frozenset[Gap]
 
@@ -38,14 +37,14 @@ class DoesNotFit(Exception):
     """No plan is within the budget; the message says how many bytes are missing."""
 
 
-def choose(problem: Problem) -> tuple[Eviction, ...]:
-    """The best plan that is found.
+def choose(problem: Problem, searched: int = SEARCHED) -> tuple[Eviction, ...]:
+    """The best of so many plans.
 
     Raises:
         DoesNotFit: no plan is within the budget.
     """
     check_fits(problem)
-    return _Search(problem).found()
+    return _Search(problem, searched).found()
 
 
 def check_fits(problem: Problem) -> None:
@@ -88,8 +87,8 @@ def issue(problem: Problem, gaps: Iterable[Gap]) -> tuple[Eviction, ...] | None:
 class _Search:
     """Plans of one problem, each evaluated once; ``best`` has the least period, then the fewest bytes that move."""
 
-    def __init__(self, problem: Problem) -> None:
-        self._problem, self._evaluated = problem, 0
+    def __init__(self, problem: Problem, searched: int) -> None:
+        self._problem, self._searched, self._evaluated = problem, searched, 0
         self._tried: set[Gaps] = set()
         self._best, self._cost = frozenset[Gap](), (inf, 0)
         self._up = [problem.up_seconds(weight.num_bytes) for weight in problem.weights]
@@ -109,7 +108,7 @@ class _Search:
     def _is_done(self) -> bool:
         """Whether the best plan is optimal, as compute waits for nothing, or enough has been evaluated."""
         optimal = self._cost[0] <= self._problem.compute_seconds * (1 + SAME)
-        return optimal or self._evaluated >= SEARCHED
+        return optimal or self._evaluated >= self._searched
 
     def _try(self, gaps: Gaps) -> bool:
         """Evaluate ``gaps``; whether they are the best so far. Not if they do not fit or are certainly slower."""
@@ -139,7 +138,7 @@ class _Search:
         turns = sorted((g for g in gaps if g.before < count), key=lambda g: (g.after, rank[g.weight]))
         ends = sorted((g for g in gaps if g.before >= count), key=lambda g: (-g.before, rank[g.weight]))
         for bound, _, number, more in self._pairs(turns, ends):
-            if self._is_done or bound >= self._cost[0] or self._evaluated >= STARTS:
+            if self._is_done or bound >= self._cost[0] or self._evaluated >= self._searched // 3:
                 return
             self._try(frozenset((*turns[:number], *ends[:more])))
 
@@ -192,7 +191,7 @@ class _Search:
             less, more = (sum(self._up[gap.weight] for gap in some) for some in (out, into))
             if self._bound(copies - less + more) <= self._cost[0] and self._try(self._best.difference(out).union(into)):
                 return True
-            if self._evaluated >= SEARCHED:
+            if self._evaluated >= self._searched:
                 break
         return False
 

@@ -28,11 +28,10 @@ from typing import TypeAlias
 from strategies.core.facts import Facts, Home, Rates
 from strategies.core.layout import Layout
 from strategies.core.plan import NONE, Keep, Plan
-from strategies.core.protocol import Refusal
 from strategies.planner.activation_policy import KeepCosts, KeepOption, TradeoffCurve, within_host, work_seconds
 from strategies.planner.addresses import place
 from strategies.planner.placement_search import PlacementSearch
-from strategies.planner.state_placement import OffloadRequest
+from strategies.planner.places import OffloadRequest
 
 GRID = 4  # positions per curve, besides the first
 TRIED = 3  # positions that are worked out: of the curve on which nothing goes to the host, and of the others
@@ -152,7 +151,5 @@ class _Search:
         return found[1] if found else inf
 
     def _estimate(self, position: Position) -> float:
-        try:
-            return _placement_search(self._kept(position), self._request).estimated(sure=False) or 0.0
-        except Refusal:
-            return inf
+        seconds = _placement_search(self._kept(position), self._request).estimated()
+        return inf if seconds is None else seconds

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from operator import attrgetter
 from typing import TypeAlias
@@ -31,7 +31,7 @@ from strategies.core.facts import Home
 from strategies.core.layout import Layout
 from strategies.planner import weight_schedule
 from strategies.planner.addresses import place
-from strategies.planner.state_placement import PARTS, Movable, StatePlacement, StatePlacements
+from strategies.planner.places import Movable, Placement, Places
 
 SAMPLE = 64  # placements up to which all are looked at
 COARSE, AROUND, CLOSER = 16, 3, 4  # of more: the first ones, the best around which it goes on, how much closer then
@@ -40,33 +40,33 @@ OTHER = {Home.DEVICE: Home.HOST, Home.HOST: Home.DEVICE}
 
 @dataclass(frozen=True, slots=True)
 class Least:
-    """A layout that needs the least of one home, with the bytes of both arenas."""
+    """A layout that needs the least of one home, what it was made from, and the bytes of both arenas."""
 
     num_bytes: dict[Home, int]
     layout: Layout
+    places: Places
+    placement: Placement
 
 
 @dataclass(frozen=True, slots=True)
 class _Point:
     """A placement with the weights that are offloaded; the bytes that it should take, before it is placed."""
 
-    placements: StatePlacements
-    placement: StatePlacement
+    places: Places
+    placement: Placement
     offloaded: tuple[int, ...]
     num_bytes: dict[Home, int]
 
     def placed(self) -> Least:
-        layout = weight_schedule.only_while_used(self.placements.layout(self.placement), self.offloaded)
-        return Least(dict(place(layout).arena_bytes), layout)
+        layout = weight_schedule.only_while_used(self.places.layout(self.placement), self.offloaded)
+        return Least(dict(place(layout).arena_bytes), layout, self.places, self.placement)
 
 
-Make: TypeAlias = Callable[[StatePlacement], _Point | None]
+Make: TypeAlias = Callable[[Placement], _Point | None]
 Key: TypeAlias = Callable[[_Point], tuple[int, int]]
 
 
-def least_memory(
-    families: Sequence[StatePlacements], home: Home, room: float = inf, *, all_leave: bool = False
-) -> Least | None:
+def least_memory(families: Sequence[Places], home: Home, room: float = inf, *, all_leave: bool = False) -> Least | None:
     """The layout of these placements that needs the least of ``home``; None: nothing is within ``room``.
 
     Args:
@@ -89,18 +89,18 @@ def least_memory(
     return best
 
 
-def _points(family: StatePlacements, home: Home, room: float, key: Key, *, all_leave: bool) -> Iterator[_Point]:
+def _points(family: Places, home: Home, room: float, key: Key, *, all_leave: bool) -> Iterator[_Point]:
     """The points within ``room`` of all placements, and of the same with all host updates of blocks streamed, which may
     need less of the host.
     """
-    plain = family.all()
+    plain = family.ladder()
     if home is Home.DEVICE:
         last = _point(family, plain[-1], family.movable(plain[-1]))
         if last.num_bytes[Home.HOST] <= room:
             yield last
             return
 
-    def make(placement: StatePlacement) -> _Point | None:
+    def make(placement: Placement) -> _Point | None:
         sizes, weights = family.sizes(placement), family.movable(placement)
         if all_leave:
             some: Sequence[Movable] | None = weights
@@ -111,12 +111,11 @@ def _points(family: StatePlacements, home: Home, room: float, key: Key, *, all_l
         point = None if some is None else _point(family, placement, some)
         return point if point is not None and point.num_bytes[OTHER[home]] <= room else None
 
-    streamed = [replace(placement, eighths=PARTS) for placement in plain if family.may_stream(placement)]
     yield from _best_of(plain, make, key)
-    yield from _best_of(streamed, make, key)
+    yield from _best_of(list(dict.fromkeys(map(family.streamed, plain))), make, key)
 
 
-def _point(family: StatePlacements, placement: StatePlacement, some: Sequence[Movable]) -> _Point:
+def _point(family: Places, placement: Placement, some: Sequence[Movable]) -> _Point:
     """The point at which ``some`` weights are offloaded."""
     sizes = family.sizes(placement)
     device = sizes.weights + sizes.rest - freed(some)
@@ -125,7 +124,7 @@ def _point(family: StatePlacements, placement: StatePlacement, some: Sequence[Mo
     return _Point(family, placement, indices, {Home.DEVICE: device, Home.HOST: host})
 
 
-def _best_of(placements: Sequence[StatePlacement], make: Make, key: Key) -> list[_Point]:
+def _best_of(placements: Sequence[Placement], make: Make, key: Key) -> list[_Point]:
     """The points of all ``placements``. Of many a sample is made, and then those around the best ones, closer and
     closer; a minimum that is missed this way is one of a few buckets, of hundreds.
     """

@@ -1,9 +1,10 @@
 """The placement search: use the device first, and offload only the excess, unless offloading more is faster.
 
-Candidates of a budget (``candidates.py``) are simulated, and the fastest is taken; ``monotone.py`` sees to it that more
-device memory is never slower. If the capacity of buckets is open, it is the one whose copies are fastest; where that
-takes most of the budget, or more, also the one that needs the least of the device. Without known rates: the first
-placement that fits, or the last one with offloaded weights.
+``site_search.py`` finds a fast plan, among those of the buckets whose copies are fastest and those of whole blocks;
+where that takes most of the budget, or more, also in buckets that need the least of the device. Each search starts at
+the plan for less memory: budgets from the least one on, ``STEP`` times as much each, so that more memory is never
+slower than the step before. Between two steps it may be, by what a climb gains or misses. Without known rates: the
+first placement that fits as it is, or the last one with offloaded weights.
 
 Refused: budgets that nothing fits into. The least budgets are those of all placements, capacities of ``PARTS`` and
 sites that the options leave open (``least_memory.py``); the message names the least, and writing it is enough.
@@ -14,21 +15,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import islice
 from math import inf
 
 from strategies.core.facts import Facts, Home
 from strategies.core.layout import Layout
 from strategies.core.protocol import MemoryRefusal, Refusal
 from strategies.core.sizes import human, written
-from strategies.planner.addresses import place
-from strategies.planner.buckets import PARTS, block_bytes, capacity
-from strategies.planner.candidates import Candidates
+from strategies.planner.buckets import PARTS, block_bytes, capacity, typical_block_bytes
 from strategies.planner.least_memory import SAMPLE, Least, least_memory
-from strategies.planner.monotone import Found, at_budget
-from strategies.planner.state_placement import PARTS as EIGHTHS
-from strategies.planner.state_placement import OffloadRequest, StatePlacements
-from strategies.planner.step_cost import seconds_of
+from strategies.planner.places import OffloadRequest, Places
+from strategies.planner.site_search import SiteSearch, Timed
 
+STEP = 4  # from one budget that is searched on the way to the next
+BRIEF = 0.4  # of a search's effort, on the way
 TIGHT = 1.3  # up to so many times the least, smaller buckets are tried as well
 KEY = "strategies.offload"
 
@@ -46,9 +46,8 @@ class PlacementSearch:
         self._device_room, self._host_room = request.device_bytes - saved_bytes, request.host_bytes - hosted_bytes
         self._ranks = max(1, facts.machine.ranks)
         self._knows_rates = facts.machine.rates is not None and facts.run.forward_flops > 0
-        self._costs: dict[int, tuple[Layout, float]] = {}  # by identity: comparing layouts costs as much as simulating
-        self._usual = StatePlacements(facts, request)
-        self._candidates = self._of(self._usual)
+        self._usual = Places(facts, request)
+        self._search = self._of(self._usual)
 
     def best(self) -> Layout:
         """The layout with the fastest simulated step.
@@ -64,97 +63,90 @@ class PlacementSearch:
     def found(self) -> Layout | None:
         """``best``; None if nothing fits, which takes less time than to say how much would be enough."""
         if not self._knows_rates:
-            made = self._candidates.layouts(self._device_room)
-            return made[0] if made else self._least_host()
+            return self._first() or self._least_host()
         least = self._least_device
         if least is None or least.num_bytes[Home.DEVICE] > self._device_room:
             return self._least_host()
-        low = Found(least.num_bytes[Home.DEVICE], self._seconds(least.layout), least.layout)
-        return at_budget(self._device_room, low, self._most_bytes(), self._found).plan
+        found = Timed(self._search.seconds(least.layout), least.places, least.placement, least.layout)
+        budget = STEP * least.num_bytes[Home.DEVICE]
+        while budget < self._device_room:
+            found, budget = self._fastest(budget, found, BRIEF), STEP * budget
+        return self._fastest(self._device_room, found, 1).layout
 
     def quick(self) -> tuple[Layout, float] | None:
-        """A layout and its simulated seconds, for comparisons: ``found`` without a search at smaller budgets, which
-        takes a tenth of the time. The rates must be known.
+        """A layout and its simulated seconds, for comparisons: a mix, which takes a tenth of the time of ``found``. The
+        rates must be known.
         """
-        some = self._found(self._device_room)
-        layout = min(some, key=lambda one: one.seconds).plan if some else self.found()
-        return None if layout is None else (layout, self._seconds(layout))
+        found = self._search.fastest(self._device_room, effort=0)
+        layout = self.found() if found is None else found.layout
+        return None if layout is None else (layout, self._search.seconds(layout))
 
-    def estimated(self, *, sure: bool = True) -> float | None:
-        """The estimated seconds per step of the best layout; None if the machine's rates are unknown.
-
-        Args:
-            sure: only layouts that fit. Otherwise it may turn out not to fit, and the answer comes in milliseconds.
-
-        Raises:
-            Refusal: nothing fits.
+    def estimated(self) -> float | None:
+        """The estimated seconds per step, in milliseconds; it may turn out not to fit. None if the machine's rates are
+        unknown, or nothing may fit.
         """
-        if not self._knows_rates:
-            return None
-        found = self._candidates.estimated(self._device_room, sure=sure)
-        for candidates in self._tight if found is None else ():
-            found = candidates.estimated(self._device_room, sure=sure)
-            if found is not None:
-                break
-        if found is None:
-            raise self._refusal()
-        return found
+        return self._search.estimated(self._device_room) if self._knows_rates else None
 
-    def _of(self, placements: StatePlacements) -> Candidates:
-        return Candidates(self._facts, self._request, placements, self._host_room, knows_rates=self._knows_rates)
+    def _of(self, places: Places) -> SiteSearch:
+        return SiteSearch(self._facts, self._request, places, self._host_room)
 
-    def _seconds(self, layout: Layout) -> float:
-        """Simulated, once for each layout; the rates must be known."""
-        rates = self._facts.machine.rates
-        assert rates is not None
-        if id(layout) not in self._costs:
-            self._costs[id(layout)] = (layout, seconds_of(self._facts, layout, rates))
-        return self._costs[id(layout)][1]
+    def _first(self) -> Layout | None:
+        """What moves the least of all that fits."""
+        ladder = self._usual.ladder()
+        sizes = ((one, self._usual.sizes(one)) for one in ladder if self._request.weights != "streamed")
+        fits = (one for one, size in sizes if size.device <= self._device_room and size.host <= self._host_room)
+        tried = ladder if self._request.weights == "streamed" else [*islice(fits, 1), ladder[-1], ladder[0]]
+        found = (self._search.worked_out(one, self._device_room) for one in tried)
+        return next((layout for layout in found if layout is not None), None)
 
-    def _found(self, device_room: int) -> list[Found[Layout]]:
-        """The candidates within ``device_room``, simulated."""
-        made = self._candidates.layouts(device_room)
-        if device_room < TIGHT * _lower_bound(self._usual):
-            made += [layout for candidates in self._tight for layout in candidates.layouts(device_room)]
-        return [Found(place(layout).num_bytes(Home.DEVICE), self._seconds(layout), layout) for layout in made]
+    def _fastest(self, device_room: int, less: Timed, effort: float) -> Timed:
+        """The fastest plan, which may be the one for ``less`` memory. Each search starts at the plans before it."""
+        found = [less]
+        for search in [*self._searches, *(self._tight if device_room < TIGHT * _lower_bound(self._usual) else ())]:
+            fastest = search.fastest(device_room, found, effort)
+            found += [] if fastest is None else [fastest]
+        return min(found, key=lambda one: one.seconds)
 
-    def _most_bytes(self) -> int:
-        """Device bytes beyond which nothing changes."""
-        first, last = self._usual.all()[0], self._usual.all()[-1]
-        as_is, streamed = (self._usual.sizes(one) for one in (last, replace(last, eighths=EIGHTHS)))
-        visits = streamed.device - as_is.device if self._usual.may_stream(last) else 0
-        return self._usual.sizes(first).device + max(0, visits)
+    @cached_property
+    def _searches(self) -> list[SiteSearch]:
+        """In buckets of whole blocks, which are few, then in the usual ones."""
+        block = typical_block_bytes(self._facts)
+        if self._request.bucket_bytes is None and block:
+            whole = Places(self._facts, self._request, block)
+            if len(whole.buckets) != len(self._usual.buckets):
+                return [self._of(whole), self._search]
+        return [self._search]
 
     # --- the least memory --------------------------------------------------------------------------------------------
 
     @cached_property
-    def _smaller(self) -> list[StatePlacements]:
+    def _smaller(self) -> list[Places]:
         """Placements that need less of the device than the usual ones: those that need the least, and the same with
         slots for all gradients, which take less time.
         """
         least = _lower_bound(self._usual)
         smallest = min(self._others(), key=_lower_bound, default=self._usual)
-        with_slots = StatePlacements(self._facts, self._request, smallest.bucket_bytes)
+        with_slots = Places(self._facts, self._request, smallest.bucket_bytes)
         found = [smallest, with_slots] if smallest.direct else [smallest]
         return [one for one in found if _lower_bound(one) < least]
 
     @cached_property
-    def _tight(self) -> list[Candidates]:
-        return [self._of(placements) for placements in self._smaller]
+    def _tight(self) -> list[SiteSearch]:
+        return [self._of(places) for places in self._smaller]
 
-    def _others(self, request: OffloadRequest | None = None) -> Iterator[StatePlacements]:
+    def _others(self, request: OffloadRequest | None = None) -> Iterator[Places]:
         """Placements of other buckets than the usual ones, if the request leaves them open, and of the usual ones
         without slots for embedding and head. Of many placements, only those of the smallest buckets, which need the
         smallest slots.
         """
         block, wanted = block_bytes(self._facts), request or self._request
         usual = capacity(self._facts) or block
-        few = len(self._usual.all()) <= SAMPLE
+        few = len(self._usual.ladder()) <= SAMPLE
         sizes = (block, *(-(-block // part) for part in PARTS), 1) if few else (1,)
         if self._request.bucket_bytes is not None or not block:
             sizes = ()
         for size in dict.fromkeys((*sizes, usual)):
-            made = StatePlacements(self._facts, wanted, None if size == usual else size, direct=True)
+            made = Places(self._facts, wanted, None if size == usual else size, direct=True)
             if made.direct or size != usual:
                 yield made
 
@@ -164,15 +156,15 @@ class PlacementSearch:
         return self._least([self._usual, *self._smaller[:1]], Home.DEVICE, self._host_room)
 
     @cached_property
-    def _everything(self) -> list[StatePlacements]:
+    def _everything(self) -> list[Places]:
         """All buckets and sites that the request leaves open."""
         others = list(self._others())
         if self._request.site == "auto":
             streamed = replace(self._request, site="streamed")
-            others += [StatePlacements(self._facts, streamed), *self._others(streamed)]
+            others += [Places(self._facts, streamed), *self._others(streamed)]
         return [self._usual, *others]
 
-    def _least(self, families: Sequence[StatePlacements], home: Home, room: float = inf) -> Least | None:
+    def _least(self, families: Sequence[Places], home: Home, room: float = inf) -> Least | None:
         return least_memory(families, home, room, all_leave=self._request.weights == "streamed")
 
     @cached_property
@@ -251,7 +243,7 @@ class PlacementSearch:
         return "".join(f", or leave {KEY}.{name} at auto" for name in forced)
 
 
-def _lower_bound(placements: StatePlacements) -> int:
+def _lower_bound(placements: Places) -> int:
     """Device bytes with all on the host that may be there; if weights are packed without gaps, exactly."""
-    last = placements.all()[-1]
+    last = placements.ladder()[-1]
     return placements.sizes(last).rest + placements.sizes(last).largest_unit

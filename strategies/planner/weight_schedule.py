@@ -46,11 +46,19 @@ ASSUMED = Rates(
 Groups = Sequence[Sequence[int]]  # per weight of the problem: the buckets that it stands for
 
 
-def fitted(facts: Facts, layout: Layout, indices: Collection[int], room: int, ahead: int | None) -> Layout:
+def fitted(
+    facts: Facts,
+    layout: Layout,
+    indices: Collection[int],
+    room: int,
+    ahead: int | None,
+    searched: int = greedy.SEARCHED,
+) -> Layout:
     """``layout`` with as many weights of the buckets ``indices`` offloaded as it takes for all of them to fit ``room``.
 
     Args:
         ahead: weights come at most so many ticks before their use; None: as early as there is room.
+        searched: plans among which the search takes the best one.
 
     Raises:
         DoesNotFit: no plan fits.
@@ -61,7 +69,7 @@ def fitted(facts: Facts, layout: Layout, indices: Collection[int], room: int, ah
     budget = room
     for attempt in range(ATTEMPTS):
         try:
-            found = greedy.choose(replace(problem, budget=budget))
+            found = greedy.choose(replace(problem, budget=budget), searched)
         except DoesNotFit:
             break
         made = _scheduled(layout, groups, problem, _capped(found, ahead))

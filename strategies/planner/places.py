@@ -1,0 +1,294 @@
+"""Places: where each bucket's optimizer state rests, where its gradient waits and who updates it, and what that takes.
+
+A placement is one ``Place`` per bucket; ``Places`` knows which of them the options leave open, and counts the bytes of
+a placement without placing it. Where nothing can be compared by time, placements come in the order of ``ladder``, from
+the one that moves the least to the one that moves the most:
+
+1. optimizer state to the host, where the CPU updates it; last units first, because backward finishes them first. With
+   one micro-batch per update their gradients wait on the host as well.
+2. gradients of those buckets to the host; last units first.
+
+Host updates of blocks may be streamed instead: the state visits the device (from "Deep Optimizer States", arXiv
+2410.21316). A bucket whose state rests on the device keeps its weight there too, unless both are forced by options.
+
+A gradient of embedding or head is there twice for a moment: where backward made it, and in its slot, which no block's
+gradient needs as large. Where memory is scarce it goes down from where backward made it (``direct``). That memory is
+then free when the copy is done and not before, so the device waits for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal, NamedTuple, TypeAlias
+
+from strategies.core.facts import Facts, Home, UnitKind
+from strategies.core.layout import (
+    Bucket,
+    Item,
+    Layout,
+    Reduction,
+    Site,
+    aligned,
+    needs,
+    received_bytes,
+    scratch_of,
+    ticks_of,
+    uses,
+)
+from strategies.planner.addresses import size_classes
+from strategies.planner.buckets import capacity, form, offloadable
+
+
+class Place(NamedTuple):
+    """Where a bucket's state rests, where its gradient waits, whether each rank then has its span of it alone, and
+    whether it goes there without a slot."""
+
+    site: Site
+    grad_home: Home = Home.DEVICE
+    grad_split: bool = False
+    grad_direct: bool = False
+
+
+Placement: TypeAlias = tuple[Place, ...]  # one place per bucket
+ON_DEVICE = (Site.DEVICE, Site.STREAMED)
+PASSING: Mapping[Item, Home] = {Item.GRAD: Home.DEVICE, Item.VISIT: Home.DEVICE, Item.ARRIVAL: Home.HOST}  # in slots
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadRequest:
+    """The options of ``strategies.offload``. Budgets in bytes; ``gpu_memory`` and ``host_memory`` as they were written.
+
+    ``prefetch`` is how many ticks ahead of its use a weight comes at most; None: as early as memory allows. ``ways`` is
+    how many ranks hold a span of each bucket, ``splits_gradients`` whether of gradients on the device as well, and
+    ``reduction`` how they add gradients; ``common_host``: they read weights out of each other's host memory.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    gpu_memory: object
+    host_memory: object
+    bucket_bytes: int | None = None
+    prefetch: int | None = None
+    in_backward: bool = False
+    site: Literal["auto", "device", "host", "streamed"] = "auto"
+    weights: Literal["auto", "resident", "streamed"] = "auto"
+    gradients: Literal["auto", "device", "host"] = "auto"
+    keeps_copies: bool = True
+    ways: int = 1
+    splits_gradients: bool = False
+    common_host: bool = False
+    reduction: Reduction = "exact"
+
+
+class Sizes(NamedTuple):
+    """Bytes of a placement: on the device of weights that may be offloaded (``weights``), the most of them that one
+    unit needs (``largest_unit``), and all else (``rest``); on the host while no weight is offloaded (``host``)."""
+
+    weights: int
+    largest_unit: int
+    rest: int
+    host: int
+
+    @property
+    def device(self) -> int:
+        return self.weights + self.rest
+
+
+class _Cost(NamedTuple):
+    """One bucket at one place: bytes that it holds all the time while its weight stays, ``copy`` bytes on the host that
+    are added if its weight leaves, what of it uses slots, in bytes, and the elements that use scratch."""
+
+    device: int
+    host: int
+    copy: int
+    passing: tuple[tuple[Item, int], ...]
+    scratch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Movable:
+    """A weight that may be offloaded: its bytes, what its copy takes on the host, and the ticks that use it."""
+
+    index: int
+    num_bytes: int
+    copy_bytes: int
+    ticks: tuple[int, ...]
+
+
+class Places:
+    """What a request allows. ``choices``: the places of each bucket, from what moves the least; ``blocks``: buckets of
+    blocks whose weights may be offloaded; ``direct``: buckets whose gradients may do without a slot.
+
+    Args:
+        bucket_bytes: the capacity of buckets, if the request leaves it open; None: what is fastest to copy.
+        direct: gradients of embedding and head that wait on the host, for updates there, have no slot.
+    """
+
+    def __init__(
+        self, facts: Facts, request: OffloadRequest, bucket_bytes: int | None = None, *, direct: bool = False
+    ) -> None:
+        self._request, self.bucket_bytes = request, bucket_bytes
+        size = request.bucket_bytes or bucket_bytes or capacity(facts)
+        self.buckets = form(facts, size, request.ways)
+        movable = offloadable(facts, self.buckets, size)
+        streams, auto = request.weights == "streamed", request.site == "auto"
+        stays, bound = request.weights == "resident", request.site == "device"
+        self.blocks = [] if stays else [i for i in movable.blocks if streams or not bound or self._is_frozen(i)]
+        self._ends = [] if stays else [i for i in movable.ends if not bound or self._is_frozen(i)]
+        self._sendable = set(movable.gradients)
+        self._hosted_always = set(self.blocks) if streams and auto else set[int]()
+        names = {unit.name for unit in facts.units if unit.kind is UnitKind.BLOCK}
+        # Embedding and head are large: slots for their state, or gradients, would cost more memory than they free.
+        self._of_blocks = {i for i, bucket in enumerate(self.buckets) if set(bucket.units) <= names}
+        one_rank = request.ways == facts.run.replicas == 1
+        ends = self._sendable - self._of_blocks if direct and one_rank and request.site in ("auto", "host") else ()
+        self.direct = {index for index in ends if not self._is_frozen(index)}
+        # Several micro-batches are summed before the ranks are, as torch's data parallelism does.
+        splits = request.splits_gradients and request.ways > 1 and facts.run.accumulation == 1
+        self._split = self._sendable & self._of_blocks if splits else set[int]()
+        self._sends_early = request.gradients == "host" or (request.gradients == "auto" and facts.run.accumulation == 1)
+        self.choices = [tuple(self._choices(index)) for index in range(len(self.buckets))]
+        # One more than a block has, so that its backward does not wait for the gradients of the one before.
+        passing = Counter(self.buckets[index].units[0] for index in self._sendable)
+        self._empty = Layout(
+            buckets=(),
+            units=tuple(unit.name for unit in facts.units),
+            in_backward=request.in_backward,
+            accumulation=facts.run.accumulation,
+            max_grad_norm=facts.run.max_grad_norm,
+            moments=facts.run.moments,
+            grad_slots=1 + max(passing.values(), default=1),
+            keeps_copies=request.keeps_copies,
+            common_host=request.common_host,
+            reduction=request.reduction,
+        )
+        ticks = ticks_of(self._empty.units)
+        self._received = received_bytes(replace(self._empty, buckets=self.buckets))
+        self._weights = [aligned(bucket.weight_bytes) for bucket in self.buckets]
+        self._ticks = [uses(bucket, ticks) for bucket in self.buckets]
+        shapes: dict[tuple[object, ...], int] = {}
+        self._like = [  # per bucket, the first one that takes the same memory at the same place
+            shapes.setdefault((bucket.num_elements, bucket.dtype, len(bucket.params)), index)
+            for index, bucket in enumerate(self.buckets)
+        ]
+        self._bucket = cache(lambda index, place: replace(self.buckets[index], **place._asdict()))
+        self._costs = cache(self._cost)
+        self.sizes, self.ladder = cache(self._sizes), cache(self._ladder)
+
+    def _is_frozen(self, index: int) -> bool:
+        return self.buckets[index].group is None
+
+    def _choices(self, index: int) -> Iterator[Place]:
+        """The places of one bucket: device, host, streamed, each first with the gradient on the device."""
+        site = self._request.site
+        if self._is_frozen(index):
+            yield Place(Site.NONE)
+            return
+        sites = [Site(site)] if site != "auto" else [Site.DEVICE, Site.HOST, Site.STREAMED]
+        for each in sites:
+            if site == "auto" and each is Site.DEVICE and index in self._hosted_always:
+                continue
+            if site == "auto" and each is Site.STREAMED and index not in self._of_blocks:
+                continue
+            sends = index in self._sendable and each is not Site.DEVICE and self._request.gradients != "device"
+            forced = self._request.gradients == "host" or (self._sends_early and each is Site.HOST)
+            if not (sends and forced):
+                yield Place(each, grad_split=index in self._split and each in ON_DEVICE)
+            if sends:
+                yield Place(each, Home.HOST, grad_direct=index in self.direct and each is Site.HOST)
+
+    def _ladder(self) -> list[Placement]:
+        """Placements that stream nothing unless they have to, from what moves the least to what moves the most."""
+        now = [some[0] for some in self.choices]
+        found = [tuple(now)]
+        for wanted in (Home.DEVICE, Home.HOST):  # first states, then gradients
+            for index in reversed(range(len(now))):
+                some = [place for place in self.choices[index] if place.site is not Site.STREAMED] or self.choices[
+                    index
+                ]
+                to = some[-1] if wanted is Home.HOST else next((p for p in some if p.site is Site.HOST), some[0])
+                if to != now[index]:
+                    now[index] = to
+                    found.append(tuple(now))
+        return found
+
+    def streamed(self, placement: Placement) -> Placement:
+        """``placement`` with all host updates streamed that may be; gradients wait where they did, if they may."""
+
+        def there(place: Place, choices: Sequence[Place]) -> Place:
+            some = [one for one in choices if one.site is Site.STREAMED] if place.site is Site.HOST else []
+            return next((one for one in some if one.grad_home is place.grad_home), some[-1] if some else place)
+
+        return tuple(map(there, placement, self.choices))
+
+    def offloadable(self, placement: Placement) -> list[int]:
+        """Buckets whose weights may be offloaded."""
+        streams = self._request.weights == "streamed"
+        blocks = [index for index in self.blocks if streams or placement[index].site is not Site.DEVICE]
+        return blocks + [index for index in self._ends if placement[index].site is not Site.DEVICE]
+
+    def layout(self, placement: Placement) -> Layout:
+        """All buckets as ``placement`` places them, every weight resident."""
+        return replace(self._empty, buckets=tuple(map(self._bucket, range(len(placement)), placement)))
+
+    def like(self, other: Places, placement: Placement) -> Placement:
+        """The places that the parameters have in ``placement`` of ``other`` buckets, as far as they may."""
+        if other is self:
+            return placement
+        theirs = {name: at for bucket, at in zip(other.buckets, placement, strict=True) for name in bucket.params}
+
+        def nearest(bucket: Bucket, choices: Sequence[Place]) -> Place:
+            wanted = theirs[bucket.params[len(bucket.params) // 2]]
+            return min(choices, key=lambda one: (one.site is not wanted.site, one.grad_home is not wanted.grad_home))
+
+        return tuple(map(nearest, self.buckets, self.choices))
+
+    def alike(self, placement: Placement) -> Mapping[tuple[int, Place], int]:
+        """How many buckets are like the one of an index, at one place."""
+        return Counter(zip(self._like, placement, strict=True))
+
+    def movable(self, placement: Placement) -> list[Movable]:
+        """The weights that may be offloaded."""
+        copies = {index: self._costs(self._like[index], placement[index]).copy for index in self.offloadable(placement)}
+        return [Movable(index, self._weights[index], copy, self._ticks[index]) for index, copy in copies.items()]
+
+    def _sizes(self, placement: Placement) -> Sizes:
+        """What ``place`` finds for the layout, much faster: ``weights + rest`` on the device, ``host`` on the host."""
+        device = host = mixed = 0
+        passed: dict[Item, Counter[int]] = {item: Counter() for item in PASSING}
+        for (index, place), number in self.alike(placement).items():
+            cost = self._costs(index, place)
+            device, host, mixed = device + number * cost.device, host + number * cost.host, max(mixed, cost.scratch)
+            for item, size in cost.passing:
+                passed[item][size] += number
+        for item, sizes in passed.items():
+            slots = sum(size * number for size, number in size_classes(sizes, self._empty.slots(item)))
+            device, host = (device + slots, host) if PASSING[item] is Home.DEVICE else (device, host + slots)
+        units: Counter[str] = Counter()
+        leaving = self.offloadable(placement)
+        for index in leaving:
+            for unit in self.buckets[index].units:
+                units[unit] += self._weights[index]
+        weights = sum(self._weights[index] for index in leaving)
+        rest = device - weights + scratch_of([mixed]) + self._received
+        return Sizes(weights, max(units.values(), default=0), rest, host)
+
+    def _cost(self, index: int, place: Place) -> _Cost:
+        bucket = self._bucket(index, place)
+        stays, leaves = (
+            [(need, aligned(need.num_bytes, need.home)) for need in needs(one, self._empty)]
+            for one in (bucket, replace(bucket, resident_ticks=((0, 1),)))
+        )
+        host, away = (
+            sum(size for need, size in found if not need.passes and need.home is Home.HOST) for found in (stays, leaves)
+        )
+        return _Cost(
+            device=sum(size for need, size in stays if not need.passes and need.home is Home.DEVICE),
+            host=host,
+            copy=away - host,
+            passing=tuple((need.item, size) for need, size in stays if need.passes),
+            scratch=bucket.share if bucket.mixed and place.site in ON_DEVICE else 0,
+        )

@@ -1,0 +1,272 @@
+"""The search over sites: who updates which bucket, and where gradients wait, so that the simulated step is shortest.
+
+It starts at mixes: a share of the bytes stays on the device, the first buckets or evenly spread ones, and a share of
+the rest is streamed. The best mixes by an estimate (``estimate.py``) are worked out, and so are plans for less memory
+and of other buckets; then the shares of the best mix are changed. From there a climb goes on: a run of neighbouring
+buckets gets another place, or two, or exchanges its places with another run. What the estimate finds clearly slower is
+left out; the others get their weights' schedule (``weight_schedule.py``) and are simulated, and a faster one is kept.
+
+What a search tries is counted in buckets, so that large models do not take much longer than small ones. The moves are
+random numbers that follow from the budget: the same budget has the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from itertools import islice, product, starmap
+from math import inf
+from random import Random
+from typing import NamedTuple, TypeAlias
+
+from strategies.core.facts import Facts, Home
+from strategies.core.layout import Layout, Site
+from strategies.planner import weight_schedule
+from strategies.planner.addresses import place
+from strategies.planner.estimate import Estimate
+from strategies.planner.greedy import SEARCHED, DoesNotFit
+from strategies.planner.least_memory import fewest_copies
+from strategies.planner.places import OffloadRequest, Place, Placement, Places, Sizes
+from strategies.planner.simulate import simulated_period
+from strategies.planner.step_cost import evictions_of, problem_of, seconds_of, unit_seconds
+
+EFFORT = 1500  # buckets in all plans of a climb
+MOST_TRIED = 60  # plans of a climb, of few buckets
+SLOWER = 1.03  # times the best: what is estimated to take longer is not worked out
+FEW = 12  # weight schedules that are compared to rank a placement
+MOVES = 20  # drawn for each that is worked out, at most
+LONGEST = 4  # at most one in so many of the buckets move together
+SHARES = 16  # parts that a mix counts in
+BEST = 3  # mixes of each streamed share that are worked out
+MANY = 120  # buckets of which fewer mixes are made
+SAME = 1e-6  # a relative gain that is not worth a move
+Measure: TypeAlias = Callable[[Placement], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A layout, the placement that it was made from, and the simulated seconds of its step."""
+
+    seconds: float
+    places: Places
+    placement: Placement
+    layout: Layout
+
+
+class SiteSearch:
+    """Layouts of ``places`` within a budget; for all but ``worked_out`` the machine's rates must be known.
+
+    Args:
+        host_room: bytes that the arena on the host may have.
+    """
+
+    def __init__(self, facts: Facts, request: OffloadRequest, places: Places, host_room: int) -> None:
+        self._facts, self._request, self.places, self._host_room = facts, request, places, host_room
+
+    def worked_out(self, placement: Placement, device_room: int, searched: int = SEARCHED) -> Layout | None:
+        """The layout of ``placement`` with as many weights offloaded as it takes; None if it does not fit."""
+        sizes = self.places.sizes(placement)
+        made = self._scheduled(placement, sizes, device_room, searched)
+        if made is None or place(made).num_bytes(Home.HOST) <= self._host_room:
+            return made
+        some = fewest_copies(self.places.movable(placement), sizes.device - device_room) or []
+        made = weight_schedule.only_while_used(self.places.layout(placement), [weight.index for weight in some])
+        needed = place(made)
+        fits = needed.num_bytes(Home.HOST) <= self._host_room and needed.num_bytes(Home.DEVICE) <= device_room
+        return made if fits else None
+
+    def timed(self, placement: Placement, device_room: int) -> Timed | None:
+        """``worked_out``, simulated."""
+        layout = self.worked_out(placement, device_room)
+        return None if layout is None else Timed(self.seconds(layout), self.places, placement, layout)
+
+    def seconds(self, layout: Layout) -> float:
+        """The simulated seconds of a step."""
+        assert self._facts.machine.rates is not None
+        return seconds_of(self._facts, layout, self._facts.machine.rates)
+
+    def fastest(self, device_room: int, near: Sequence[Timed] = (), effort: float = 1) -> Timed | None:
+        """The fastest layout that is found.
+
+        Args:
+            near: plans for less memory, or of other buckets.
+            effort: of the climb, in parts of the usual one.
+        """
+        walk = _Walk(self.places, partial(self._estimated, device_room), partial(self._simulated, device_room))
+        as_it_is = (one for one in self.places.ladder() if self.places.sizes(one).device <= device_room)
+        for placement in (*islice(as_it_is, 1), *(self.places.like(one.places, one.placement) for one in near)):
+            walk.consider(placement)
+        walk.start()
+        walk.climb(Random(device_room), int(effort * min(MOST_TRIED, EFFORT / len(self.places.buckets))), self._bound)
+        return None if walk.best is None else self.timed(walk.best, device_room)
+
+    def estimated(self, device_room: int) -> float | None:
+        """The estimated seconds of the best mix; None if none may fit. It may turn out not to fit."""
+        some = starmap(Mix, product(range(SHARES + 1), range(0, SHARES + 1, SHARES // 4), [SHARES]))
+        found = min(self._estimated(device_room, mixed(self.places, mix)) for mix in some)
+        return found if found < inf else None
+
+    def _estimated(self, device_room: int, placement: Placement) -> float:
+        """Seconds; infinite if the placement certainly does not fit."""
+        sizes = self.places.sizes(placement)
+        away = sizes.weights if self._request.weights == "streamed" else sizes.device - device_room
+        fits = sizes.host <= self._host_room and sizes.rest + sizes.largest_unit <= device_room
+        return self._estimate.seconds(placement, max(0, away)) if fits else inf
+
+    def _simulated(self, device_room: int, placement: Placement) -> float:
+        """Seconds, of as few iterations as are enough to rank plans; infinite if the placement does not fit."""
+        layout, rates = self.worked_out(placement, device_room, FEW), self._facts.machine.rates
+        if layout is None or rates is None:
+            return inf
+        problem = problem_of(self._facts, layout, rates)
+        return simulated_period(problem, list(evictions_of(problem, layout)), 3 if self._request.in_backward else 2)
+
+    @cached_property
+    def _estimate(self) -> Estimate:
+        return Estimate(self._facts, self._request, self.places)
+
+    @cached_property
+    def _bound(self) -> float:
+        """Seconds that no plan takes less than: forward and backward alone."""
+        assert self._facts.machine.rates is not None
+        return self._facts.run.accumulation * sum(map(sum, unit_seconds(self._facts, self._facts.machine.rates)))
+
+    def _scheduled(self, placement: Placement, sizes: Sizes, device_room: int, searched: int) -> Layout | None:
+        """``placement`` with the ticks at which weights are on the device; None if they do not fit there."""
+        places, room, layout = self.places, device_room - sizes.rest, self.places.layout(placement)
+        if sizes.host > self._host_room or room < sizes.largest_unit:
+            return None
+        if self._request.weights == "streamed":
+            made = weight_schedule.window(layout, places.blocks, self._request.prefetch)
+            if place(made).num_bytes(Home.DEVICE) - sizes.rest <= room:
+                return made
+        try:
+            return weight_schedule.fitted(
+                self._facts, layout, places.offloadable(placement), room, self._request.prefetch, searched
+            )
+        except DoesNotFit:
+            return None
+
+
+class _Walk:
+    """One search at one budget: the best placement so far, and what has been simulated."""
+
+    def __init__(self, places: Places, estimate: Measure, simulate: Measure) -> None:
+        self._places, self._estimate, self._simulate = places, estimate, simulate
+        self._open = [index for index, choices in enumerate(places.choices) if len(choices) > 1]
+        self._kinds = list(dict.fromkeys(place for choices in places.choices for place in choices))
+        self._times: dict[Placement, float] = {}
+        self.best: Placement | None = None
+        self._seconds = inf
+
+    def consider(self, placement: Placement) -> None:
+        """Simulate ``placement``, once, and keep it if it is the best so far."""
+        if placement not in self._times:
+            self._times[placement] = seconds = self._simulate(placement)
+            if seconds < self._seconds * (1 - SAME):
+                self.best, self._seconds = placement, seconds
+
+    def start(self) -> None:
+        """Consider mixes: the best by the estimate of each share that is streamed; then change shares of the best."""
+        places, found = self._places, dict[Mix, float]()
+
+        def time(mix: Mix) -> float:
+            """Infinite if it does not fit, or the estimate finds it slower than the best so far."""
+            if mix not in found:
+                placement = mixed(places, mix)
+                hopeful = self._estimate(placement) <= SLOWER * self._seconds
+                if hopeful:
+                    self.consider(placement)
+                found[mix] = self._times[placement] if hopeful else inf
+            return found[mix]
+
+        few = len(places.buckets) <= MANY
+        sent, ends = ([0, SHARES // 2, SHARES], [0, 1, 2]) if few else ([0, SHARES], [0])
+        for streamed in range(0, SHARES + 1, SHARES // 4):
+            some = starmap(Mix, product(range(0, SHARES + 1, 2), [streamed], sent, ends, [True]))
+            timed = sorted((seconds, mix) for mix in some if (seconds := self._estimate(mixed(places, mix))) < inf)
+            for _, mix in timed[:BEST]:
+                time(mix)
+        best, step = min(found, key=found.__getitem__, default=None), SHARES // 8
+        while best is not None and step:
+            moved = min(best.near(step), key=time)
+            best, step = (moved, step) if found[moved] < found[best] else (best, step // 2)
+
+    def climb(self, random: Random, most: int, bound: float) -> None:
+        """Try at most so many moves from the best placement, unless it takes as long as ``bound``."""
+        tried = 0
+        for _ in range(MOVES * most):
+            if self.best is None or not self._open or tried >= most or self._seconds <= bound * (1 + SAME):
+                return
+            moved = self._moved(self.best, random)
+            if moved not in self._times and self._estimate(moved) <= SLOWER * self._seconds:
+                self.consider(moved)
+                tried += 1
+
+    def _moved(self, placement: Placement, random: Random) -> Placement:
+        """Another place for a run of buckets, or for each of two; or two exchange theirs. Most runs are short."""
+        found, choices, count = list(placement), self._places.choices, len(self._open)
+        length = 1 + int(random.random() ** 3 * count / LONGEST)
+        runs = [self._open[at : at + length] for at in (random.randrange(count - length + 1) for _ in range(2))]
+        if random.random() < 0.3:
+            for here, there in zip(*runs, strict=True):
+                if found[there] in choices[here] and found[here] in choices[there]:
+                    found[here], found[there] = found[there], found[here]
+            return tuple(found)
+        for run in runs[: random.choice([1, 1, 2])]:
+            kind = random.choice(self._kinds)
+            for index in run:
+                found[index] = kind if kind in choices[index] else found[index]
+        return tuple(found)
+
+
+class Mix(NamedTuple):
+    """Parts, in ``SHARES``: of blocks' bytes that stay on the device, of the rest that is streamed, and of gradients of
+    the rest that wait on the host. ``ends``: buckets, of those that cannot be streamed, that stay as well. ``even``:
+    what stays is spread evenly; else it comes first.
+    """
+
+    stays: int
+    streamed: int
+    sent: int
+    ends: int = 0
+    even: bool = True
+
+    def near(self, step: int) -> list[Mix]:
+        """Mixes with one part changed by ``step``, or another end, or in the other order."""
+        found = [self._replace(even=not self.even)]
+        for name, by, most in (("ends", 1, 2), *((part, step, SHARES) for part in ("stays", "streamed", "sent"))):
+            now = getattr(self, name)
+            found += [self._replace(**{name: to}) for to in (now - by, now + by) if 0 <= to <= most]
+        return found
+
+
+@lru_cache(maxsize=4096)
+def mixed(places: Places, mix: Mix) -> Placement:
+    """The placement of these parts, as far as the options allow it."""
+    sizes = [bucket.weight_bytes for bucket in places.buckets]
+    visits = [any(choice.site is Site.STREAMED for choice in choices) for choices in places.choices]
+    ends = [index for index, may in enumerate(visits) if not may]
+    blocks = [index for index, may in enumerate(visits) if may] or ends
+    here = {*ends[: mix.ends], *_share(blocks, sizes, mix.stays, even=mix.even)}
+    rest = [index for index in range(len(sizes)) if index not in here]
+    streamed, sent = (set(_share(rest, sizes, part, even=True)) for part in (mix.streamed, mix.sent))
+
+    def nearest(index: int) -> Place:
+        site = Site.DEVICE if index in here else Site.STREAMED if index in streamed else Site.HOST
+        order = [site, Site.HOST, Site.STREAMED, Site.DEVICE, Site.NONE]
+        home = Home.HOST if index in sent else Home.DEVICE
+        return min(places.choices[index], key=lambda one: (order.index(one.site), one.grad_home is not home))
+
+    return tuple(map(nearest, range(len(sizes))))
+
+
+def _share(indices: Sequence[int], sizes: Sequence[int], part: int, *, even: bool) -> Iterator[int]:
+    """Those of ``indices`` that have ``part`` in ``SHARES`` of the bytes: spread evenly, or the first ones."""
+    total, seen, taken = sum(sizes[index] for index in indices), 0, 0
+    for index in indices:
+        seen += sizes[index]
+        if (part * (seen if even else total) / SHARES - taken) * 2 >= sizes[index]:
+            yield index
+            taken += sizes[index]
