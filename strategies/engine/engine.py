@@ -50,7 +50,7 @@ class Engine(Copied):
     Args:
         groups: returns the optimizer's parameter groups; called when a job is made.
         group: ranks to take the mean of gradients over; None for one rank.
-        debug: check at each use that a home holds the right bucket, and guard all scopes.
+        debug: check at each use that a home holds the right bucket.
         beside: run host updates in a worker thread, else in the caller's.
     """
 
@@ -87,7 +87,6 @@ class Engine(Copied):
             self._enter_backward,
             unseen(self.residency.left),
             self._bring_unannounced,
-            debug=debug,
             remembers=self.shares_weights,  # residents need no order of fetches
         )
         self.worker = Worker(spare_cores() if beside else None, device)
@@ -218,7 +217,6 @@ class Engine(Copied):
         self.clipping.clear()
         self.gradients.spend()
         self._used.clear()
-        self.hooks.choose_guards()
         self.prefetch.in_step()
         self.skipped_steps.refuse()
 
