@@ -16,10 +16,9 @@ from strategies.core.facts import Home
 from strategies.core.protocol import MemoryRefusal
 from strategies.engine import AdamW, stow
 from strategies.engine.module_hooks import ModuleHooks
-from strategies.engine.transfer.race_detector import RaceDetector
-from strategies.engine.transfer.transfer import Delayed
-from tests.helpers.doubles import Vacant
+from tests.helpers.doubles import Delayed, Vacant
 from tests.helpers.engine import DECAY, LR, adamw, differences, plain, stowed
+from tests.helpers.race_detector import RaceDetector
 from tests.helpers.zoo import FORMS, LORA, branches, hub, text
 from trainer.machine.probe import probe
 from trainer.planning.plan_for import plan_for
