@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from strategies.core.layout import Addresses, Item, Layout
-from strategies.engine.buckets.bucket_state import BucketOf, BucketState, Pending, find_overlapping
-from strategies.engine.buckets.jobs import Job, Scale
+from strategies.engine.buckets.bucket_state import BucketOf, BucketState, Job, Pending, Scale, find_overlapping
 from strategies.engine.memory.arena import Arena
 from strategies.engine.module_hooks import ModuleHooks, Scope, find_scopes, unseen
 from strategies.engine.prefetch import Prefetch
@@ -317,7 +316,7 @@ class Engine(Copied):
         if bucket.spec.resident:
             return home
         copy = home.to(device, copy=True)
-        bucket.was_used(used=self.transfer.record(Lane.COMPUTE))
+        bucket.used = self.transfer.record(Lane.COMPUTE)
         return copy
 
     @property

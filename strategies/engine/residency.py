@@ -145,7 +145,7 @@ class Residency:
         event = None
         for bucket in buckets:
             event = event or self._transfer.record(Lane.COMPUTE)
-            bucket.was_used(used=event)
+            bucket.used = event
             if not bucket.open and not bucket.spec.resident:
                 bucket.views.make_absent()
                 if self._transfer.eager and bucket.present and bucket.settled:

@@ -39,8 +39,6 @@ from strategies.engine.transfer.worker import Worker
 class CommonCopies(Shares):
     """What all ranks of a group read of each other. ``beside``: a thread waits for copies down, not the caller."""
 
-    common: CommonHost
-
     def __init__(
         self,
         model: nn.Module,
@@ -53,31 +51,32 @@ class CommonCopies(Shares):
     ) -> None:
         super().__init__(model, group, transfer, device)
         self._layout = layout
-        self.common = CommonHost(common_bytes(layout), len(layout.buckets), device)
+        self._common_host = CommonHost(common_bytes(layout), len(layout.buckets), device)
+        self.common = self._common_host.weights
         self._counter = Worker(1 if beside else None, device)
 
     def connect(self, buckets: Sequence[BucketState], arena: Arena) -> None:
         """Let ``buckets`` read from all ranks; each has taken in its own."""
         super().connect(buckets, arena)
-        self.common.connect(self._hosts)
+        self._common_host.connect(self._hosts)
         starts = []
         for bucket in buckets:
             item = read_by_all(bucket.spec, self._layout)
             if item is not None:
                 spot = arena.addresses.of(bucket.name, item)
-                bucket.read_from(self.common.spans(spot, bucket.weight.dtype, bucket.spec.share))
+                bucket.sources = self._common_host.spans(spot, bucket.weight.dtype, bucket.spec.share)
                 starts.append(spot.offset)
-        self.common.pin([*starts, self.common.num_bytes])
+        self._common_host.pin([*starts, self.common.numel()])
 
     def bring(self, bucket: BucketState, source: Tensor) -> None:
         """Copy the spans of all ranks up; nobody replaces them while they are read."""
         if not bucket.sources:
             super().bring(bucket, source)
             return
-        self.common.wait(bucket.index, bucket.replaced)
+        self._common_host.wait(bucket.index, bucket.replaced)
         for home, span in zip(bucket.weight.split(bucket.spec.share), bucket.sources, strict=True):
             self._transfer.copy(Lane.UP, home, span)
-        bucket.arrive(arrived=self._transfer.record(Lane.UP))
+        bucket.arrived = self._transfer.record(Lane.UP)
 
     def written(self, bucket: BucketState, after: Event | None = None) -> None:
         if not bucket.sources:
@@ -86,7 +85,7 @@ class CommonCopies(Shares):
 
         def count() -> None:
             self._transfer.host_wait(after)
-            self.common.count(bucket.index, replaced)
+            self._common_host.count(bucket.index, replaced)
 
         if after is None:
             count()
@@ -100,7 +99,7 @@ class CommonCopies(Shares):
     def close(self) -> None:
         """End the thread and unpin the memory."""
         self._counter.close()
-        self.common.release()
+        self._common_host.release()
 
 
 def ranks_of(

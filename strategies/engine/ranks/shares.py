@@ -73,7 +73,7 @@ class Shares(Replicas):
         transfer.writes(Lane.NET, home[:first], home[first + bucket.spec.share :])
         with transfer.on(Lane.NET):
             dist.all_gather_into_tensor(home, own, group=self._group)
-        bucket.arrive(arrived=transfer.record(Lane.NET))
+        bucket.arrived = transfer.record(Lane.NET)
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 

@@ -114,7 +114,7 @@ class StateAccess(Copied):
 
     def _was_used(self, bucket: BucketState) -> None:
         """COMPUTE has been given all reads and writes of the home by outside code."""
-        bucket.was_used(used=self.engine.transfer.record(Lane.COMPUTE))
+        bucket.used = self.engine.transfer.record(Lane.COMPUTE)
 
     def _restore(self, param: nn.Parameter) -> None:
         bucket, index = self.engine.bucket_of[id(param)]
