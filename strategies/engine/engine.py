@@ -45,12 +45,7 @@ FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 class Engine(Copied):
     """Drives ``model`` as ``layout`` and ``addresses`` say. Made by ``stow``, which has checked that they fit.
-
-    Args:
-        groups: returns the optimizer's parameter groups; called when a job is made.
-        group: ranks to take the mean of gradients over; None for one rank.
-        debug: check at each use that a home holds the right bucket.
-        beside: run host updates in a worker thread, else in the caller's.
+    ``groups`` returns the optimizer's parameter groups; ``group``: ranks to average gradients over, None for one rank.
     """
 
     def __init__(
@@ -110,7 +105,10 @@ class Engine(Copied):
 
     def _make_buckets(self, model: nn.Module) -> Iterator[BucketState]:
         params = dict(model.named_parameters())
-        nans = {dtype: self._nan(dtype) for dtype in {param.dtype for param in params.values()}}
+        nans = {
+            dtype: torch.full((), math.nan, dtype=dtype, device=self.device)
+            for dtype in {param.dtype for param in params.values()}
+        }
         fused = {id(p) for module in model.modules() if isinstance(module, FUSED) for p in module.parameters()}
         for index, spec in enumerate(self.layout.buckets):
             members = [params[name] for name in spec.params]
@@ -118,9 +116,6 @@ class Engine(Copied):
             bucket = BucketState(spec, index, members, self.arena, nan, self.layout, fused, self.ranks.rank)
             bucket.take_in()
             yield bucket
-
-    def _nan(self, dtype: torch.dtype) -> Tensor:
-        return torch.full((), math.nan, dtype=dtype, device=self.device)
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
@@ -305,10 +300,12 @@ class Engine(Copied):
         self.ensure(bucket)
         self.hooks.add_to_running(bucket)
 
-    def whole_weight(self, bucket: BucketState, index: int, device: torch.device | str) -> Tensor:
-        """The newest weight of one parameter of a bucket that ranks share: its home if that is always its own, else a
-        copy on ``device``. A collective if the weight is away.
+    def newest(self, bucket: BucketState, index: int, device: torch.device | str = "cpu") -> Tensor:
+        """The newest weight of one parameter of a bucket that is settled. Where ranks share it: its home if that is
+        always its own, else a copy on ``device``; a collective if the weight is away.
         """
+        if not bucket.is_shared:
+            return bucket.weight_of(index)
         if self.hooks.backward:  # it has ended, and its last scope was not left
             self.hooks.close_all()
         self.ensure(bucket)

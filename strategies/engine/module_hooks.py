@@ -91,13 +91,9 @@ class Call:
 
 
 class ModuleHooks:
-    """Tells the engine when scopes are entered and left.
-
-    Args:
-        enter_forward, enter_backward: called when a scope's weights are needed.
-        left: called with buckets; all work that uses them has been launched, except that of open scopes.
-        bring: called with a bucket that a backward node reads unannounced.
-        remembers: keep what ``comes_back_to`` needs.
+    """Tells the engine when scopes are entered and left: ``left`` is called with buckets when all work that uses them
+    has been launched, except that of open scopes; ``bring`` with a bucket that a backward node reads unannounced.
+    ``remembers``: keep what ``comes_back_to`` needs.
     """
 
     def __init__(

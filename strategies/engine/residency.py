@@ -35,9 +35,7 @@ from strategies.engine.transfer.transfer import Lane, Transfer
 
 
 class Residency:
-    """Moves buckets in and out of their homes. ``debug``: fill homes with NaN before a bucket moves in, and check at
-    every use which bucket the home holds.
-    """
+    """Moves buckets in and out of their homes. ``debug``: fill a home with NaN first, and check what it holds."""
 
     def __init__(self, ranks: OneRank, transfer: Transfer, *, debug: bool) -> None:
         self._ranks, self._transfer, self._debug = ranks, transfer, debug

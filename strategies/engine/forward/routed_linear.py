@@ -36,11 +36,8 @@ def transposed(matrix: Tensor) -> Tensor:
 
 
 def product(gemm: Gemm, route: Route, stored: str, first: Tensor, second: Tensor, bias: Tensor | None = None) -> Tensor:
-    """One product of a layer, row-major.
-
-    Args:
-        first: input ``[..., I]`` in forward; gradient ``[T, O]`` in dgrad and wgrad.
-        second: weight as it is ``stored``, for ``Route.COPY`` the transpose of the copy; input ``[T, I]`` in wgrad.
+    """One product of a layer, row-major. ``first``: input ``[..., I]`` in forward; gradient ``[T, O]`` in dgrad and
+    wgrad. ``second``: weight as ``stored``, for ``Route.COPY`` the copy's transpose; input ``[T, I]`` in wgrad.
     """
     if (gemm, route, stored) == (Gemm.FORWARD, Route.NATIVE, "out_in"):
         return F.linear(first, second, bias)  # the call of the stock layer

@@ -71,7 +71,7 @@ class StateAccess(Copied):
         for bucket in self.engine.buckets:
             for index, param in enumerate(bucket.params):
                 del param._keeper  # type: ignore[attr-defined]
-                bucket.views.lend(index, self._whole(bucket, index).to("cpu", copy=True), nn.Parameter)
+                bucket.views.lend(index, self.engine.newest(bucket, index).to("cpu", copy=True), nn.Parameter)
         for handle in self._handles:
             handle.remove()
 
@@ -79,10 +79,7 @@ class StateAccess(Copied):
 
     def newest_of(self, param: nn.Parameter) -> Tensor:
         """The newest weight of ``param`` itself, which the host may read."""
-        return self._whole(*self._settle(param))
-
-    def _whole(self, bucket: BucketState, index: int) -> Tensor:
-        return self.engine.whole_weight(bucket, index, "cpu") if bucket.is_shared else bucket.weight_of(index)
+        return self.engine.newest(*self._settle(param))
 
     def _settle(self, param: nn.Parameter) -> tuple[BucketState, int]:
         """The bucket of ``param`` and its index there, settled, so that the host may read its newest weight."""

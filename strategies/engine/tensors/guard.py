@@ -73,7 +73,7 @@ def guard(offloaded: Sequence[Any], bring: Callable[[Any], None]) -> saved_tenso
 
 
 def hooked() -> bool:
-    """Whether there are hooks on saved tensors now."""
+    """Whether hooks keep what autograd saves now."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
