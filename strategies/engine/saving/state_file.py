@@ -166,8 +166,8 @@ def _refuse_foreign(folder: Path) -> None:
 
 
 def load(holder: EngineState, folder: Path, groups: Sequence[dict[str, Any]]) -> None:
-    """Take over a save and its hyperparameters, which go into ``groups``. ValueError if there is none, or a damaged one,
-    or one of another model, grouping or rule; nothing has changed then.
+    """Take over a save and its hyperparameters, which go into ``groups``. ValueError if there is none, or it is damaged
+    or of another model, grouping or rule; nothing has changed then.
     """
     places = [place for place in (folder, commit.earlier(folder)) if (place / INDEX).is_file()]
     if not places:
