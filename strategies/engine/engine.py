@@ -28,7 +28,7 @@ from strategies.engine.buckets.bucket_state import BucketOf, BucketState, Job, P
 from strategies.engine.memory.arena import Arena
 from strategies.engine.module_hooks import ModuleHooks, Scope, find_scopes, unseen
 from strategies.engine.prefetch import Prefetch
-from strategies.engine.ranks.common_copies import ranks_of
+from strategies.engine.ranks.shares import ranks_of
 from strategies.engine.residency import Residency
 from strategies.engine.tensors.guard import refuse_transforms
 from strategies.engine.tensors.parameters import Copied

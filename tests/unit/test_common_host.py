@@ -16,7 +16,7 @@ from strategies.core.facts import Home
 from strategies.core.layout import Spot
 from strategies.engine.memory.arena import OutOfMemoryError
 from strategies.engine.memory.common_host import CommonHost
-from strategies.engine.ranks.common_copies import CommonCopies
+from strategies.engine.ranks.shares import Shares
 from strategies.engine.transfer.transfer import Event, Lane, Transfer
 from tests.helpers import layouts
 
@@ -94,8 +94,8 @@ def test_what_is_still_copied_is_neither_counted_nor_replaced(monkeypatch: pytes
         monkeypatch.setattr(dist, name, instead)
     whole = layouts.bucket("b", "layers.0", 1024, ways=2, resident_ticks=((0, 1), (1, 2)))
     planned = replace(layouts.layout(whole), common_host=True)
-    monkeypatch.setattr(CommonCopies, "_share", lambda self, tensors, device: None)
-    common: Any = CommonCopies(nn.Module(), None, transfer, CPU, planned, beside=True)  # type: ignore[arg-type]
+    monkeypatch.setattr(Shares, "_share", lambda self, tensors, device: None)
+    common: Any = Shares(nn.Module(), None, transfer, CPU, planned, beside=True)  # type: ignore[arg-type]
     bucket: Any = SimpleNamespace(index=0, replaced=7, sources=[torch.ones(1)])
     common.written(bucket, transfer.record(Lane.DOWN))
     counts = common._common_host._counts(common._common_host._own)

@@ -11,7 +11,7 @@ span has been replaced, by an update or by a load. All ranks count alike, since 
 Ordering.
     read after write   the owner counts when its host or its device has written the span; who wants to read waits, on
                        the host, until all owners have counted as often as it has itself (``wait``)
-    write after read   see ``strategies/engine/ranks/common_copies.py``
+    write after read   see ``strategies/engine/ranks/shares.py``, Note: common memory
 
 Memory that one core writes before it counts is seen by a core that has seen the count: x86 keeps the order of writes
 and of reads. Others may not, and are refused; so are ranks that do not see each other's processes.

@@ -1,9 +1,8 @@
 """What ranks do together in a step: the interface, and what one rank alone does, which is nothing.
 
-    OneRank        there are no others
-    Replicas       each rank has the whole training state; gradients are averaged (``replicas.py``)
-    Shares         each has a span of every bucket, and the spans go over the network (``shares.py``)
-    CommonCopies   the same, and weights are read from host memory that all ranks have mapped (``common_copies.py``)
+    OneRank    there are no others
+    Replicas   each rank has the whole training state; gradients are averaged (``replicas.py``)
+    Shares     each has a span of every bucket; spans go over the network, or through the host's memory (``shares.py``)
 
 All methods but ``written`` and ``bring`` are collectives or nothing: every rank calls them in the same order.
 """
