@@ -31,7 +31,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from copy import copy
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -267,18 +267,17 @@ class Checkpointed:
         return policy
 
 
-class Within(AbstractContextManager[None]):
+class Within(ExitStack):
     """Several contexts, the first one outermost. Can be entered repeatedly, for graphs that are retained."""
 
     def __init__(self, contexts: Sequence[AbstractContextManager[Any]]) -> None:
-        self._contexts, self._stack = contexts, ExitStack()
+        super().__init__()
+        self._contexts = contexts
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         for context in self._contexts:
-            self._stack.enter_context(context)
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._stack.__exit__(*error)
+            self.enter_context(context)
+        return self
 
 
 def stream_in(args: tuple[Any, ...]) -> Tensor | None:

@@ -106,12 +106,8 @@ class StateAccess(Copied):
         if loan is not None and loan.data_ptr() != value.data_ptr():
             loan.copy_(value)
         self.engine.ranks.written(bucket)
-        self._was_used(bucket)
-        self._restore(param)
-
-    def _was_used(self, bucket: BucketState) -> None:
-        """COMPUTE has been given all reads and writes of the home by outside code."""
         bucket.used = self.engine.transfer.record(Lane.COMPUTE)
+        self._restore(param)
 
     def _restore(self, param: nn.Parameter) -> None:
         bucket, index = self.engine.bucket_of[id(param)]
@@ -151,7 +147,7 @@ class StateAccess(Copied):
             for param in params:
                 bucket, index = self.out.pop(param)
                 bucket.views.take_back(index)
-                self._was_used(bucket)
+                bucket.used = self.engine.transfer.record(Lane.COMPUTE)  # after all reads and writes by outside code
 
     def end_module_loans(self, *modules: int) -> None:
         """The state dicts of ``modules``, by id and by default of all, were made or interrupted."""

@@ -92,7 +92,8 @@ class Transfer:
 
     def poison(self, lane: Lane, region: Tensor) -> None:
         """Fill ``region`` with NaN on ``lane``, so that reading it before the copy that follows shows."""
-        region.fill_(math.nan)
+        with self.on(lane):
+            region.fill_(math.nan)
 
     def done(self, event: Event | None) -> bool:
         """Whether ``event`` has passed, without waiting."""
@@ -113,7 +114,8 @@ class Transfer:
         """Say that ``home`` is not used any more once these events have passed."""
 
     def _copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
-        target.copy_(source)
+        with self.on(lane):
+            target.copy_(source, non_blocking=True)
 
     def _record(self, lane: Lane) -> Any:
         return None
@@ -154,14 +156,6 @@ class AcceleratorTransfer(Transfer):
         elif self._compute != current:  # redundant waits are left out by lane, which is right for one stream only
             raise RuntimeError("a stowed model runs on the stream on which it first ran: do not change the stream")
         return current
-
-    def _copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
-        with self.on(lane):
-            target.copy_(source, non_blocking=True)
-
-    def poison(self, lane: Lane, region: Tensor) -> None:
-        with self.on(lane):
-            region.fill_(math.nan)
 
     def _record(self, lane: Lane) -> torch.Event | None:
         if lane is Lane.HOST:
