@@ -192,7 +192,7 @@ class Counter(TorchDispatchMode):
         self._flop_of = {**flop_registry, **{op: shape_wrapper(formula) for op, formula in flop_formulas().items()}}
         self._sparse = False
         self._flops_in = dict[str, int]()
-        self._parameters = {self.weights[name].untyped_storage()._cdata for name, _ in model.named_parameters()}
+        self._parameters = {tensor.untyped_storage()._cdata for tensor in self.weights.values()}
         self._seen: dict[int, object] = {}  # keeps the storages alive, so that no address is used again
         self._saved_in: dict[int, str] = {}  # the unit, by storage
         self._inputs: dict[int, object] = {}
