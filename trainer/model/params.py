@@ -112,8 +112,10 @@ class OutsideReads:
         self._owners: dict[int, set[str]] = {}  # the modules in which a storage may be read
         self._names: dict[int, str] = {}
         units = units_by_name(model)
+        firsts: dict[nn.Parameter, str] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
-            storage = (weights or {}).get(name, param).untyped_storage()._cdata
+            first = firsts.setdefault(param, name)  # what replaces it does so under all its names
+            storage = (weights or {}).get(first, param).untyped_storage()._cdata
             self._names.setdefault(storage, name)
             owner = name.rpartition(".")[0] if units[name] in (EMBEDDING, HEAD) else units[name]
             self._owners.setdefault(storage, set()).add(owner)
