@@ -9,7 +9,6 @@ import yaml
 
 from launch.plan import main
 from strategies.core.facts import Home
-from strategies.report.fit_table import FitRow, lines
 from tests.helpers.tiny import run_config
 from trainer.config.load import load
 from trainer.dist.ranks import Ranks
@@ -18,7 +17,7 @@ from trainer.machine.probe import Machine
 from trainer.machine.profiles import profile
 from trainer.planning import fit
 from trainer.planning.facts import ENGINE_HOST_BYTES
-from trainer.planning.fit import Fit, config_of, explained, unwritten
+from trainer.planning.fit import Fit, FitRow, config_of, explained, lines, unwritten
 from trainer.planning.from_config import plan_of
 
 SIZES = {
