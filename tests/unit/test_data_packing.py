@@ -104,7 +104,7 @@ def row_of(*documents: Sequence[int], packing: bool) -> dict[str, list[int]]:
 def test_collator_unpacked() -> None:
     """The pad token may be eos: a row's own keeps its label."""
     rows_of = [row_of(ids, packing=False) for ids in ([5, 6, 0], [8, 9, 1, 2, 3])]
-    batch = Collator(0, packing=False, pad_to_multiple_of=4)(rows_of)
+    batch = Collator(0, packing=False)(rows_of)
     assert batch["input_ids"].tolist() == [[5, 6, 0, 0, 0, 0, 0, 0], [8, 9, 1, 2, 3, 0, 0, 0]]
     assert batch["labels"].tolist() == [[-100, 6, 0, *[-100] * 5], [-100, 9, 1, 2, 3, *[-100] * 3]]
     assert batch["attention_mask"].tolist() == [[1] * 3 + [0] * 5, [1] * 5 + [0] * 3]
@@ -113,10 +113,10 @@ def test_collator_unpacked() -> None:
 
 def test_collator_packed() -> None:
     made = [row_of([5, 6], [7, 8, 9], packing=True), row_of([1, 2, 3], packing=True)]
-    batch = Collator(0, packing=True, pad_to_multiple_of=8)(made)
+    batch = Collator(0, packing=True)(made)
     assert set(batch) == {"input_ids", "labels", "position_ids"}
     assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2, 0, 1, 2], [0, 1, 2, 0, 1, 2, 3, 4]]
-    flat = Collator(0, packing=True, pad_to_multiple_of=8, flatten=True)(made)
+    flat = Collator(0, packing=True, flatten=True)(made)
     assert flat["position_ids"].tolist() == [[0, 1, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 3, 4]]
 
 

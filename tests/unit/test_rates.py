@@ -11,11 +11,10 @@ from launch import doctor
 from strategies.core.facts import HOST_UPDATE_BYTES, Precision, Rates
 from strategies.planner.weight_schedule import ASSUMED
 from trainer.errors import ExitCode
-from trainer.machine import network, profiles, rates
-from trainer.machine.network import measure_network
+from trainer.machine import profiles, rates
 from trainer.machine.probe import GIB, cores, probe
 from trainer.machine.profiles import MachineKey, StoredRates, one_line
-from trainer.machine.rates import Effort
+from trainer.machine.rates import Effort, measure_network
 from trainer.machine.timing import duplex_factor, fit_line
 from trainer.planning.facts import machine_facts
 
@@ -187,11 +186,10 @@ def test_facts_take_what_was_measured_then_a_named_card_then_nothing(
     assert machine_facts(here, 1).rates is None and "device NVIDIA H100" in profiles.known_rates(here).ignored
 
 
-def test_a_named_machine_does_not_look_at_files(tmp_path: Path) -> None:
-    path = tmp_path / "machine.json"
-    path.write_text("broken")
+def test_a_named_machine_does_not_look_at_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiles, "stored_at", lambda: pytest.fail("looked"))
     for name, machine in profiles.PROFILES.items():
-        assert profiles.known_rates(machine, path) == StoredRates(machine.rates), name
+        assert profiles.known_rates(machine) == StoredRates(machine.rates), name
 
 
 @pytest.mark.parametrize("name", [name for name in profiles.PROFILES if name != "cpu"])
@@ -251,16 +249,6 @@ def test_rows_of_the_doctor() -> None:
     )  # fmt: skip
 
 
-def test_time_runs_out_gently() -> None:
-    """After ``hurry_after_s`` every number gets one repetition after the one that does not count."""
-    import torch
-
-    calls: list[int] = []
-    clock = rates.Stopwatch(replace(TINY, seconds=10.0, hurry_after_s=0.0), torch.device("cpu"))
-    clock.seconds(lambda: calls.append(1))
-    assert len(calls) == 2
-
-
 # --- network -----------------------------------------------------------------------------------------------------
 
 
@@ -274,5 +262,5 @@ def test_exchanges_of_ranks_are_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     assert rate is not None and 1e6 < rate < 1e12
     plan_rates = some_rates(net_bytes_per_s=rate)
     assert plan_rates.exchange_bytes_per_s() == rate and f"exchanges {rate / 1e9:.3g} GB/s" in one_line(plan_rates)
-    monkeypatch.setattr(network, "cores", lambda: (1, 1))
+    monkeypatch.setattr(rates, "cores", lambda: (1, 1))
     assert measure_network(1 << 20, 0.01, print) is None, "one rank has no exchanges"

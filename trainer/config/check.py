@@ -1,7 +1,6 @@
 """Everything wrong with a tree of plain values as a config, each with what may be written.
 
-A validation library explains its own steps ("Input should be a valid integer, unable to parse"), while the user wants
-to know what may be written here. So pydantic says only whether a value is valid; the words are computed from its field.
+Pydantic says only whether a value is valid; the words, what may be written here, are computed from its field.
 
 Most configs are rewritten from another framework's. The hint for an unknown key is the first of these that matches: for
 a name of another framework (``foreign.yaml``), our name for it; for one of our own keys in the wrong section, its full
@@ -100,25 +99,20 @@ def _must_be(field: FieldInfo, value: object) -> str:
 
 
 def _strategies(section: object) -> Iterator[Fault]:
-    if section is None:
-        return
     if not isinstance(section, dict):
-        yield Fault(("strategies",), section, "must be a section: indented 'name: {options}' lines")
+        if section is not None:
+            yield Fault(("strategies",), section, "must be a section: indented 'name: {options}' lines")
         return
     for name, options in section.items():
         key = ("strategies", name)
         if name not in available():
-            yield Fault(key, options, _not_a_strategy(key))
+            hint = foreign(key)
+            more = nearest(name, available()) or (f"; {hint}" if hint else "")
+            yield Fault(key, options, f"not a strategy; available: {', '.join(available())}{more}")
         elif options is None:
             yield Fault(key, None, "on or off? write {} to switch it on as it is, or remove the line")
         else:
             yield from _section(find(name), options, key)
-
-
-def _not_a_strategy(key: Key) -> str:
-    hint = foreign(key)
-    more = nearest(key[1], available()) or (f"; {hint}" if hint else "")
-    return f"not a strategy; available: {', '.join(available())}{more}"
 
 
 def _unknown(key: Key, value: object, siblings: Sequence[str]) -> Iterator[Fault]:

@@ -1,8 +1,7 @@
 """Combinations of keys that cannot be run, although each key alone is valid.
 
-Most of them would train for an hour and then fail (no evaluation data), or would run and mean something else. A check
-yields the key to report, and what would work. A key that is itself wrong has the value ``WRONG``, which makes every
-comparison false, so that one mistake is never reported twice. Checks therefore compare, and do not say ``not``.
+A check yields the key to report, and what would work. A key that is itself wrong has the value ``WRONG``, which makes
+every comparison false, so that one mistake is never reported twice. Checks therefore compare, and do not say ``not``.
 """
 
 from __future__ import annotations

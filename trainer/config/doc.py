@@ -22,10 +22,8 @@ BEGIN, END = "<!-- keys: written by `python -m trainer.config.doc` -->\n", "<!--
 
 
 def pages(docs: Path) -> Iterator[tuple[Path, str]]:
-    """Each page in the folder ``docs`` with generated tables, and the text that it should have.
-
-    Raises:
-        ValueError: a page does not have the two marks.
+    """Each page in the folder ``docs`` with generated tables, and the text that it should have. ValueError if a page
+    does not have the two marks.
     """
     written = {docs / "config.md": _whole_config()}
     written |= {docs / "strategies" / f"{name}.md": _keys(find(name)) for name in available()}

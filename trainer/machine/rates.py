@@ -16,9 +16,9 @@ A plan lets updates and copies run together, so DRAM counts with what they reach
 Without an accelerator two ordinary buffers stand in for the link, one core copies between them, and the lines say so;
 cores are then shared as well, and DRAM counts with its own rate.
 
-Each number comes from as many repetitions as fit into its share of the time, after a warm-up. Copies cycle through
-buffers larger than the caches, because a bucket of the engine is in no cache either. Two threads next to other work can
-lose nine tenths of their speed, which no statistic corrects; so the CPU time of other processes is printed.
+Copies cycle through buffers larger than the caches, because a bucket of the engine is in no cache either. Two threads
+next to other work can lose nine tenths of their speed, which no statistic corrects; so the CPU time of other processes
+is printed.
 """
 
 from __future__ import annotations
@@ -184,10 +184,8 @@ def measure_link(clock: Stopwatch, say: Say) -> tuple[float, dict[str, list[tupl
 
 
 def host_update(num_params: int, *, mixed: bool) -> Callable[[], None]:
-    """A clipped AdamW step on host memory, done as the engine's ``Updates`` does it.
-
-    Args:
-        mixed: gradients are bf16 and converted in a scratch buffer; the new bf16 weights overwrite the gradients.
+    """A clipped AdamW step on host memory, done as the engine's ``Updates`` does it. ``mixed``: gradients are bf16 and
+    converted in a scratch buffer; the new bf16 weights overwrite the gradients.
     """
     master, first, second = torch.randn(num_params), torch.zeros(num_params), torch.zeros(num_params)
     grads = torch.randn(num_params).mul_(1e-2)
@@ -230,18 +228,15 @@ def measure_together(clock: Stopwatch, submit: Callable[[], Future[None]], updat
 
 
 def shared_dram(alone: float, link: float, update: float, together: float) -> float:
-    """Bytes per second of DRAM: ``together``, if that is less than copies (``link``) and updates reach by themselves.
-
-    Otherwise nothing was slowed down, and it is at least its own rate, ``alone``.
+    """Bytes per second of DRAM: ``together``, if that is less than copies (``link``) and updates reach by themselves;
+    otherwise nothing was slowed down, and it is at least its own rate, ``alone``.
     """
     return together if together < SLOWED * (link + update) else max(alone, together)
 
 
 def measure_and_store(path: Path, say: Say) -> StoredRates:
-    """Measure this machine and its current device and store the rates in ``path``; ``say`` is called with progress.
-
-    Raises:
-        OSError: the file cannot be written. This is tried before measuring.
+    """Measure this machine and its current device and store the rates in ``path``. Raises OSError if it cannot be
+    written, which is tried before measuring.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     refuse_unwritable(path)
