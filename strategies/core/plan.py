@@ -156,7 +156,7 @@ class Conflict(ValueError):
         )
 
 
-def baseline_shares(facts: Facts, unit: Unit) -> Iterable[Decision]:
+def _shares(facts: Facts, unit: Unit) -> Iterable[Decision]:
     """Tensors as they are loaded, whole on every rank. Autocast keeps parameters' size; there is no separate master."""
     run = facts.run
     mixed = run.precision is not Precision.FP32
@@ -183,7 +183,7 @@ class Plan:
         decisions: list[Decision] = []
         for unit in facts.units:
             decisions.append(Impl(unit=unit.name, reason="as the model defines it", implementation="native"))
-            decisions.extend(baseline_shares(facts, unit))
+            decisions.extend(_shares(facts, unit))
             decisions.append(Keep(unit=unit.name, reason="all kept", policy=NONE, saved_bytes=unit.saved_bytes))
         return cls(facts, MappingProxyType({d.slot: (d, BASELINE) for d in decisions}))
 

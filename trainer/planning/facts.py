@@ -209,7 +209,7 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
 
     from trainer.model import tensor_share
     from trainer.model.counting import fake_tensors, materialise
-    from trainer.model.counting_alike import count
+    from trainer.model.temporaries import count
 
     precision = precision_of(config)
     casts = precision is not Precision.FP32 and Requirement.COMPUTE_DTYPE in requirements_of(config.strategies)

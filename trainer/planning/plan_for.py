@@ -179,7 +179,7 @@ def _counted(model: nn.Module, batch: Batch) -> Counter:
     from torch.utils._pytree import tree_map_only
 
     from trainer.model.counting import fake_tensors
-    from trainer.model.counting_alike import count
+    from trainer.model.temporaries import count
     from trainer.model.undisturbed import undisturbed
 
     try:
