@@ -179,23 +179,19 @@ def counted(config: RunConfig, *, masked: bool = True) -> ModelCount:
 
 def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
     """Build the configured model from fake tensors, run it forward, and backward where blocks differ, and count all
-    that any strategy may require.
-
-    Args:
-        masked: rows are padded or packed, so that attention needs a mask; flash attention never does.
-
-    Raises:
-        ConfigError: Transformers cannot build the model.
+    that any strategy may require. ``masked``: rows are padded or packed, so that attention needs a mask; flash
+    attention never does. Raises ConfigError if Transformers cannot build the model.
     """
     import torch
 
     from trainer.model import tensor_share
-    from trainer.model.counting import fake_tensors
-    from trainer.model.counting_alike import count
+    from trainer.model.counting import fake_tensors, materialise
+    from trainer.model.temporaries import count
 
     precision = precision_of(config)
-    casts = precision is not Precision.FP32 and Requirement.COMPUTE_DTYPE in requirements_of(config.strategies)
-    compute = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(precision, torch.float32)
+    compute = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(precision)
+    casts = compute is not None and Requirement.COMPUTE_DTYPE in requirements_of(config.strategies)
+    autocast = None if casts else compute
     model: Any = _meta_model(config)
     whole = _whole(config)
     if whole is not None:
@@ -207,8 +203,7 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
         # As DeepSpeed does, adapters and buffers included; our engine leaves buffers, which are small.
         model.to(compute)
     with fake_tensors():
-        recomputes = run_facts(config, 1).recomputes
-        if recomputes:
+        if run_facts(config, 1).recomputes:
             # Release 5.23 renamed it and warns about the old name; the releases before know the old one only.
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         model.train()
@@ -220,23 +215,23 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
             inputs["position_ids"] = torch.zeros_like(ids) if masked else torch.arange(shape[1]).repeat(shape[0], 1)
         elif masked:
             inputs["attention_mask"] = torch.zeros_like(ids)
-        autocast = compute if precision is not Precision.FP32 and not casts else None
+        materialise(model)
         call = _call(model, inputs, config.training.label_smoothing_factor, autocast)
         try:
-            found = count(model, call, autocast)
+            found = count(model, call)
         except (RuntimeError, IndexError) as error:
             what = f"{first_line(error)}; has it so many positions? data.max_length says how many tokens a row has"
             raise ConfigError(f"model: its forward fails on {shape[0]} x {shape[1]} tokens: {what}") from None
     dtype = "bfloat16" if precision is Precision.BF16 else "float32"
     return ModelCount(
         units=found.units(),
-        forward_flops=found.counter.flops,
+        forward_flops=found.flops,
         largest_param=max(parameter.numel() for parameter in model.parameters()),
         hidden_size=getattr(model.config.get_text_config(), "hidden_size", 0),
         trained_bytes=sizes[True],
         frozen_bytes=sizes[False],
-        params=list_params(model, decay_groups(model), lambda _: dtype, found.counter.outside),
-        linears=tuple(found.linears.values()),
+        params=list_params(model, decay_groups(model), lambda _: dtype, found.outside),
+        linears=tuple(found.linears(autocast).values()),
         model_params=0 if whole is None else sum(unit.num_params for unit in whole.units),
         model_flops=0 if whole is None else whole.forward_flops,
         tied=tensor_share.is_tied(model),
