@@ -12,7 +12,9 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from trainer.config.wording import Allowed
+
+class Allowed(str):
+    """Metadata that describes a type whose generated words would be clumsy: ``Annotated[..., Allowed("...")]``."""
 
 
 class Section(BaseModel):

@@ -14,9 +14,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from strategies.core.registry import available, find
-from trainer.config.check import elsewhere
+from trainer.config.check import allowed, elsewhere, inner_model
 from trainer.config.sections import SECTIONS
-from trainer.config.wording import allowed, inner_model
 
 BEGIN, END = "<!-- keys: written by `python -m trainer.config.doc` -->\n", "<!-- end of keys -->\n"
 

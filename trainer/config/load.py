@@ -18,8 +18,8 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from strategies.core.registry import available, find
 from trainer.config.check import check
+from trainer.config.conflicts import MISSING, Fault
 from trainer.config.sections import SECTIONS, RunConfig
-from trainer.config.wording import MISSING, Fault
 from trainer.config.yaml_file import (
     COMMAND_LINE,
     ConfigProblem,

@@ -12,9 +12,8 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, PrivateAttr, SerializeAsAny, model_validator
 
 from strategies.core.protocol import Strategy
-from trainer.config.arguments import Count, NonEmpty, Ratio, Section, TrainingSection, option
+from trainer.config.arguments import Allowed, Count, NonEmpty, Ratio, Section, TrainingSection, option
 from trainer.config.conflicts import WRONG, Values, conflicts
-from trainer.config.wording import Allowed
 from trainer.config.yaml_file import Key, Location, dotted, error_line, location_of, write
 from trainer.errors import ConfigError
 

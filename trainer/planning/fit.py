@@ -7,8 +7,7 @@ a config that can be written. What fits has its predicted peaks within 0.9 of th
 If the planner refuses a plan, its row has the bytes that it said are needed. Not counted: the network between ranks (no
 simulated step), and a model's weights while they are loaded into host memory.
 
-The table also ends every refusal for memory (``explained``): those are raised where plans are made, and the table needs
-plans, so the command attaches it.
+The table also ends every refusal for memory (``explained``): the command attaches it, since it needs plans itself.
 """
 
 from __future__ import annotations
@@ -51,16 +50,10 @@ Tree = dict[str, Any]
 
 
 def config_of(model: str | None, overrides: Sequence[str], *, accelerated: bool) -> RunConfig:
-    """The config of a model by name, folder or keys of ``model.config`` among ``overrides``, with default tokens.
-
-    Args:
-        accelerated: train in bf16, as one does on an accelerator.
-
-    Raises:
-        ConfigError: no model is named, or a key is wrong.
+    """The config of a model by name, folder or keys of ``model.config`` among ``overrides``, with default tokens; in
+    bf16 if ``accelerated``. Raises ConfigError if no model is named, or a key is wrong.
     """
-    named = any(each.startswith("model.config") for each in overrides)
-    if model is None and not named:
+    if model is None and not any(each.startswith("model.config") for each in overrides):
         raise ConfigError(
             "--fit: which model? Give --config FILE, --model NAME_OR_FOLDER, or model.config.model_type=llama "
             "model.config.hidden_size=4096 and the other sizes"
@@ -121,11 +114,8 @@ class FitRow:
 
 
 class Fit:
-    """The question for one config, as many ranks as are given and more, and one machine.
-
-    Args:
-        written: what is in the user's file, which the lines of the table change; None: all of ``config``.
-        say: told of each plan before it is made.
+    """The question for one config, as many ranks as are given and more, and one machine. ``written`` is what is in the
+    user's file, which the lines of the table change (None: all of ``config``); ``say`` is told of each plan before.
     """
 
     def __init__(
@@ -272,13 +262,9 @@ def _missing(plan: Plan) -> dict[Home, int]:
     """Bytes beyond what may be used of one rank's memory, by home. A CPU's device is its host memory."""
     machine = plan.facts.machine
     device, host = plan.peak(Home.DEVICE), plan.peak(Home.HOST)
-    if not machine.has_accelerator:
-        beyond = {Home.HOST: device + host - machine.host_bytes}
-    else:
-        beyond = {
-            Home.DEVICE: device - device_budget(machine),
-            Home.HOST: host - int(SHARE * machine.host_bytes),
-        }
+    beyond = {Home.HOST: device + host - machine.host_bytes}
+    if machine.has_accelerator:
+        beyond = {Home.DEVICE: device - device_budget(machine), Home.HOST: host - int(SHARE * machine.host_bytes)}
     return {home: size for home, size in beyond.items() if size > 0}
 
 
@@ -304,12 +290,12 @@ def _alike(row: FitRow, other: FitRow) -> bool:
 
 def changes(written: Tree, tree: Tree) -> tuple[str, ...]:
     """One line of YAML for each section that has to change; ``strategies`` as a whole, others key by key."""
-    changed_keys = {}
+    found = {}
     for section in ("model", "training"):
         old, new = written[section], tree[section]
         changed = {name: value for name, value in new.items() if name not in old or value != old[name]}
-        changed_keys[section] = changed | {name: None for name in old if name not in new}
-    found = {section: change for section, change in changed_keys.items() if change}
+        if changed := changed | {name: None for name in old if name not in new}:
+            found[section] = changed
     if tree["strategies"] != written["strategies"]:
         found["strategies"] = tree["strategies"]
     return tuple(one_line(section, value) for section, value in found.items())
