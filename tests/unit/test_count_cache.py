@@ -15,7 +15,7 @@ from trainer.model.count_cache import cached, name_of
 from trainer.planning.facts import ModelCount, asked, count_model, products_again
 
 ROOT = Path(__file__).resolve().parents[2]
-NOTHING = ModelCount(units=(), forward_flops=7, largest_param=0, hidden_size=0)
+NOTHING = ModelCount(units=(), forward_flops=7)
 
 
 def config_of(config: Any = LLAMA, strategies: Any = None, **more: Any) -> RunConfig:
