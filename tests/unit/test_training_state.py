@@ -71,13 +71,12 @@ def test_one_with_history_goes_on(tmp_path: Path) -> None:
         small_state.load_schedule(tmp_path / small_state.SCHEDULE, second, [])
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"version": 1, "kind": "LambdaLR", "state": {}}'])
-def test_a_damaged_schedule(tmp_path: Path, text: str) -> None:
+def test_a_damaged_schedule(tmp_path: Path) -> None:
     path = tmp_path / small_state.SCHEDULE
-    path.write_text(text)
-    with pytest.raises(ValueError, match=f"{small_state.SCHEDULE}: damaged") as caught:
-        small_state.load_schedule(path, lambda_lr(), [])
-    assert len(str(caught.value).splitlines()) == 1
+    for text in ("", "[]", '{"version": 1, "kind": "LambdaLR", "state": {}}'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=f"^[^\n]*{small_state.SCHEDULE}: damaged[^\n]*$"):
+            small_state.load_schedule(path, lambda_lr(), [])
 
 
 # Generators
@@ -106,13 +105,21 @@ def test_generators_go_on(tmp_path: Path) -> None:
         {"numpy": ["MT19937", [1], 0, 0, 0.0]},
         {"torch": "00ff"},
         {"version": 7},
+        {"device": ["sim", "00"]},
     ],
     ids=str,
 )
-def test_damaged_generators_change_nothing(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_damaged_generators_change_nothing(
+    tmp_path: Path, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(state: torch.Tensor) -> None:
+        raise RuntimeError("RNG state is wrong size")
+
     path = small_state.generators_file(tmp_path, 0, 1)
     small_state.save_generators(path)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    monkeypatch.setattr(small_state.accelerator, "kind", lambda: "sim")
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: SimpleNamespace(set_rng_state=refuse))
     for draw in (random.random, np.random.rand, lambda: torch.rand(1)):
         draw()
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.random.get_rng_state()  # type: ignore[index]
@@ -121,22 +128,6 @@ def test_damaged_generators_change_nothing(tmp_path: Path, change: dict[str, Any
     assert len(str(caught.value).splitlines()) == 1
     assert random.getstate() == before[0] and np.random.get_state()[1].tolist() == before[1]  # type: ignore[index]
     assert torch.equal(torch.random.get_rng_state(), before[2])
-
-
-def test_a_device_that_does_not_take_its_state_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(state: torch.Tensor) -> None:
-        raise RuntimeError("RNG state is wrong size")
-
-    device = SimpleNamespace(get_rng_state=lambda: torch.zeros(4, dtype=torch.uint8), set_rng_state=refuse)
-    monkeypatch.setattr(small_state.accelerator, "kind", lambda: "sim")
-    monkeypatch.setattr(torch, "get_device_module", lambda kind: device)
-    path = small_state.generators_file(tmp_path, 0, 1)
-    small_state.save_generators(path)
-    torch.rand(1)
-    before = torch.random.get_rng_state()
-    with pytest.raises(ValueError, match="damaged"):
-        small_state.load_generators(path)
-    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 # Loss scale
@@ -154,10 +145,9 @@ def scaled(overflows: list[bool]) -> tuple[DeepSpeedState, DynamicLossScaler]:
     return state, scaler
 
 
-@pytest.mark.parametrize("before", [[], [False, True, False, False, False, True]])
-def test_the_loss_scale_goes_on(before: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_scale_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deepspeed.comm.get_rank", lambda: 1)
-    saved, first = scaled(before)
+    saved, first = scaled([False, True, False, False, False, True])
     fresh, second = scaled([])
     found = saved.loss_scale()
     assert found is not None
@@ -189,12 +179,11 @@ def trained(
 @pytest.mark.parametrize(
     ("optim", "options", "turned"),
     [
-        (torch.optim.AdamW, {"fused": True}, False),
-        (torch.optim.AdamW, {"amsgrad": True}, True),  # weights of other strides
-        (torch.optim.SGD, {"momentum": 0.9}, True),
+        (torch.optim.AdamW, {"fused": True, "amsgrad": True}, True),  # weights of other strides
+        (torch.optim.SGD, {"momentum": 0.9}, False),
         (torch.optim.Adagrad, {}, False),
     ],
-    ids=["fused", "amsgrad", "SGD", "Adagrad"],
+    ids=["AdamW", "SGD", "Adagrad"],
 )
 def test_every_optimizer_of_torch(tmp_path: Path, optim: type, options: Any, turned: bool) -> None:
     model, optimizer = trained(optim, turned=turned, **options)
