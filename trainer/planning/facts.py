@@ -22,7 +22,17 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from strategies.core.compose import degrees, requirements_of
-from strategies.core.facts import IN_ORDER, Facts, MachineFacts, Param, Precision, RunFacts, Unit, UnitKind
+from strategies.core.facts import (
+    IN_ORDER,
+    Facts,
+    MachineFacts,
+    ModelNumbers,
+    Param,
+    Precision,
+    RunFacts,
+    Unit,
+    UnitKind,
+)
 from strategies.core.linears import Linear
 from strategies.core.protocol import Axis, Refusal, Requirement
 from trainer.errors import ConfigError, first_line
@@ -44,27 +54,18 @@ RUNTIME_HOST_BYTES, ENGINE_HOST_BYTES = 624 << 20, 1 << 30
 MOMENTS = {"sgd": 0, "adagrad": 1, "adafactor": 0, "lion": 1}  # others keep two fp32 numbers per parameter
 
 
-@dataclass(frozen=True, slots=True)
-class ModelCount:
-    """Counts of one forward on fake tensors: the lists of ``Facts``, and numbers that ``RunFacts`` explains."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCount(ModelNumbers):
+    """Counts of one forward on fake tensors. ``params`` and ``linears``: if a strategy requires them."""
 
     units: tuple[Unit, ...]
-    forward_flops: int  # 0: not counted
-    largest_param: int
-    hidden_size: int
-    params: tuple[Param, ...] = ()  # if a strategy requires them, as ``linears``
+    params: tuple[Param, ...] = ()
     linears: tuple[Linear, ...] = ()
-    trained_bytes: int = 4
-    frozen_bytes: int = 4
-    model_params: int = 0
-    model_flops: int = 0
-    tied: bool = False
 
     def facts(self, run: RunFacts, machine: MachineFacts, no_copies: str = "") -> Facts:
         """The facts of a ``run`` of this model."""
-        lists = ("units", "params", "linears")
-        numbers = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in lists}
-        return Facts(self.units, replace(run, **numbers), machine, self.params, self.linears, no_copies=no_copies)
+        counted = {number.name: getattr(self, number.name) for number in fields(ModelNumbers)}
+        return Facts(self.units, replace(run, **counted), machine, self.params, self.linears, no_copies=no_copies)
 
 
 def precision_of(config: RunConfig) -> Precision:
