@@ -137,8 +137,7 @@ class Counter(TorchDispatchMode):
         self._sparse = False
         self._flops_in = dict[str, int]()
         self._parameters = {tensor.untyped_storage()._cdata for tensor in self.weights.values()}
-        self._seen: dict[int, object] = {}  # keeps the storages alive, so that no address is used again
-        self._saved_in: dict[int, str] = {}  # the unit, by storage
+        self._saved: dict[int, tuple[str, object]] = {}  # unit, and the storage itself: its address is not used again
         self._inputs: dict[int, object] = {}
         self._running: list[str] = []
         self._outer_unit = EMBEDDING  # what is saved while no block runs belongs to it
@@ -193,7 +192,7 @@ class Counter(TorchDispatchMode):
                 self.flops += self._flops_in.get(other, 0)
         # Only for blocks that save something, ran once, and are not recomputed already.
         self._choices = {
-            name: run.choices(self.saved.get(name, 0), self._seen)
+            name: run.choices(self.saved.get(name, 0), self._saved)
             for name, run in forwards.items()
             if run.last_saved and name not in self._repeated and not self._checkpointed
         }
@@ -260,9 +259,10 @@ class Counter(TorchDispatchMode):
     def _keep_input(self, hidden: Tensor) -> None:
         """Count a checkpointed block's input in the block; torch (up to 2.12) saves it just before the block runs."""
         storage = hidden.untyped_storage()
-        if self._saved_in.get(storage._cdata) in (EMBEDDING, HEAD):
-            self.saved[self._saved_in[storage._cdata]] -= storage.nbytes()
-            del self._seen[storage._cdata]
+        unit, _ = self._saved.get(storage._cdata, ("", None))
+        if unit in (EMBEDDING, HEAD):
+            self.saved[unit] -= storage.nbytes()
+            del self._saved[storage._cdata]
         self._save(hidden)
 
     def _save(self, tensor: Tensor) -> None:
@@ -273,10 +273,9 @@ class Counter(TorchDispatchMode):
         if self._running:
             forward = self._forwards[self._running[-1]]
             forward.last_saved = len(forward.calls)
-        if storage._cdata not in self._parameters and storage._cdata not in self._seen:
-            self._seen[storage._cdata] = storage
+        if storage._cdata not in self._parameters and storage._cdata not in self._saved:
             unit = self._running[-1] if self._running else self._outer_unit
-            self._saved_in[storage._cdata] = unit
+            self._saved[storage._cdata] = unit, storage
             self.saved[unit] = self.saved.get(unit, 0) + storage.nbytes()
 
     # --- what was counted --------------------------------------------------------------------------------------------
