@@ -277,6 +277,9 @@ def plan_of(
     gather: str = "network",
     reduction: str = "exact",
     direct: bool = False,
+    copies: bool = True,
+    visit_slots: int = 2,
+    debug: bool = True,
 ) -> Made:
     """What the planner makes of these wishes; of those it has no word for, its layout changed by hand.
 
@@ -288,6 +291,7 @@ def plan_of(
         ranks: that share each bucket; ``split``: and the gradients that wait on the device; ``gather``: how they get
             each other's parts of weights; ``reduction``: how they add gradients.
         direct: gradients that wait on the host, for updates there, have no slot.
+        copies: weights that travel rest on the host in the dtype of compute, beside their masters.
     """
     if not _machines:
         _machines.append(probe())
@@ -326,8 +330,9 @@ def plan_of(
     blocks = {unit.name for unit in made.facts.units if unit.kind is UnitKind.BLOCK}
     of_blocks = [index for index, b in enumerate(buckets) if set(b.units) <= blocks]
     moving = {"resident": [], "travelling": of_blocks, "some": of_blocks[::2] + _ends(buckets, blocks)}[weights]
-    bare = replace(made.layout, buckets=tuple(replace(b, resident_ticks=()) for b in buckets))
-    return Made.of(weight_schedule.window(bare, moving, int(prefetch)), made.facts.params, ranks)
+    buckets = tuple(replace(b, resident_ticks=()) for b in buckets)
+    bare = replace(made.layout, buckets=buckets, keeps_copies=copies, visit_slots=visit_slots)
+    return Made.of(weight_schedule.window(bare, moving, int(prefetch)), made.facts.params, ranks, debug=debug)
 
 
 def _ends(buckets: Sequence[Bucket], blocks: set[str]) -> list[int]:
