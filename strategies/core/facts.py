@@ -143,7 +143,7 @@ class Param:
     dtype: str  # of compute under the memory engine, by torch's name: "float32" or "bfloat16"
     group: int | None  # of the optimizer; None: frozen
     users: tuple[str, ...] = ()  # further units that use it, as a tied head does
-    elsewhere: bool = False  # read outside of the modules that own it, as by a loss that multiplies by the head
+    elsewhere: bool = False  # may be in use while units run that do not own it, as a head by which a loss multiplies
     looked_up: bool = False  # its unit only looks rows up in it, and does not read it in backward
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strategies.core.facts import Home, Param, UnitKind
+from strategies.core.facts import Facts, Home, Param, UnitKind
 from strategies.core.layout import Bucket, Layout, Site
 from strategies.core.plan import Plan
 from strategies.core.validate import check
@@ -329,15 +329,17 @@ def plan_of(
         buckets = tuple(replace(b, grad_direct=(b.site, b.grad_home) == (Site.HOST, Home.HOST)) for b in buckets)
     blocks = {unit.name for unit in made.facts.units if unit.kind is UnitKind.BLOCK}
     of_blocks = [index for index, b in enumerate(buckets) if set(b.units) <= blocks]
-    moving = {"resident": [], "travelling": of_blocks, "some": of_blocks[::2] + _ends(buckets, blocks)}[weights]
+    moving = {"resident": [], "travelling": of_blocks, "some": of_blocks[::2] + _ends(buckets, made.facts)}[weights]
     buckets = tuple(replace(b, resident_ticks=()) for b in buckets)
     bare = replace(made.layout, buckets=buckets, keeps_copies=copies, visit_slots=visit_slots)
     return Made.of(weight_schedule.window(bare, moving, int(prefetch)), made.facts.params, ranks, debug=debug)
 
 
-def _ends(buckets: Sequence[Bucket], blocks: set[str]) -> list[int]:
-    """Buckets of embedding and head; those of the root's own parameters, which are in use all the time, stay."""
-    return [i for i, b in enumerate(buckets) if not set(b.units) & blocks and all("." in name for name in b.params)]
+def _ends(buckets: Sequence[Bucket], facts: Facts) -> list[int]:
+    """Buckets of embedding and head that are not in use while blocks run."""
+    stay = {param.name for param in facts.params if param.elsewhere}
+    blocks = {unit.name for unit in facts.units if unit.kind is UnitKind.BLOCK}
+    return [i for i, b in enumerate(buckets) if not blocks.intersection(b.units) and stay.isdisjoint(b.params)]
 
 
 def _placed(bucket: Bucket, site: Site, grad_home: Home) -> Bucket:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import cycle, islice
 from typing import Any
 
 import pytest
@@ -140,24 +141,30 @@ def train(
     between: Script | None = None,
     after: Script | None = None,
     *,
-    zero: bool = True,
+    passes: Sequence[int] = (1,),
+    loss_of: Callable[[Any, Mapping[str, Tensor]], Tensor] = lambda model, batch: model(**batch).loss,
 ) -> list[Any]:
-    """Ordinary steps: the losses, and what scripts saw ``between`` backward and step and ``after`` the step."""
-    seen: list[Any] = []
-    for batch in batches:
-        loss = model(**batch).loss
-        loss.backward()
-        seen += [loss.item(), *([between(model, optimizer)] if between else [])]
+    """Ordinary steps: the losses, and what scripts saw ``between`` backward and step and ``after`` the step.
+
+    Args:
+        passes: micro-batches of each step, in turn.
+    """
+    seen, left, counts = list[Any](), iter(batches), cycle(passes)
+    while window := list(islice(left, next(counts))):
+        for batch in window:
+            loss = loss_of(model, batch)
+            loss.backward()
+            seen.append(loss.item())
+        seen += [between(model, optimizer)] if between else []
         optimizer.step()
         seen += [after(model, optimizer)] if after else []
-        if zero:
-            optimizer.zero_grad()
+        optimizer.zero_grad()
     return seen
 
 
-def training(between: Script | None = None, after: Script | None = None, steps: int = 3) -> Script:
+def training(between: Script | None = None, after: Script | None = None, steps: int = 3, **how: Any) -> Script:
     """Some of ``BATCHES``, as a script."""
-    return lambda model, optimizer: train(model, optimizer, BATCHES[:steps], between, after)
+    return lambda model, optimizer: train(model, optimizer, BATCHES[:steps], between, after, **how)
 
 
 def everything(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
@@ -175,6 +182,10 @@ def copies(module: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().to(CPU, copy=True) for name, value in module.state_dict().items()}
 
 
+def parameters(module: nn.Module) -> dict[str, Tensor]:
+    return {name: param.data for name, param in module.named_parameters()}
+
+
 def unequal(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[str]:
     """Names that only one of them has, or whose bits differ."""
     both = first.keys() & second.keys()
@@ -186,12 +197,12 @@ def unequal(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[s
 @cache
 def plainly(
     make: Maker, script: Script, max_norm: float, fused: bool, device: torch.device
-) -> tuple[object, dict[str, Tensor]]:
-    """What ``script`` sees and leaves without the engine; once for all layouts."""
+) -> tuple[object, dict[str, Tensor], dict[str, Tensor]]:
+    """What ``script`` sees and leaves without the engine, and the parameters; once for all layouts."""
     model = ground.put(make())
     optimizer = Plain(model, max_norm, fused)
     torch.manual_seed(3)
-    return script(model, optimizer), everything(model, optimizer)
+    return script(model, optimizer), everything(model, optimizer), parameters(model)
 
 
 def both_sides(
@@ -210,7 +221,7 @@ def both_sides(
     Args:
         clips: the script does so itself, to ``max_norm``.
     """
-    expected, left = plainly(make, script, 0.0 if clips else max_norm, fused, ground.device)
+    expected, left, params = plainly(make, script, 0.0 if clips else max_norm, fused, ground.device)
     for layout in layouts:
         if isinstance(layout, str) and layout not in ground.layouts:
             continue
@@ -223,9 +234,13 @@ def both_sides(
         assert where is None, f"{layout}: what the script saw differs at {where}"
         assert unequal(left, everything(model, engine)) == [], layout
         engine.close()
-        weights = {name: param.data for name, param in model.named_parameters()}
-        assert unequal({name: left[name] for name in weights}, weights) == [], f"{layout}, closed"
+        assert unequal(params, parameters(model)) == [], f"{layout}, closed"
         assert getattr(moves, "races", []) == [], layout
+
+
+def same(*given: Any, **how: Any) -> Callable[[], None]:
+    """What ``both_sides`` takes, as a case of a table."""
+    return partial(both_sides, *given, **how)
 
 
 def refused(make: Maker, script: Script, line: str, layout: Layout = TWO[0], **wishes: Any) -> None:

@@ -22,7 +22,18 @@ from strategies.engine.transfer.transfer import Delayed, Transfer
 from tests.helpers import sides
 from tests.helpers.doubles import Vacant
 from tests.helpers.models import Net, build
-from tests.helpers.sides import BATCHES, Script, both_sides, copies, everything, ground, train, training, unequal
+from tests.helpers.sides import (
+    BATCHES,
+    Script,
+    both_sides,
+    copies,
+    everything,
+    ground,
+    parameters,
+    train,
+    training,
+    unequal,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NORM = 0.5
@@ -339,12 +350,11 @@ def test_saved_loaded_and_closed_between_backward_and_step(layout: str, tmp_path
     """Loading drops the gradients; ``close`` leaves the weights that there were."""
     model, optimizer = stowed(layout, Delayed())
     train(model, optimizer, BATCHES[:3])
-    before, value = everything(model, optimizer), evaluated(model)
+    before, weights, value = everything(model, optimizer), copies(model), evaluated(model)
     backward(model, 3)
     optimizer.save(tmp_path)
     optimizer.load(tmp_path)
     assert evaluated(model) == value and unequal(everything(model, optimizer), before) == []
     backward(model, 3)
     optimizer.close()
-    weights = {name: param.data for name, param in model.named_parameters()}
-    assert unequal({name: before[name] for name in weights}, weights) == []
+    assert unequal(weights, parameters(model)) == []

@@ -27,6 +27,7 @@ from tests.helpers.models import Odd, Spec, build, causal, odd_batches, tokens
 from tests.helpers.pairwise import Table
 from tests.helpers.releases import needs_stage_3
 from tests.helpers.tiny import MODELS
+from tests.helpers.zoo import hub, text
 from trainer.config.sections import RunConfig
 from trainer.dist.spawn import run_world
 from trainer.machine.probe import probe
@@ -286,6 +287,13 @@ def test_training_with_a_cache_that_holds_something() -> None:
     assert unequal(run(False), run(True)) == []
     without = steps(made("llama", False, "sdpa", torch.float32), micro_batches())
     assert not torch.equal(run(True)[0]["loss"], without[0]["loss"])
+
+
+def test_the_cache_of_an_encoder_and_a_decoder() -> None:
+    """A decoder's block notes in it that it has the encoder's keys; a replay makes them again."""
+    models = [hub("m2m100") for _ in range(2)]
+    checkpoint_blocks(models[1], {f"model.decoder.layers.{index}": ["linear 0"] for index in range(2)})
+    assert unequal(*(steps(model, text(2)) for model in models)) == []
 
 
 def test_names_stay() -> None:

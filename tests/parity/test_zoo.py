@@ -18,8 +18,9 @@ from strategies.engine import AdamW, stow
 from strategies.engine.module_hooks import ModuleHooks
 from strategies.engine.transfer.race_detector import RaceDetector
 from strategies.engine.transfer.transfer import Delayed
+from strategies.planner.weight_schedule import only_while_used
 from tests.helpers.doubles import Vacant
-from tests.helpers.engine import DECAY, LR, adamw, differences, plain, stowed
+from tests.helpers.engine import DECAY, LR, Made, adamw, differences, plain, plan_of, stowed
 from tests.helpers.zoo import FORMS, LORA, branches, hub, text
 from trainer.machine.probe import probe
 from trainer.planning.plan_for import plan_for
@@ -35,7 +36,13 @@ TRAVEL: dict[str, dict[str, Any]] = {
     "streamed, ahead": {"site": "streamed", "weights": "streamed", "prefetch": 1},
 }
 HUB = [("t5", "none"), ("t5", "later"), ("t5 tied", "reentrant"), ("mt5", "none"), ("mt5", "later"), ("switch", "none")]
-HUB += [("deberta", "none"), ("deberta", "later"), *((kind, "none") for kind in LORA)]
+HUB += [
+    ("wav2vec2", "none"),
+    ("wav2vec2, layerdrop", "later"),
+    ("deberta", "none"),
+    ("deberta", "later"),
+    *((kind, "none") for kind in LORA),
+]
 HAND = [(form, "none") for form in FORMS] + [
     (form, recompute)
     for recompute in ("later", "reentrant")
@@ -73,6 +80,24 @@ def test_trains_with_the_bits_of_plain_training(make: Callable[[], nn.Module]) -
         assert differences(wanted, found) == [], type(transfer).__name__
     model = make()
     assert differences(wanted, stowed(model, smallest(model), batches, max_norm=NORM, transfer=Vacant())) == []
+
+
+@pytest.mark.parametrize("kind", ["wav2vec2", "wav2vec2, layerdrop"])
+def test_what_is_used_around_the_blocks_stays(kind: str) -> None:
+    """Everything else may travel; a plan in which it travels, too, is refused before a step."""
+    around, wanted = "inner.wav2vec2.masked_spec_embed", plain(hub(kind), text(STEPS), max_norm=NORM)
+    for ahead in (0, 2):
+        plan = plan_of(hub(kind), site="mixed", weights="some", prefetch=ahead, max_norm=NORM)
+        found = stowed(hub(kind), plan, text(STEPS), max_norm=NORM, transfer=Vacant())
+        assert differences(wanted, found) == []
+    made = plan_for(hub(kind), max_grad_norm=NORM, machine=MACHINE)
+    assert made.layout is not None
+    stays = next(index for index, bucket in enumerate(made.layout.buckets) if around in bucket.params)
+    wrong = Made.of(only_while_used(made.layout, [stays]), made.facts.params)
+    with pytest.raises(
+        ValueError, match=rf"{around}: leaves the device in the plan, and inner\.wav2vec2, which owns it"
+    ):
+        stow(hub(kind), wrong, device="cpu")
 
 
 def travelling(model: nn.Module, **more: Any) -> Any:

@@ -15,7 +15,7 @@ What a loop keeps of the model's output besides the loss counts as freed before 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from strategies.core.facts import Temporaries
-from strategies.engine.forward.blocks import find_blocks
 from strategies.engine.tensors.nested import tensors_in
 from trainer.model.params import EMBEDDING, HEAD
 from trainer.model.stubs import stubs
@@ -33,43 +32,33 @@ from trainer.model.stubs import stubs
 if TYPE_CHECKING:
     from torch import nn
 
-Call = Callable[[], Any]  # one forward
+    from trainer.model.counting import Counter
+
 FORWARD, BACKWARD, LANDING = range(3)
 
 
-def count(
-    model: nn.Module,
-    params: Mapping[str, Tensor],
-    call: Call,
-    saved: Mapping[str, int],
-    absent: Collection[str],
-    output_like: Callable[[str], Any],
-) -> dict[str, Temporaries]:
-    """Run forward and backward of ``call``; the temporaries of all units but ``absent`` blocks.
-
-    Args:
-        params: the parameters that ``call`` computes with, by name.
-        saved: bytes that each unit saves.
-        output_like: see ``stubs``, which are in the place of ``absent`` blocks.
+def count(counted: Counter, call: Callable[[], Any]) -> dict[str, Temporaries]:
+    """Run forward and backward of ``call``, whose saved bytes are ``counted``; the temporaries of all units that run,
+    and of blocks that are like these.
     """
-    live, blocks = _Live(), find_blocks(model)
+    live, like = _Live(), counted.like
     with ExitStack() as within:
-        for param in set(params.values()):
+        for param in set(counted.weights.values()):
             if param.requires_grad:
                 within.callback(param.register_post_accumulate_grad_hook(live.land).remove)
-        for name, block in blocks.items():
+        for name, block in counted.blocks.items():
             entering = block.register_forward_pre_hook(partial(live.enter_block, name), with_kwargs=True)
             within.callback(entering.remove)
             within.callback(block.register_forward_hook(partial(live.leave_block, name)).remove)
-        within.enter_context(stubs(model, absent, output_like))
+        within.enter_context(stubs(counted.model, like, counted.outputs.__getitem__))
         within.enter_context(live)
         _backward(live, call())
     found, below = {}, 0
-    for name in (EMBEDDING, *(name for name in blocks if name not in absent), HEAD):
-        below += saved.get(name, 0)
+    for name in (EMBEDDING, *(name for name in counted.blocks if name not in like), HEAD):
+        below += counted.saved.get(name, 0)
         if name in live.highest:
             found[name] = Temporaries(*(max(0, value - below) for value in live.highest[name]))
-    return found
+    return found | {name: found[other] for name, other in like.items() if other in found}
 
 
 def _backward(live: _Live, output: Any) -> None:

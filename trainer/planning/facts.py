@@ -208,7 +208,7 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
     import torch
 
     from trainer.model import tensor_share
-    from trainer.model.counting import fake_tensors
+    from trainer.model.counting import fake_tensors, materialise
     from trainer.model.counting_alike import count
 
     precision = precision_of(config)
@@ -238,25 +238,26 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
             inputs["position_ids"] = torch.zeros_like(ids) if masked else torch.arange(shape[1]).repeat(shape[0], 1)
         elif masked:
             inputs["attention_mask"] = torch.zeros_like(ids)
+        materialise(model)
         call = _call(model, inputs, config.training.label_smoothing_factor)
         autocast = torch.autocast("cpu", compute) if precision is not Precision.FP32 and not casts else None
         if autocast is not None:
             call = _in_autocast(call, autocast)
         try:
-            found = count(model, call, compute if autocast else None)
+            found = count(model, call)
         except (RuntimeError, IndexError) as error:
             what = f"{first_line(error)}; has it so many positions? data.max_length says how many tokens a row has"
             raise ConfigError(f"model: its forward fails on {shape[0]} x {shape[1]} tokens: {what}") from None
     dtype = "bfloat16" if precision is Precision.BF16 else "float32"
     return ModelCount(
         units=found.units(),
-        forward_flops=found.counter.flops,
+        forward_flops=found.flops,
         largest_param=max(parameter.numel() for parameter in model.parameters()),
         hidden_size=getattr(model.config.get_text_config(), "hidden_size", 0),
         trained_bytes=sizes[True],
         frozen_bytes=sizes[False],
-        params=list_params(model, decay_groups(model), lambda _: dtype, found.counter.outside),
-        linears=tuple(found.linears.values()),
+        params=list_params(model, decay_groups(model), lambda _: dtype, found.outside),
+        linears=tuple(found.linears(compute if autocast else None).values()),
         model_params=0 if whole is None else sum(unit.num_params for unit in whole.units),
         model_flops=0 if whole is None else whole.forward_flops,
         tied=tensor_share.is_tied(model),

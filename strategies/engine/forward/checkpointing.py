@@ -354,5 +354,10 @@ def _copied(value: Any) -> Any:
     if not hasattr(value, "get_seq_length"):
         return value
     cache = copy(value)
-    cache.layers = [copy(layer) for layer in value.layers]
+    if hasattr(value, "layers"):
+        cache.layers = [copy(layer) for layer in value.layers]
+    else:  # an encoder-decoder's
+        cache.self_attention_cache = _copied(value.self_attention_cache)
+        cache.cross_attention_cache = _copied(value.cross_attention_cache)
+        cache.is_updated = dict(value.is_updated)
     return cache
