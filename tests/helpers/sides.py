@@ -44,9 +44,8 @@ class Plain(torch.optim.AdamW):
         trained = [p for p in model.parameters() if p.requires_grad]
         self.masters = {p: p if p.dtype is torch.float32 else nn.Parameter(p.detach().float()) for p in trained}
         super().__init__(self.masters.values(), lr=LR, weight_decay=DECAY, fused=fused)
-        self._model, self._max_norm, self._clipped = model, max_norm, False
+        self._max_norm, self._norm, self.skipped = max_norm, None, 0
         self._mixed = [(param, master) for param, master in self.masters.items() if param is not master]
-        self.skipped = 0
         model.register_load_state_dict_post_hook(lambda *_: self._follow())
 
     @torch.no_grad()
@@ -55,20 +54,19 @@ class Plain(torch.optim.AdamW):
             master.copy_(param)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        self._clipped = True
-        return nn.utils.clip_grad_norm_(self.masters.values(), max_norm)
+        for param, master in self._mixed:
+            master.grad = None if param.grad is None else param.grad.float()
+        self._norm = nn.utils.clip_grad_norm_(self.masters.values(), max_norm)
+        return self._norm
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for param, master in self._mixed:
-            master.grad = None if param.grad is None else param.grad.float()
-        if not self._clipped and not self.clip_grad_norm_(self._max_norm or torch.inf).isfinite():
-            self.skipped += 1
-        else:
+        norm = self.clip_grad_norm_(self._max_norm or torch.inf) if self._norm is None else self._norm
+        if norm.isfinite():
             super().step()
             for param, master in self._mixed:
                 param.copy_(master)
-        self._clipped = False
+        self._norm, self.skipped = None, self.skipped + int(not norm.isfinite())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
