@@ -27,8 +27,9 @@ from torch import Tensor
 
 from strategies.engine.forward.checkpointing import recompute, room_of
 from strategies.engine.memory import accelerator
-from strategies.engine.transfer.transfer import AcceleratorTransfer, Delayed, Lane, Transfer, transfer_for
+from strategies.engine.transfer.transfer import AcceleratorTransfer, Lane, Transfer, transfer_for
 from tests.helpers import simulated
+from tests.helpers.doubles import Delayed
 from tests.helpers.engine import Result
 from tests.helpers.grid import BF16, FORBIDDEN, FP32, both, noise, title
 from tests.helpers.pairwise import Row, Table

@@ -120,7 +120,9 @@ class Offload(Strategy):
         "sends less between machines and adds in another order (1e-4 of the largest weight; two ranks: the same bits).",
     )
     update_in_backward: bool | Literal["auto"] = Field(
-        default="auto", description="Updates start while backward runs; auto: where nothing is clipped."
+        default="auto",
+        description="Updates start while backward runs, but for those that bring weights or state to the device; auto: "
+        "where nothing is clipped.",
     )
 
     _stage: int = PrivateAttr(default=0)  # of strategies.zero, if that is on

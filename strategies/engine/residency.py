@@ -35,9 +35,7 @@ from strategies.engine.transfer.transfer import Lane, Transfer
 
 
 class Residency:
-    """Moves buckets in and out of their homes. ``debug``: fill homes with NaN before a bucket moves in, and check at
-    every use which bucket the home holds.
-    """
+    """Moves buckets in and out of their homes. ``debug``: fill a home with NaN first, and check what it holds."""
 
     def __init__(self, ranks: OneRank, transfer: Transfer, *, debug: bool) -> None:
         self._ranks, self._transfer, self._debug = ranks, transfer, debug
@@ -145,7 +143,7 @@ class Residency:
         event = None
         for bucket in buckets:
             event = event or self._transfer.record(Lane.COMPUTE)
-            bucket.was_used(used=event)
+            bucket.used = event
             if not bucket.open and not bucket.spec.resident:
                 bucket.views.make_absent()
                 if self._transfer.eager and bucket.present and bucket.settled:

@@ -19,11 +19,11 @@ from strategies.core.layout import Bucket, Layout, Site
 from strategies.core.plan import Plan
 from strategies.core.validate import check
 from strategies.engine import AdamW, StowOptimizer, UpdateRule, stow
-from strategies.engine.transfer.race_detector import RaceDetector
 from strategies.engine.transfer.transfer import Transfer
 from strategies.planner import weight_schedule
 from strategies.planner.addresses import place
 from strategies.planner.buckets import block_bytes
+from tests.helpers.race_detector import RaceDetector
 from trainer.machine.probe import Machine, probe
 from trainer.planning.plan_for import plan_for
 

@@ -21,7 +21,7 @@ from strategies.core.registry import find
 from strategies.engine import stow
 from strategies.engine.forward.activations import HostRoom, arena_of_saved
 from strategies.engine.forward.checkpointing import checkpoint_blocks, checkpointed, recompute
-from strategies.engine.transfer.transfer import Delayed
+from tests.helpers.doubles import Delayed
 from tests.helpers.engine import STEPS, differences, plain, plan_of, stowed
 from tests.helpers.models import Odd, Spec, build, causal, odd_batches, tokens
 from tests.helpers.pairwise import Table

@@ -7,10 +7,8 @@ What a recomputed block keeps lies on the device from its forward to its backwar
     backward of i + 1 begins the copies up begin
     backward of i            waits for them where it reads them
 
-On the device is what two blocks send at a time; on the host, what all of them send in one micro-batch, in a region of
-planned size: a spot of the host arena of ``strategies.offload``, otherwise an arena of its own.
-
-Invariant. What comes back has the bits, the shape and the strides of what was sent: kernels' bits depend on strides.
+On the host is what all blocks send in one micro-batch, in a region of planned size. What comes back has the bits, the
+shape and the strides of what was sent: kernels' bits depend on strides.
 
 [Note: lifetimes] Memory on the device belongs to torch's allocator, which gives what nobody references to work that
 COMPUTE issues later. So a tensor on its way down is referenced until COMPUTE has been told to wait for the copy. One on
@@ -77,9 +75,7 @@ class Leaving:
 
 class HostRoom:
     """The host's memory for the saved tensors of ``blocks``, which are all in order of use, and the copies there and
-    back.
-
-    Nothing is sent before ``use`` names an arena; ``transfer`` is by default what suits the first tensor that is sent.
+    back. Nothing is sent before ``use`` names an arena; ``transfer`` is by default what suits the first tensor.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], arena: Arena | None, transfer: Transfer | None = None) -> None:

@@ -89,7 +89,7 @@ class GradientsDown:
         if adds:
             work = partial(self._add, bucket, target, leaving, summed, grads.sent)
             added = self._arrivals[target.data_ptr()] = self._worker.submit(bucket.index, work)
-            grads.add_on_host(added)
+            grads.added = added
 
     def _add(
         self, bucket: BucketState, arrival: Tensor, indices: list[int], summed: frozenset[int], sent: Event | None
@@ -115,7 +115,7 @@ class GradientsDown:
             self._transfer.host_wait(sent)
             return norms_of([bucket.shaped(bucket.parked, index) for index in touched])
 
-        bucket.grads.measure_on_host(touched, self._worker.submit(bucket.index, norms))
+        bucket.grads.host_norms = touched, self._worker.submit(bucket.index, norms)
 
     def finish_sums(self) -> None:
         """Return when the worker has added what was sent."""

@@ -40,8 +40,7 @@ import torch
 from torch import Tensor
 
 from strategies.core.layout import Site
-from strategies.engine.buckets.bucket_state import BucketState, Pending
-from strategies.engine.buckets.jobs import Job, Scale
+from strategies.engine.buckets.bucket_state import BucketState, Job, Pending, Scale
 from strategies.engine.ranks.one_rank import OneRank
 from strategies.engine.residency import Residency
 from strategies.engine.transfer.transfer import Event, Lane, Transfer
@@ -101,7 +100,7 @@ class Updates:
         bucket.submit(job)
         if bucket.spec.site is Site.HOST:
             waits = (bucket.grads.sent, bucket.arrived)
-            bucket.compute_on_host(self._worker.submit(bucket.index, lambda: self._on_host(bucket, job, waits)))
+            bucket.future = self._worker.submit(bucket.index, lambda: self._on_host(bucket, job, waits))
         elif bucket.updates_in_place:
             self.settle(bucket)
 

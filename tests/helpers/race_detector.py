@@ -1,4 +1,4 @@
-"""A race detector: checks that events order every pair of accesses to the same bytes. For tests, on any machine.
+"""A race detector: checks that events order every pair of accesses to the same bytes.
 
 Each lane has a vector clock (Lamport, 1978): for each lane, how much of its work is known to be done. An event stores
 the clock of its lane; a wait merges it into the clock of the waiting lane. An access races with an earlier one if they
