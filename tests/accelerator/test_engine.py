@@ -15,10 +15,8 @@ from strategies.engine.memory.arena import OutOfMemoryError
 from strategies.engine.transfer.transfer import AcceleratorTransfer
 from tests.helpers.engine import DECAY, LR, STEPS, differences, plain, plan_of, stowed
 from tests.helpers.models import build, on, tokens
-from tests.helpers.sides import train
-from tests.helpers.zoo import text
-from tests.parity.test_zoo import MACHINE, MODELS, NORM, TRAVEL
-from trainer.planning.plan_for import plan_for
+from tests.helpers.sides import both_sides, train
+from tests.parity.test_zoo import MODELS, NORM, TRAVEL, clipped
 
 DEVICE = "sim:0"
 
@@ -28,16 +26,13 @@ def there(batches: list[dict[str, Tensor]]) -> list[Mapping[str, Tensor]]:
 
 
 @pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing.*` is deprecated:FutureWarning")
+@pytest.mark.usefixtures("there")
 @pytest.mark.parametrize(
     ("make", "where"),
     [pytest.param(make, where, id=f"{name}, {where}") for (name, make), where in zip(MODELS.items(), cycle(TRAVEL))],
 )
 def test_models_that_keep_to_no_borders(make: Callable[[], nn.Module], where: str) -> None:
-    batches = there(text(STEPS))
-    wanted = plain(on(DEVICE, make()), batches, max_norm=NORM)
-    plan = plan_for(make(), max_grad_norm=NORM, machine=MACHINE, debug=True, **TRAVEL[where])
-    moves = AcceleratorTransfer(torch.device(DEVICE))
-    assert differences(wanted, stowed(make(), plan, batches, max_norm=NORM, transfer=moves, device=DEVICE)) == []
+    both_sides(make, clipped, [TRAVEL[where]], max_norm=NORM)
 
 
 def test_two_engines() -> None:

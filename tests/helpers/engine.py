@@ -330,6 +330,7 @@ def plan_of(
     blocks = {unit.name for unit in made.facts.units if unit.kind is UnitKind.BLOCK}
     of_blocks = [index for index, b in enumerate(buckets) if set(b.units) <= blocks]
     moving = {"resident": [], "travelling": of_blocks, "some": of_blocks[::2] + _ends(buckets, made.facts)}[weights]
+    assert bool(moving) is (weights != "resident")
     buckets = tuple(replace(b, resident_ticks=()) for b in buckets)
     bare = replace(made.layout, buckets=buckets, keeps_copies=copies, visit_slots=visit_slots)
     return Made.of(weight_schedule.window(bare, moving, int(prefetch)), made.facts.params, ranks, debug=debug)

@@ -115,7 +115,8 @@ CPU = torch.device("cpu")
 ground = Ground(CPU, Delayed, tuple(LAYOUTS))  # tests/accelerator sets another one
 Script = Callable[[Any, Any], object]
 Maker = Callable[[], nn.Module]
-Layout = str | Mapping[str, Any]  # a name in ``LAYOUTS``, or what ``plan_of`` takes
+# A name in ``LAYOUTS``, what ``plan_of`` takes, or a function that makes the plan.
+Layout = str | Mapping[str, Any] | Callable[[nn.Module], Any]
 
 
 def stowed(
@@ -128,7 +129,7 @@ def stowed(
 ) -> Any:
     """The model's optimizer under a layout of ``LAYOUTS`` with changes; copies are made as late as they may."""
     known = LAYOUTS[layout] if isinstance(layout, str) else layout
-    plan: Any = plan_of(model, **{**known, **wishes})
+    plan: Any = known(model) if callable(known) else plan_of(model, **{**known, **wishes})
     rule, moves = AdamW(lr=LR, weight_decay=DECAY, fused=fused), transfer or ground.transfer()
     return stow(ground.feed(model), plan, rule=rule, device=ground.device, transfer=moves, beside=beside)
 
