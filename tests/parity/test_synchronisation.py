@@ -5,16 +5,15 @@ waits are its own affair: it sleeps.
 """
 
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from strategies.engine import AdamW, stow
 from strategies.engine.transfer.transfer import Event, Transfer
-from tests.helpers.engine import plan_of
-from tests.helpers.models import build, tokens
-from tests.helpers.sides import LAYOUTS
+from tests.helpers.models import build
+from tests.helpers.sides import BATCHES, LAYOUTS, stowed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WAITS = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::nonzero", "aten::unique"}
@@ -45,27 +44,21 @@ class Watched(Transfer):
         super().host_wait(*events)
 
 
-def waits(layout: str, rule: Any, norm: float = 0.5, accumulation: int = 1) -> list[str]:
+def waits(layout: str, fused: bool = True, norm: float = 0.5, accumulation: int = 1) -> list[str]:
     """In two steps after two that warm up."""
-    model = build("llama")
-    plan: Any = plan_of(model, **LAYOUTS[layout] | {"max_norm": norm, "accumulation": accumulation})
-    transfer = Watched()
-    optimizer = stow(model, plan, rule=rule, device="cpu", beside=True, transfer=transfer)
-
-    def step(batches: list[Any]) -> None:
-        for batch in batches:
-            model(**batch).loss.backward()
-        optimizer.clip_grad_norm_(norm) if norm else None
-        optimizer.step()
-        optimizer.zero_grad()
-
-    every = tokens("llama", 4 * accumulation)
-    for number in range(2):
-        step(every[number * accumulation : (number + 1) * accumulation])
-    transfer.waited.clear()
-    with Waits() as counted:
-        for number in range(2, 4):
-            step(every[number * accumulation : (number + 1) * accumulation])
+    model, transfer = build("llama"), Watched()
+    loop: dict[str, Any] = {"max_norm": norm, "accumulation": accumulation}
+    optimizer = stowed(model, layout, fused, transfer, beside=True, **loop)
+    counted = Waits()
+    for number in range(4):
+        if number == 2:
+            transfer.waited.clear()
+        with counted if number > 1 else nullcontext():
+            for batch in BATCHES[:accumulation]:
+                model(**batch).loss.backward()
+            optimizer.clip_grad_norm_(norm) if norm else None
+            optimizer.step()
+            optimizer.zero_grad()
     found = counted.seen + [name for name in transfer.waited if name == threading.current_thread().name]
     optimizer.close()
     return found
@@ -75,9 +68,9 @@ def waits(layout: str, rule: Any, norm: float = 0.5, accumulation: int = 1) -> l
 @pytest.mark.parametrize("norm", [0.0, 0.5])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_waits_for_nothing(layout: str, norm: float, accumulation: int) -> None:
-    assert waits(layout, AdamW(), norm, accumulation) == []
+    assert waits(layout, True, norm, accumulation) == []
 
 
 def test_what_waits_is_counted() -> None:
     """Torch's kernel that is not fused asks for its counts one by one."""
-    assert waits("device, resident", AdamW(fused=False))
+    assert waits("device, resident", fused=False)
