@@ -44,9 +44,10 @@ def device(_loaded: None) -> Iterator[Any]:
 
 
 @pytest.fixture
-def there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scripts train on the device, under two layouts: the others mix what these do, or move nothing."""
+def there(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """The device, on which scripts train under two layouts: the others mix what these do, or move nothing."""
     where = torch.device(simulated.NAME, 0)
     monkeypatch.setattr(sides.ground, "device", where)
     monkeypatch.setattr(sides.ground, "transfer", lambda: AcceleratorTransfer(where))
     monkeypatch.setattr(sides.ground, "layouts", sides.TWO)
+    return where
