@@ -32,8 +32,8 @@ def there(batches: list[dict[str, Tensor]]) -> list[Mapping[str, Tensor]]:
     [
         pytest.param(make, where, id=f"{name}, {where}")
         for (name, make), where in zip(MODELS.items(), cycle(TRAVEL))
-        if "wav2vec2" not in name
-    ],  # the device has no convolutions
+        if "wav2vec2" not in name  # the device has no convolutions
+    ],
 )
 def test_models_that_keep_to_no_borders(make: Callable[[], nn.Module], where: str) -> None:
     both_sides(make, clipped, [TRAVEL[where]], max_norm=NORM)
