@@ -119,7 +119,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Blocks in a row; each call is counted, and a class may add ``more`` to its loss."""
 
-    def __init__(self, block: type[Block] = Block) -> None:
+    def __init__(self, block: Callable[[], nn.Module] = Block) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
         self.layers = nn.ModuleList(block() for _ in range(LAYERS))

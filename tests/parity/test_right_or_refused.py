@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
-from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from strategies.engine import AdamW, stow
@@ -63,15 +61,12 @@ class KeepsView(Block):
 
 
 class ReadsKept(Net):
-    """The view is used when its block is long over; in one case not before the third step."""
+    """The view is used when its block is long over."""
 
-    def __init__(self, since: int = 0, block: type[Block] = KeepsView) -> None:
+    def __init__(self, block: type[Block] = KeepsView) -> None:
         super().__init__(block)
-        self.since = since
 
     def more(self) -> Tensor | float:
-        if self.calls <= self.since:
-            return 0.0
         return sum((layer.kept[5:].pow(2).sum() for layer in self.layers), torch.zeros(()))
 
 
@@ -91,35 +86,6 @@ class LateUnderHooks(Net):
 
     def more(self) -> Tensor:
         return sum((layer.kept for layer in self.layers), torch.zeros(()))
-
-
-class Surroundings(nn.Module):
-    """Has a weight of its own, and hands on what its last block makes, or what each of them makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.position = nn.ModuleList(Block() for _ in range(4)), nn.Parameter(torch.ones(8, 32))
-
-    def forward(self, x: Tensor, depth: int) -> list[Tensor]:
-        made = [x + self.position]
-        for layer in list(self.layers)[:depth]:
-            made.append(layer(made[-1]))
-        return made if depth == 2 else made[-1:]
-
-
-class EarlyExit(Net):
-    """Guards are gone after two steps that are alike; then another block is the last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.layers
-        self.inner = Surroundings()
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
-        self.calls += 1
-        made = self.inner(self.embed(input_ids), (4, 4, 3, 2, 4, 2)[self.calls - 1])
-        losses = (cross_entropy(self.head(x).flatten(0, 1), labels.flatten()) for x in made)
-        return SimpleNamespace(loss=sum(losses, torch.zeros(())))
 
 
 def a_hook_that_keeps_weights(model: Any, optimizer: Any) -> list[Any]:
@@ -204,15 +170,12 @@ def zeros_for_none(model: Any, optimizer: Any) -> None:
 # --- the optimizer ---------------------------------------------------------------------------------------------------
 
 
-def restored(what: Callable[[dict[str, Any]], object]) -> Script:
-    def loop(model: Any, optimizer: Any) -> list[Any]:
-        seen = [every_step(steps=2)(model, optimizer)]
-        state = copy.deepcopy(optimizer.state_dict())
-        what(state["state"])
-        optimizer.load_state_dict(state)
-        return [*seen, every_step(steps=2)(model, optimizer)]
-
-    return loop
+def restored_in_part(model: Any, optimizer: Any) -> list[Any]:
+    seen = [every_step(steps=2)(model, optimizer)]
+    state = copy.deepcopy(optimizer.state_dict())
+    del state["state"][3]
+    optimizer.load_state_dict(state)
+    return [*seen, every_step(steps=2)(model, optimizer)]
 
 
 def in_place_rate(model: Any, optimizer: Any) -> object:
@@ -220,7 +183,7 @@ def in_place_rate(model: Any, optimizer: Any) -> object:
     return every_step(after=lambda *_: rate.mul_(0.5) and None)(model, optimizer)
 
 
-# --- one function called with several of the engine's classes at once: [Note: several kinds] in functions.py ----------
+# --- one function called with several of the engine's classes at once -------------------------------------------------
 
 KINDS_OF_TENSORS: dict[str, Callable[[Any], Any]] = {
     "weight": lambda weight: weight,
@@ -309,8 +272,6 @@ def change(name: str, value: Any) -> Script:
 
 SAME: dict[str, tuple[Any, ...]] = {
     "a view, read when its block is over": (ReadsKept, every_step()),
-    "a view, from the third step on": (lambda: ReadsKept(2), every_step(steps=4)),
-    "a node that ends a block and what is around it": (EarlyExit, every_step(steps=6)),
     "late nodes under hooks of others": (LateUnderHooks, every_step()),
     "a hook that keeps weights": (Net, a_hook_that_keeps_weights),
     "autograd.grad of weights": (Net, gradients_of_weights),
@@ -324,8 +285,7 @@ SAME: dict[str, tuple[Any, ...]] = {
         Net,
         every_step(after=lambda _, o: [state["exp_avg"].zero_() for state in o.state.values()] and None),
     ),
-    "an empty state restored": (Net, restored(lambda state: state.clear())),
-    "a part of the state restored": (Net, restored(lambda state: state.pop(3))),
+    "a part of the state restored": (Net, restored_in_part),
     "a rate that is changed in place": (Net, in_place_rate),
     "several kinds at once": (Net, every_step(lambda model, _: list(pairs(model)), steps=2)),
     "several kinds at once, in a block": (Reading, every_step()),
@@ -409,17 +369,12 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         training(lambda m, _: under_autocast(m.layers[1].up.weight)), "read under autocast outside of the module",
     ),
     "clipped by value": (training(lambda m, _: clip_grad_value_(m.parameters(), 1e-3)), "multiplied by one factor"),
-    "noise": (training(lambda m, _: [p.grad.add_(0.1) for p in m.parameters()]), "multiplied by one factor"),
     "half of them clipped": (
         training(lambda m, _: clip_grad_norm_(list(m.parameters())[:5], NORM)), "that of .* with none",
     ),
     "clipped in two groups": (training(clipped_in_two_groups), "different factors"),
     "clipped twice": (every_step(lambda m, _: clip_grad_norm_(m.parameters(), NORM)), "clip once per step"),
-    "an assigned gradient": (
-        training(lambda m, _: setattr(m.head.weight, "grad", torch.zeros(64, 32))), "come from backward only",
-    ),
     "a slice of a gradient": (training(lambda m, _: m.embed.weight.grad[:10].zero_()), "zero_ on a copy of a gr"),
-    "a view of a gradient": (training(lambda m, _: m.head.weight.grad.view(-1).mul_(2)), "mul_ on a copy of a gr"),
     "a kernel that writes to many": (
         training(lambda m, _: torch.optim.AdamW(m.parameters(), fused=True).step()),
         "_fused_adamw_ on a parameter that is away",
