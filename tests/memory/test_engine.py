@@ -17,7 +17,7 @@ from strategies.engine import StowOptimizer, stow
 from strategies.planner.step_cost import evictions_of, problem_of, traffic
 from strategies.planner.tasks import build_tasks
 from strategies.planner.weight_schedule import ASSUMED
-from tests.helpers.live import Everything
+from tests.helpers.live import Live
 from tests.helpers.tiny import GPT2, LLAMA
 from trainer.model.build import load_config
 from trainer.planning.plan_for import plan_for
@@ -67,7 +67,7 @@ def train(model: Any, plan: Plan, steps: int = 3) -> tuple[StowOptimizer, int]:
     ids = torch.randint(1, 100, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[0, -2:] = 0  # plan_for(batch=(rows, tokens)) counts padded rows
-    live = Everything()
+    live = Live()
     for step in range(steps):
         with live if step == steps - 1 else nullcontext():
             loss = model(input_ids=ids, labels=ids, attention_mask=mask).loss
