@@ -11,12 +11,14 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from strategies.core.facts import Facts, Home, Param, UnitKind
 from strategies.core.layout import Bucket, Layout, Site
 from strategies.core.plan import Plan
+from strategies.core.protocol import MemoryRefusal
 from strategies.core.validate import check
 from strategies.engine import AdamW, StowOptimizer, UpdateRule, stow
 from strategies.engine.transfer.transfer import Transfer
@@ -257,6 +259,15 @@ class Made:
     def hosted_bytes(self) -> int:
         """Nothing waits on the host."""
         return 0
+
+
+def least(model: nn.Module, **known: Any) -> Plan:
+    """The planner's plan at the smallest budget that it does not refuse."""
+    with pytest.raises(MemoryRefusal) as refused:
+        plan_for(model, gpu_memory="1KiB", **known)
+    plan = plan_for(model, gpu_memory=refused.value.needed, **known)
+    assert plan.place is not None and plan.place.addresses.num_bytes(Home.DEVICE) <= refused.value.needed
+    return plan
 
 
 def plan_of(

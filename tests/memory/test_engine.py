@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from strategies.core.plan import Home, Plan
-from strategies.core.protocol import MemoryRefusal
 from strategies.engine import StowOptimizer, stow
 from strategies.planner.step_cost import evictions_of, problem_of, traffic
 from strategies.planner.tasks import build_tasks
 from strategies.planner.weight_schedule import ASSUMED
+from tests.helpers.engine import least
 from tests.helpers.live import Live
 from tests.helpers.tiny import GPT2, LLAMA
 from trainer.model.build import load_config
@@ -45,11 +45,7 @@ MANY_WORDS = MODELS["llama"] | {"vocab_size": 4096}
 def plan_of(model: Any, options: Mapping[str, Any], norm: float | None = 1.0) -> Plan:
     """``LEAST``: at the budget that a refusal names."""
     known: dict[str, Any] = {"batch": (ROWS, LENGTH), "max_grad_norm": norm}
-    if options == LEAST:
-        with pytest.raises(MemoryRefusal) as refused:
-            plan_for(model, gpu_memory="1KiB", **known)
-        options = {"gpu_memory": refused.value.needed}
-    return plan_for(model, **known, **options)
+    return least(model, **known) if options == LEAST else plan_for(model, **known, **options)
 
 
 def model_of(config: Mapping[str, Any]) -> Any:

@@ -15,11 +15,11 @@ from strategies.core.compose import compose
 from strategies.core.facts import Facts
 from strategies.core.layout import Site, ticks_of, uses
 from strategies.core.plan import Home, Plan
-from strategies.core.protocol import MemoryRefusal, Refusal
+from strategies.core.protocol import Refusal
 from strategies.core.registry import find
 from strategies.planner.weight_schedule import ASSUMED
 from tests.helpers.doubles import Delayed
-from tests.helpers.engine import STEPS
+from tests.helpers.engine import STEPS, least
 from tests.helpers.models import build, tokens
 from tests.helpers.race_detector import RaceDetector
 from tests.helpers.sides import both_sides, train
@@ -107,10 +107,7 @@ def test_an_embedding_that_backward_reads_is_there_for_it(kind: type[nn.Embeddin
         model.model.embed_tokens.__class__ = kind
         return model
 
-    known: dict[str, Any] = {"batch": (2, 8), "max_grad_norm": 0.05}
-    with pytest.raises(MemoryRefusal) as refused:
-        plan_for(made(), gpu_memory="1KiB", **known)
-    plan = plan_for(made(), gpu_memory=refused.value.needed, **known)
+    plan = least(made(), batch=(2, 8), max_grad_norm=0.05)
     assert plan.layout is not None
     embedding = plan.layout.buckets[0]
     assert embedding.looked_up is (kind is nn.Embedding) and not embedding.resident

@@ -13,13 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strategies.core.facts import Home
-from strategies.core.protocol import MemoryRefusal
 from strategies.engine import stow
 from strategies.engine.module_hooks import ModuleHooks
 from strategies.planner.weight_schedule import only_while_used
 from tests.helpers.doubles import Vacant
-from tests.helpers.engine import Made
+from tests.helpers.engine import Made, least
 from tests.helpers.race_detector import RaceDetector
 from tests.helpers.sides import both_sides, refused, stowed, train
 from tests.helpers.zoo import FORMS, LORA, branches, hub, text
@@ -56,13 +54,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def smallest(model: nn.Module) -> Any:
-    """The real planner's plan at the smallest budget that it does not refuse."""
-    with pytest.raises(MemoryRefusal) as too_little:
-        plan_for(model, gpu_memory="1KiB", max_grad_norm=NORM, machine=MACHINE)
-    plan: Any = plan_for(model, gpu_memory=too_little.value.needed, max_grad_norm=NORM, machine=MACHINE)
-    assert plan.place.addresses.num_bytes(Home.DEVICE) == too_little.value.needed
-    return plan
+smallest = partial(least, max_grad_norm=NORM, machine=MACHINE)
 
 
 def clipped(model: Any, optimizer: Any) -> list[Any]:
