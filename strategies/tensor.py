@@ -105,7 +105,6 @@ class Tensor(Strategy):
         yield EngineSet(unit=RUN, reason=reason, key=deepspeed.TENSOR_DEGREE, value=self.degree)
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
-        """Let attention draw another dropout mask on each rank."""
         from strategies.backends import tensor_dropout
 
         tensor_dropout.apart(model, plan.facts.run.grid)

@@ -58,7 +58,6 @@ class Residency:
         bucket.claim()
 
     def fetch(self, bucket: BucketState) -> None:
-        """Copy the weights up from the host into their home."""
         assert bucket.copy is not None and bucket.settled, f"{bucket.name} has nothing to fetch"
         self.claim(bucket)
         self.restore(bucket)
@@ -109,7 +108,6 @@ class Residency:
         transfer.wait(Lane.UP, transfer.record(Lane.HOST))
 
     def _round(self, bucket: BucketState) -> None:
-        """Round the master into the copy, on the host."""
         assert bucket.copy is not None and bucket.master is not None
         self._transfer.reads(Lane.HOST, bucket.master)
         self._transfer.writes(Lane.HOST, bucket.copy)

@@ -56,7 +56,6 @@ class Sent:
         self._room, self._shape, self._strides, self._device = room, like.shape, like.stride(), like.device
 
     def get(self) -> Tensor:
-        """The tensor on the device, for COMPUTE."""
         return self._room.give(self)
 
     def allocate(self) -> Tensor:

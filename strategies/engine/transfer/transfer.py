@@ -100,7 +100,6 @@ class Transfer:
         return event is None or event.handle is None or bool(event.handle.query())
 
     def host_wait(self, *events: Event | None) -> None:
-        """Make the calling thread wait for ``events``."""
         for event in events:
             if event is not None:
                 self._host_wait(event)

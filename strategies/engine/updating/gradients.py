@@ -285,7 +285,6 @@ class Gradients:
         self._clear()
 
     def spend(self) -> None:
-        """A step has taken the gradients."""
         for bucket in self._buckets:
             bucket.grads.spend()
         self._clear()
