@@ -32,8 +32,7 @@ from trainer.config.sections import RunConfig
 from trainer.dist.spawn import run_world
 from trainer.machine.probe import probe
 from trainer.planning.plan_for import plan_for
-from trainer.verify.differences import compare
-from trainer.verify.verify import shrink, train
+from trainer.verify.verify import compare, shrink, train
 
 ARCHITECTURES = ("llama", "gpt2", "opt", "bloom", "qwen3", "mixtral")
 DROPOUT: Mapping[str, Mapping[str, float]] = {
