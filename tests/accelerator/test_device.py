@@ -131,15 +131,6 @@ def test_copies_of_pageable_memory_are_waited_for(device: Any, way: str) -> None
     assert found["sync_copies"] - before["sync_copies"] == 1 and found["async_copies"] == before["async_copies"]
 
 
-def test_a_limit(device: Any) -> None:
-    device.limit(torch.accelerator.memory_allocated() + 10 * MIB)
-    torch.empty(8 * MIB, dtype=torch.uint8, device="sim")
-    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
-        torch.empty(11 * MIB, dtype=torch.uint8, device="sim")
-    free, total = torch.accelerator.get_memory_info()
-    assert total - free == torch.accelerator.memory_allocated()
-
-
 def test_an_error_in_a_kernel_comes_later(device: Any) -> None:
     table = torch.ones(3, 2, device="sim")
     torch.index_select(table, 0, torch.tensor([7], device="sim"))
