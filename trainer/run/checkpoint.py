@@ -80,11 +80,7 @@ def _manifest(path: Path) -> tuple[sealed.Sealed, Manifest]:
 
 
 def verified(path: Path) -> Found:
-    """The checkpoint in ``path``, compared with its manifest byte by byte.
-
-    Raises:
-        Damaged: with one line for all that is wrong.
-    """
+    """The checkpoint in ``path``. Raise Damaged, in one line, if a byte of it is not what its manifest says."""
     seal, about = _manifest(path)
     lines = damage(path, seal, about)
     if lines:
@@ -132,11 +128,7 @@ def prune(output_dir: Path, keep: int, written: int, best: Path | None) -> list[
 
 
 def clear(output_dir: Path) -> None:
-    """Put away what a kill has left: drafts, half-deleted checkpoints, and an earlier one under another name.
-
-    Raises:
-        OSError: something cannot be deleted or renamed.
-    """
+    """Put away what a kill has left: drafts, half-deleted checkpoints, earlier ones. May raise OSError."""
     remove(output_dir / WRITING)
     with suppress(OSError):  # what cannot be deleted now is in nobody's way
         remove(output_dir / DELETED)

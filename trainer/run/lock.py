@@ -57,11 +57,7 @@ class Holder:
 
 @contextmanager
 def held(config: RunConfig) -> Iterator[None]:
-    """Inside, this process alone runs in the config's folder.
-
-    Raises:
-        ConfigError: another run holds it, or the folder cannot be written.
-    """
+    """Inside, this process alone runs in the config's folder. Raise ConfigError if that cannot be."""
     folder = Path(config.training.output_dir)
     path = folder / NAME
     try:

@@ -123,11 +123,7 @@ def versions() -> dict[str, str]:
 
 
 def read(folder: Path) -> tuple[Sealed, Manifest]:
-    """The manifest of a checkpoint; its files are not looked at.
-
-    Raises:
-        Damaged: there is none, or it is not a checkpoint's.
-    """
+    """The manifest of a checkpoint; its files are not looked at. Raise Damaged if it has none."""
     found = sealed.read(folder, KIND)
     try:
         return found, Manifest.model_validate(dict(found.about))

@@ -307,11 +307,7 @@ def make_trainer(run: Run, together: Agreement | None = None) -> Trainer:
 
 
 def about(run: Run, model: PreTrainedModel) -> About:
-    """What every checkpoint of the run says about it.
-
-    Raises:
-        ConfigError: the run resumes one of a model with other parameters.
-    """
+    """What every checkpoint of the run says about it. Raise ConfigError if it resumes one with other parameters."""
     named = (run.stage.whole if run.stage else model).named_parameters()
     shapes = {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in named}
     if run.resumed is not None:
@@ -321,11 +317,7 @@ def about(run: Run, model: PreTrainedModel) -> About:
 
 
 def check_packing(config: RunConfig) -> None:
-    """Try packing on a small copy of the architecture.
-
-    Raises:
-        ConfigError: documents in one row see each other, or the model takes no positions.
-    """
+    """Raise ConfigError if documents in one row see each other in a small copy of the model, or it cannot pack."""
     if not config.data.packing:
         return
     small = shrink_model(build.load_config(config.model, VOCAB))

@@ -67,11 +67,7 @@ class Resumed:
         self._take(config, resume_rules.compare_contents(saved, now, allowed, self.changed, str(self.path)))
 
     def compare_shapes(self, shapes: Mapping[str, Any]) -> None:
-        """Compare the names and shapes of all parameters, once the model is built.
-
-        Raises:
-            ConfigError: they differ.
-        """
+        """Raise ConfigError if the model, once it is built, has parameters of other names or shapes."""
         if manifest.digest_of_shapes(shapes) != self.found.manifest.run.model.shapes:
             raise ConfigError(
                 f"model: its parameters have other names or shapes than those in {self.path}; train the same model, or "

@@ -123,11 +123,7 @@ class StowedTrainer:
         return {}
 
     def make_plan(self, groups: list[dict[str, Any]], moments: int) -> Plan:
-        """A plan from the Trainer's arguments and the options.
-
-        Raises:
-            ValueError: nothing fits, or the model cannot be planned.
-        """
+        """A plan from the Trainer's arguments and the options. Raise ValueError if there is none that fits."""
         options = {
             **self.stow_options,
             "max_grad_norm": self.args.max_grad_norm,

@@ -110,11 +110,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
     # --- training and evaluation -------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As Hugging Face's; the newest save is over when it returns.
-
-        Raises:
-            NonFinite: gradients are not finite.
-        """
+        """As Hugging Face's; the newest save is over when it returns. Raise NonFinite if gradients are not."""
         self._resumed = str(resume_from_checkpoint) if resume_from_checkpoint else None
         try:
             found = super().train(resume_from_checkpoint, *args, **kwargs)
@@ -134,11 +130,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
                 wait([self._saving.sealing])
 
     def not_finite(self, step: int, what: str, gradient: str | None = None) -> NonFinite:
-        """The error of a run that ends at ``step``; to be made on every rank, since that is a collective.
-
-        Args:
-            gradient: the name of the parameter, if the engine knows it.
-        """
+        """The error of a run that ends at ``step``, with the ``gradient`` that the engine has named; a collective."""
         first = first_not_finite(self, gradient)
         self.settle()
         complete = checkpoint.complete(self.output_dir)
@@ -204,11 +196,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         """Nothing: weights are loaded with the optimizer, exactly, once both are where they stay."""
 
     def _load_best_model(self) -> None:
-        """Weights of the best evaluation, under every strategy.
-
-        Raises:
-            ConfigError: that checkpoint is damaged.
-        """
+        """Weights of the best evaluation, under every strategy. Raise ConfigError if that checkpoint is damaged."""
         self.settle()  # then the newest is there, or known not to be
         if self.state.best_model_checkpoint is not None:
             best = Path(str(self.state.best_model_checkpoint))

@@ -99,11 +99,7 @@ def check(trainer: Any, checkpoint: Path) -> None:
 
 
 def _opened(trainer: Any, checkpoint: Path, holder: Any = None) -> tuple[Saved, Weights]:
-    """What was saved, and the weights of this model in it.
-
-    Raises:
-        ValueError: something is missing, damaged, or does not fit the model, or the ``holder``.
-    """
+    """What was saved, and the weights in it. Raise ValueError if anything is missing, damaged, or of another model."""
     saved = saved_state.opened(checkpoint / OPTIMIZER)
     weights = Weights(saved.store, Store.of(_model_files(checkpoint), kind=WEIGHT), _aliases(trainer.whole))
     complaints = [] if holder is None else list(holder.misfits(saved))
@@ -225,11 +221,7 @@ def _model_files(checkpoint: Path) -> list[Path]:
 
 @_misfits()
 def load(trainer: Any, checkpoint: Path) -> None:
-    """Take over weights, optimizer, loss scale and schedule.
-
-    Raises:
-        Misfit: they do not fit or are damaged, in one line. Nothing has changed then.
-    """
+    """Take over weights, optimizer, loss scale and schedule. A Misfit, if they do not fit, has changed nothing."""
     holder: Any = holder_of(trainer)
     saved, weights = _opened(trainer, checkpoint, holder)
     holder.fill(saved)
@@ -248,11 +240,7 @@ def load(trainer: Any, checkpoint: Path) -> None:
 
 @_misfits()
 def load_weights(trainer: Any, checkpoint: Path) -> None:
-    """Take over weights and masters alone, as of the best evaluation.
-
-    Raises:
-        Misfit: they do not fit or are damaged.
-    """
+    """Take over weights and masters alone, as of the best evaluation. Raise Misfit if they do not fit."""
     _fill_weights(holder_of(trainer), trainer.model, _opened(trainer, checkpoint)[1])
 
 
@@ -289,11 +277,7 @@ def save_random_state(trainer: Any, checkpoint: Path) -> None:
 
 @_misfits()
 def load_random_state(trainer: Any, checkpoint: Path) -> str | None:
-    """Take over this rank's; a line if there is none, since the run that saved had fewer ranks.
-
-    Raises:
-        Misfit: the file is damaged.
-    """
+    """Take over this rank's; a line if there is none, since fewer ranks have saved. Raise Misfit if it is damaged."""
     rank, _, _ = _stream_of(trainer)
     path = small_state.saved_generators(checkpoint, rank)
     if path is None:

@@ -228,11 +228,7 @@ RESIDENT = {"gpu_memory": "auto", "site": "device", "weights": "resident", "grad
 
 
 def real_plan(config: RunConfig, num_ranks: int) -> Plan:
-    """The plan of the config itself, not of the copy, on this machine.
-
-    Raises:
-        ConfigError: the plan is refused.
-    """
+    """The plan of the config itself, not of the copy, on this machine. Raise ConfigError if it is refused."""
     check_options(config, num_ranks)
     ranks, machine = Ranks(0, 0, num_ranks, num_ranks), probe()
     with explained(config, ranks, machine):
@@ -328,11 +324,7 @@ class Difference:
 
 
 def compare(plain: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[Difference]:
-    """Tensors that differ in any bit, the worst first.
-
-    Raises:
-        ValueError: the names are not the same; a strategy renamed or dropped a parameter.
-    """
+    """Tensors that differ in any bit, the worst first. Raise ValueError if the names do."""
     if plain.keys() != other.keys():
         raise ValueError(f"parameter names differ: {sorted(plain.keys() ^ other.keys())[:5]}")
     differences = []
@@ -345,11 +337,7 @@ def compare(plain: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
 
 
 def repeatable(train: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The result of plain training; on an accelerator, where sums may be made in any order, it runs twice.
-
-    Raises:
-        UserError: the two runs differ, so that a comparison with them would prove nothing.
-    """
+    """The result of plain training, which runs twice on an accelerator; UserError if it does not repeat itself."""
     found = train()
     noise = compare(found["weights"], train()["weights"]) if accelerator.kind() is not None else []
     if noise:
