@@ -88,7 +88,7 @@ def interval_s(timeout_s: float) -> float:
 
 @dataclass(eq=False)
 class Watchdog:
-    """The threads of one rank, which is ``doing`` something. The job's ``store`` is cloned: waits in it take turns."""
+    """The threads of one rank. The job's ``store`` is cloned: who waits on it would make these threads wait."""
 
     store: Any
     rank: int

@@ -233,7 +233,9 @@ class MetricsFile(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            rewind(self._path, state.global_step)
+            there = self._path.exists() and state.global_step > 0
+            lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines() if there else []
+            replace_file(self._path, "".join(line + "\n" for line in lines if _step_of(line) <= state.global_step))
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs:
@@ -242,14 +244,6 @@ class MetricsFile(TrainerCallback):
         line = json.dumps({key: _plain(value) for key, value in record.items()}, allow_nan=False)
         with self._path.open("a", encoding="utf-8") as file:  # closed, hence flushed, after each record
             file.write(line + "\n")
-
-
-def rewind(path: Path, step: int) -> None:
-    """Drop the records after ``step`` (all of them at step 0) and unreadable lines."""
-    if not path.exists():
-        return
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if step > 0 else []
-    replace_file(path, "".join(line + "\n" for line in lines if _step_of(line) <= step))
 
 
 def _step_of(line: str) -> float:

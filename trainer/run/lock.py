@@ -61,7 +61,8 @@ def held(config: RunConfig) -> Iterator[None]:
     folder = Path(config.training.output_dir)
     path = folder / NAME
     try:
-        made = _make(folder)
+        made = [each for each in (folder.absolute(), *folder.absolute().parents) if not each.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
         handle = _take(config, path)
     except OSError as error:
         what = f"cannot be written ({error.strerror}); name another folder"
@@ -96,13 +97,6 @@ def _is_touched(handle: int) -> bool:
         if os.fstat(handle).st_mtime_ns != before:
             return True
     return False
-
-
-def _make(folder: Path) -> list[Path]:
-    """Make the folder; returns those that were not there, the innermost first."""
-    missing = [path for path in (folder.absolute(), *folder.absolute().parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    return missing
 
 
 def _take(config: RunConfig, path: Path) -> int:

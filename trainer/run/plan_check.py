@@ -186,10 +186,8 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
         if not model.training:
             yield
         elif step == COUNTED - 1 and self._countable and not self._storages:
-            see = model.register_forward_pre_hook(self._look, with_kwargs=True)
-            with count_saved(model) as self._storages:
+            with model.register_forward_pre_hook(self._look, with_kwargs=True), count_saved(model) as self._storages:
                 yield
-            see.remove()
         else:
             with self._timed.forward(model, step + 1):
                 yield

@@ -290,7 +290,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
 
     def _commit(self, written: Path, folder: Path) -> Callable[[], list[str]]:
         """What seals the draft; it uses nothing of the model, which trains meanwhile."""
-        training_state.check(self, written)
+        training_state.opened(self, written)
         kept: Any = [
             each for each in [*self.callback_handler.callbacks, self.control] if isinstance(each, ExportableState)
         ]
