@@ -1,14 +1,12 @@
-"""DeepSpeed's compiled extensions: which are needed, whether they are built, and where they are cached.
+"""DeepSpeed's compiled extensions: which are needed, whether they are built, and what killed runs have left of them.
 
 DeepSpeed compiles its C++ at first use, silently, for a minute or two. So a run says beforehand what will be built,
 about how long that takes and where it is cached; without a compiler it ends before anything is prepared.
 
 A build that is killed leaves its lock, and the next one would wait for it without end. A builder keeps the lock file
-open, so a lock that no process of this machine has open is deleted. Processes of other machines are not seen: two first
-runs with a common home directory may compile the same extension twice.
-
-On CPUs DeepSpeed's collectives for inference keep 66 MiB per rank under ``/dev/shm`` and never delete them. Our runs
-have none (``ranks.settle_environment``), and delete what others, or older releases, have left.
+open, so a lock that no process of this machine has open is deleted. On CPUs DeepSpeed's collectives for inference keep
+66 MiB per rank under ``/dev/shm`` and never delete them: our runs have none (``ranks.settle_environment``), and delete
+what others have left.
 """
 
 from __future__ import annotations

@@ -2,14 +2,12 @@
 
 Two runs in one folder both succeed: their metrics are mixed, and each deletes the other's checkpoints and replaces its
 export. So the first rank holds a lock of the kernel on the file ``run.lock``, which ends with the process however that
-ends. What is in the file (pid, host and start of the process) is for people, and for the case that the kernel knows
-nothing of the other process, because it runs on another host of a network file system. The holder touches the file
-every few seconds: a lock of another host, or of a container that had another name, is in use if it is touched.
+ends. What is in the file is for people, and for the case that the other process runs on another host of a network file
+system, of which the kernel knows nothing. The holder touches the file every few seconds: a lock of another host, or of
+a container that had another name, is in use if it is touched within ``WATCHED_S``, and is taken over otherwise.
 
-Invariant. Of two starters exactly one gets the lock; the other one is refused before any data is read. A lock whose
-process has ended on this host is taken over, and so is one of another host that nobody touches for ``WATCHED_S``.
-
-Refused: a folder in which no file can be made. A symbolic link is not followed.
+Invariant. Of two starters exactly one gets the lock; the other one is refused before any data is read. A symbolic link
+in the place of the file is not followed.
 """
 
 from __future__ import annotations

@@ -2,11 +2,9 @@
 
 After two steps every buffer exists and every kernel has had its workspace. Three counts of bytes can be measured
 exactly: the arenas of the memory engine, what autograd saves in one forward, and what crosses the link in one step.
-Saved bytes are predicted for micro-batches of full length; shorter ones save less, on the device and over the link. The
-plan has what a micro-batch with a mask saves. One without (full rows of one document each) saves less in attention and
-is compared with a count of its own, in units that keep everything. The peak of the process includes libraries, for
-which the prediction has a round number. Where the plan has a simulated step, seconds are compared, too: of forward and
-backward, and of the whole step.
+Saved bytes are predicted for micro-batches of full length with a mask. Shorter ones save less, on the device and over
+the link; one without a mask (full rows of one document each) saves less in attention, and is compared with a count of
+its own, in units that keep everything. For the libraries in the process's peak the prediction has a round number.
 
 Torch's hooks count what is saved in the first micro-batch of step 1. Blocks that ``strategies.recompute`` has changed
 report what they keep. Hugging Face's checkpointing, whose hooks are inside ours, is not counted, nor is ZeRO stage 3,

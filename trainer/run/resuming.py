@@ -1,15 +1,13 @@
 """Which checkpoint a run goes on from, decided by one rank for all; what it takes over, and what not.
 
-Every rank would hash the same files, and two that do not see the same folder would go on from different steps. So the
-first rank (with ``training.save_on_each_node`` the first of each machine) puts away what a kill has left, compares the
-checkpoint with its manifest and tells the others. Then every rank compares the manifest with its config, by the table
-in ``trainer/run/resume_rules.py``: first the config alone, before any data is read; then what was opened.
+The first rank (with ``training.save_on_each_node`` the first of each machine) puts away what a kill has left, compares
+the checkpoint with its manifest and tells the others: two ranks that do not see the same folder would go on from
+different steps. Then every rank compares the manifest with its config, by the table in ``resume_rules.py``: first the
+config alone, before any data is read; then what was opened. A refusal names each key with its file and line.
 
 Hugging Face restores its whole state: how often is logged, evaluated and saved, and the path of the best checkpoint.
 Here intervals are those of the config. What was best so far stays the bar if the run goes on in its own folder with the
 same metric; the best checkpoint is the one of that name there, wherever the folder was when it was saved.
-
-Invariant. All ranks go on from the same checkpoint, or none does. A refusal names each key with its file and line.
 """
 
 from __future__ import annotations

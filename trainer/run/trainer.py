@@ -1,14 +1,10 @@
 """What DeepStow changes in Hugging Face's Trainer, for ``launch/train.py``.
 
-* with a memory engine it is a stowed trainer (``trainer/run/stowed_trainer.py``), with the plan of the config;
-* of a pipeline it trains one stage (``trainer/run/pipeline_trainer.py``);
-* evaluation loss is the mean over *tokens*, not over batches, so perplexity is right when lengths differ;
-* our numbers are in every log record before any callback sees it (``trainer/run/callbacks.py``);
-* a run whose gradients are not finite ends (``trainer/run/nonfinite.py``);
-* a checkpoint is written as a draft, sealed beside training, and only then gets its name (``trainer/run/saving.py``);
-  what is in it, and how it is read, is said in ``trainer/run/training_state.py``;
-* a save that finds no space is one line, on every rank or on none, and the run goes on;
-* a run that is resumed at its last step takes no further one.
+Memory engine and pipeline are in the classes that it is made of. Besides, the loss of an evaluation is the mean over
+*tokens*, so perplexity is right when lengths differ; our numbers are in every record before any callback sees it
+(``callbacks.py``); a run whose gradients are not finite ends (``nonfinite.py``); a checkpoint is a draft, sealed beside
+training, before it gets its name (``saving.py``, ``training_state.py``), and one that finds no space is one line, on
+every rank or on none, and the run goes on; a run that is resumed at its last step takes no further one.
 
 Which private methods of Hugging Face's that takes, and why, is a table in ``docs/design.md``.
 """
@@ -76,7 +72,6 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         self._saving: saving.Save | None = None
         self._resumed: str | None = None
         self._trained = False
-        self.is_stopping = False  # the ranks have agreed to save and to end
         kwargs |= {"compute_metrics": _mean_over_tokens, "preprocess_logits_for_metrics": token_losses}
         super().__init__(*args, **kwargs)
         # Hugging Face deletes no checkpoints: it does so before the new one is on the disk, and at the end the newest.

@@ -3,15 +3,13 @@
 The copy keeps what could break equality (architecture, grouped heads, tied weights, activation function, dropout,
 optimizer, clipping, accumulation, precision) and shrinks what only costs time (layers, widths, vocabulary). Both runs
 use the same code as ``launch/train.py``, on real ranks, with the same seed and the same random tokens. *Plain* training
-means the same ranks and torch's own data parallelism, without strategies.
+means the same ranks and torch's own data parallelism. On an accelerator, where some sums are made in any order, both
+ask for deterministic kernels, and plain training is compared with itself first.
 
 With ``strategies.offload`` the copy gets less memory than it needs, so that it moves what the plan of the real run
 moves (``trainer/model/shrink.py``). In bf16 plain training rounds at other places than the engine, so the engine is
 also compared with itself, everything on the device against the copy that moves: equal to the last bit, with the
 configured optimizer and its state. Copies run with ``strategies.buffers.debug``.
-
-On an accelerator some sums are made in any order. So processes that are compared ask for deterministic kernels
-(``repeat_sums``), and plain training is compared with itself before anything else is compared with it.
 """
 
 from __future__ import annotations
