@@ -97,20 +97,16 @@ def _delete_abandoned(files: Iterable[Path], age_s: float) -> None:
 
     Not younger ones: who has made one may have started after the processes were listed.
     """
-    seen = {file: stat for file in files if (stat := _stat(file)) and time.time() - stat.st_mtime > age_s}
-    if not seen:
-        return
-    opened = _opened()
-    for file, before in seen.items():
-        if file.resolve() not in opened and (now := _stat(file)) and now.st_ino == before.st_ino:
-            file.unlink(missing_ok=True)
-
-
-def _stat(file: Path) -> os.stat_result | None:
-    """None: its owner has just removed it."""
-    with suppress(OSError):
-        return file.stat()
-    return None
+    old: dict[Path, int] = {}
+    for file in files:
+        with suppress(OSError):  # its owner has just removed it
+            if time.time() - (found := file.stat()).st_mtime > age_s:
+                old[file] = found.st_ino
+    opened = _opened() if old else set()
+    for file, number in old.items():
+        with suppress(OSError):
+            if file.resolve() not in opened and file.stat().st_ino == number:
+                file.unlink()
 
 
 def _opened() -> set[Path]:

@@ -1,6 +1,6 @@
 """What asks a run to stop from outside: SIGTERM, SIGUSR1, a closed terminal (SIGHUP), and the end of its launcher.
 
-By default a signal ends the process, and everything since the last checkpoint is lost. A handler in Python does not help
+By default a signal ends the process, and all since the last checkpoint is lost. A handler in Python does not help
 while the process waits for another rank in C++: Python calls it only when that wait is over. So the signal is also
 written into a socket, by the interpreter's own handler in C, and a thread reads it there at once:
 

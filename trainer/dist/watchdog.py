@@ -182,7 +182,8 @@ class Watchdog:
         self._told = why  # the other thread writes it into the store, unless that does not answer
         now_s = time.monotonic()
         heard = [f"rank {peer.rank}: {_heard(peer, now_s)}" for peer in self._peers]
-        _write_at_once(report(self.rank, self.world_size, why, self.doing, heard, self._where))
+        text = report(self.rank, self.world_size, why, self.doing, heard, self._where)
+        os.write(2, text.encode())  # in one piece, so that ranks are not mixed; streams of Python may be locked
         time.sleep(TELLING_S if self.rank == 0 else interval_s(self.timeout_s))
         os._exit(ExitCode.WATCHDOG)
 
@@ -208,8 +209,3 @@ def report(rank: int, world_size: int, why: str, doing: str, heard: Sequence[str
             stack = "".join(traceback.format_stack(frame)).rstrip().splitlines()
             lines += [f"  rank {rank}, thread {name}:", *(f"    {line}" for line in stack)]
     return "\n".join(lines) + "\n"
-
-
-def _write_at_once(text: str) -> None:
-    """In one piece, so that the ranks' reports are not mixed; other streams of Python may be locked."""
-    os.write(2, text.encode())

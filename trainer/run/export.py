@@ -81,10 +81,8 @@ def export(
     Raises:
         ExportError: a weight is not finite; a name, a shape, a value or a logit differs after reloading.
     """
-    model: Any = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
+    model: Any = trainer.accelerator.unwrap_model(trainer.whole, keep_torch_compile=False)
     probe, logits = probe_logits(trainer)
-    if trainer.pipeline is not None:
-        model = trainer.whole
     expected = shapes(model)
     gathered = {name.replace("_orig_mod.", ""): tensor for name, tensor in trainer.whole_state().items()}  # compiled
     state, has_adapters = tied_again(model, gathered), hasattr(model, "peft_config")

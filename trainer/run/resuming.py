@@ -23,7 +23,7 @@ from transformers import TrainerCallback, TrainerState
 from strategies.core.protocol import Axis
 from trainer.dist.agreement import agreement
 from trainer.errors import ConfigError, write_line
-from trainer.run import checkpoint, manifest, resume_rules
+from trainer.run import checkpoint, resume_rules
 from trainer.run.checkpoint import Found
 
 if TYPE_CHECKING:
@@ -60,13 +60,13 @@ class Resumed:
         """
         run = self.found.manifest.run
         saved = {**run.data.model_dump(include=set(contents)), "config": run.model.config}
-        now = {**contents, "config": manifest.plain_config(hf_config)}
+        now = {**contents, "config": checkpoint.plain_config(hf_config)}
         allowed = config.training.allow_change
         self._take(config, resume_rules.compare_contents(saved, now, allowed, self.changed, str(self.path)))
 
     def compare_shapes(self, shapes: Mapping[str, Any]) -> None:
         """Raise ConfigError if the model, once it is built, has parameters of other names or shapes."""
-        if manifest.digest_of_shapes(shapes) != self.found.manifest.run.model.shapes:
+        if checkpoint.digest_of_shapes(shapes) != self.found.manifest.run.model.shapes:
             raise ConfigError(
                 f"model: its parameters have other names or shapes than those in {self.path}; train the same model, or "
                 f"start anew in another training.output_dir"
@@ -131,7 +131,7 @@ def _copies(tree: Mapping[str, Any], world_size: int) -> int:
 
 
 def _versions(found: Found) -> list[str]:
-    then, now = found.manifest.run.versions, manifest.versions()
+    then, now = found.manifest.run.versions, checkpoint.versions()
     other = [f"{name} {now[name]} (was {then[name]})" for name in now if name in then and then[name] != now[name]]
     return [f"resumed with other versions than the checkpoint's: {', '.join(other)}"] if other else []
 

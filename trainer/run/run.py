@@ -243,12 +243,10 @@ def train(run: Run, stop: Stop, together: Agreement, watchdog: Watchdog | None) 
 
 def finish(run: Run, trainer: Trainer) -> None:
     """Evaluate if the last step was not evaluated, export, check the export, and print where everything is."""
-    history = [record for record in trainer.state.log_history if "eval_loss" in record]
-    if run.prepared.eval is not None and (not history or history[-1]["step"] < trainer.state.global_step):
+    step, log = trainer.state.global_step, trainer.state.log_history
+    if run.prepared.eval is not None and not any("eval_loss" in record and record["step"] == step for record in log):
         trainer.evaluate()
-        history = [record for record in trainer.state.log_history if "eval_loss" in record]
     folder, section, hf_config = run.folder, run.config.model, cast("PreTrainedModel", trainer.model).config
-    step = trainer.state.global_step
     if over := trainer.together.on_first(run.ranks.rank, lambda: export.make_room(run.config, step)):
         run.say(over)
         return
@@ -263,12 +261,9 @@ def finish(run: Run, trainer: Trainer) -> None:
     )
     if not run.ranks.is_first:
         return
-    if len(history) > 1:
-        first, last = history[0], history[-1]
-        write_line(
-            f"perplexity {first['eval_perplexity']:.1f} at step {first['step']} -> {last['eval_perplexity']:.1f} "
-            f"at step {last['step']}"
-        )
+    if len(history := [record for record in log if "eval_loss" in record]) > 1:
+        first, last = (f"{each['eval_perplexity']:.1f} at step {each['step']}" for each in (history[0], history[-1]))
+        write_line(f"perplexity {first} -> {last}")
     assert receipt is not None
     write_line(
         f"export: {folder / 'export'} ({human(receipt.num_bytes)}), reloaded: {receipt.num_tensors} tensors, names and "

@@ -31,7 +31,7 @@ from strategies.core.plan import Kind, Plan
 from strategies.core.sealed import seal
 from strategies.core.sizes import human
 from trainer.run import checkpoint
-from trainer.run.manifest import KIND, Manifest
+from trainer.run.checkpoint import KIND, Manifest
 
 T = TypeVar("T")
 THREADS = 4  # that look for values that are not finite

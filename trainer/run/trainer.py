@@ -32,7 +32,6 @@ from trainer.dist.agreement import Agreement
 from trainer.errors import ConfigError, write_line
 from trainer.run import checkpoint, saving, training_state
 from trainer.run.callbacks import Meter
-from trainer.run.manifest import Manifest
 from trainer.run.nonfinite import DEEPSPEED_SAYS, NonFinite, StopNonFinite, first_not_finite
 from trainer.run.pipeline_trainer import PipelineTrainer, token_losses
 from trainer.run.stowed_trainer import StowedTrainer
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from transformers.trainer_utils import EvalLoopOutput, EvalPrediction
 
     from strategies.core.plan import Plan
-    from trainer.run.manifest import About
     from trainer.run.plan_check import PlanCheck
 
 
@@ -64,7 +62,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         meter: Meter,
         plan: Plan,
         plan_check: PlanCheck | None,
-        about: About,
+        about: checkpoint.About,
         together: Agreement,
         **kwargs: Any,
     ) -> None:
@@ -297,8 +295,9 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         step, keep, best = self.state.global_step, self.keep, self.state.best_model_checkpoint
         same_modes(written)
 
-        def manifest() -> Manifest:
-            return Manifest(step=step, finite=loss_is_finite and saving.all_finite(written, buffers), run=self.about)
+        def manifest() -> checkpoint.Manifest:
+            finite = loss_is_finite and saving.all_finite(written, buffers)
+            return checkpoint.Manifest(step=step, finite=finite, run=self.about)
 
         def seal() -> list[str]:
             saving.commit(written, folder, manifest)
