@@ -29,8 +29,7 @@ from trainer.errors import report as report_error
 if TYPE_CHECKING:
     from strategies.core.plan import Plan
     from trainer.config.sections import RunConfig
-    from trainer.verify.differences import Difference
-    from trainer.verify.verify import Check
+    from trainer.verify.verify import Check, Difference
 
 NOTHING = "so nothing is shown about strategies.offload"
 

@@ -59,10 +59,10 @@ def _rows_of(plan: Plan, unit: Unit) -> list[Row]:
     """Of one unit: at the home of its tensors, then at that of strays; then what it saves."""
     name, found = unit.name, list[Row]()
     for kind in Kind:
-        share, rest = plan.share(name, kind), plan.rest(name, kind)
-        by = plan.decided_by(share.slot, rest.slot)
-        for home in sorted(Home, key=lambda home: home is not rest.home):
-            reason = share.reason if home is rest.home else rest.reason
+        share = plan.share(name, kind)
+        by = plan.decided_by(share.slot)
+        for home in sorted(Home, key=lambda home: home is not share.home):
+            reason = share.reason if home is share.home else share.stray_reason
             found.append(Row(name, 1, kind.value, share.ways, plan.num_bytes(name, kind, home), home, by, reason))
     keep = plan.keep(name)
     for home, num_bytes in ((Home.DEVICE, keep.saved_bytes), (Home.HOST, keep.hosted_bytes)):

@@ -76,7 +76,7 @@ def layouts(draw: st.DrawFn, params: tuple[Param, ...], accumulation: int, max_n
 
 @st.composite
 def bucket(draw: st.DrawFn, name: str, piece: list[Param], order: tuple[str, ...]) -> Bucket:
-    """A bucket of ``piece``. Parameters of the root are in use all the time; theirs stay."""
+    """A bucket of ``piece``. It stays if one of its parameters is in use while other units run."""
     units = tuple(dict.fromkeys(unit for param in piece for unit in (param.unit, *param.users)))
     dtype, group = piece[0].dtype, piece[0].group
     step = ALIGN_BYTES // ITEM_BYTES[dtype]
@@ -86,7 +86,7 @@ def bucket(draw: st.DrawFn, name: str, piece: list[Param], order: tuple[str, ...
         end += -(-param.num_elements // step) * step
     site = Site.NONE if group is None else draw(st.sampled_from([Site.DEVICE, Site.HOST, Site.STREAMED]))
     stays: tuple[Range, ...] = ()
-    if all("." in param.name for param in piece):
+    if not any(param.elsewhere for param in piece):
         used = {step for unit in units for step in ticks_of(order)[unit]}
         here = used | draw(st.sets(st.integers(0, 2 * len(order) - 1)))
         stays = draw(st.sampled_from([(), *3 * [resident_ticks(here, 2 * len(order))]]))

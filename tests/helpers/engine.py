@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strategies.core.facts import Home, Param, UnitKind
+from strategies.core.facts import Facts, Home, Param, UnitKind
 from strategies.core.layout import Bucket, Layout, Site
 from strategies.core.plan import Plan
 from strategies.core.validate import check
 from strategies.engine import AdamW, StowOptimizer, UpdateRule, stow
-from strategies.engine.transfer.race_detector import RaceDetector
 from strategies.engine.transfer.transfer import Transfer
 from strategies.planner import weight_schedule
 from strategies.planner.addresses import place
 from strategies.planner.buckets import block_bytes
+from tests.helpers.race_detector import RaceDetector
 from trainer.machine.probe import Machine, probe
 from trainer.planning.plan_for import plan_for
 
@@ -325,14 +325,16 @@ def plan_of(
         buckets = tuple(replace(b, grad_direct=(b.site, b.grad_home) == (Site.HOST, Home.HOST)) for b in buckets)
     blocks = {unit.name for unit in made.facts.units if unit.kind is UnitKind.BLOCK}
     of_blocks = [index for index, b in enumerate(buckets) if set(b.units) <= blocks]
-    moving = {"resident": [], "travelling": of_blocks, "some": of_blocks[::2] + _ends(buckets, blocks)}[weights]
+    moving = {"resident": [], "travelling": of_blocks, "some": of_blocks[::2] + _ends(buckets, made.facts)}[weights]
     bare = replace(made.layout, buckets=tuple(replace(b, resident_ticks=()) for b in buckets))
     return Made.of(weight_schedule.window(bare, moving, int(prefetch)), made.facts.params, ranks)
 
 
-def _ends(buckets: Sequence[Bucket], blocks: set[str]) -> list[int]:
-    """Buckets of embedding and head; those of the root's own parameters, which are in use all the time, stay."""
-    return [i for i, b in enumerate(buckets) if not set(b.units) & blocks and all("." in name for name in b.params)]
+def _ends(buckets: Sequence[Bucket], facts: Facts) -> list[int]:
+    """Buckets of embedding and head that are not in use while blocks run."""
+    stay = {param.name for param in facts.params if param.elsewhere}
+    blocks = {unit.name for unit in facts.units if unit.kind is UnitKind.BLOCK}
+    return [i for i, b in enumerate(buckets) if not blocks.intersection(b.units) and stay.isdisjoint(b.params)]
 
 
 def _placed(bucket: Bucket, site: Site, grad_home: Home) -> Bucket:

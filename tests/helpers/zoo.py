@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
@@ -143,6 +144,15 @@ DEBERTA: Mapping[str, Any] = {
     "intermediate_size": 48, "relative_attention": True, "position_buckets": 8, "max_relative_positions": 16,
     "pos_att_type": ["p2c", "c2p"], "norm_rel_ebd": "layer_norm",
 }  # fmt: skip
+M2M100: Mapping[str, Any] = {
+    "vocab_size": VOCAB, "d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": 32,
+}  # fmt: skip
+WAV2VEC2: Mapping[str, Any] = {
+    "hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48,
+    "conv_dim": (16, 16), "conv_stride": (2, 2), "conv_kernel": (3, 3), "num_conv_pos_embeddings": 8,
+    "num_conv_pos_embedding_groups": 4, "classifier_proj_size": 16, "mask_time_prob": 0.2, "mask_time_length": 2,
+}  # fmt: skip
 LORA: Mapping[str, Mapping[str, Any]] = {
     "lora on embeddings": {"target_modules": ["q_proj", "embed_tokens"]},
     "lora on tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [3, 4]},
@@ -164,10 +174,30 @@ def hub(kind: str, recompute: str = "none") -> nn.Module:
             hf.SwitchTransformersConfig(**T5, num_experts=2, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1)
         ),
         "deberta": lambda: hf.DebertaV2ForMaskedLM(hf.DebertaV2Config(**DEBERTA)),
+        "m2m100": lambda: hf.M2M100ForConditionalGeneration(hf.M2M100Config(**M2M100)),
+        "wav2vec2": lambda: Heard(freezes=False, layerdrop=0.0),
+        "wav2vec2, layerdrop": lambda: Heard(freezes=True, layerdrop=0.4),
     }[kind]()  # fmt: skip
     checkpointing(model, recompute)
     trained: nn.Module = model.train()
     return trained
+
+
+class Heard(nn.Module):
+    """A classifier of sound, made of ids. One parameter belongs to a module around two stacks of blocks."""
+
+    def __init__(self, *, freezes: bool, layerdrop: float) -> None:
+        import transformers as hf
+
+        super().__init__()
+        self.inner = hf.Wav2Vec2ForSequenceClassification(hf.Wav2Vec2Config(**WAV2VEC2, layerdrop=layerdrop))
+        if freezes:
+            self.inner.freeze_feature_encoder()
+        self.gradient_checkpointing_enable = self.inner.gradient_checkpointing_enable
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        np.random.seed(int(input_ids.sum()))  # draws what is masked
+        return self.inner(input_ids.sin().repeat_interleave(25, dim=1), labels=labels[:, 0] % 2)
 
 
 def _with_lora(options: Mapping[str, Any]) -> nn.Module:

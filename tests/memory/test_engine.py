@@ -42,9 +42,9 @@ MODELS: Mapping[str, dict[str, Any]] = {
 MANY_WORDS = MODELS["llama"] | {"vocab_size": 4096}
 
 
-def plan_of(model: Any, options: Mapping[str, Any]) -> Plan:
+def plan_of(model: Any, options: Mapping[str, Any], norm: float | None = 1.0) -> Plan:
     """``LEAST``: at the budget that a refusal names."""
-    known: dict[str, Any] = {"batch": (ROWS, LENGTH), "max_grad_norm": 1.0}
+    known: dict[str, Any] = {"batch": (ROWS, LENGTH), "max_grad_norm": norm}
     if options == LEAST:
         with pytest.raises(MemoryRefusal) as refused:
             plan_for(model, gpu_memory="1KiB", **known)
@@ -107,22 +107,28 @@ def test_peak_on_the_device_is_what_the_plan_says(name: str, options: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("options", "dtype"),
-    [*((each, torch.bfloat16) for each in (*OPTIONS, LEAST)), *((each, torch.float32) for each in OPTIONS[2::4])],
+    ("options", "dtype", "norm"),
+    [
+        *((each, torch.bfloat16, 1.0) for each in (*OPTIONS, LEAST)),
+        *((each, torch.float32, 1.0) for each in OPTIONS[2::4]),
+        *(
+            (each, torch.bfloat16, None)
+            for each in (OPTIONS[2], *OPTIONS[5:], {"site": "device", "weights": "streamed"})
+        ),
+    ],
     ids=str,
 )
-def test_bytes_over_the_link_per_step(options: dict[str, Any], dtype: torch.dtype) -> None:
-    """Those that are predicted."""
+def test_bytes_over_the_link_per_step(options: dict[str, Any], dtype: torch.dtype, norm: float | None) -> None:
+    """Those that are predicted; without a norm updates start in backward."""
     model = model_of(MANY_WORDS if options == LEAST else MODELS["llama"]).to(dtype)
-    plan = plan_of(model, options)
-    assert plan.layout is not None
+    plan = plan_of(model, options, norm)
+    assert plan.layout is not None and plan.layout.in_backward is (norm is None)
     optimizer = stow(model, plan, device="cpu")
     transfer, ids = optimizer.engine.transfer, torch.ones((ROWS, LENGTH), dtype=torch.long)
     moved = []
     for _ in range(4):
         before = (transfer.bytes_up, transfer.bytes_down)
         model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
         moved.append((transfer.bytes_up - before[0], transfer.bytes_down - before[1]))

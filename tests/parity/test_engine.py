@@ -19,15 +19,14 @@ import torch
 from strategies.core import layout
 from strategies.core.layout import Item, Site
 from strategies.engine import SGD, AdamW, stow
-from strategies.engine.transfer.race_detector import RaceDetector
-from strategies.engine.transfer.transfer import Delayed
 from strategies.engine.updating import updates
 from strategies.planner.addresses import place, slot_pools
-from tests.helpers.doubles import Vacant
+from tests.helpers.doubles import Delayed, Vacant
 from tests.helpers.engine import DECAY, LR, STEPS, checkpointing, differences, plain, plan_of, stowed
 from tests.helpers.grid import BF16, FORBIDDEN, FP32, IN_STAGES, expected, run, title
 from tests.helpers.models import build, tokens
 from tests.helpers.pairwise import Row, Table
+from tests.helpers.race_detector import RaceDetector
 
 # Layouts for what does not depend on the grid.
 LAYOUTS: Mapping[str, dict[str, Any]] = {

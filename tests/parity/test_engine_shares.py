@@ -20,12 +20,11 @@ from torch import nn
 from strategies.engine import AdamW, stow
 from strategies.engine.memory.common_host import CommonHost
 from strategies.engine.ranks.shares import Shares
-from strategies.engine.transfer.race_detector import RaceDetector
-from strategies.engine.transfer.transfer import Delayed, Lane, Transfer
+from strategies.engine.transfer.transfer import Lane, Transfer
 from strategies.engine.updating.updates import Updates
 from strategies.planner.step_cost import problem_of, traffic
 from strategies.planner.weight_schedule import ASSUMED
-from tests.helpers.doubles import Vacant
+from tests.helpers.doubles import Delayed, Vacant
 from tests.helpers.engine import (
     DECAY,
     LR,
@@ -41,6 +40,7 @@ from tests.helpers.engine import (
 from tests.helpers.grid import ENGINE, NORMS, title
 from tests.helpers.models import build, on, tokens
 from tests.helpers.pairwise import Row, Table
+from tests.helpers.race_detector import RaceDetector
 from tests.parity.test_frozen_later import STEPS as FREEZING_STEPS
 from tests.parity.test_frozen_later import freezing
 from trainer.dist.ranks import Ranks

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from strategies.engine.transfer.race_detector import RaceDetector
-from strategies.engine.transfer.transfer import Delayed, Transfer
+from strategies.engine.transfer.transfer import Transfer
+from tests.helpers.doubles import Delayed
 from tests.helpers.engine import differences, plain, plan_of, stowed
 from tests.helpers.models import build, tokens
+from tests.helpers.race_detector import RaceDetector
 
 PLANS: dict[str, dict[str, Any]] = {
     "device": {"site": "device"},

@@ -21,18 +21,18 @@ from strategies.core.registry import find
 from strategies.engine import stow
 from strategies.engine.forward.activations import HostRoom, arena_of_saved
 from strategies.engine.forward.checkpointing import checkpoint_blocks, checkpointed, recompute
-from strategies.engine.transfer.transfer import Delayed
+from tests.helpers.doubles import Delayed
 from tests.helpers.engine import STEPS, differences, plain, plan_of, stowed
 from tests.helpers.models import Odd, Spec, build, causal, odd_batches, tokens
 from tests.helpers.pairwise import Table
 from tests.helpers.releases import needs_stage_3
 from tests.helpers.tiny import MODELS
+from tests.helpers.zoo import hub, text
 from trainer.config.sections import RunConfig
 from trainer.dist.spawn import run_world
 from trainer.machine.probe import probe
 from trainer.planning.plan_for import plan_for
-from trainer.verify.differences import compare
-from trainer.verify.verify import shrink, train
+from trainer.verify.verify import compare, shrink, train
 
 ARCHITECTURES = ("llama", "gpt2", "opt", "bloom", "qwen3", "mixtral")
 DROPOUT: Mapping[str, Mapping[str, float]] = {
@@ -286,6 +286,13 @@ def test_training_with_a_cache_that_holds_something() -> None:
     assert unequal(run(False), run(True)) == []
     without = steps(made("llama", False, "sdpa", torch.float32), micro_batches())
     assert not torch.equal(run(True)[0]["loss"], without[0]["loss"])
+
+
+def test_the_cache_of_an_encoder_and_a_decoder() -> None:
+    """A decoder's block notes in it that it has the encoder's keys; a replay makes them again."""
+    models = [hub("m2m100") for _ in range(2)]
+    checkpoint_blocks(models[1], {f"model.decoder.layers.{index}": ["linear 0"] for index in range(2)})
+    assert unequal(*(steps(model, text(2)) for model in models)) == []
 
 
 def test_names_stay() -> None:

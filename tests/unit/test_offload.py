@@ -97,7 +97,7 @@ def test_small_tensors_that_stay_are_shown_beside_those_that_leave() -> None:
         (4, Home.DEVICE, 4 * 4 * 64),
     ]
     assert [row.reason for row in parameters] == ["fetched for use", "always present"]
-    assert plan.rest("layers.0", Kind.PARAM).home is Home.HOST
+    assert plan.share("layers.0", Kind.PARAM).home is Home.HOST
 
 
 def test_offload_brings_its_buffers() -> None:

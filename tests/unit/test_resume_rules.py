@@ -27,7 +27,6 @@ def keys() -> Iterator[str]:
 def test_every_key_has_a_rule_and_every_rule_a_key() -> None:
     assert set(keys()) == set(RULES)
     assert set(RULES.values()) == {SILENT, SAID, NEVER, *ALLOWABLE} - {"ranks"}
-    assert resume_rules.UNSET.keys() <= RULES.keys()
 
 
 def changed(now: dict[str, Any], saved: dict[str, Any] | None = None, ranks: tuple[int, int] = (1, 1)) -> Any:
@@ -35,30 +34,23 @@ def changed(now: dict[str, Any], saved: dict[str, Any] | None = None, ranks: tup
     return compare(run_config(**(saved or {})).tree(), run_config(**now).tree(), ranks, "checkpoint-8")
 
 
-@pytest.mark.parametrize(
-    "now",
-    [
-        {"logging_steps": 3, "output_dir": "elsewhere", "report_to": ["tensorboard"], "ddp_timeout": 9},
-        {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 1, "dataloader_num_workers": 2},
-        {"resume_from_checkpoint": "auto", "allow_change": ["data", "ranks"]},
-        {"weight_decay": 0.0, "adam_beta1": 0.9, "lr_scheduler_type": "linear", "data_seed": 42},  # what unset means
-    ],
-    ids=lambda now: next(iter(now)),
-)
-def test_silent(now: dict[str, Any]) -> None:
-    assert changed(now) == (frozenset(), (), ())
+def test_silent() -> None:
+    elsewhere = {
+        "logging_steps": 3,
+        "output_dir": "elsewhere",
+        "resume_from_checkpoint": "auto",
+        "allow_change": ["data"],
+    }
+    unset = {"weight_decay": 0.0, "adam_beta1": 0.9, "lr_scheduler_type": "linear", "data_seed": 42}  # what that means
+    assert changed(elsewhere | unset) == (frozenset(), (), ())
 
 
 @pytest.mark.parametrize(
     ("now", "line"),
     [
         ({"learning_rate": 0.5}, "training.learning_rate = 0.5 (was 5e-05)"),
-        ({"max_steps": 9}, "training.max_steps = 9 (was -1)"),
-        ({"num_train_epochs": 5.0}, "training.num_train_epochs = 5.0 (was 3.0)"),
         ({"lr_scheduler_type": "cosine"}, "training.lr_scheduler_type = cosine (was linear)"),
-        ({"warmup_steps": 3}, "training.warmup_steps = 3 (was 0)"),
         ({"stage": 2}, "strategies.zero"),
-        ({"strategies": {"recompute": {"policy": "full"}}}, "strategies.recompute"),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -70,20 +62,8 @@ def test_honoured_and_said(now: dict[str, Any], line: str) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"data": {"path": "other"}}, "data.path", "data"),
-    ({"data": {"completion_only_loss": True}}, "data.completion_only_loss", "data"),
-    ({"data": {"max_length": 8}}, "data.max_length", "max_length"),
-    ({"data": {"packing": True}}, "data.packing", "packing"),
-    ({"seed": 1}, "training.seed", "seed"),
     ({"data_seed": 1}, "training.data_seed", "seed"),
-    ({"train_sampling_strategy": "sequential"}, "training.train_sampling_strategy", "order"),
-    ({"per_device_train_batch_size": 3}, "training.per_device_train_batch_size", "batch_size"),
-    ({"gradient_accumulation_steps": 3}, "training.gradient_accumulation_steps", "accumulation"),
-    ({"label_smoothing_factor": 0.1}, "training.label_smoothing_factor", "loss"),
-    ({"adam_beta2": 0.9}, "training.adam_beta2", "betas"),
-    ({"weight_decay": 0.1}, "training.weight_decay", "weight_decay"),
     ({"max_grad_norm": 0.0}, "training.max_grad_norm", "clipping"),
-    ({"bf16": True}, "training.bf16", "precision"),
-    ({"model": {"dtype": "bfloat16"}}, "model.dtype", "precision"),
     ({"model": {"attn_implementation": "eager"}}, "model.attn_implementation", "kernels"),
     ({"config": {**LLAMA, "attention_dropout": 0.1}}, "model.config.attention_dropout", "dropout"),
     ({"config": {**LLAMA, "rms_norm_eps": 0.1}}, "model.config.rms_norm_eps", "model"),
@@ -103,22 +83,19 @@ def test_refused_unless_allowed(now: dict[str, Any], key: str, name: str) -> Non
 
 TRAINED = {"train": "bpe", "vocab_size": 400}
 NEVER_CAN: list[tuple[dict[str, Any], str]] = [
-    *(
-        ({"config": {**LLAMA, key: 8}}, f"model.config.{key}")
-        for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
-    ),
-    ({"config": {**LLAMA, "tie_word_embeddings": True}}, "model.config.tie_word_embeddings"),
+    ({"config": {**LLAMA, "hidden_size": 8}}, "model.config.hidden_size"),
     ({"model": {"tokenizer": TRAINED}, "config": {**LLAMA, "vocab_size": 400}}, "model.tokenizer"),
     ({"model": {"lora": {"r": 8}}}, "model.lora.r"),
     ({"optim": "sgd"}, "training.optim"),
-    ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}, "training.lr_scheduler_type"),
+    (
+        {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "data": {"eval_fraction": 0.1}},
+        "training.lr_scheduler_type",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("now", "key"), NEVER_CAN, ids=[key for _, key in NEVER_CAN])
 def test_never(now: dict[str, Any], key: str) -> None:
-    if "lr_scheduler_type" in now:
-        now = {**now, "data": {"eval_fraction": 0.1}}
     found = changed({**now, "allow_change": list(ALLOWABLE)})
     assert key in [line.key for line in found.refused]
     assert all("training.allow_change" not in line.what for line in found.refused)
@@ -209,17 +186,13 @@ def test_a_model_config_with_infinity_can_be_written() -> None:
     assert found["hidden_size"] == 8 and "transformers_version" not in found
 
 
-def test_a_schedule_that_follows_the_loss_keeps_its_rate() -> None:
-    saved = {"training": {"learning_rate": 1.0, "lr_scheduler_type": "reduce_lr_on_plateau"}}
-    now = {"training": {"learning_rate": 2.0, "lr_scheduler_type": "reduce_lr_on_plateau"}}
-    (line,) = resume_rules.compare(saved, now, (1, 1), "checkpoint-3").refused
-    assert line.key == "training.learning_rate" and "the rate that it has reached" in line.what
-
-
-def test_a_schedule_that_follows_the_loss_keeps_its_evaluations() -> None:
-    for schedule, refused in (("reduce_lr_on_plateau", ("training.eval_steps",)), ("linear", ())):
+def test_a_schedule_that_follows_the_loss_keeps_its_rate_and_its_evaluations() -> None:
+    expected = {"reduce_lr_on_plateau": ["training.eval_steps", "training.learning_rate"], "linear": []}
+    for schedule, refused in expected.items():
         saved, now = (
-            {"training": {"eval_steps": steps, "eval_strategy": "steps", "lr_scheduler_type": schedule}}
+            {"training": {"eval_steps": steps, "lr_scheduler_type": schedule, "learning_rate": 1.0 * steps}}
             for steps in (2, 3)
         )
-        assert tuple(line.key for line in resume_rules.compare(saved, now, (1, 1), "c").refused) == refused
+        lines = resume_rules.compare(saved, now, (1, 1), "c").refused
+        assert [line.key for line in lines] == refused
+        assert not lines or "the rate that it has reached" in lines[1].what

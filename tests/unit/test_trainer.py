@@ -17,8 +17,7 @@ from trainer.data.packing import MASKED, rows, whole
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
 from trainer.run.nonfinite import NonFinite
-from trainer.verify.differences import compare
-from trainer.verify.verify import full_weights
+from trainer.verify.verify import compare, full_weights
 
 Row = Mapping[str, Sequence[int]]
 STEP: Mapping[str, Any] = {"max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant"}

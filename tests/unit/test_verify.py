@@ -24,8 +24,7 @@ from trainer.model.shrink import TRAVEL, features, moves, moving
 from trainer.planning import facts
 from trainer.planning.from_config import plan_of
 from trainer.verify import verify
-from trainer.verify.differences import Difference
-from trainer.verify.verify import Check, Moved, Offloaded, shrink
+from trainer.verify.verify import Check, Difference, Moved, Offloaded, shrink
 
 ON_DEVICE, ON_HOST, STREAMED = (UPDATES[site] for site in (Site.DEVICE, Site.HOST, Site.STREAMED))
 WAIT_DEVICE, WAIT_HOST = "gradients wait on the device", "gradients wait on the host"

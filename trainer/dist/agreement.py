@@ -66,19 +66,17 @@ class Agreement:
         """
         if self._group is None:
             return [work()]
-        import torch.distributed as dist
-
-        mine: tuple[T] | _Told | None = None
+        mine: tuple[Any, ...] = ()  # or what was returned, or the lines and the code of an error
         try:
-            mine = (work(),) if does else None
+            mine = (work(),) if does else ()
         except UserError as error:
-            mine = _Told(error.lines, error.code)
-        said: list[tuple[T] | _Told | None] = [None] * dist.get_world_size(self._group)
+            mine = (error.lines, error.code)
+        said: list[Any] = [mine] * dist.get_world_size(self._group)
         dist.all_gather_object(said, mine, group=self._group)
         for each in said:
-            if isinstance(each, _Told):
-                raise each
-        return [each[0] for each in said if isinstance(each, tuple)]
+            if len(each) > 1:
+                raise _Told(*each)
+        return [each[0] for each in said if each]
 
     def refuse_different(self, config: Mapping[str, Any]) -> None:
         """Check that all ranks have the same config, ``config`` as dotted keys; a collective.
@@ -97,9 +95,6 @@ class _Told(UserError):
         super().__init__(lines)
         self.code = code
 
-    def __reduce__(self) -> tuple[type[_Told], tuple[tuple[str, ...], ExitCode]]:
-        return _Told, (self.lines, self.code)
-
 
 def differences(configs: list[Mapping[str, str]]) -> str:
     """One line that names the keys in which a rank differs from the first, and who has which value."""
@@ -109,16 +104,9 @@ def differences(configs: list[Mapping[str, str]]) -> str:
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if other is not None:
             shown.append(f"{key} = {values[0]} on rank 0, {values[other]} on rank {other}")
-    return f"the ranks were started with different configs: {'; '.join(shown)}; start all with the same file and overrides"
-
-
-def dotted(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{before}{key}"
-        flat |= dotted(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value}
-    return flat
+    return (
+        f"the ranks were started with different configs: {'; '.join(shown)}; start all with the same file and overrides"
+    )
 
 
 @contextmanager

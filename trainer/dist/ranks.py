@@ -280,7 +280,7 @@ def _open_deepspeed(ranks: Ranks) -> None:
 
 
 def _close() -> None:
-    """Close all groups, see [Note: closing gloo]. An engine that is still alive keeps its groups, so cycles go first."""
+    """Close all groups, see [Note: closing gloo]. An engine that still lives keeps its groups, so cycles go first."""
     import torch.distributed
 
     hooks = sys.modules.get("deepspeed.runtime.zero.parameter_offload")

@@ -1,7 +1,7 @@
 """Run a function on N real ranks of this machine and collect what rank 0 returns.
 
 Used by ``launch/verify.py`` to compare strategies with plain training, and by the tests. The ranks are forked from a
-server process that has imported what they need (``preloaded.py``), so that they start at once instead of in ten seconds.
+server process that has imported what they need (``preloaded.py``), so they start at once instead of in ten seconds.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def run_world(
         folder = Path(name)
         port = describe(Ranks())["MASTER_PORT"]
         processes = [
-            context.Process(target=_rank, args=(Ranks(rank, rank, num_ranks, num_ranks), port, folder, work, args, deepspeed))
+            context.Process(
+                target=_rank, args=(Ranks(rank, rank, num_ranks, num_ranks), port, folder, work, args, deepspeed)
+            )
             for rank in range(num_ranks)
         ]
         for process in processes:

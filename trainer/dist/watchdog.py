@@ -4,8 +4,8 @@ A rank that waits in a collective for one that is stopped waits until its group'
 from us, and says nothing about who is missing. So each rank's thread writes a count and what the rank does into the
 job's store every few seconds, over a connection of its own. The first rank looks at all others, they look at it.
 
-* A rank whose thread has not written for ``training.ddp_timeout`` is silent: its process is stopped, its machine is gone
-  or not reachable. A slow rank is not silent: the thread writes while the rank computes, evaluates, saves or exports.
+* A rank whose thread has not written for ``training.ddp_timeout`` is silent: its process is stopped, its machine is
+  gone or not reachable. A slow rank is not silent: the thread writes while the rank computes, evaluates or saves.
 * A rank whose process has ended on this machine without saying goodbye is dead, after a grace in which its peers and
   the launcher may notice it by themselves (that ends with exit code 15, and sooner).
 * A collective that has waited for ``training.ddp_timeout`` fails, by its group; ``tell`` then ends all ranks.
@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from trainer.dist.stopping import started_at
+from trainer.dist.stopping import lives, started_at
 from trainer.errors import ExitCode
 
 MOST_S, PER_TIMEOUT = 5.0, 8.0  # between two beats: so often per timeout, and at least every 5 s
@@ -185,9 +185,7 @@ class Watchdog:
     def _fault(self, now_s: float) -> str | None:
         for peer in self._peers:
             beat = peer.beat
-            near = beat is not None and beat.host == self._beat.host
-            start = started_at(beat.pid) if near and beat is not None else None
-            there = not near or beat is None or (start is not None and (start < 0 or abs(start - beat.start) < 2.0))
+            there = beat is None or beat.host != self._beat.host or lives(beat.pid, beat.start)
             if fault := peer.fault(now_s, self.timeout_s, is_there=there):
                 return fault
         return None

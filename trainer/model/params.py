@@ -6,7 +6,8 @@ the units of its other names as further users.
 
 The engine brings weights when the module that owns them is called, or the block around that module. Some are read at
 other times: by a loss that multiplies by ``lm_head.weight`` itself, by an adapter on an embedding, from a
-``ParameterList``. The planner keeps such parameters on the device, and the engine copes with them where it must.
+``ParameterList``. The planner keeps such parameters on the device, and the engine copes with them where it must. Those
+of a module that contains blocks (``masked_spec_embed`` of wav2vec2) stay as well: they are in use while the blocks are.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def list_params(
         group_of: index of the optimizer's group by parameter name; frozen parameters have none.
         outside: what was seen in a forward, if one was watched.
     """
-    elsewhere = set[str]() if outside is None else outside.found
+    from strategies.engine.forward.blocks import around_blocks
+
+    elsewhere = around_blocks(model) | (set() if outside is None else outside.found)
     computing = None if outside is None else outside.computing
     unit_of = units_by_name(model)
     names: dict[nn.Parameter, list[str]] = {}
@@ -66,7 +69,7 @@ def list_params(
             dtype=dtype_of(parameter),
             group=group_of.get(first) if parameter.requires_grad else None,
             users=tuple(dict.fromkeys(unit_of[name] for name in others if unit_of[name] != unit_of[first])),
-            elsewhere=first in elsewhere,
+            elsewhere=not elsewhere.isdisjoint((first, *others)),
             looked_up=unit_of[first] == EMBEDDING and _is_looked_up(model, [first, *others], unit_of, computing),
         )
         for parameter, (first, *others) in names.items()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,37 +31,20 @@ if TYPE_CHECKING:
 PLAIN = (bool, int, float, str, type(None))
 
 
-@dataclass(frozen=True, slots=True)
-class Alike:
-    """Blocks that are alike: ``second`` stands for those ``between`` it and the ``last`` one."""
-
-    second: str
-    between: tuple[str, ...]
-    last: str
-
-
-def find_alike(model: nn.Module) -> list[Alike]:
-    """Blocks that need not all run to be counted."""
+def find_alike(model: nn.Module) -> list[list[str]]:
+    """Names of blocks that are alike, by kind, where so many are that they need not all run to be counted."""
     blocks = find_blocks(model)
     if len(blocks) < 4:
         return []
     config: Any = getattr(model, "config", None)
-    lists = _lists(config.get_text_config() if hasattr(config, "get_text_config") else config, len(blocks))
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    values = vars(config).values() if config is not None else ()
+    lists = [value for value in values if isinstance(value, list | tuple) and len(value) == len(blocks)]
     numbers = _numbers(list(blocks.values()))
     kinds: dict[Hashable, list[str]] = {}
     for number, (name, block) in enumerate(blocks.items()):
         kinds.setdefault((_looks(block, numbers), *(repr(each[number]) for each in lists)), []).append(name)
-    return [Alike(names[1], tuple(names[2:-1]), names[-1]) for names in kinds.values() if len(names) > 3]
-
-
-def standing_for(alike: Collection[Alike]) -> dict[str, str]:
-    """For each block that does not run the one that stands for it."""
-    return {name: each.second for each in alike for name in each.between}
-
-
-def _lists(config: Any, length: int) -> list[Any]:
-    values = vars(config).values() if config is not None else ()
-    return [value for value in values if isinstance(value, list | tuple) and len(value) == length]
+    return [names for names in kinds.values() if len(names) > 3]
 
 
 def _numbers(blocks: Sequence[nn.Module]) -> set[tuple[str, str]]:

@@ -19,11 +19,21 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from strategies.core.compose import degrees, requirements_of
-from strategies.core.facts import IN_ORDER, Facts, MachineFacts, Param, Precision, RunFacts, Unit, UnitKind
+from strategies.core.facts import (
+    IN_ORDER,
+    Facts,
+    MachineFacts,
+    ModelNumbers,
+    Param,
+    Precision,
+    RunFacts,
+    Unit,
+    UnitKind,
+)
 from strategies.core.linears import Linear
 from strategies.core.protocol import Axis, Requirement
 from trainer.errors import ConfigError, first_line
@@ -45,44 +55,18 @@ RUNTIME_HOST_BYTES, ENGINE_HOST_BYTES = 624 << 20, 1 << 30
 MOMENTS = {"sgd": 0, "adagrad": 1, "adafactor": 0, "lion": 1}  # others keep two fp32 numbers per parameter
 
 
-@dataclass(frozen=True, slots=True)
-class ModelCount:
-    """Counts of one forward on fake tensors.
-
-    Args:
-        forward_flops: of one micro-batch; 0: not counted.
-        largest_param: elements of the largest parameter tensor.
-        trained_bytes: per trainable parameter, as plain training has them; ``frozen_bytes`` per frozen one.
-        params, linears: if a strategy requires them.
-        model_params, model_flops: of the whole model, if the count is of one rank's part; else 0.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCount(ModelNumbers):
+    """Counts of one forward on fake tensors. ``params`` and ``linears``: if a strategy requires them."""
 
     units: tuple[Unit, ...]
-    forward_flops: int
-    largest_param: int
-    hidden_size: int
     params: tuple[Param, ...] = ()
     linears: tuple[Linear, ...] = ()
-    trained_bytes: int = 4
-    frozen_bytes: int = 4
-    model_params: int = 0
-    model_flops: int = 0
-    tied: bool = False
 
     def facts(self, run: RunFacts, machine: MachineFacts, no_copies: str = "") -> Facts:
         """The facts of a ``run`` of this model."""
-        counted = replace(
-            run,
-            hidden_size=self.hidden_size,
-            largest_param=self.largest_param,
-            forward_flops=self.forward_flops,
-            trained_bytes=self.trained_bytes,
-            frozen_bytes=self.frozen_bytes,
-            model_params=self.model_params,
-            model_flops=self.model_flops,
-            tied=self.tied,
-        )
-        return Facts(self.units, counted, machine, self.params, self.linears, no_copies=no_copies)
+        counted = {number.name: getattr(self, number.name) for number in fields(ModelNumbers)}
+        return Facts(self.units, replace(run, **counted), machine, self.params, self.linears, no_copies=no_copies)
 
 
 def precision_of(config: RunConfig) -> Precision:
@@ -208,8 +192,8 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
     import torch
 
     from trainer.model import tensor_share
-    from trainer.model.counting import fake_tensors
-    from trainer.model.counting_alike import count
+    from trainer.model.counting import fake_tensors, materialise
+    from trainer.model.temporaries import count
 
     precision = precision_of(config)
     casts = precision is not Precision.FP32 and Requirement.COMPUTE_DTYPE in requirements_of(config.strategies)
@@ -238,25 +222,26 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
             inputs["position_ids"] = torch.zeros_like(ids) if masked else torch.arange(shape[1]).repeat(shape[0], 1)
         elif masked:
             inputs["attention_mask"] = torch.zeros_like(ids)
+        materialise(model)
         call = _call(model, inputs, config.training.label_smoothing_factor)
         autocast = torch.autocast("cpu", compute) if precision is not Precision.FP32 and not casts else None
         if autocast is not None:
             call = _in_autocast(call, autocast)
         try:
-            found = count(model, call, compute if autocast else None)
+            found = count(model, call)
         except (RuntimeError, IndexError) as error:
             what = f"{first_line(error)}; has it so many positions? data.max_length says how many tokens a row has"
             raise ConfigError(f"model: its forward fails on {shape[0]} x {shape[1]} tokens: {what}") from None
     dtype = "bfloat16" if precision is Precision.BF16 else "float32"
     return ModelCount(
         units=found.units(),
-        forward_flops=found.counter.flops,
+        forward_flops=found.flops,
         largest_param=max(parameter.numel() for parameter in model.parameters()),
         hidden_size=getattr(model.config.get_text_config(), "hidden_size", 0),
         trained_bytes=sizes[True],
         frozen_bytes=sizes[False],
-        params=list_params(model, decay_groups(model), lambda _: dtype, found.counter.outside),
-        linears=tuple(found.linears.values()),
+        params=list_params(model, decay_groups(model), lambda _: dtype, found.outside),
+        linears=tuple(found.linears(compute if autocast else None).values()),
         model_params=0 if whole is None else sum(unit.num_params for unit in whole.units),
         model_flops=0 if whole is None else whole.forward_flops,
         tied=tensor_share.is_tied(model),

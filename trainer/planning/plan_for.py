@@ -30,7 +30,7 @@ from trainer.planning.facts import ModelCount, machine_facts
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from trainer.model.counting_alike import Found
+    from trainer.model.counting import Counter
 
     Batch = tuple[int, int] | Mapping[str, Any]
     Groups = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[Mapping[str, Any]]
@@ -163,24 +163,23 @@ def count_live(model: nn.Module, batch: Batch | None, groups: Sequence[Sequence[
         CountingError: the forward fails on tensors without values.
     """
     from trainer.model.counting import Counter
-    from trainer.model.counting_alike import Found
 
     group_of = {name: index for index, names in enumerate(groups) for name in names}
-    found = Found(Counter(model), {}) if batch is None else _counted(model, batch)
+    found = Counter(model) if batch is None else _counted(model, batch)
     dtype_of = {param: str(param.dtype).removeprefix("torch.") for param in model.parameters()}
-    params = list_params(model, group_of, dtype_of.__getitem__, found.counter.outside)
+    params = list_params(model, group_of, dtype_of.__getitem__, found.outside)
     largest = max((param.num_elements for param in params), default=0)
-    return ModelCount(found.units(), 0, largest, 0, params)
+    return ModelCount(units=found.units(), largest_param=largest, params=params)
 
 
-def _counted(model: nn.Module, batch: Batch) -> Found:
+def _counted(model: nn.Module, batch: Batch) -> Counter:
     """Count one forward and its backward on fake tensors."""
     import torch
     from torch.func import functional_call
     from torch.utils._pytree import tree_map_only
 
     from trainer.model.counting import fake_tensors
-    from trainer.model.counting_alike import count
+    from trainer.model.temporaries import count
     from trainer.model.undisturbed import undisturbed
 
     try:
@@ -189,7 +188,7 @@ def _counted(model: nn.Module, batch: Batch) -> Found:
             tensors = dict([*model.named_parameters(), *model.named_buffers()])
             fakes: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors.items()}
             inputs = tree_map_only(torch.Tensor, mode.from_tensor, _inputs(model, batch))
-            return count(model, partial(functional_call, model, fakes, kwargs=inputs), weights=fakes)
+            return count(model, partial(functional_call, model, fakes, kwargs=inputs), fakes)
     except Exception as error:  # a forward may fail in any way, here only or everywhere
         raise CountingError(
             f"batch: the model's forward cannot be counted on tensors without values ({first_line(error)}); if it runs "

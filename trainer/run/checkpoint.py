@@ -18,7 +18,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING
 from strategies.core import sealed
 from strategies.core.commit import EARLIER, remove, restore_earlier, sync
 from strategies.core.sealed import MANIFEST, Damaged
-from trainer.errors import ConfigError
 from trainer.run import manifest
 from trainer.run.manifest import Manifest
 
@@ -56,10 +55,11 @@ class Found:
 def folders(output_dir: Path) -> list[Path]:
     """Every folder that is named like a checkpoint, by step."""
     named = [path for path in output_dir.glob("checkpoint-*") if FOLDER.fullmatch(path.name) and path.is_dir()]
-    return sorted(named, key=_step)
+    return sorted(named, key=step_of)
 
 
-def _step(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """The step in the name of a checkpoint."""
     return int(path.name.removeprefix("checkpoint-"))
 
 
@@ -72,14 +72,9 @@ def complete(output_dir: Path) -> list[Found]:
     return found
 
 
-def newest_complete(output_dir: Path) -> Path | None:
-    """The checkpoint with the highest step that has a readable manifest, or None."""
-    return next((found.path for found in reversed(complete(output_dir))), None)
-
-
 def _manifest(path: Path) -> tuple[sealed.Sealed, Manifest]:
     found = manifest.read(path)
-    if FOLDER.fullmatch(path.name) and _step(path) != found[1].step:
+    if FOLDER.fullmatch(path.name) and step_of(path) != found[1].step:
         raise Damaged(f"its manifest is of step {found[1].step}")
     return found
 
@@ -113,34 +108,27 @@ def damage(path: Path, seal: sealed.Sealed, about: Manifest) -> list[str]:
 # --- deleting, and moving out of the way -----------------------------------------------------------------------------
 
 
-def to_delete(found: Sequence[Found], keep: int, written: int, best: Path | None) -> list[Found]:
-    """Which of the checkpoints, sorted by step, may go after that of step ``written``.
-
-    Not the ``keep`` newest up to it, not the best, and not the newest finite one.
-    """
-    past = [each for each in found if each.step <= written]
-    finite = [each for each in past if each.manifest.finite]
-    kept = {each.path for each in [*past[-keep:], *finite[-1:]]}
-    return [each for each in past if each.path not in kept and (best is None or each.path.resolve() != best.resolve())]
-
-
 def prune(output_dir: Path, keep: int, written: int, best: Path | None) -> list[str]:
-    """Delete what ``to_delete`` says; returns a line for each that is a symbolic link, of which nothing is deleted.
+    """Delete checkpoints, by the one of step ``written``: not the ``keep`` newest up to it, not the best, and not the
+    newest finite one. Returns a line for each that is a symbolic link, of which nothing is deleted.
 
     Raises:
         OSError: one cannot be deleted.
     """
-    kept = []
-    for each in to_delete(complete(output_dir), keep, written, best):
-        if each.path.is_symlink():
-            kept.append(f"{each.path}: a symbolic link, so it is kept though training.save_total_limit = {keep}")
+    past = [each for each in complete(output_dir) if each.step <= written]
+    finite = [each for each in past if each.manifest.finite]
+    kept = {each.path.resolve() for each in [*past[-keep:], *finite[-1:]]} | ({best.resolve()} if best else set())
+    lines = []
+    for path in (each.path for each in past if each.path.resolve() not in kept):
+        if path.is_symlink():
+            lines.append(f"{path}: a symbolic link, so it is kept though training.save_total_limit = {keep}")
             continue
         (output_dir / DELETED).mkdir(exist_ok=True)
-        gone = output_dir / DELETED / each.path.name
+        gone = output_dir / DELETED / path.name
         remove(gone)
-        each.path.rename(gone)
+        path.rename(gone)
     remove(output_dir / DELETED)
-    return kept
+    return lines
 
 
 def clear(output_dir: Path) -> None:
@@ -155,23 +143,6 @@ def clear(output_dir: Path) -> None:
     for path in output_dir.glob(f"checkpoint-*{EARLIER}"):
         if FOLDER.fullmatch(name := path.name.removesuffix(EARLIER)):
             restore_earlier(output_dir / name)
-
-
-def set_aside(output_dir: Path, after: int | None = None, *, overwrite: bool = False) -> Path | None:
-    """Move checkpoints, metrics and export of an earlier run into ``earlier-N``, which is returned if there were any.
-
-    Otherwise the old checkpoints, with their higher steps, would be resumed after the first kill of the new run.
-
-    Args:
-        after: only checkpoints of later steps are moved: those that a resumed run goes back behind.
-        overwrite: delete them instead.
-    """
-    if after is not None:
-        return move_aside([path for path in folders(output_dir) if _step(path) > after], output_dir, overwrite=False)
-    old = [*folders(output_dir), output_dir / "export"]
-    if not any(path.exists() for path in old):
-        return None
-    return move_aside([*old, output_dir / "metrics.jsonl"], output_dir, overwrite=overwrite)
 
 
 def move_aside(things: Iterable[Path], output_dir: Path, *, overwrite: bool) -> Path | None:
@@ -218,37 +189,42 @@ def to_resume(config: RunConfig) -> tuple[Found | None, list[str]]:
     if wanted == "auto" or wanted is True:
         return _newest(config, output_dir, wanted)
     path = Path(str(wanted))
-    try:
-        return verified(path), []
-    except Damaged as damaged:
-        what = _former(path) or f"damaged: {damaged}"
+    found, why = _looked_at(path)
+    if found is not None:
+        return found, []
     others = [each for place in dict.fromkeys([path.parent, output_dir]) for each in reversed(folders(place))]
-    good = next((each for each in others if each.resolve() != path.resolve() and _is_good(each)), None)
+    good = next((each for each in others if each.resolve() != path.resolve() and _looked_at(each)[0]), None)
     hint = f"; the newest good one is {good}" if good else ""
-    raise config.error(KEY, wanted, f"{what if path.is_dir() else 'there is no such folder'}{hint}")
+    raise config.error(KEY, wanted, f"{why if path.is_dir() else 'there is no such folder'}{hint}")
 
 
 def _newest(config: RunConfig, output_dir: Path, wanted: str | bool) -> tuple[Found | None, list[str]]:
     """The newest good checkpoint of the run, and a line for each newer one that is damaged."""
-    damage: list[tuple[Path, str]] = []
+    bad: list[tuple[Path, str]] = []
     for path in reversed(folders(output_dir)):
-        try:
-            good = verified(path)
-        except Damaged as damaged:
-            damage.append((path, str(damaged)))
-        else:
-            return good, [f"{bad}: damaged: {why}; going back to {good.path}" for bad, why in damage]
-    if not damage and wanted is True:
+        found, why = _looked_at(path)
+        if found is not None:
+            return found, [f"{newer}: {what}; going back to {path}" for newer, what in bad]
+        bad.append((path, why))
+    if not bad and wanted is True:
         raise config.error(KEY, wanted, f"{output_dir} holds no checkpoint; write auto to start when there is none")
-    if not damage:
+    if not bad:
         return None, []
-    for path, _ in damage:
+    for path, _ in bad:
         if what := _former(path):
             raise config.error(KEY, wanted, f"{path}: {what}")
-    path, why = damage[0]
-    others = ", and no older one is good" if len(damage) > 1 else ""
+    path, why = bad[0]
+    others = ", and no older one is good" if len(bad) > 1 else ""
     start = "write false to start from the beginning; they are kept"
-    raise config.error(KEY, wanted, f"{path}: damaged: {why}{others}; {start}")
+    raise config.error(KEY, wanted, f"{path}: {why}{others}; {start}")
+
+
+def _looked_at(path: Path) -> tuple[Found | None, str]:
+    """A checkpoint whose every byte was compared, or why it is none."""
+    try:
+        return verified(path), ""
+    except Damaged as damaged:
+        return None, _former(path) or f"damaged: {damaged}"
 
 
 def _former(path: Path) -> str:
@@ -259,22 +235,3 @@ def _former(path: Path) -> str:
         f"written by an earlier release, which kept no hashes: go on with that release, or start from its weights "
         f"with model.name_or_path: {path} and {KEY}: false"
     )
-
-
-def _is_good(path: Path) -> bool:
-    try:
-        return bool(verified(path))
-    except Damaged:
-        return False
-
-
-def refuse_damaged(path: Path, key: str) -> None:
-    """Compare a checkpoint that the run itself is about to read.
-
-    Raises:
-        ConfigError: it is damaged.
-    """
-    try:
-        verified(path)
-    except Damaged as damaged:
-        raise ConfigError(f"{key}: {path} cannot be loaded: damaged: {damaged}") from None

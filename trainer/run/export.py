@@ -11,6 +11,10 @@ Invariant. A tied weight is in the file once, under every strategy. The config h
 not the one that training sets. Python files that came with the model are in the folder; the check runs them only if
 ``model.trust_remote_code`` allowed that for the run. The live model is not changed, unless adapters are merged.
 
+Nothing that a run has finished is replaced. A restart script starts a run until it ends well, and once more after that:
+a run that is resumed at its last step, with a whole export of that step, ends at once. An export that is missing or
+damaged alone is made again, without a step of training; what was there moves to ``earlier-N``.
+
 Refused: an export that does not reload as the same model; weights that are not finite.
 """
 
@@ -22,7 +26,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import ModelCard
@@ -32,11 +36,16 @@ from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_h
 
 from strategies.backends.tensor_shards import whole_shape
 from strategies.core.commit import replaced_folder, same_modes
-from strategies.core.sealed import seal
+from strategies.core.sealed import Damaged, damage, read, seal
+from trainer.errors import write_line
 from trainer.model.build import set_use_cache
-from trainer.run.finished import KIND
+from trainer.run.checkpoint import move_aside
 from trainer.run.trainer import Trainer
 
+if TYPE_CHECKING:
+    from trainer.config.sections import RunConfig
+
+KIND = "export"  # in its manifest
 PROBE_TOKENS = 32
 # Of the largest logit. The same kernels give the same bits; another device or 16-bit compute rounds differently.
 FP32_TOLERANCE, HALF_TOLERANCE = 1e-3, 5e-2
@@ -250,3 +259,39 @@ def _different_values(state: Mapping[str, torch.Tensor], found: Mapping[str, tor
         for name, plain in names.items()
         if plain in found and not state[name].detach().cpu().to(found[plain].dtype).equal(found[plain])
     ]
+
+
+# --- a run that is over ----------------------------------------------------------------------------------------------
+
+
+def about(config: RunConfig, step: int) -> dict[str, Any]:
+    """What an export says about itself: its step, and what decided that it is the last one."""
+    training = config.training
+    return {
+        "step": step,
+        "max_steps": training.max_steps,
+        "num_train_epochs": training.num_train_epochs,
+        "load_best_model_at_end": bool(training.load_best_model_at_end),
+    }
+
+
+def finished_before(config: RunConfig, step: int) -> str | None:
+    """The line of a run that is over at ``step``, its export whole; None if something is left to do."""
+    folder = Path(config.training.output_dir) / "export"
+    try:
+        sealed = read(folder, KIND)
+    except Damaged:
+        return None
+    if sealed.about != about(config, step) or damage(folder, sealed):
+        return None
+    return f"finished before, at step {step}: {folder} is whole and of that step; nothing was changed"
+
+
+def make_room(config: RunConfig, step: int) -> str | None:
+    """``finished_before``; if it says nothing, an export that is there moves aside. OSError: it cannot be moved."""
+    line = finished_before(config, step)
+    folder = Path(config.training.output_dir)
+    earlier = None if line else move_aside([folder / "export"], folder, overwrite=config.training.overwrite)
+    if earlier is not None:
+        write_line(f"the export of before is now in {earlier}")
+    return line

@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.dist.stopping import started_at
+from trainer.dist.stopping import lives, started_at
 from trainer.errors import write_line
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ KEY = "training.output_dir"
 UNSUPPORTED = frozenset([errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL])
 TOUCHED_S = 10.0  # between two touches of the holder
 WATCHED_S = 90.0  # network file systems show a new time up to a minute later
-SAME_START_S = 2.0  # the kernel counts from its boot, and the clock may have been set since
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +53,6 @@ class Holder:
         """For the line that refuses."""
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.start))
         return f"process {self.pid} on {self.host}, started {when}"
-
-
-def why_not(found: Holder | None, own: Holder, *, locks_work: bool, start: float | None) -> str | None:
-    """Why a lock that the kernel gives us is another's nevertheless; None if it may be taken.
-
-    Args:
-        found: what is in the file; None if nothing readable is.
-        locks_work: whether the file system has locks at all.
-        start: of the process that has ``found``'s pid here; None without one.
-    """
-    if found is None:
-        return None
-    if found.host != own.host:
-        return "other host"
-    alive = start is not None and (start < 0 or abs(start - found.start) < SAME_START_S) and found.pid != own.pid
-    return "in use" if alive and not locks_work else None
 
 
 @contextmanager
@@ -151,10 +134,12 @@ def _take(config: RunConfig, path: Path) -> int:
                 os.close(handle)
                 continue
             own = Holder(os.getpid(), socket.gethostname(), started_at(os.getpid()) or time.time())
-            reason = why_not(found, own, locks_work=works, start=started_at(found.pid) if found else None)
-            if reason == "other host":
-                write_line(f"{path}: of another host: {found.said() if found else ''}; watching whether it is in use")
-            if reason is not None and (reason != "other host" or _is_touched(handle)):
+            if found is not None and found.host != own.host:
+                write_line(f"{path}: of another host: {found.said()}; watching whether it is in use")
+                in_use = _is_touched(handle)
+            else:  # a pid may be ours now, as 1 is in every container
+                in_use = found is not None and not works and found.pid != own.pid and lives(found.pid, found.start)
+            if in_use:
                 raise _refused(config, path, found)
             os.ftruncate(handle, 0)
             os.pwrite(handle, json.dumps(asdict(own)).encode(), 0)

@@ -69,45 +69,26 @@ def _is_searching_scale(trainer: PipelineTrainer) -> bool:
 def first_not_finite(trainer: PipelineTrainer, gradient: str | None) -> str:
     """What was not finite first, in words; to be called on every rank, since a forward may be a collective.
 
+    Of a pipeline all stages look, and the first in the order of computing counts; in backward that is the last one.
+
     Args:
         gradient: the name of the parameter, if the engine knows it.
     """
-    found = next(_first(trainer, gradient), None) if trainer.pipeline is None else _first_of_stages(trainer, gradient)
-    return found or "nothing that could be found again"
-
-
-def _first(trainer: PipelineTrainer, gradient: str | None) -> Iterator[str]:
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
-
-    def backward() -> None:
-        loss: Any = trainer.compute_loss(model, trainer.last_inputs)
-        loss.backward()
-
-    yield from _bad_weights(model)
-    yield from _bad_outputs(model, lambda: trainer.compute_loss(trainer.model_wrapped, trainer.last_inputs))
-    if gradient is not None:
-        yield f"the gradient of {gradient}"
-    elif trainer.stowed is None and not trainer.is_deepspeed_enabled:
-        yield from _bad_gradients(model, backward)
-
-
-def _first_of_stages(trainer: PipelineTrainer, gradient: str | None) -> str | None:
-    """The same on the stages of a pipeline, all of which run. The last stage's backward is first."""
-    model, pipeline = trainer.model, trainer.pipeline
-    assert pipeline is not None
-    known = [] if gradient is None else [f"the gradient of {gradient}"]
-    phases: tuple[tuple[int, Callable[[], Iterator[str]]], ...] = (
-        (1, lambda: _bad_weights(model)),
-        (1, lambda: _bad_outputs(model, trainer.forward_again)),
-        (-1, lambda: iter(known) if trainer.stowed else _bad_gradients(model, trainer.backward_again)),
-    )
+    gradients = iter([] if gradient is None else [f"the gradient of {gradient}"])
+    if gradient is None and trainer.stowed is None and not trainer.is_deepspeed_enabled:
+        gradients = _bad_gradients(model, trainer.backward_again)
+    phases = ((1, _bad_weights(model)), (1, _bad_outputs(model, trainer.forward_again)), (-1, gradients))
     for order, phase in phases:
-        everyones: list[Any] = [None] * trainer.args.world_size
-        torch.distributed.all_gather_object(everyones, (pipeline.position, next(phase(), None)))
-        in_order = sorted(everyones, key=lambda each: order * each[0])  # stages of all copies
-        if found := next((what for _, what in in_order if what), None):
-            return str(found)
-    return None
+        mine = (trainer.pipeline.position if trainer.pipeline else 0, next(phase, None))
+        found = [mine]
+        if trainer.pipeline is not None:
+            found *= trainer.args.world_size
+            torch.distributed.all_gather_object(found, mine)
+        for _, what in sorted(found, key=lambda each: order * each[0]):
+            if what is not None:
+                return str(what)
+    return "nothing that could be found again"
 
 
 def _bad_weights(model: nn.Module) -> Iterator[str]:

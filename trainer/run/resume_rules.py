@@ -15,7 +15,10 @@ is refused, and a test compares the table with the sections of the config.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields
 from typing import Any, NamedTuple
+
+from transformers import TrainingArguments
 
 from trainer.config.arguments import ALLOWABLE
 
@@ -70,22 +73,11 @@ RULES: Mapping[str, str] = {
     **dict.fromkeys(_SAID.split(), SAID),
     **dict.fromkeys(_NEVER.split(), NEVER),
 }
-# What an unset key means, where that is known; writing it out is no change.
+# What an unset key means; writing it out is no change. Without ``use_cpu``, the device is the machine's.
 UNSET: Mapping[str, object] = {
-    "training.weight_decay": 0.0,
-    "training.adam_beta1": 0.9,
-    "training.adam_beta2": 0.999,
-    "training.adam_epsilon": 1e-8,
-    "training.lr_scheduler_type": "linear",
-    "training.warmup_steps": 0,
-    "training.label_smoothing_factor": 0.0,
-    "training.full_determinism": False,
-    "training.torch_compile": False,
-    "training.use_liger_kernel": False,
-    "training.dataloader_drop_last": False,
-    "training.average_tokens_across_devices": True,
-    "training.dataloader_in_order": True,
-    "training.train_sampling_strategy": "random",
+    f"training.{field.name}": field.default
+    for field in fields(TrainingArguments)
+    if field.default is not MISSING and field.name != "use_cpu"
 }
 # Keys of Hugging Face's model configs on which names or shapes of parameters depend, or how a head is cut out of them.
 _SHAPES = """
@@ -175,9 +167,10 @@ def compare_contents(
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Dotted keys with both values, where they differ; a section without rules inside is one key."""
     old, new = leaves(saved), leaves(now)
-    if bool(_in_config(old)) is not bool(_in_config(new)):  # then model.name_or_path differs, which says it all
-        old, new = ({key: tree[key] for key in tree if key not in _in_config(tree)} for tree in (old, new))
-    for key in [*old, *(key for key in new if key not in old)]:
+    built = [any(key.startswith("model.config.") for key in tree) for tree in (old, new)]
+    for key in old | new:
+        if built[0] is not built[1] and key.startswith("model.config."):
+            continue  # model.name_or_path differs, which says it all
         before, after = old.get(key, UNSET.get(key)), new.get(key, UNSET.get(key))
         if key == "training.data_seed":  # unset, it is the seed
             before, after = (tree.get(key, tree.get("training.seed")) for tree in (old, new))
@@ -185,10 +178,6 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tu
                 continue  # the seed has its own line
         if before != after:
             yield key, before, after
-
-
-def _in_config(tree: Mapping[str, Any]) -> set[str]:
-    return {key for key in tree if key.startswith("model.config.")}
 
 
 def rule_of(key: str) -> str:
@@ -203,20 +192,14 @@ def rule_of(key: str) -> str:
     return RULES.get(key, NEVER)
 
 
-def leaves(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a config by their dotted keys."""
-    return dict(_leaves("", tree))
-
-
-def _leaves(at: str, tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values. A strategy is one value with its options; so is what has a rule of its own."""
+def leaves(tree: Mapping[str, Any], at: str = "") -> dict[str, Any]:
+    """The values of a config by dotted keys. A strategy is one value with its options; so is what has an own rule."""
+    found: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{at}{name}"
-        inside = isinstance(value, Mapping) and (key in ("model", "data", "training", "strategies", "model.lora"))
-        if isinstance(value, Mapping) and (inside or key.startswith("model.config")):
-            yield from _leaves(f"{key}.", value)
-        else:
-            yield key, value
+        inside = key in ("model", "data", "training", "strategies", "model.lora") or key.startswith("model.config")
+        found |= leaves(value, f"{key}.") if inside and isinstance(value, Mapping) else {key: value}
+    return found
 
 
 def _cannot(key: str, rule: str, old: object, new: object, schedule: object) -> str:

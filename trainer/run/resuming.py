@@ -143,15 +143,23 @@ def _versions(found: Found) -> list[str]:
 
 
 def set_aside(config: RunConfig, ranks: Ranks, resumed: Resumed | None) -> str:
-    """Move checkpoints out of the way that the run would otherwise mix with its own; returns the line to log."""
+    """Move checkpoints, metrics and export of an earlier run out of the way; returns the line to log.
+
+    Otherwise the old checkpoints, with their higher steps, would be resumed after the first kill of the new run. A run
+    that goes back moves the checkpoints of later steps alone.
+    """
     folder = Path(config.training.output_dir)
     if not _looks(config, ranks):
         return ""
+    old = checkpoint.folders(folder)
     if resumed is None:
-        aside = checkpoint.set_aside(folder, overwrite=config.training.overwrite)
+        old += [folder / "export"]
+        old += [folder / "metrics.jsonl"] if any(path.exists() for path in old) else []
+        aside = checkpoint.move_aside(old, folder, overwrite=config.training.overwrite)
         return f"a fresh run: the checkpoints and the export of the earlier one are now in {aside}" if aside else ""
     inside = resumed.path.parent.resolve() == folder.resolve()
-    aside = checkpoint.set_aside(folder, after=resumed.found.step if inside else -1)
+    later = [path for path in old if not inside or checkpoint.step_of(path) > resumed.found.step]
+    aside = checkpoint.move_aside(later, folder, overwrite=False)
     return f"checkpoints after {resumed.path.name} are now in {aside}" if aside else ""
 
 

@@ -19,18 +19,18 @@ from strategies.core.sizes import human
 from strategies.engine.memory import accelerator
 from trainer.data import sample
 from trainer.dist import deepspeed_ops
-from trainer.dist.agreement import Agreement, agreement, dotted
+from trainer.dist.agreement import Agreement, agreement
 from trainer.dist.ranks import GRACE_S, Ranks, collectives_of, process_group, quiet_libraries
 from trainer.dist.stopping import Phase, Stop, Stopped
 from trainer.dist.watchdog import Watchdog
 from trainer.errors import ExitCode, UserError, first_line, report, write_line
 from trainer.planning.from_config import check_options, refuse_folder
-from trainer.run import finished, lock, oom, order, resuming, saving
+from trainer.run import export, lock, oom, order, resuming, saving
 from trainer.run.callbacks import Watched
-from trainer.run.export import export
 from trainer.run.model_card import model_card
 from trainer.run.order import Run
 from trainer.run.preemption import SaveAndStop
+from trainer.run.resume_rules import leaves
 from trainer.run.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def _ended(error: UserError | Stopped | KeyboardInterrupt, ranks: Ranks, stop: S
             time.sleep(REPORT_S)
         return error.code
     if isinstance(error, Stopped):
-        if ranks.is_first or not stop.is_training:
+        if ranks.is_first or stop.phase is not Phase.TRAINING:
             write_line(error.line, sys.stderr)
         return error.code
     if ranks.is_first:
@@ -146,7 +146,7 @@ def _whole(
         seen: takes the prepared run, for errors that come later.
     """
     together = held.enter_context(agreement(ranks, timeout_s(config)))
-    together.refuse_different(dotted(config.tree()))
+    together.refuse_different(leaves(config.tree()))
 
     def take_lock() -> None:
         refuse_folder(config)
@@ -154,7 +154,8 @@ def _whole(
 
     together.on_first(ranks.rank, take_lock)
     resumed = resuming.decide(config, ranks, write_line)
-    over = together.on_first(ranks.rank, lambda: finished.already(config, resumed.found.step if resumed else None))
+    step = resumed.found.step if resumed else None
+    over = together.on_first(ranks.rank, lambda: None if step is None else export.finished_before(config, step))
     if over is not None:
         if ranks.is_first:
             write_line(over)
@@ -199,18 +200,18 @@ def finish(run: Run, trainer: Trainer) -> None:
         trainer.evaluate()
         history = [record for record in trainer.state.log_history if "eval_loss" in record]
     folder, section, hf_config = run.folder, run.config.model, cast("PreTrainedModel", trainer.model).config
-    about = finished.about(run.config, trainer.state.global_step)
-    if trainer.together.on_first(run.ranks.rank, lambda: finished.make_room(run.config, about)):
-        run.say(finished.line(folder / "export", trainer.state.global_step))
+    step = trainer.state.global_step
+    if over := trainer.together.on_first(run.ranks.rank, lambda: export.make_room(run.config, step)):
+        run.say(over)
         return
-    receipt = export(
+    receipt = export.export(
         trainer,
         run.tokenizer,
         folder / "export",
         merge=section.lora is not None and section.name_or_path is None,
         trust_remote_code=section.trust_remote_code,
         card=model_card(run.config, hf_config, trainer.state, sys.argv, run.ranks.world_size),
-        about=about,
+        about=export.about(run.config, step),
     )
     if not run.ranks.is_first:
         return

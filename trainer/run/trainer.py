@@ -15,7 +15,9 @@ Which private methods of Hugging Face's that takes, and why, is a table in ``doc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from concurrent.futures import wait
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,13 +29,14 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
 from strategies.core.commit import same_modes
+from strategies.core.sealed import Damaged
 from strategies.engine import NonFiniteError
 from strategies.state.spans import WEIGHT
 from trainer.dist.agreement import Agreement
-from trainer.errors import write_line
-from trainer.run import saving, training_state
+from trainer.errors import ConfigError, write_line
+from trainer.run import checkpoint, saving, training_state
 from trainer.run.callbacks import Meter
-from trainer.run.checkpoint import newest_complete, prune, refuse_damaged
+from trainer.run.manifest import Manifest
 from trainer.run.nonfinite import DEEPSPEED_SAYS, NonFinite, StopNonFinite, first_not_finite
 from trainer.run.pipeline_trainer import PipelineTrainer, token_losses
 from trainer.run.stowed_trainer import StowedTrainer
@@ -128,7 +131,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
             raise self.not_finite(self.state.global_step + 1, what) from None
         finally:
             if self._saving is not None:  # after an error, when other ranks may be anywhere
-                self._saving.wait()
+                wait([self._saving.sealing])
 
     def not_finite(self, step: int, what: str, gradient: str | None = None) -> NonFinite:
         """The error of a run that ends at ``step``; to be made on every rank, since that is a collective.
@@ -138,8 +141,8 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         """
         first = first_not_finite(self, gradient)
         self.settle()
-        newest = newest_complete(self.output_dir)
-        kept = f"{newest} is the last checkpoint" if newest is not None else "there is no checkpoint yet"
+        complete = checkpoint.complete(self.output_dir)
+        kept = f"{complete[-1].path} is the last checkpoint" if complete else "there is no checkpoint yet"
         return NonFinite(
             f"step {step}: {what}; not finite first: {first}. Nothing was saved since; {kept}. Lower "
             f"training.learning_rate, or look at the data of this step"
@@ -209,7 +212,11 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         self.settle()  # then the newest is there, or known not to be
         if self.state.best_model_checkpoint is not None:
             best = Path(str(self.state.best_model_checkpoint))
-            refuse_damaged(best, "training.load_best_model_at_end = true")
+            try:
+                checkpoint.verified(best)
+            except Damaged as damaged:
+                key = "training.load_best_model_at_end = true"
+                raise ConfigError(f"{key}: {best} cannot be loaded: damaged: {damaged}") from None
             training_state.load_weights(self, best)
 
     # --- saving one --------------------------------------------------------------------------------------------------
@@ -243,25 +250,22 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
             self._say(f"step {self.state.global_step}: no checkpoint was saved: {missing}; the next save tries again")
             return
         self.store_flos()
-        started: list[saving.Save] = []
 
         def write(draft: Path) -> None:
             self.save_model(str(draft), _internal_call=True)
             training_state.save(self, draft)
             training_state.save_random_state(self, draft)
 
-        def start(draft: Path) -> None:
-            started.append(saving.Save(folder, self._commit(draft, folder) if writes else None, former))
-
         try:
             with saving.draft(self.output_dir, writes=writes) as drafts:
-                saving.together(lambda: write(drafts / folder.name))
+                draft = drafts / folder.name
+                saving.together(lambda: write(draft))
                 self.state.best_model_checkpoint = self._best(former)
-                saving.together(lambda: start(drafts / folder.name))
+                sealing = saving.together(lambda: saving.beside(self._commit(draft, folder) if writes else list[str]))
         except OSError as error:
             self._not_saved(folder, error, former)
             return
-        (self._saving,) = started
+        self._saving = saving.Save(folder, former, sealing)
         if self.args.push_to_hub or any(map(_reads_saves, self.callback_handler.callbacks)):
             self.settle()
         if self.args.push_to_hub and folder.is_dir():
@@ -276,7 +280,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         if save is None:
             return
         try:
-            for line in save.settle():
+            for line in saving.together(save.sealing.result):
                 write_line(line)
             self.newest, self.save_bytes = save.folder.name, saving.size_of(save.folder)
         except OSError as error:
@@ -306,14 +310,17 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         self.state.save_to_json(str(written / TRAINER_STATE_NAME))
         named = (name for name, _ in self.accelerator.unwrap_model(self.whole).named_buffers())
         buffers = {key for name in named for key in (name, f"{name}.{WEIGHT}")}  # in the model's files, and as a span
-        loss = float(self.last_loss) if hasattr(self, "last_loss") else None
+        loss_is_finite = not hasattr(self, "last_loss") or math.isfinite(float(self.last_loss))
         step, keep, best = self.state.global_step, self.keep, self.state.best_model_checkpoint
         same_modes(written)
 
+        def manifest() -> Manifest:
+            return Manifest(step=step, finite=loss_is_finite and saving.all_finite(written, buffers), run=self.about)
+
         def seal() -> list[str]:
-            saving.commit(written, folder, lambda: saving.manifest_of(self.about, step, written, loss, buffers))
+            saving.commit(written, folder, manifest)
             try:
-                return [] if keep is None else prune(folder.parent, keep, step, Path(best) if best else None)
+                return [] if keep is None else checkpoint.prune(folder.parent, keep, step, Path(best) if best else None)
             except OSError as error:  # the new one is saved nevertheless
                 return [f"{folder.parent}: older checkpoints could not be deleted: {error}"]
 

@@ -33,7 +33,7 @@ from strategies.state import saved_state
 from strategies.state.saved_state import Holder, Saved, Weights
 from strategies.state.spans import WEIGHT, Span, Store
 from trainer.errors import ConfigError
-from trainer.run import random_state, schedule
+from trainer.run import small_state
 
 OPTIMIZER = "optimizer"
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -90,7 +90,7 @@ def save(trainer: Any, checkpoint: Path) -> None:
     saved_state.write_part(folder, holder, more, rank=args.process_index, ranks=args.world_size, hashed=False)
     if is_first:
         saved_state.write_index(folder, holder, args.world_size, _extra(trainer, holder))
-        schedule.save(checkpoint / schedule.FILE, trainer.lr_scheduler)
+        small_state.save_schedule(checkpoint / small_state.SCHEDULE, trainer.lr_scheduler)
 
 
 def check(trainer: Any, checkpoint: Path) -> None:
@@ -133,7 +133,7 @@ def save_stowed(trainer: Any, checkpoint: Path) -> None:
         absent = _not_in_files(checkpoint, trainer.model)
         more = [*holder.weight_spans(absent), *_buffer_spans(trainer.model, absent, writes=True)]
         state_file.save(holder, checkpoint / OPTIMIZER, more, _extra(trainer, holder))
-        schedule.save(checkpoint / schedule.FILE, trainer.lr_scheduler)
+        small_state.save_schedule(checkpoint / small_state.SCHEDULE, trainer.lr_scheduler)
 
 
 def _extra(trainer: Any, holder: Any) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def load(trainer: Any, checkpoint: Path) -> None:
     elif scaler is not None and scale is not None:
         kept = scaler.state_dict()
         scaler.load_state_dict({**kept, "scale": scale["scale"], "_growth_tracker": int(scale["held"])})
-    schedule.load(checkpoint / schedule.FILE, trainer.lr_scheduler, saved.param_groups)
+    small_state.load_schedule(checkpoint / small_state.SCHEDULE, trainer.lr_scheduler, saved.param_groups)
 
 
 @_misfits()
@@ -284,7 +284,7 @@ def save_random_state(trainer: Any, checkpoint: Path) -> None:
     checkpoint.mkdir(parents=True, exist_ok=True)
     number, streams, writes = _stream_of(trainer)
     if writes:
-        random_state.save(random_state.file_of(checkpoint, number, streams))
+        small_state.save_generators(small_state.generators_file(checkpoint, number, streams))
 
 
 @_misfits()
@@ -295,8 +295,8 @@ def load_random_state(trainer: Any, checkpoint: Path) -> str | None:
         Misfit: the file is damaged.
     """
     rank, _, _ = _stream_of(trainer)
-    path = random_state.found(checkpoint, rank)
+    path = small_state.saved_generators(checkpoint, rank)
     if path is None:
         return f"{checkpoint}: no random state of rank {rank}; it goes on from training.seed"
-    random_state.load(path)
+    small_state.load_generators(path)
     return None

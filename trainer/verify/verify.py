@@ -9,12 +9,16 @@ With ``strategies.offload`` the copy gets less memory than it needs, so that it 
 moves (``trainer/model/shrink.py``). In bf16 plain training rounds at other places than the engine, so the engine is
 also compared with itself, everything on the device against the copy that moves: equal to the last bit, with the
 configured optimizer and its state. Copies run with ``strategies.buffers.debug``.
+
+On an accelerator some sums are made in any order. So processes that are compared ask for deterministic kernels
+(``repeat_sums``), and plain training is compared with itself before anything else is compared with it.
 """
 
 from __future__ import annotations
 
+import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,7 +49,6 @@ from trainer.planning.fit import explained
 from trainer.planning.from_config import check_options, narrowed, plan_of
 from trainer.run import order
 from trainer.run.stage_trial import form_of_stages
-from trainer.verify.differences import Difference, compare, repeat_sums, repeatable
 
 if TYPE_CHECKING:
     from strategies.core.plan import Plan
@@ -309,3 +312,60 @@ class Offloaded:
             checked = find(addresses).model_validate({"debug": True})
             strategies = {**small.strategies, name: changed, addresses: checked}
             return _trained(self._num_ranks, small.model_copy(update={"strategies": strategies}))
+
+
+# --- comparing -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A tensor that is not equal. ``relative``: its largest difference over its largest weight."""
+
+    name: str
+    relative: float
+    num_different: int
+    num_elements: int
+
+
+def compare(plain: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[Difference]:
+    """Tensors that differ in any bit, the worst first.
+
+    Raises:
+        ValueError: the names are not the same; a strategy renamed or dropped a parameter.
+    """
+    if plain.keys() != other.keys():
+        raise ValueError(f"parameter names differ: {sorted(plain.keys() ^ other.keys())[:5]}")
+    differences = []
+    for name, expected in plain.items():
+        found = other[name]
+        if not torch.equal(expected.view(torch.int32), found.view(torch.int32)):
+            relative = float((expected - found).abs().max() / expected.abs().max().clamp_min(1e-12))
+            differences.append(Difference(name, relative, int((expected != found).sum()), expected.numel()))
+    return sorted(differences, key=lambda difference: -difference.relative)
+
+
+def repeatable(train: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The result of plain training; on an accelerator, where sums may be made in any order, it runs twice.
+
+    Raises:
+        UserError: the two runs differ, so that a comparison with them would prove nothing.
+    """
+    found = train()
+    noise = compare(found["weights"], train()["weights"]) if accelerator.kind() is not None else []
+    if noise:
+        raise UserError(
+            f"plain training does not repeat itself here: {len(noise)} tensors differ between two runs, "
+            f"{noise[0].name} by {noise[0].relative:.1e}; an operator has no deterministic kernel"
+        )
+    return found
+
+
+def repeat_sums() -> None:
+    """Select kernels whose sums have one order, in this process.
+
+    Not by Hugging Face's ``full_determinism``: that makes each kernel wait for the one before, which would hide a wait
+    that the engine forgot.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
+    torch.use_deterministic_algorithms(mode=True)
+    torch.backends.cudnn.benchmark = False

@@ -1,4 +1,4 @@
-"""A race detector: checks that events order every pair of accesses to the same bytes. For tests, on any machine.
+"""A race detector: checks that events order every pair of accesses to the same bytes.
 
 Each lane has a vector clock (Lamport, 1978): for each lane, how much of its work is known to be done. An event stores
 the clock of its lane; a wait merges it into the clock of the waiting lane. An access races with an earlier one if they
@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from strategies.engine.transfer.transfer import Event, Lane, Transfer
+from strategies.engine.transfer.transfer import Event, Lane, Regions, Transfer
 
 Clock = dict[Lane, int]
 
@@ -46,21 +46,17 @@ class RaceDetector(Transfer):
         self._history: list[Access] = []
         self._lock = threading.RLock()
 
-    def reads(self, lane: Lane, *regions: Tensor | None) -> None:
-        for region in regions:
-            self._access(lane, region, writes=False)
-
-    def writes(self, lane: Lane, *regions: Tensor | None) -> None:
-        for region in regions:
-            self._access(lane, region, writes=True)
+    def uses(self, lane: Lane, *, reads: Regions = (), writes: Regions = ()) -> None:
+        for regions, is_written in ((reads, False), (writes, True)):
+            for region in regions:
+                self._access(lane, region, writes=is_written)
 
     def poison(self, lane: Lane, region: Tensor) -> None:
-        self.writes(lane, region)
+        self.uses(lane, writes=[region])
         super().poison(lane, region)
 
     def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
-        self.reads(lane, source)
-        self.writes(lane, target)
+        self.uses(lane, reads=[source], writes=[target])
         super().copy(lane, target, source)
 
     def _record(self, lane: Lane) -> Clock:
