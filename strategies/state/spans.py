@@ -28,7 +28,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from strategies.state.blocks import Columns, Rectangle, all_columns, rectangles
+from strategies.state.blocks import Columns, Rectangle, rectangles
 
 FILE_BYTES = 1 << 30  # a writer begins another file beyond that
 PIECE_BYTES = 16 << 20  # hashed, brought down from the device, or read for it at a time
@@ -139,7 +139,7 @@ class Stored:
 
     def rectangles(self, of: int) -> Iterator[Rectangle]:
         """Which part it is of a matrix with ``of`` columns; the memory is the file's, from ``offset`` on."""
-        return rectangles(self.columns or all_columns(of), self.start, self.stop - self.start)
+        return rectangles(self.columns or Columns(0, of, of), self.start, self.stop - self.start)
 
 
 class Store:
@@ -228,7 +228,7 @@ class Store:
         cut = columns or next((span.columns for span in spans if span.columns), None)
         # Without columns, the tensor is a matrix of one row; how long it is on disk does not matter here.
         of = cut.of if cut else max([start + missing, *(span.stop for span in spans)])
-        wanted = list(rectangles(columns or all_columns(of), start, missing))
+        wanted = list(rectangles(columns or Columns(0, of, of), start, missing))
         for span in spans:
             for have in span.rectangles(of):
                 for want in wanted:

@@ -24,7 +24,7 @@ from strategies.engine.transfer.transfer import Lane, Transfer
 from strategies.engine.updating.updates import Updates
 from strategies.planner.step_cost import problem_of, traffic
 from strategies.planner.weight_schedule import ASSUMED
-from tests.helpers.doubles import Delayed, Vacant
+from tests.helpers.doubles import Delayed, RaceDetector, Vacant
 from tests.helpers.engine import (
     DECAY,
     LR,
@@ -40,7 +40,6 @@ from tests.helpers.engine import (
 from tests.helpers.grid import ENGINE, NORMS, title
 from tests.helpers.models import build, on, tokens
 from tests.helpers.pairwise import Row, Table
-from tests.helpers.race_detector import RaceDetector
 from tests.parity.test_frozen_later import STEPS as FREEZING_STEPS
 from tests.parity.test_frozen_later import freezing
 from trainer.dist.ranks import Ranks

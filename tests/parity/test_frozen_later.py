@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 from strategies.engine.transfer.transfer import Transfer
-from tests.helpers.doubles import Delayed
+from tests.helpers.doubles import Delayed, RaceDetector
 from tests.helpers.engine import differences, plain, plan_of, stowed
 from tests.helpers.models import build, tokens
-from tests.helpers.race_detector import RaceDetector
 
 PLANS: dict[str, dict[str, Any]] = {
     "device": {"site": "device"},

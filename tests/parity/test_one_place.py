@@ -22,10 +22,9 @@ from strategies.core.layout import parks_in_copy, rounded_to_fetch
 from strategies.engine import AdamW, stow
 from strategies.engine.buckets.bucket_state import BucketState
 from strategies.engine.transfer.transfer import Transfer
-from tests.helpers.doubles import Delayed, Vacant
+from tests.helpers.doubles import Delayed, RaceDetector, Vacant
 from tests.helpers.engine import Made
 from tests.helpers.masters import Masters
-from tests.helpers.race_detector import RaceDetector
 from tests.helpers.sides import ground
 from trainer.machine.probe import probe
 from trainer.planning.plan_for import plan_for

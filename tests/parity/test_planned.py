@@ -17,10 +17,9 @@ from strategies.core.plan import Home, Plan
 from strategies.core.protocol import MemoryRefusal, Refusal
 from strategies.core.registry import find
 from strategies.planner.weight_schedule import ASSUMED
-from tests.helpers.doubles import Delayed
+from tests.helpers.doubles import Delayed, RaceDetector
 from tests.helpers.engine import STEPS, differences, plain, stowed
 from tests.helpers.models import build, tokens
-from tests.helpers.race_detector import RaceDetector
 from trainer.planning.plan_for import plan_for
 
 SHARES = (1.0, 0.6, 0.45, 0.35, 0.25, 0.2)  # of what training takes with everything on the device

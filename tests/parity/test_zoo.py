@@ -17,9 +17,8 @@ from strategies.core.protocol import MemoryRefusal
 from strategies.engine import AdamW, stow
 from strategies.engine.module_hooks import ModuleHooks
 from strategies.planner.weight_schedule import only_while_used
-from tests.helpers.doubles import Delayed, Vacant
+from tests.helpers.doubles import Delayed, RaceDetector, Vacant
 from tests.helpers.engine import DECAY, LR, Made, adamw, differences, plain, plan_of, stowed
-from tests.helpers.race_detector import RaceDetector
 from tests.helpers.zoo import FORMS, LORA, branches, hub, text
 from trainer.machine.probe import probe
 from trainer.planning.plan_for import plan_for

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from strategies.core.sealed import signed
 from strategies.state import saved_state, spans
-from strategies.state.blocks import Columns, all_columns
+from strategies.state.blocks import Columns
 from strategies.state.saved_state import Described, Saved, Weights
 from strategies.state.spans import WEIGHT, Span, SpanError, Store
 from strategies.state.torch_state import Held, Piece, TorchState
@@ -163,7 +163,7 @@ def test_what_is_missing_or_twice_there_is_found(tmp_path: Path) -> None:
     left, right = (Columns(0, 5, COLUMNS), WHOLE[:, :5]), (Columns(5, 12, COLUMNS), WHOLE[:, 5:])
     one = Span(NAME, "weight", (ROWS, COLUMNS), 0, left[1].contiguous(), left[0])
     rows = Span(NAME, "weight", (ROWS, COLUMNS), 7, right[1][1:].contiguous(), right[0])
-    again = Span(NAME, "weight", (ROWS, COLUMNS), 12, WHOLE[1:2].clone(), all_columns(COLUMNS))
+    again = Span(NAME, "weight", (ROWS, COLUMNS), 12, WHOLE[1:2].clone(), Columns(0, COLUMNS, COLUMNS))
     assert [span.key for span in (one, rows)] == [f"{NAME}.weight[0:7,0:5/12]", f"{NAME}.weight[1:7,5:12/12]"]
     for number, span in enumerate((one, rows, again)):
         spans.write(tmp_path / str(number), [span])

@@ -19,11 +19,21 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from strategies.core.compose import degrees, requirements_of
-from strategies.core.facts import IN_ORDER, Facts, MachineFacts, Param, Precision, RunFacts, Unit, UnitKind
+from strategies.core.facts import (
+    IN_ORDER,
+    Facts,
+    MachineFacts,
+    ModelNumbers,
+    Param,
+    Precision,
+    RunFacts,
+    Unit,
+    UnitKind,
+)
 from strategies.core.linears import Linear
 from strategies.core.protocol import Axis, Requirement
 from trainer.errors import ConfigError, first_line
@@ -45,44 +55,18 @@ RUNTIME_HOST_BYTES, ENGINE_HOST_BYTES = 624 << 20, 1 << 30
 MOMENTS = {"sgd": 0, "adagrad": 1, "adafactor": 0, "lion": 1}  # others keep two fp32 numbers per parameter
 
 
-@dataclass(frozen=True, slots=True)
-class ModelCount:
-    """Counts of one forward on fake tensors.
-
-    Args:
-        forward_flops: of one micro-batch; 0: not counted.
-        largest_param: elements of the largest parameter tensor.
-        trained_bytes: per trainable parameter, as plain training has them; ``frozen_bytes`` per frozen one.
-        params, linears: if a strategy requires them.
-        model_params, model_flops: of the whole model, if the count is of one rank's part; else 0.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCount(ModelNumbers):
+    """Counts of one forward on fake tensors. ``params`` and ``linears``: if a strategy requires them."""
 
     units: tuple[Unit, ...]
-    forward_flops: int
-    largest_param: int
-    hidden_size: int
     params: tuple[Param, ...] = ()
     linears: tuple[Linear, ...] = ()
-    trained_bytes: int = 4
-    frozen_bytes: int = 4
-    model_params: int = 0
-    model_flops: int = 0
-    tied: bool = False
 
     def facts(self, run: RunFacts, machine: MachineFacts, no_copies: str = "") -> Facts:
         """The facts of a ``run`` of this model."""
-        counted = replace(
-            run,
-            hidden_size=self.hidden_size,
-            largest_param=self.largest_param,
-            forward_flops=self.forward_flops,
-            trained_bytes=self.trained_bytes,
-            frozen_bytes=self.frozen_bytes,
-            model_params=self.model_params,
-            model_flops=self.model_flops,
-            tied=self.tied,
-        )
-        return Facts(self.units, counted, machine, self.params, self.linears, no_copies=no_copies)
+        counted = {number.name: getattr(self, number.name) for number in fields(ModelNumbers)}
+        return Facts(self.units, replace(run, **counted), machine, self.params, self.linears, no_copies=no_copies)
 
 
 def precision_of(config: RunConfig) -> Precision:

@@ -169,7 +169,7 @@ def count_live(model: nn.Module, batch: Batch | None, groups: Sequence[Sequence[
     dtype_of = {param: str(param.dtype).removeprefix("torch.") for param in model.parameters()}
     params = list_params(model, group_of, dtype_of.__getitem__, found.outside)
     largest = max((param.num_elements for param in params), default=0)
-    return ModelCount(found.units(), 0, largest, 0, params)
+    return ModelCount(units=found.units(), largest_param=largest, params=params)
 
 
 def _counted(model: nn.Module, batch: Batch) -> Counter:
