@@ -25,7 +25,7 @@ from strategies.engine.transfer.transfer import Transfer
 from strategies.planner import weight_schedule
 from strategies.planner.addresses import place
 from strategies.planner.buckets import block_bytes
-from tests.helpers.race_detector import RaceDetector
+from tests.helpers.doubles import RaceDetector
 from trainer.machine.probe import Machine, probe
 from trainer.planning.plan_for import plan_for
 

@@ -11,11 +11,10 @@ import torch
 from strategies.engine.transfer.transfer import Transfer
 from strategies.planner.cuts import Schedule
 from strategies.planner.hybrid import pipeline_clock
-from tests.helpers.doubles import Delayed, Vacant
+from tests.helpers.doubles import Delayed, RaceDetector, Vacant
 from tests.helpers.engine import STEPS, Result, checkpointing, differences, plain, plan_of, stowed
 from tests.helpers.models import build, on, tokens
 from tests.helpers.pairwise import Row, Table
-from tests.helpers.race_detector import RaceDetector
 
 NORMS: Mapping[str, float] = {"in-backward": 0.0, "off": 0.0, "tight": 0.05, "loose": 1e6}
 TRANSFERS: Mapping[str, type[Transfer]] = {

@@ -15,8 +15,7 @@ from strategies.core.plan import INPUT
 from strategies.engine.forward.activations import HostRoom, Sent, arena_of_saved, flat
 from strategies.engine.forward.checkpointing import checkpoint_blocks, recompute, room_of
 from strategies.engine.transfer.transfer import Event, Lane, Transfer
-from tests.helpers.doubles import Delayed
-from tests.helpers.race_detector import RaceDetector
+from tests.helpers.doubles import Delayed, RaceDetector
 from tests.parity.test_recompute import POLICIES, decided, facts_of, made, micro_batches, plainly, steps, unequal
 
 CPU = torch.device("cpu")

@@ -19,12 +19,11 @@ from strategies.core.layout import Item, Layout, Site
 from strategies.engine import SGD, AdamW, UpdateRule, stow
 from strategies.engine.updating import updates
 from strategies.planner.addresses import slot_pools
-from tests.helpers.doubles import Delayed, Vacant
+from tests.helpers.doubles import Delayed, RaceDetector, Vacant
 from tests.helpers.engine import DECAY, LR, STEPS, checkpointing, differences, plain, plan_of, stowed
 from tests.helpers.grid import BF16, FORBIDDEN, FP32, IN_STAGES, expected, run, title
 from tests.helpers.models import build, tokens
 from tests.helpers.pairwise import Row, Table
-from tests.helpers.race_detector import RaceDetector
 
 # Layouts for what does not depend on the grid.
 LAYOUTS: Mapping[str, dict[str, Any]] = {

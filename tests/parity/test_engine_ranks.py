@@ -20,10 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from strategies.engine import AdamW, stow
 from strategies.engine.transfer.transfer import Lane, Transfer
 from strategies.engine.updating.updates import Updates
-from tests.helpers.doubles import Delayed
+from tests.helpers.doubles import Delayed, RaceDetector
 from tests.helpers.engine import DECAY, LR, STEPS, differences, plain, plan_of, stowed
 from tests.helpers.models import build, tokens
-from tests.helpers.race_detector import RaceDetector
 from tests.helpers.sides import Plain, copies, unequal
 from tests.parity.test_engine_shares import everyones, finish, stowed_on, unlike
 from tests.parity.test_frozen_later import STEPS as FREEZING_STEPS

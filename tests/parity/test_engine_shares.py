@@ -23,7 +23,7 @@ from strategies.engine.ranks.shares import Shares
 from strategies.engine.updating.updates import Updates
 from strategies.planner.step_cost import problem_of, traffic
 from strategies.planner.weight_schedule import ASSUMED
-from tests.helpers.doubles import Delayed, Vacant
+from tests.helpers.doubles import Delayed, RaceDetector, Vacant
 from tests.helpers.engine import (
     DECAY,
     LR,
@@ -39,7 +39,6 @@ from tests.helpers.engine import (
 from tests.helpers.grid import ENGINE, NORMS, title
 from tests.helpers.models import build, on, tokens
 from tests.helpers.pairwise import Row, Table
-from tests.helpers.race_detector import RaceDetector
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
 from trainer.planning.plan_for import plan_for

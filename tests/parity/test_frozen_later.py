@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from strategies.engine.transfer.transfer import Transfer
-from tests.helpers.doubles import Delayed
+from tests.helpers.doubles import Delayed, RaceDetector
 from tests.helpers.models import build, tokens
-from tests.helpers.race_detector import RaceDetector
 from tests.helpers.sides import CPU, both_sides, plainly, train
 
 PLANS: list[dict[str, Any]] = [

@@ -19,9 +19,8 @@ from strategies.core.layout import parks_in_copy, rounded_to_fetch
 from strategies.engine.buckets.bucket_state import BucketState
 from strategies.engine.transfer.transfer import Transfer
 from tests.helpers import sides
-from tests.helpers.doubles import Delayed, Vacant
+from tests.helpers.doubles import Delayed, RaceDetector, Vacant
 from tests.helpers.models import Net, build
-from tests.helpers.race_detector import RaceDetector
 from tests.helpers.sides import (
     BATCHES,
     Script,

@@ -18,10 +18,9 @@ from strategies.core.plan import Home, Plan
 from strategies.core.protocol import Refusal
 from strategies.core.registry import find
 from strategies.planner.weight_schedule import ASSUMED
-from tests.helpers.doubles import Delayed
+from tests.helpers.doubles import Delayed, RaceDetector
 from tests.helpers.engine import STEPS, least
 from tests.helpers.models import build, tokens
-from tests.helpers.race_detector import RaceDetector
 from tests.helpers.sides import both_sides, train
 from trainer.planning.plan_for import plan_for
 

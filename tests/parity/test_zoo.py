@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from strategies.engine import stow
 from strategies.engine.module_hooks import ModuleHooks
 from strategies.planner.weight_schedule import only_while_used
-from tests.helpers.doubles import Vacant
+from tests.helpers.doubles import RaceDetector, Vacant
 from tests.helpers.engine import Made, least
-from tests.helpers.race_detector import RaceDetector
 from tests.helpers.sides import both_sides, refused, stowed, train
 from tests.helpers.zoo import FORMS, LORA, branches, hub, text
 from trainer.machine.probe import probe
