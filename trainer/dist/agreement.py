@@ -51,11 +51,7 @@ class Agreement:
         return [json.loads(text) for text in texts]
 
     def on_first(self, rank: int, work: Callable[[], T]) -> T:
-        """What ``work`` returns on the first rank, on all of them; a collective.
-
-        Raises:
-            UserError: what ``work`` has raised, on every rank.
-        """
+        """What ``work`` returns, or the UserError that it raises, on the first rank, on all of them; a collective."""
         return self.by_some(rank == 0, work)[0]
 
     def by_some(self, does: bool, work: Callable[[], T]) -> list[T]:
@@ -79,11 +75,7 @@ class Agreement:
         return [each[0] for each in said if each]
 
     def refuse_different(self, config: Mapping[str, Any]) -> None:
-        """Check that all ranks have the same config, ``config`` as dotted keys; a collective.
-
-        Raises:
-            ConfigError: they have not; the line names the keys that differ, with both values.
-        """
+        """Raise ConfigError, naming keys and values, if ranks have other configs (as dotted keys); a collective."""
         if len(set(self.gathered(digest_of(config)))) > 1:
             raise ConfigError(differences(self.gathered({key: json.dumps(value) for key, value in config.items()})))
 

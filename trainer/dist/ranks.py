@@ -128,11 +128,7 @@ def name_device(ranks: Ranks, kind: str, *, on_cpu: bool) -> None:
 
 
 def collectives_of(kind: str) -> str:
-    """The backend of collectives for a kind of device.
-
-    Raises:
-        ConfigError: torch has no such backend.
-    """
+    """The backend of collectives for a kind of device. Raise ConfigError if torch has none."""
     import torch.distributed
 
     try:

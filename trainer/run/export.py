@@ -1,21 +1,17 @@
 """Export the trained model in Hugging Face's format, and check that the export is the trained model.
 
-``save_pretrained`` writes safetensors and the tokenizer into a draft folder. The draft is opened with
-``from_pretrained``, as a user would, and compared: all names and shapes, all values bit for bit, and the logits of a
-probe. Only then it replaces ``<output_dir>/export``, sealed with the step and the hash of every file.
-
-Weights that ranks divide are gathered to the first rank. Adapters (LoRA) are exported as adapters if their base can be
-loaded by name; on a base with random weights they are merged into it.
+``save_pretrained`` writes into a draft folder, which is opened with ``from_pretrained``, as a user would, and compared:
+all names and shapes, all values bit for bit, and the logits of a probe. Only then it replaces ``<output_dir>/export``,
+sealed with the step and the hash of every file. Adapters (LoRA) are exported as adapters if their base can be loaded by
+name; on a base with random weights they are merged into it.
 
 Invariant. A tied weight is in the file once, under every strategy. The config has the model's own ``use_cache`` and
 not the one that training sets. Python files that came with the model are in the folder; the check runs them only if
 ``model.trust_remote_code`` allowed that for the run. The live model is not changed, unless adapters are merged.
 
-Nothing that a run has finished is replaced. A restart script starts a run until it ends well, and once more after that:
-a run that is resumed at its last step, with a whole export of that step, ends at once. An export that is missing or
-damaged alone is made again, without a step of training; what was there moves to ``earlier-N``.
-
-Refused: an export that does not reload as the same model; weights that are not finite.
+Nothing that a run has finished is replaced. A restart script starts a run once more after it has ended: resumed at its
+last step, with a whole export of that step, it ends at once. If only the export is missing or damaged it is made again,
+without a step of training; what was there moves to ``earlier-N``.
 """
 
 from __future__ import annotations
@@ -85,10 +81,8 @@ def export(
     Raises:
         ExportError: a weight is not finite; a name, a shape, a value or a logit differs after reloading.
     """
-    model: Any = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
+    model: Any = trainer.accelerator.unwrap_model(trainer.whole, keep_torch_compile=False)
     probe, logits = probe_logits(trainer)
-    if trainer.pipeline is not None:
-        model = trainer.whole
     expected = shapes(model)
     gathered = {name.replace("_orig_mod.", ""): tensor for name, tensor in trainer.whole_state().items()}  # compiled
     state, has_adapters = tied_again(model, gathered), hasattr(model, "peft_config")

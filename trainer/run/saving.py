@@ -31,7 +31,7 @@ from strategies.core.plan import Kind, Plan
 from strategies.core.sealed import seal
 from strategies.core.sizes import human
 from trainer.run import checkpoint
-from trainer.run.manifest import KIND, Manifest
+from trainer.run.checkpoint import KIND, Manifest
 
 T = TypeVar("T")
 THREADS = 4  # that look for values that are not finite
@@ -89,11 +89,7 @@ def remove_quietly(folder: Path) -> None:
 
 
 def commit(written: Path, folder: Path, manifest: Callable[[], Manifest]) -> None:
-    """Seal what all ranks have ``written`` into a draft, give it its name, and delete what is left of the draft.
-
-    Raises:
-        OSError: it cannot be synced, read or renamed.
-    """
+    """Seal what all ranks have ``written``, give it its name, and delete the rest of the draft. May raise OSError."""
     try:
         seal(written, KIND, manifest().model_dump(mode="json"))
         put_in_place(written, folder)
@@ -120,11 +116,7 @@ def _is_finite(path: Path, buffers: Collection[str]) -> bool:
 
 
 def together(work: Callable[[], T]) -> T:
-    """Do ``work`` on every rank and wait for the others; that one could not write is raised on all of them.
-
-    Raises:
-        OSError: the words of the first rank that could not.
-    """
+    """Do ``work`` on every rank; if some could not write, all raise an OSError with the words of the first."""
     done: list[T] = []
     failed: tuple[int, str, str | None] | None = None
     try:

@@ -3,15 +3,13 @@
 The copy keeps what could break equality (architecture, grouped heads, tied weights, activation function, dropout,
 optimizer, clipping, accumulation, precision) and shrinks what only costs time (layers, widths, vocabulary). Both runs
 use the same code as ``launch/train.py``, on real ranks, with the same seed and the same random tokens. *Plain* training
-means the same ranks and torch's own data parallelism, without strategies.
+means the same ranks and torch's own data parallelism. On an accelerator, where some sums are made in any order, both
+ask for deterministic kernels, and plain training is compared with itself first.
 
 With ``strategies.offload`` the copy gets less memory than it needs, so that it moves what the plan of the real run
 moves (``trainer/model/shrink.py``). In bf16 plain training rounds at other places than the engine, so the engine is
 also compared with itself, everything on the device against the copy that moves: equal to the last bit, with the
 configured optimizer and its state. Copies run with ``strategies.buffers.debug``.
-
-On an accelerator some sums are made in any order. So processes that are compared ask for deterministic kernels
-(``repeat_sums``), and plain training is compared with itself before anything else is compared with it.
 """
 
 from __future__ import annotations
@@ -228,11 +226,7 @@ RESIDENT = {"gpu_memory": "auto", "site": "device", "weights": "resident", "grad
 
 
 def real_plan(config: RunConfig, num_ranks: int) -> Plan:
-    """The plan of the config itself, not of the copy, on this machine.
-
-    Raises:
-        ConfigError: the plan is refused.
-    """
+    """The plan of the config itself, not of the copy, on this machine. Raise ConfigError if it is refused."""
     check_options(config, num_ranks)
     ranks, machine = Ranks(0, 0, num_ranks, num_ranks), probe()
     with explained(config, ranks, machine):
@@ -328,11 +322,7 @@ class Difference:
 
 
 def compare(plain: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[Difference]:
-    """Tensors that differ in any bit, the worst first.
-
-    Raises:
-        ValueError: the names are not the same; a strategy renamed or dropped a parameter.
-    """
+    """Tensors that differ in any bit, the worst first. Raise ValueError if the names do."""
     if plain.keys() != other.keys():
         raise ValueError(f"parameter names differ: {sorted(plain.keys() ^ other.keys())[:5]}")
     differences = []
@@ -345,11 +335,7 @@ def compare(plain: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
 
 
 def repeatable(train: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The result of plain training; on an accelerator, where sums may be made in any order, it runs twice.
-
-    Raises:
-        UserError: the two runs differ, so that a comparison with them would prove nothing.
-    """
+    """The result of plain training, which runs twice on an accelerator; UserError if it does not repeat itself."""
     found = train()
     noise = compare(found["weights"], train()["weights"]) if accelerator.kind() is not None else []
     if noise:
