@@ -59,18 +59,8 @@ IN_STAGES = _table(
 
 
 def title(row: Row) -> str:
-    """A row as one word."""
-    words = {"tied": "tied", "groups": "groups", "accumulation": "x", "prefetch": "ahead"}
-    named = {"park": "grads-", "recompute": "recompute-", "bucket": ""}
-    parts = []
-    for name, level in row.items():
-        if name == "tied":
-            parts += [words[name]] if level else []
-        elif name in words:
-            parts.append(f"{words[name]}{level}" if name == "accumulation" else f"{level}{words[name]}")
-        elif (name, level) not in {("recompute", "none"), ("transfer", "at-once"), ("bucket", "one")}:
-            parts.append(f"{named.get(name, '')}{level}")
-    return "-".join(parts)
+    """A row in one line."""
+    return ", ".join(str(level) if isinstance(level, str) else f"{name} {level}" for name, level in row.items())
 
 
 @cache
