@@ -35,7 +35,7 @@ from tests.helpers.grid import BF16, FORBIDDEN, FP32, both, noise, title
 from tests.helpers.pairwise import Row, Table
 from tests.parity.test_recompute import POLICIES, decided, made, micro_batches, steps
 from trainer.planning.plan_for import plan_for
-from trainer.verify.differences import repeat_sums
+from trainer.verify.verify import repeat_sums
 
 LONGEST_PAUSE = 4096  # rows: about a millisecond, longer than any copy or kernel of these models
 LONGEST_DELAYS_US = 300, 100  # of copies and kernels on the simulated device

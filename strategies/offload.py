@@ -22,8 +22,8 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import AfterValidator, Field, PrivateAttr
 
 from strategies.core.facts import Facts, Home, Precision, RunFacts
-from strategies.core.layout import Layout, Reduction, common_bytes, leads
-from strategies.core.plan import RUN, Conflict, Decision, EngineSet, Plan, Stow, Travel
+from strategies.core.layout import Reduction, common_bytes
+from strategies.core.plan import RUN, Conflict, Decision, EngineSet, Plan, Stow
 from strategies.core.protocol import BITWISE, MemoryRefusal, Parity, Phase, Refusal, Requirement, Strategy
 from strategies.core.sizes import AUTO, check_budget, human, parse_bytes
 from strategies.planner import edits, keep_or_offload, memory_rows
@@ -176,7 +176,6 @@ class Offload(Strategy):
         keeps, layout = keep_or_offload.decide(plan, self.request(facts))
         yield from keeps
         yield from memory_rows.of_units(facts, layout)
-        yield from self._travels(facts, layout)
         reason = "only the excess is offloaded, unless offloading more is faster"
         if common_bytes(layout):
             reason += "; ranks copy each other's parts of weights up from the host's memory"
@@ -247,11 +246,3 @@ class Offload(Strategy):
             common_host=self._common_host(facts),
             reduction=self.reduction,
         )
-
-    def _travels(self, facts: Facts, layout: Layout) -> Iterator[Travel]:
-        for unit in facts.units:
-            ahead = [leads(b, layout) for b in layout.buckets if unit.name in b.units and not b.resident]
-            if ahead:
-                forward, backward = map(max, zip(*ahead, strict=True))
-                reason = f"fetched {forward} units ahead in forward, {backward} in backward"
-                yield Travel(unit=unit.name, reason=reason, fetch_ahead=max(forward, backward))

@@ -143,12 +143,6 @@ def test_against_enumeration_of_equal_blocks() -> None:
     assert max(ratios) < 1.35
 
 
-def test_against_enumeration_of_blocks_that_differ() -> None:
-    ratios = [ratio([random_block(Random(10 * seed + i), i) for i in range(3)], Random(seed)) for seed in range(60)]
-    assert sum(ratios) / len(ratios) < 1.15
-    assert max(ratios) < 2.5
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_more_memory_never_costs_time_and_no_budget_is_exceeded(seed: int) -> None:
     units = [*equal_blocks(Random(seed), 6), head(8, 30)]
@@ -208,13 +202,6 @@ def test_the_peak_has_two_blocks_of_what_travels() -> None:
     assert backward_peak([sent, sent, kept], [0, 0, 0]) == max(1 + 1 + 50 + 20, 1 + 50 + 20, 50)
     assert backward_peak([sent, kept, kept], [0, 0, 0]) == max(1 + 30 + 50, 1 + 50 + 20, 50)
     assert backward_peak([sent, sent], [3, 4]) == max(1 + 50 + 20 + 4, 50 + 3 + 4)
-
-
-def test_the_last_two_blocks_never_go_to_the_host() -> None:
-    units = [*equal_blocks(Random(2), 4), head(8, 30)]
-    ways = TradeoffCurve(units, HOSTED["free link"]).at(10**6)
-    assert [bool(way.hosted) for way in ways] == [True, True, False, False, False]
-    assert all(not way.hosted for way in TradeoffCurve(units, HERE).at(10**6))
 
 
 def test_a_dear_link_recomputes_and_a_free_one_sends() -> None:

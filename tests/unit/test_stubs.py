@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from strategies.engine.forward.blocks import find_blocks
 from tests.helpers.tiny import GPT2, LLAMA, MIXTRAL, run_config
-from trainer.model import counting_alike
-from trainer.model.counting import fake_tensors, materialise
-from trainer.model.stubs import find_alike
+from trainer.model import temporaries
+from trainer.model.stubs import fake_tensors, find_alike, materialise
 from trainer.planning.facts import ModelCount, count_model
 
 DEPTH = 7
@@ -40,10 +39,10 @@ def test_numbers_of_all_blocks(name: str, training: Mapping[str, Any], monkeypat
     config, expected = MODELS[name]
     asked = run_config(config, per_device_train_batch_size=2, **training)
     seen: list[list[list[str]]] = []
-    monkeypatch.setattr(counting_alike, "find_alike", lambda model: (seen.append(find_alike(model)), seen[-1])[1])
+    monkeypatch.setattr(temporaries, "find_alike", lambda model: (seen.append(find_alike(model)), seen[-1])[1])
     found = count_model(asked)
     assert {name: names[1] for names in seen[0] for name in names[2:-1]} == expected
-    monkeypatch.setattr(counting_alike, "find_alike", lambda model: [])
+    monkeypatch.setattr(temporaries, "find_alike", lambda model: [])
     every = count_model(asked)
     assert without_forward(found) == without_forward(every)
     # Autocast keeps casts of GPT-2's biases, so that each block's forward has a little more than the one before.
@@ -92,7 +91,7 @@ def counted(*times: int) -> tuple[dict[str, int], list[int]]:
     with fake_tensors():
         materialise(model)
         x = torch.ones(2, 4, requires_grad=True)
-        saved = counting_alike.count(model, lambda: model(x)).saved
+        saved = temporaries.count(model, lambda: model(x)).saved
     return {name: saved.get(name, 0) for name in find_blocks(model)}, [min(1, each.ran[0]) for each in model.layers]
 
 

@@ -1,9 +1,9 @@
 """Read YAML by the 1.2 core schema, with the line of every key.
 
-PyYAML reads ``1e-4`` as text, ``no`` as false and ``010`` as eight, and silently keeps the last of two equal keys. Each
-of these can spoil a training run. Refused, each with its line: duplicate keys, tags (``!!python/...`` included),
-aliases (a small file cannot expand into a huge one), keys that are not text, integers beyond 64 bits, and more than one
-document. All that leaves the rest of the file readable is collected; a syntax error ends the reading.
+PyYAML reads ``1e-4`` as text, ``no`` as false and ``010`` as eight, and silently keeps the last of two equal keys.
+Refused, each with its line: duplicate keys, tags (``!!python/...`` included), aliases (a small file cannot expand into
+a huge one), keys that are not text, integers beyond 64 bits, and more than one document. All that leaves the rest of
+the file readable is collected; a syntax error ends the reading.
 """
 
 from __future__ import annotations
