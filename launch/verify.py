@@ -62,10 +62,10 @@ def of_checkpoint(folder: Path) -> int:
     """Compare a checkpoint with its manifest and print the result; returns the exit code."""
     from strategies.core import sealed
     from strategies.core.sizes import human
-    from trainer.run import checkpoint, manifest
+    from trainer.run import checkpoint
 
     try:
-        seal, about = manifest.read(folder)
+        seal, about = checkpoint.read(folder)
     except sealed.Damaged as damaged:
         print(f"{folder}: damaged: {damaged}" if folder.is_dir() else f"{folder}: there is no such folder")
         return ExitCode.FAILED

@@ -91,7 +91,6 @@ class Linear(Strategy):
             yield Reserve(unit=RUN, reason="weights, turned", owner="linear: second weight copies", num_bytes=copied)
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
-        """Set the routes of the layers that are not native."""
         if chosen := gemm_routes.chosen(plan):
             from strategies.engine.forward.routed_linear import route
 

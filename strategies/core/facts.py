@@ -221,9 +221,9 @@ class Rates:
     device_bytes_per_s: float  # of the device's memory, reads plus writes
     launch_s: float = 1e-5  # of the host, to launch one operator on the device
     net_bytes_per_s: float | None = None  # a rank to others of its machine, and from them; None: by way of the host
-    net_latency_s: float = 1e-5  # of a message between ranks of a machine, in addition to its bytes
+    net_latency_s: float = 1e-5  # per hop of a message between ranks of a machine, in addition to its bytes
     net_across_bytes_per_s: float | None = None  # to ranks of other machines; None: unknown
-    net_across_latency_s: float = 2e-5
+    net_across_latency_s: float = 17e-6  # from where: strategies/planner/hybrid/cluster.py
     origin: Literal["measured", "profile", "assumed"]  # on this machine; by name
 
     def __post_init__(self) -> None:

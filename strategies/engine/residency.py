@@ -58,7 +58,6 @@ class Residency:
         bucket.claim()
 
     def fetch(self, bucket: BucketState) -> None:
-        """Copy the weights up from the host into their home."""
         assert bucket.copy is not None and bucket.settled, f"{bucket.name} has nothing to fetch"
         self.claim(bucket)
         self.restore(bucket)
@@ -109,10 +108,8 @@ class Residency:
         transfer.wait(Lane.UP, transfer.record(Lane.HOST))
 
     def _round(self, bucket: BucketState) -> None:
-        """Round the master into the copy, on the host."""
         assert bucket.copy is not None and bucket.master is not None
-        self._transfer.reads(Lane.HOST, bucket.master)
-        self._transfer.writes(Lane.HOST, bucket.copy)
+        self._transfer.uses(Lane.HOST, reads=[bucket.master], writes=[bucket.copy])
         bucket.round_master(bucket.copy, bucket.master)
 
     @torch.no_grad()
@@ -120,7 +117,7 @@ class Residency:
         """Copy rounded masters up; see [Note: weights under gradients]. DOWN has written them (``stored``)."""
         transfer = self._transfer
         transfer.host_wait(bucket.stored)
-        transfer.reads(Lane.HOST, bucket.master)
+        transfer.uses(Lane.HOST, reads=[bucket.master])
         if self._debug:
             transfer.poison(Lane.UP, bucket.weight)
         transfer.wait(Lane.UP, transfer.record(Lane.HOST))  # the host rounds before it issues each copy
@@ -136,7 +133,7 @@ class Residency:
         if self._debug:
             others = [other.name for other in bucket.overlapping if other.present]
             assert bucket.present and not others, f"{bucket.name} is used, but its home holds {others}"
-            self._transfer.reads(Lane.COMPUTE, bucket.weight)
+            self._transfer.uses(Lane.COMPUTE, reads=[bucket.weight])
 
     def left(self, buckets: Iterable[BucketState]) -> None:
         """COMPUTE has been given everything that uses these homes for now."""

@@ -12,7 +12,7 @@ from strategies.core.facts import Home, Param
 from strategies.core.layout import ALIGN_BYTES, ITEM_BYTES, Bucket, Layout, Range, Site, ticks_of
 from strategies.planner.weight_schedule import resident_ticks
 from tests.helpers.engine import groups_of
-from tests.helpers.models import Odd, Spec
+from tests.helpers.models import Odd, Spec, build
 from trainer.model.params import list_params
 
 ODD = st.sampled_from([1, 3, 17, 32])
@@ -105,7 +105,6 @@ def bucket(draw: st.DrawFn, name: str, piece: list[Param], order: tuple[str, ...
     )
 
 
-def odd_model(spec: Spec, dtype: torch.dtype = torch.float32) -> Odd:
+def odd_model(spec: Spec, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The same model of ``spec`` each time."""
-    torch.manual_seed(0)
-    return Odd(spec).to(dtype)
+    return build(lambda: Odd(spec), dtype=dtype)

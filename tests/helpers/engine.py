@@ -11,19 +11,21 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from strategies.core.facts import Facts, Home, Param, UnitKind
 from strategies.core.layout import Bucket, Layout, Site
 from strategies.core.plan import Plan
+from strategies.core.protocol import MemoryRefusal
 from strategies.core.validate import check
 from strategies.engine import AdamW, StowOptimizer, UpdateRule, stow
 from strategies.engine.transfer.transfer import Transfer
 from strategies.planner import weight_schedule
 from strategies.planner.addresses import place
 from strategies.planner.buckets import block_bytes
-from tests.helpers.race_detector import RaceDetector
+from tests.helpers.doubles import RaceDetector
 from trainer.machine.probe import Machine, probe
 from trainer.planning.plan_for import plan_for
 
@@ -259,6 +261,15 @@ class Made:
         return 0
 
 
+def least(model: nn.Module, **known: Any) -> Plan:
+    """The planner's plan at the smallest budget that it does not refuse."""
+    with pytest.raises(MemoryRefusal) as refused:
+        plan_for(model, gpu_memory="1KiB", **known)
+    plan = plan_for(model, gpu_memory=refused.value.needed, **known)
+    assert plan.place is not None and plan.place.addresses.num_bytes(Home.DEVICE) <= refused.value.needed
+    return plan
+
+
 def plan_of(
     model: nn.Module,
     *,
@@ -277,6 +288,9 @@ def plan_of(
     gather: str = "network",
     reduction: str = "exact",
     direct: bool = False,
+    copies: bool = True,
+    visit_slots: int = 2,
+    debug: bool = True,
 ) -> Made:
     """What the planner makes of these wishes; of those it has no word for, its layout changed by hand.
 
@@ -288,6 +302,7 @@ def plan_of(
         ranks: that share each bucket; ``split``: and the gradients that wait on the device; ``gather``: how they get
             each other's parts of weights; ``reduction``: how they add gradients.
         direct: gradients that wait on the host, for updates there, have no slot.
+        copies: weights that travel rest on the host in the dtype of compute, beside their masters.
     """
     if not _machines:
         _machines.append(probe())
@@ -326,8 +341,10 @@ def plan_of(
     blocks = {unit.name for unit in made.facts.units if unit.kind is UnitKind.BLOCK}
     of_blocks = [index for index, b in enumerate(buckets) if set(b.units) <= blocks]
     moving = {"resident": [], "travelling": of_blocks, "some": of_blocks[::2] + _ends(buckets, made.facts)}[weights]
-    bare = replace(made.layout, buckets=tuple(replace(b, resident_ticks=()) for b in buckets))
-    return Made.of(weight_schedule.window(bare, moving, int(prefetch)), made.facts.params, ranks)
+    assert bool(moving) is (weights != "resident")
+    buckets = tuple(replace(b, resident_ticks=()) for b in buckets)
+    bare = replace(made.layout, buckets=buckets, keeps_copies=copies, visit_slots=visit_slots)
+    return Made.of(weight_schedule.window(bare, moving, int(prefetch)), made.facts.params, ranks, debug=debug)
 
 
 def _ends(buckets: Sequence[Bucket], facts: Facts) -> list[int]:

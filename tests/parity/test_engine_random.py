@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from strategies.core.layout import Item
 from strategies.engine import stow
 from strategies.engine.transfer.transfer import Transfer
-from tests.helpers.doubles import Delayed
+from tests.helpers.doubles import Delayed, RaceDetector
 from tests.helpers.draws import layouts, odd_model, params_of, specs
 from tests.helpers.engine import Made, differences, groups_of, plain, plan_of, stowed
 from tests.helpers.models import Spec, build, odd_batches
-from tests.helpers.race_detector import RaceDetector
 
 STEADY: dict[str, Any] = {
     "deadline": None,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.harness import linear, processes
-from benchmarks.harness.linear import judge, merged, promising, summary, table, wanted
+from benchmarks.harness.linear import judge, promising, summary, table, wanted
 from benchmarks.harness.record import answer
 from launch import bench
 from strategies.core.linears import LEGAL, Gemm, Route, Routes, Shape, Timed
@@ -77,18 +77,6 @@ def test_suspicious_cases_are_measured_again(
     left = [timing(**each) for each in readings]
     monkeypatch.setattr(linear, "timed", lambda shapes, budget_s: [left.pop(0)])
     assert linear.measured(SHAPE, 1, 1.0)["repeated"] == repeated and left == []
-
-
-def test_minimal_pays_for_its_copy() -> None:
-    case = judged(4, timing(forward_copy=8.0), timing(forward_copy=8.0, refresh=2.0))
-    assert case["routes"]["minimal"] == case["routes"]["adaptive"] == str(Routes(forward=Route.COPY))
-    assert case["minimal_s"] == pytest.approx(4 * 0.028 + 0.002)
-
-
-def test_merging_keeps_the_lesser() -> None:
-    both = merged(timing(wgrad_left=4.0, refresh=3.0), timing(wgrad_left=6.0, forward_flip=1.0))
-    assert both.of(Gemm.WGRAD)[Route.LEFT] == 0.004 and both.of(Gemm.FORWARD)[Route.FLIP] == 0.001
-    assert both.refresh_s == 0.001
 
 
 def test_table_and_summary() -> None:

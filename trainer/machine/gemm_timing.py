@@ -157,7 +157,7 @@ def measure(
         say(f"measuring linear layers, {reached} of {len(shapes)}: {shape}; {spent_s:.0f} of {budget_s:g} s")
         try:
             found.append(_timed(shape, prepare(shape), (budget_s - spent_s) / 2, clock))
-        except RuntimeError as error:  # no memory for the operands, no kernel for the dtype
+        except (RuntimeError, ValueError) as error:  # no memory for the operands, no kernel for the dtype, no numbers
             say(f"{shape} stays native, it could not be measured: {str(error).splitlines()[0]}")
     left = len(shapes) - reached
     rest = f"; {left} were not reached and stay native: raise strategies.linear.budget_s" if left else ""

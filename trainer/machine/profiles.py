@@ -23,9 +23,11 @@ Sources of the named cards' rates. Whatever is not marked as published is an ass
              of DDR5 60 and of DDR4 40, a rented slice of six cores 50; all assumed.
     Launch   10 us of the host per operator, assumed.
     Network  inside a machine NVLink by generation: 300 GB/s each way on A100 SXM and 450 on H100 SXM (data sheets: 600
-             and 900 for both), times 0.80, assumed; cards without it have no rate, and exchange by way of the host.
-             Across machines what the reference systems have for each card: 200 Gb/s (DGX A100) and 400 (DGX H100),
-             times 0.85, assumed. For others write --network. Latency 10 us inside and 20 us across, assumed.
+             and 900 for both), times 0.82: NCCL gets 370 of 450 (published by its authors: nccl-tests, issue 212), and
+             3.4 us per hop (its src/graph/tuning.cc); cards without it have no rate, exchange by way of the host, and
+             take 10 us, assumed. Across machines what the reference systems have for each card: 200 Gb/s (DGX A100)
+             and 400 (DGX H100), times 0.85. For others write --network. Where that share and the latency are from, and
+             how far off they may be: strategies/planner/hybrid/cluster.py.
     Update   32 bytes per parameter at that rate, but at most what the cores compute: 2.2 and 1.4 G parameters per
              second and core for fp32 and bf16 gradients (measured: benchmarks/records/2026-11-21_cpu-update_2-core).
 """
@@ -45,7 +47,7 @@ from trainer.machine.probe import GIB, ROOT, Machine, peak_flops
 # --- named -------------------------------------------------------------------------------------------------------
 
 FP32_EFFICIENCY, MEMORY_EFFICIENCY, LINK_EFFICIENCY = 0.80, 0.85, 0.85
-NVLINK_EFFICIENCY, NETWORK_EFFICIENCY = 0.80, 0.85
+NVLINK_EFFICIENCY, NVLINK_LATENCY_S, NETWORK_EFFICIENCY = 0.82, 3.4e-6, 0.85
 
 
 class _Link(NamedTuple):
@@ -121,6 +123,7 @@ def _card(
             update_bf16_params_per_s=update(1.4e9),
             device_bytes_per_s=memory * MEMORY_EFFICIENCY,
             net_bytes_per_s=network and network[0] * NVLINK_EFFICIENCY,
+            net_latency_s=NVLINK_LATENCY_S if network else 1e-5,
             net_across_bytes_per_s=network and across(network[1]),
             origin="profile",
         ),

@@ -185,7 +185,7 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
     import torch
 
     from trainer.model import tensor_share
-    from trainer.model.counting import fake_tensors, materialise
+    from trainer.model.stubs import fake_tensors, materialise
     from trainer.model.temporaries import count
 
     precision = precision_of(config)
@@ -230,7 +230,7 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
         hidden_size=getattr(model.config.get_text_config(), "hidden_size", 0),
         trained_bytes=sizes[True],
         frozen_bytes=sizes[False],
-        params=list_params(model, decay_groups(model), lambda _: dtype, found.outside),
+        params=list_params(model, decay_groups(model), lambda _: dtype, found.outside, found.computing),
         linears=tuple(found.linears(autocast).values()),
         model_params=0 if whole is None else sum(unit.num_params for unit in whole.units),
         model_flops=0 if whole is None else whole.forward_flops,

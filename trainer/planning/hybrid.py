@@ -1,4 +1,5 @@
-"""``launch/plan.py --search``: how to use all ranks of a job, by the search of ``strategies/planner/hybrid``.
+"""``launch/plan.py --search``: how to use all ranks of a job, by the search of ``strategies/planner/hybrid``; and
+``--tokens``: what a whole run takes, with the best of them or with the config's own degrees.
 
 The global batch is what the config says: micro-batch x accumulation x ranks. Everything that the search decides is
 taken out of the config first; the rest stays, and so do budgets of memory.
@@ -22,15 +23,18 @@ from strategies.core.facts import Facts, Param, Rates, UnitKind
 from strategies.core.protocol import Axis
 from strategies.core.registry import available, find
 from strategies.core.sizes import human
+from strategies.planner.activation_policy import by_policy
 from strategies.planner.cuts import Schedule, cut
 from strategies.planner.hybrid import keys
 from strategies.planner.hybrid.account import Chunked
 from strategies.planner.hybrid.cluster import Cluster, Wire
 from strategies.planner.hybrid.degrees import HERE, Degrees, Rule, Stowed
-from strategies.planner.hybrid.parts import Model
+from strategies.planner.hybrid.parts import Model, Models
 from strategies.planner.hybrid.search import Options, hybrid
-from strategies.planner.step_cost import step_flops
-from strategies.report import hybrid_table
+from strategies.planner.hybrid.step_seconds import Pricing
+from strategies.planner.step_cost import plan_cost, step_flops
+from strategies.report import hybrid_table, run_budget
+from strategies.report.run_budget import Asked, Step
 from trainer.config.load import build
 from trainer.errors import ConfigError, first_line
 from trainer.machine.profiles import COMMAND, across, known_rates, stored_at
@@ -38,6 +42,7 @@ from trainer.planning.facts import gather, run_facts
 from trainer.planning.fit import changes
 
 if TYPE_CHECKING:
+    from strategies.core.plan import Plan
     from trainer.config.sections import RunConfig
     from trainer.dist.ranks import Ranks
     from trainer.machine.probe import Machine
@@ -47,12 +52,15 @@ Known = dict[tuple[int, int], Facts]
 Say = Callable[[str], None]
 
 
-def search(config: RunConfig, ranks: Ranks, machine: Machine, gigabits: float | None, say: Say) -> Iterator[str]:
-    """The lines of the report.
+def search(
+    config: RunConfig, ranks: Ranks, machine: Machine, gigabits: float | None, say: Say, asked: Asked | None = None
+) -> tuple[list[str], dict[str, Any]]:
+    """The lines of the report, and the same for programs.
 
     Args:
         gigabits: per second, of a rank's network to other machines; None: what is known of the machine.
         say: told of each count before it is made, and of the CPU seconds at the end.
+        asked: of a whole run with the first of the best.
 
     Raises:
         ConfigError: the model cannot be described, rates are unknown, or nothing fits: with what is missing.
@@ -79,18 +87,59 @@ def search(config: RunConfig, ranks: Ranks, machine: Machine, gigabits: float | 
     say(f"CPU seconds: {done - counted_at:.2f} to search, {counted_at - began:.2f} to count the model before")
     if not answer.best:
         raise ConfigError(_nothing(machine, ranks, options.device_bytes, list(hybrid_table.nothing_fits(answer))))
-    peak = machine.peak_flops and machine.peak_flops.of(facts.run.precision.value)
+    peak = machine.peak_flops.of(facts.run.precision.value) if machine.peak_flops else None
     flops = step_flops(facts) * sequences / facts.run.micro_batch
     scale = hybrid_table.Scale(
         tokens=sequences * facts.run.sequence,
         ranks=ranks.world_size,
         seconds_at_peak=flops / peak / ranks.world_size if peak else None,
+        origin=rates.origin,
     )
-    yield from heading(config, ranks, machine, cluster, sequences)
-    yield ""
     best = answer.best[0].degrees
     write = changes(tree, keys.written(best, tree, _blocks(best, in_stages[best.micro_batch])))
-    yield from hybrid_table.lines(answer, scale, write, no_tensor)
+    lines = [*heading(config, ranks, machine, cluster, sequences), ""]
+    lines += hybrid_table.lines(answer, scale, write, no_tensor)
+    if asked is not None:
+        units = (replace(each, again=by_policy(each, best.recompute).again) for each in facts.units)
+        again = run_budget.repeated([replace(facts, units=tuple(units))])
+        steps = more_ranks(Models(known, in_stages), rates, cluster, best)
+        lines += ["", *run_budget.lines(asked, run_budget.active_params(facts), again, peak, steps)]
+    return lines, hybrid_table.to_json(answer, scale, write)
+
+
+def more_ranks(models: Models, rates: Rates, cluster: Cluster, degrees: Degrees) -> Iterator[tuple[int, int, float]]:
+    """The step of ``degrees``, and those of twice to eight times as many data ranks, as far as the network is known."""
+    sequence = models.of(degrees).facts.run.sequence
+    for times in (1, 2, 4, 8):
+        wide, more = replace(degrees, data=times * degrees.data), replace(cluster, ranks=times * cluster.ranks)
+        if times == 1 or cluster.across is not None or more.ranks <= cluster.per_machine:
+            tokens = wide.data * wide.micro_batch * wide.micro_batches * sequence
+            yield more.ranks, tokens, Pricing(models, more, rates).price(wide).seconds
+
+
+def budget(
+    config: RunConfig, ranks: Ranks, machine: Machine, gigabits: float | None, plans: Sequence[Plan], asked: Asked
+) -> Iterator[str]:
+    """What a run with the ``plans`` of a config takes, one per stage.
+
+    Raises:
+        ConfigError: neither a rate nor a peak of the machine is known.
+    """
+    shares, degrees = Shares(config, ranks, machine, lambda _: None), keys.read(config.tree(), ranks.world_size)
+    whole, cost, rates = shares.whole, plan_cost(plans[0]), known_rates(machine).rates
+    peak = machine.peak_flops.of(whole.run.precision.value) if machine.peak_flops else None
+    if rates is None and not peak:
+        raise ConfigError(f"--tokens: neither the rates nor the peak of {machine.name} are known; give --profile")
+    steps: list[Step] = [(ranks.world_size, plans[0].facts.run.tokens_per_step, None)]
+    if rates is not None:
+        models = shares.of(degrees)
+        degrees = replace(degrees, last_blocks=next(models.of(degrees).splits(degrees.stages)))
+        priced = list(more_ranks(models, rates, cluster_of(rates, ranks, gigabits), degrees))
+        # A plan that stows knows what rests where; how its step grows is ours.
+        ratio = cost.seconds / priced[0][2] if cost is not None and len(plans) == 1 else 1.0
+        steps = [(number, tokens, ratio * seconds) for number, tokens, seconds in priced]
+    again = run_budget.repeated(plan.facts_as_kept() for plan in plans)
+    yield from run_budget.lines(asked, run_budget.active_params(whole), again, peak, steps)
 
 
 def heading(config: RunConfig, ranks: Ranks, machine: Machine, cluster: Cluster, sequences: int) -> Iterator[str]:
@@ -119,7 +168,7 @@ def cluster_of(rates: Rates, ranks: Ranks, gigabits: float | None) -> Cluster:
         raise ConfigError(f"--ranks-per-machine {ranks.local_world_size}: {what}; give a number that divides them")
     if several and rate is None:
         raise ConfigError(
-            f"--search: nothing is known of the network across machines; give --network 200 (Gb/s of each rank), or "
+            f"nothing is known of the network across machines; give --network 200 (Gb/s of each rank), or "
             f"write net_across_bytes_per_s into {stored_at()}, which is never measured"
         )
     inside = Wire(rates.exchange_bytes_per_s(), rates.net_latency_s)
@@ -184,7 +233,13 @@ class Shares:
     def __init__(self, config: RunConfig, ranks: Ranks, machine: Machine, say: Say) -> None:
         self._config, self._ranks, self._machine, self._say = config, ranks, machine, say
         self._tree = config.tree()
-        self._whole = self._gathered(build(keys.without(self._tree)).like(config))
+        self.whole = self._gathered(build(keys.without(self._tree)).like(config))
+
+    def of(self, degrees: Degrees) -> Models:
+        """What ranks of these degrees run, with the config's own micro-batch."""
+        size, tensor = degrees.micro_batch, degrees.tensor
+        share = self.whole if tensor == 1 else self._share(keys.without(self._tree, tensor), size)
+        return Models({(size, tensor): share}, self.in_stages([size]) if degrees.stages > 1 else None)
 
     def by_tensor(self, sequences: int) -> tuple[Known, list[str]]:
         """Facts by micro-batch and tensor degree, and why degrees are not tried.
@@ -192,8 +247,8 @@ class Shares:
         Raises:
             ConfigError: the model cannot be described.
         """
-        own = self._whole.run.micro_batch
-        found, refused = Known({(own, 1): self._whole}), []
+        own = self.whole.run.micro_batch
+        found, refused = Known({(own, 1): self.whole}), []
         sizes = [own, *(size for size in MICRO_BATCHES if sequences % size == 0 and size != own)]
         for degree in (1, *(each for each in TENSOR if self._ranks.local_world_size % each == 0)):
             try:
@@ -211,7 +266,7 @@ class Shares:
         Raises:
             ConfigError: the model cannot be described.
         """
-        if sum(unit.kind is UnitKind.BLOCK for unit in self._whole.units) < 2:
+        if sum(unit.kind is UnitKind.BLOCK for unit in self.whole.units) < 2:
             return {}
         return {size: self._share(keys.staged(self._tree), size) for size in sizes}
 

@@ -147,7 +147,7 @@ def count_live(model: nn.Module, batch: Batch | None, groups: Sequence[Sequence[
     group_of = {name: index for index, names in enumerate(groups) for name in names}
     found = Counter(model) if batch is None else _counted(model, batch)
     dtype_of = {param: str(param.dtype).removeprefix("torch.") for param in model.parameters()}
-    params = list_params(model, group_of, dtype_of.__getitem__, found.outside)
+    params = list_params(model, group_of, dtype_of.__getitem__, found.outside, found.computing)
     largest = max((param.num_elements for param in params), default=0)
     return ModelCount(units=found.units(), largest_param=largest, params=params)
 
@@ -158,7 +158,7 @@ def _counted(model: nn.Module, batch: Batch) -> Counter:
     from torch.func import functional_call
     from torch.utils._pytree import tree_map_only
 
-    from trainer.model.counting import fake_tensors
+    from trainer.model.stubs import fake_tensors
     from trainer.model.temporaries import count
     from trainer.model.undisturbed import undisturbed
 

@@ -206,7 +206,6 @@ class BucketState:
         return flat[start : start + self.spec.sizes[index]]
 
     def shaped(self, flat: Tensor, index: int) -> Tensor:
-        """The same in the parameter's shape."""
         return self.part(flat, index).view(self.views.homes[index].shape)
 
     def gradients(self, indices: Iterable[int]) -> list[Tensor]:

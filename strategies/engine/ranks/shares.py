@@ -141,8 +141,7 @@ class Shares(Replicas):
         first = self.rank * bucket.spec.share
         self.note("gathered", bucket.name)
         transfer.wait(Lane.NET, bucket.arrived, bucket.used)
-        transfer.reads(Lane.NET, own)
-        transfer.writes(Lane.NET, home[:first], home[first + bucket.spec.share :])
+        transfer.uses(Lane.NET, reads=[own], writes=[home[:first], home[first + bucket.spec.share :]])
         with transfer.on(Lane.NET):
             dist.all_gather_into_tensor(home, own, group=self._group)
         bucket.arrived = transfer.record(Lane.NET)
@@ -166,7 +165,7 @@ class Shares(Replicas):
         self._transfer.wait(Lane.NET, self._transfer.record(Lane.COMPUTE))
         if bucket.sources:  # gradients may take their place, which all ranks have read by then
             self._transfer.wait(Lane.NET, bucket.arrived)
-        self._transfer.reads(Lane.NET, bucket.grad)
+        self._transfer.uses(Lane.NET, reads=[bucket.grad])
         if self._received is None:
             self._add_on_the_way(bucket, bucket.grad)
         else:
@@ -179,12 +178,11 @@ class Shares(Replicas):
     def _add_in_order(self, bucket: BucketState, grad: Tensor, memory: Tensor) -> None:
         transfer, own, share = self._transfer, bucket.own(grad), bucket.spec.share
         received = memory.view(grad.dtype)[: bucket.spec.num_elements]
-        transfer.writes(Lane.NET, received)
+        transfer.uses(Lane.NET, writes=[received])
         with transfer.on(Lane.NET):
             dist.all_to_all_single(received, grad, group=self._group)
         transfer.wait(Lane.COMPUTE, transfer.record(Lane.NET))
-        transfer.reads(Lane.COMPUTE, received)
-        transfer.writes(Lane.COMPUTE, grad)
+        transfer.uses(Lane.COMPUTE, reads=[received], writes=[grad])
         first, *others = received.split(share)
         own.copy_(first)
         for other in others:
@@ -193,7 +191,7 @@ class Shares(Replicas):
     def _add_on_the_way(self, bucket: BucketState, grad: Tensor) -> None:
         """In place, as NCCL and gloo allow where the result is this rank's span of what is sent."""
         transfer, own = self._transfer, bucket.own(grad)
-        transfer.writes(Lane.NET, own)
+        transfer.uses(Lane.NET, writes=[own])
         with transfer.on(Lane.NET):
             dist.reduce_scatter_tensor(own, grad, group=self._group)
         transfer.wait(Lane.COMPUTE, transfer.record(Lane.NET))
@@ -209,8 +207,7 @@ class Shares(Replicas):
         sends = [size if rank == to else 0 for rank in range(self.ranks)]
         behind = grad[(self.rank + 1) * spec.share :][: sum(gets)]
         transfer.wait(Lane.NET, transfer.record(Lane.COMPUTE))
-        transfer.reads(Lane.NET, own[:size])
-        transfer.writes(Lane.NET, behind)
+        transfer.uses(Lane.NET, reads=[own[:size]], writes=[behind])
         with transfer.on(Lane.NET):
             dist.all_to_all_single(behind, own[:size], gets, sends, group=self._group)
         transfer.wait(Lane.COMPUTE, transfer.record(Lane.NET))

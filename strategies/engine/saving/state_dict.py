@@ -310,7 +310,6 @@ def _same_memory(first: Any, second: Tensor) -> bool:
 
 
 def _customizes_state_dict(module: nn.Module) -> bool:
-    """Whether the module has its own state dict methods, or hooks other than ours."""
     ours = 2 if next(module.parameters(recurse=False), None) is not None else 0
     hooks = len(module._state_dict_pre_hooks) + len(module._state_dict_hooks)
     return hooks > ours or any(

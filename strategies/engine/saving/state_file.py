@@ -34,7 +34,6 @@ class EngineState:
         self.rule = type(self._engine.rule).__name__
 
     def groups(self) -> list[dict[str, Any]]:
-        """Hyperparameters of each group, with names for parameters."""
         names = {id(param): name for name, param in self._params.items()}
         return [{**group, "params": [names[id(param)] for param in group["params"]]} for group in self._engine.groups()]
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Regions = Sequence[Tensor | None]
 POLL_S = 1e-4  # an update on the host takes hundreds of times as long
 
 
@@ -100,15 +101,12 @@ class Transfer:
         return event is None or event.handle is None or bool(event.handle.query())
 
     def host_wait(self, *events: Event | None) -> None:
-        """Make the calling thread wait for ``events``."""
         for event in events:
             if event is not None:
                 self._host_wait(event)
 
-    # The next three do nothing here. They tell test doubles who uses which memory.
-    def reads(self, lane: Lane, *regions: Tensor | None) -> None: ...
-
-    def writes(self, lane: Lane, *regions: Tensor | None) -> None: ...
+    # The next two do nothing here. They tell test doubles who uses which memory.
+    def uses(self, lane: Lane, *, reads: Regions = (), writes: Regions = ()) -> None: ...
 
     def vacated(self, home: Tensor, *after: Event | None) -> None:
         """Say that ``home`` is not used any more once these events have passed."""

@@ -171,8 +171,7 @@ class Updates:
         if bucket.spec.grad_split:
             assert bucket.parked is not None
             grad = bucket.parked
-        transfer.reads(Lane.COMPUTE, grad)
-        transfer.writes(Lane.COMPUTE, bucket.weight, *state)
+        transfer.uses(Lane.COMPUTE, reads=[grad], writes=[bucket.weight, *state])
         mixed, flagged = bucket.spec.mixed, self._rule.flagged
         if flagged or not self._known_bad(job.scale):
             operands, scratch = (state, self._scratch) if mixed else ([weight, *state], None)
@@ -215,8 +214,7 @@ class Updates:
             return False
         master = bucket.master if bucket.master is not None else bucket.copy
         assert master is not None
-        transfer.reads(Lane.HOST, parked)
-        transfer.writes(Lane.HOST, master, *bucket.moments)
+        transfer.uses(Lane.HOST, reads=[parked], writes=[master, *bucket.moments])
         factor = None if job.scale.factor is None else job.scale.on_host[0]
         self._apply(bucket, job, parked, [master, *bucket.moments], self._host_scratch, factor)
         if bucket.spec.mixed and not bucket.copy_passes:
@@ -225,7 +223,7 @@ class Updates:
 
     def _round_on_host(self, bucket: BucketState, weight: Tensor) -> None:
         assert bucket.master is not None
-        self._transfer.writes(Lane.HOST, weight)
+        self._transfer.uses(Lane.HOST, writes=[weight])
         bucket.round_master(weight, bucket.master)
 
     def _from_worker(self, bucket: BucketState) -> None:
