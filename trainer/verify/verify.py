@@ -127,11 +127,8 @@ def without_strategies(config: RunConfig) -> RunConfig:
 
 
 def train(ranks: Ranks, config: RunConfig) -> dict[str, Any]:
-    """Train on random tokens.
-
-    Returns:
-        On rank 0: ``weights``, every parameter, whole, as fp32 on the CPU; of a memory engine also its optimizer
-        ``state`` and what it ``moved``. Other ranks have no weights.
+    """Train on random tokens. Rank 0 returns ``weights``, every parameter, whole, as fp32 on the CPU; of an engine
+    also its optimizer ``state`` and what it ``moved``.
     """
     if accelerator.kind() is not None:
         repeat_sums()
@@ -169,13 +166,18 @@ def train_or_refuse(ranks: Ranks, config: RunConfig) -> dict[str, Any]:
         return {"lines": list(error.lines), "code": int(error.code)}
 
 
-def random_run(config: RunConfig, ranks: Ranks) -> Any:
+def random_run(config: RunConfig, ranks: Ranks) -> order.Run:
     """A prepared run whose data are random tokens, the same on every rank."""
     rows = load_config(config.model).get_text_config().vocab_size  # may be smaller than VOCAB
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, min(VOCAB, rows), (ROWS, LENGTH), generator=generator).tolist()
-    data = Dataset.from_dict({"input_ids": ids, "labels": ids})
-    prepared = Prepared(data, None, "random", "input_ids")
+    return run_on(
+        Prepared(Dataset.from_dict({"input_ids": ids, "labels": ids}), None, "random", "input_ids"), config, ranks
+    )
+
+
+def run_on(prepared: Prepared, config: RunConfig, ranks: Ranks) -> order.Run:
+    """A run on rows that are tokenised already."""
     machine = probe()
     plan = plan_of(config, ranks, machine, tune=True)
     folder, form = Path(config.training.output_dir), form_of_stages(config)
@@ -197,13 +199,8 @@ def full_weights(trainer: Any, ranks: Ranks) -> dict[str, torch.Tensor]:
 
 
 def verify(config: RunConfig, num_ranks: int, steps: int) -> list[Difference]:
-    """Train the shrunk copy plainly and with the strategies of ``config``, and return the tensors that differ.
-
-    Ranks that hold one copy of the model together are compared with one rank of plain training.
-
-    Raises:
-        UserError: a run was refused.
-        WorldError: a run failed.
+    """Train the shrunk copy plainly and with the strategies of ``config``, and return the tensors that differ. Ranks
+    that hold one copy of the model together are compared with one rank of plain training.
     """
     with tempfile.TemporaryDirectory(prefix="deepstow-verify-") as name:
         small = shrink(config, Path(name), steps)
@@ -234,11 +231,8 @@ def real_plan(config: RunConfig, num_ranks: int) -> Plan:
 
 
 class Offloaded:
-    """Verification of a config with ``strategies.offload``, on copies that are given options under which they move.
-
-    Args:
-        real: the plan of ``config``.
-        tolerance: declared by the strategies for comparisons with plain training.
+    """Verification of a config, of which ``real`` is the plan, on copies that are given options under which they move.
+    ``tolerance``: declared by the strategies for comparisons with plain training.
     """
 
     def __init__(self, config: RunConfig, real: Plan, num_ranks: int, steps: int, tolerance: float) -> None:
@@ -247,12 +241,7 @@ class Offloaded:
         self.copies = self._copies(keep_optimizer=True)
 
     def checks(self) -> Iterator[Check]:
-        """Train and compare, one run after the other.
-
-        Raises:
-            UserError: a run was refused.
-            WorldError: a run failed.
-        """
+        """Train and compare, one run after the other. Raise UserError if one was refused."""
         mixed = self._config.training.bf16
         copies, against = self.copies, "plain training"
         if mixed:
