@@ -6,7 +6,6 @@
 Prints `bitwise equal` (exit code 0), or the largest difference per tensor and whether it is within the tolerance that
 the strategies declare (exit code 0 within, 1 beyond). With offload the copy gets so little memory that it moves what
 the plan of the real run moves, and each run prints what it moved. If nothing moves, nothing is claimed (exit code 1).
-A config that cannot be planned on this machine is refused in one line before anything is trained (exit code 2).
 
 With --checkpoint every byte is compared with the manifest, without loading anything: one line says what it is and that
 it is good (exit code 0), or one line for each file that is damaged, missing or too many (exit code 1).

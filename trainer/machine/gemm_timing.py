@@ -5,9 +5,8 @@ turn, more than caches hold. The routes of a shape take turns, and the least of 
 disturbs single rounds, and a machine that slows down does so for all routes. A route whose result differs too much from
 torch's own is left out.
 
-The file has the times by machine, libraries, threads and settings; those of others are kept, but not used. If it cannot
-be read, or has nothing for this machine, one line says so. With several ranks the first one reads and measures, and all
-take its timings.
+The file has the times by machine, libraries, threads and settings; those of others are kept, but not used. With several
+ranks the first one reads and measures, and all take its timings.
 """
 
 from __future__ import annotations
@@ -131,7 +130,7 @@ def load(path: Path) -> tuple[dict[str, list[Timed]], str]:
 
 
 def save(path: Path, place: str, timings: Sequence[Timed]) -> None:
-    """Add ``timings`` to those of ``place``."""
+    """Add ``timings`` to those of ``place``, or raise OSError."""
     measured, _ = load(path)
     known = {timed.shape: timed for timed in (*measured.get(place, []), *timings)}
     path.parent.mkdir(parents=True, exist_ok=True)

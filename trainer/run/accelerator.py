@@ -131,10 +131,7 @@ class StowAccelerator(Accelerator):
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Any:
         """The norm before clipping. Gradients that the engine holds, or that were clipped in ``backward``, stay there.
-
-        Raises:
-            ValueError: with the memory engine: another norm, or parameters that have a gradient are left out, which
-                would be clipped together with the others.
+        With the engine raise ValueError for another norm, or if parameters that have a gradient are left out.
         """
         if self.stowed is not None:
             self.last_norm = self._clip_stowed(self.stowed, parameters, max_norm, norm_type)

@@ -128,9 +128,7 @@ class StepSeen(TrainerCallback):
 
 class Watched(TrainerCallback):
     """Notes for the watchdog what the rank does. The last callback, so that what follows an event is what it says.
-
-    Args:
-        timeout_s: also for groups that libraries have made.
+    Groups that libraries have made get the timeout, too.
     """
 
     def __init__(self, watchdog: Watchdog | None, timeout_s: int) -> None:

@@ -211,10 +211,7 @@ def damage(path: Path, seal: sealed.Sealed, about: Manifest) -> list[str]:
 
 def prune(output_dir: Path, keep: int, written: int, best: Path | None) -> list[str]:
     """Delete checkpoints, by the one of step ``written``: not the ``keep`` newest up to it, not the best, and not the
-    newest finite one. Returns a line for each that is a symbolic link, of which nothing is deleted.
-
-    Raises:
-        OSError: one cannot be deleted.
+    newest finite one. Returns a line for each that is a symbolic link, of which nothing is deleted. May raise OSError.
     """
     past = [each for each in complete(output_dir) if each.step <= written]
     finite = [each for each in past if each.manifest.finite]
@@ -246,10 +243,7 @@ def move_aside(things: Iterable[Path], output_dir: Path, *, overwrite: bool) -> 
     """Move what exists of ``things`` into a new ``earlier-N``, which is returned; delete it with ``overwrite``.
 
     Each is renamed in one step, so after a kill it is in one of both places, whole. Of a symbolic link the link moves,
-    and nothing is deleted through it.
-
-    Raises:
-        OSError: something cannot be renamed or deleted.
+    and nothing is deleted through it. May raise OSError.
     """
     there = [path for path in things if os.path.lexists(path)]
     if not there:
@@ -273,12 +267,8 @@ def move_aside(things: Iterable[Path], output_dir: Path, *, overwrite: bool) -> 
 
 
 def to_resume(config: RunConfig) -> tuple[Found | None, list[str]]:
-    """The checkpoint that ``training.resume_from_checkpoint`` stands for, compared with its manifest, and what to say.
-
-    None starts from the beginning.
-
-    Raises:
-        ConfigError: a checkpoint is required and there is none, the named one is not good, or none of several is.
+    """The checkpoint that ``training.resume_from_checkpoint`` stands for, compared with its manifest, and what to say;
+    None starts from the beginning. Raise ConfigError if one is required and none is good.
     """
     output_dir, wanted = Path(config.training.output_dir), config.training.resume_from_checkpoint
     if wanted is None or wanted is False:

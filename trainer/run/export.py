@@ -70,16 +70,14 @@ def export(
     card: ModelCard | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> Receipt | None:
-    """Write the model to ``folder`` and check it; a collective. Only the first rank gets a receipt.
+    """Write the model to ``folder`` and check it; a collective. Only the first rank gets a receipt. Raise ExportError
+    if a weight is not finite, or a name, a shape, a value or a logit differs after reloading.
 
     Args:
         merge: merge adapters into the weights; for a base that cannot be loaded by name.
         trust_remote_code: run Python code that came with the model when it is reloaded.
         card: written as README.md.
-        about: what the manifest says; written last, with size and hash of every file.
-
-    Raises:
-        ExportError: a weight is not finite; a name, a shape, a value or a logit differs after reloading.
+        about: what the manifest says.
     """
     model: Any = trainer.accelerator.unwrap_model(trainer.whole, keep_torch_compile=False)
     probe, logits = probe_logits(trainer)
@@ -139,10 +137,7 @@ def refuse_not_finite(model: torch.nn.Module, state: Mapping[str, torch.Tensor])
 
 @contextmanager
 def config_as_it_came(model: Any) -> Iterator[None]:
-    """Inside, the model has a copy of its config, with its own ``use_cache``; ``save_pretrained`` changes the copy.
-
-    An export of adapters has no config of the model.
-    """
+    """Inside, the model has a copy of its config, with its own ``use_cache``; ``save_pretrained`` changes the copy."""
     if hasattr(model, "peft_config"):
         yield
         return
@@ -199,10 +194,8 @@ def check(
 ) -> Receipt:
     """Load the model from ``folder`` as a user would and compare it; ExportError names the first differences.
 
-    Tied weights are stored once, and the model has both names after loading, so names are compared on the model.
-
-    Args:
-        expected: shapes by name; if empty, names are not compared.
+    Tied weights are stored once, and the model has both names after loading, so names are compared on the model:
+    those that are ``expected``, with their shapes, if any are.
     """
     model, wrong = reload(folder, trust_remote_code=trust_remote_code)
     wrong += _different_names(expected, shapes(model)) if expected else []

@@ -39,9 +39,6 @@ class StopNonFinite(TrainerCallback):
     """Checks the gradient norm before each update; not with the memory engine, which skips such steps itself.
 
     On an accelerator this waits for the device once per step, as Hugging Face's own filter of losses does.
-
-    Args:
-        ended: the error of a run that ends at a step, and why.
     """
 
     def __init__(self, trainer: PipelineTrainer, ended: Callable[[int, str], NonFinite]) -> None:
@@ -70,10 +67,8 @@ def _is_searching_scale(trainer: PipelineTrainer) -> bool:
 def first_not_finite(trainer: PipelineTrainer, gradient: str | None) -> str:
     """What was not finite first, in words; to be called on every rank, since a forward may be a collective.
 
-    Of a pipeline all stages look, and the first in the order of computing counts; in backward that is the last one.
-
-    Args:
-        gradient: the name of the parameter, if the engine knows it.
+    The engine knows the name of a parameter whose ``gradient`` was not. Of a pipeline all stages look, and the first in
+    the order of computing counts; in backward that is the last one.
     """
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
     gradients = iter([] if gradient is None else [f"the gradient of {gradient}"])

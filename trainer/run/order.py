@@ -132,12 +132,8 @@ def refuse_under_zero(config: RunConfig, stage: int | None) -> None:
 def read_data(
     config: RunConfig, folder: Path, resumed: Resumed | None = None, ranks: Ranks | None = None, *, quiet: bool
 ) -> tuple[PreTrainedTokenizerBase, Prepared]:
-    """The tokenizer and the tokenised data, made now or found in ``folder``.
-
-    Raises:
-        DataError: the data cannot be trained on.
-        ConfigError: the tokenizer cannot be loaded, or has more tokens than the model's vocabulary; or the run resumes
-            one with other contents.
+    """The tokenizer and the tokenised data, made now or found in ``folder``. Raise DataError if the data cannot be
+    trained on, and ConfigError if the tokenizer cannot be used, or the run resumes one with other contents.
     """
     section = config.model
     build.refuse_missing_folder(section)

@@ -135,10 +135,10 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, Any], ranks: tuple[int, 
 def compare_contents(
     saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequence[str], changed: Collection[str], name: str
 ) -> Changes:
-    """Compare what is known after data, tokenizer and model config were opened, and before anything is made of them.
+    """Compare what is known after data, tokenizer and model config were opened, and before anything is made of them:
+    ``sources`` and ``tokenizer`` (hashes), ``fingerprint`` of the rows, ``config`` of the model.
 
     Args:
-        saved, now: ``sources`` and ``tokenizer`` (hashes), ``fingerprint`` of the rows, ``config`` of the model.
         allowed: ``training.allow_change``.
         changed: keys of the config that differ and may.
     """

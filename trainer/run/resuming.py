@@ -50,13 +50,8 @@ class Resumed:
         return self.found.path
 
     def compare_contents(self, config: RunConfig, contents: Mapping[str, str], hf_config: PretrainedConfig) -> None:
-        """Compare what data, tokenizer and model are, once they are opened.
-
-        Args:
-            contents: ``sources``, ``tokenizer`` and ``fingerprint`` of the data.
-
-        Raises:
-            ConfigError: something differs that may not.
+        """Raise ConfigError if data, tokenizer or model differ and may not, once they are opened. ``contents`` of the
+        data: ``sources``, ``tokenizer`` and ``fingerprint``.
         """
         run = self.found.manifest.run
         saved = {**run.data.model_dump(include=set(contents)), "config": run.model.config}
@@ -83,13 +78,8 @@ class Resumed:
 
 
 def decide(config: RunConfig, ranks: Ranks, say: Callable[[str], None]) -> Resumed | None:
-    """The checkpoint to go on from; None starts from the beginning. A collective.
-
-    Args:
-        say: gets a line for each checkpoint that is damaged.
-
-    Raises:
-        ConfigError: there is none that could be resumed with this config.
+    """The checkpoint to go on from; None starts from the beginning. A collective. Raise ConfigError if there is none
+    that could be resumed with this config; ``say`` gets a line for each that is damaged.
     """
     with agreement(ranks, DAY_S) as together:
         results = together.by_some(_looks(config, ranks), lambda: _look(config))
@@ -160,8 +150,7 @@ def set_aside(config: RunConfig, ranks: Ranks, resumed: Resumed | None) -> str:
 class TakenOver(TrainerCallback):
     """Mends the state of Hugging Face's that came with a checkpoint, when training begins.
 
-    Args:
-        other: why what was best so far is not this run's; empty if it is.
+    ``other`` says why what was best so far is not this run's; empty if it is.
     """
 
     def __init__(self, other: str) -> None:

@@ -187,11 +187,8 @@ def _failed(config: RunConfig, seen: list[Run], stop: Stop, watchdog: Watchdog |
 def _whole(
     config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | None, held: ExitStack, seen: list[Run]
 ) -> None:
-    """The run from the lock on its folder to its export; nothing if it is over already.
-
-    Args:
-        held: what is released at the end.
-        seen: takes the prepared run, for errors that come later.
+    """The run from the lock on its folder to its export; nothing if it is over already. ``held`` is released at the
+    end; ``seen`` takes the prepared run, for errors that come later.
     """
     together = held.enter_context(agreement(ranks, timeout_s(config)))
     together.refuse_different(leaves(config.tree()))

@@ -41,14 +41,8 @@ THREADS = 4  # that look for values that are not finite
 def draft(output_dir: Path, *, writes: bool) -> Iterator[Path]:
     """An empty folder for all ranks to write into, each step inside ``together``; a collective at its beginning.
 
-    It is deleted if the block fails; otherwise it stays for ``commit``.
-
-    Args:
-        writes: whether this rank empties the folder and deletes what is left in it: the first one, or the first of
-            each machine.
-
-    Raises:
-        OSError: on every rank, if the folder cannot be emptied.
+    It is deleted if the block fails; otherwise it stays for ``commit``. That it cannot be emptied is an OSError on all
+    ranks. ``writes``: this rank empties and deletes it, the first one, or the first of each machine.
     """
     folder = output_dir / checkpoint.WRITING
 
@@ -99,9 +93,8 @@ def commit(written: Path, folder: Path, manifest: Callable[[], Manifest]) -> Non
 
 def all_finite(folder: Path, buffers: Collection[str]) -> bool:
     """Whether every value in the safetensors files of ``folder`` is finite. Masks among the ``buffers`` may not be."""
-    files = sorted(folder.rglob("*.safetensors"))
     with ThreadPoolExecutor(THREADS, "finite") as pool:
-        return all(pool.map(lambda path: _is_finite(path, buffers), files))
+        return all(pool.map(lambda path: _is_finite(path, buffers), folder.rglob("*.safetensors")))
 
 
 def _is_finite(path: Path, buffers: Collection[str]) -> bool:

@@ -265,12 +265,10 @@ def _stop_at_call(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
 
 def adopt(optimizer: torch.optim.Optimizer) -> tuple[UpdateRule, list[dict[str, Any]]]:
-    """The update rule and the parameter groups of a torch optimizer that has not been used yet.
+    """The update rule and the parameter groups of a torch optimizer that has not been used yet. Raise ValueError if the
+    engine has no such rule, or the optimizer has state or hooks.
 
     The groups are the same objects, so a scheduler that was made for the optimizer still sets their learning rates.
-
-    Raises:
-        ValueError: the engine has no such rule, or the optimizer has state or hooks.
     """
     kind, defaults = type(optimizer), optimizer.defaults
     rules: dict[type, Any] = {torch.optim.AdamW: AdamW, torch.optim.SGD: SGD}

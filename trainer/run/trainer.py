@@ -47,9 +47,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
     """``transformers.Trainer`` as one rank of a job.
 
     Args:
-        meter: counts tokens and time; fills each record.
-        plan: of the run; with a layout the memory engine trains.
-        plan_check: compares the plan with the run; also one of ``callbacks``.
+        meter, plan_check: also among the ``callbacks``.
         about: what every checkpoint says about the run.
         together: decides with the other ranks.
     """

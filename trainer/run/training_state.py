@@ -77,11 +77,8 @@ def holder_of(trainer: Any) -> Any:
 
 
 def save(trainer: Any, checkpoint: Path) -> None:
-    """Write what this rank holds, after the model's files have been written. Ranks do not wait for each other.
-
-    Raises:
-        OSError: it cannot be written.
-        ValueError: something has no place in the format.
+    """Write what this rank holds, after the model's files have been written. Ranks do not wait for each other. Raise
+    OSError if it cannot be written, ValueError if something has no place in the format.
     """
     args, holder, folder = trainer.args, holder_of(trainer), checkpoint / OPTIMIZER
     folder.mkdir(parents=True, exist_ok=True)
@@ -246,9 +243,8 @@ def _fill_weights(holder: Holder, model: nn.Module, weights: Weights) -> None:
 
 
 def _stream_of(trainer: Any) -> tuple[int, int, bool]:
-    """Which of how many sequences of random numbers this rank draws from, and whether it writes its state.
-
-    Ranks of one copy of the model draw the same numbers.
+    """Which of how many sequences of random numbers this rank draws from, and whether it writes its state. Ranks of one
+    copy of the model draw the same numbers.
     """
     grid, rank = trainer.accelerator.grid, trainer.args.process_index
     if grid.is_plain:

@@ -127,11 +127,8 @@ def without_strategies(config: RunConfig) -> RunConfig:
 
 
 def train(ranks: Ranks, config: RunConfig) -> dict[str, Any]:
-    """Train on random tokens.
-
-    Returns:
-        On rank 0: ``weights``, every parameter, whole, as fp32 on the CPU; of a memory engine also its optimizer
-        ``state`` and what it ``moved``. Other ranks have no weights.
+    """Train on random tokens. Rank 0 returns ``weights``, every parameter, whole, as fp32 on the CPU; of an engine
+    also its optimizer ``state`` and what it ``moved``.
     """
     if accelerator.kind() is not None:
         repeat_sums()
@@ -169,13 +166,18 @@ def train_or_refuse(ranks: Ranks, config: RunConfig) -> dict[str, Any]:
         return {"lines": list(error.lines), "code": int(error.code)}
 
 
-def random_run(config: RunConfig, ranks: Ranks) -> Any:
+def random_run(config: RunConfig, ranks: Ranks) -> order.Run:
     """A prepared run whose data are random tokens, the same on every rank."""
     rows = load_config(config.model).get_text_config().vocab_size  # may be smaller than VOCAB
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, min(VOCAB, rows), (ROWS, LENGTH), generator=generator).tolist()
-    data = Dataset.from_dict({"input_ids": ids, "labels": ids})
-    prepared = Prepared(data, None, "random", "input_ids")
+    return run_on(
+        Prepared(Dataset.from_dict({"input_ids": ids, "labels": ids}), None, "random", "input_ids"), config, ranks
+    )
+
+
+def run_on(prepared: Prepared, config: RunConfig, ranks: Ranks) -> order.Run:
+    """A run on rows that are tokenised already."""
     machine = probe()
     plan = plan_of(config, ranks, machine, tune=True)
     folder, form = Path(config.training.output_dir), form_of_stages(config)
@@ -197,13 +199,8 @@ def full_weights(trainer: Any, ranks: Ranks) -> dict[str, torch.Tensor]:
 
 
 def verify(config: RunConfig, num_ranks: int, steps: int) -> list[Difference]:
-    """Train the shrunk copy plainly and with the strategies of ``config``, and return the tensors that differ.
-
-    Ranks that hold one copy of the model together are compared with one rank of plain training.
-
-    Raises:
-        UserError: a run was refused.
-        WorldError: a run failed.
+    """Train the shrunk copy plainly and with the strategies of ``config``, and return the tensors that differ. Ranks
+    that hold one copy of the model together are compared with one rank of plain training.
     """
     with tempfile.TemporaryDirectory(prefix="deepstow-verify-") as name:
         small = shrink(config, Path(name), steps)
@@ -234,11 +231,8 @@ def real_plan(config: RunConfig, num_ranks: int) -> Plan:
 
 
 class Offloaded:
-    """Verification of a config with ``strategies.offload``, on copies that are given options under which they move.
-
-    Args:
-        real: the plan of ``config``.
-        tolerance: declared by the strategies for comparisons with plain training.
+    """Verification of a config, of which ``real`` is the plan, on copies that are given options under which they move.
+    ``tolerance``: declared by the strategies for comparisons with plain training.
     """
 
     def __init__(self, config: RunConfig, real: Plan, num_ranks: int, steps: int, tolerance: float) -> None:
@@ -247,36 +241,28 @@ class Offloaded:
         self.copies = self._copies(keep_optimizer=True)
 
     def checks(self) -> Iterator[Check]:
-        """Train and compare, one run after the other.
-
-        Raises:
-            UserError: a run was refused.
-            WorldError: a run failed.
-        """
-        mixed = self._config.training.bf16
-        copies, against = self.copies, "plain training"
+        """Train and compare, one run after the other. Raise UserError if one was refused."""
+        mixed, copies, against = self._config.training.bf16, self.copies, "plain training"
         if mixed:
-            yield from self._against_resident()
+            itself = f"the engine with all on the device, {self._config.training.optim}"
+            expected = self._run(RESIDENT, keep_optimizer=True)
+            yield from (self._check(copy, itself, expected, keep_optimizer=True) for copy in copies)
             copies, against = self._copies(keep_optimizer=False)[:1], "plain training, sgd"
-        plain = repeatable(lambda: self._run(None, keep_optimizer=not mixed))["weights"]
-        for copy in copies:
-            found = self._run(copy.options, keep_optimizer=not mixed)
-            differences = compare(plain, found["weights"])
-            yield Check(copy.options, against, Moved(**found["moved"]), differences, self._tolerance)
+        plain = repeatable(lambda: self._run(None, keep_optimizer=not mixed))
+        yield from (self._check(copy, against, plain, keep_optimizer=not mixed) for copy in copies)
 
-    def _against_resident(self) -> Iterator[Check]:
-        """Both sides use the same kernels, unless the CPU updates what an accelerator updates on the other side."""
-        against = f"the engine with all on the device, {self._config.training.optim}"
-        expected = self._run(RESIDENT, keep_optimizer=True)
-        for copy in self.copies:
-            found = self._run(copy.options, keep_optimizer=True)
-            sides = [each["weights"] | each["state"] for each in (expected, found)]
-            moved = Moved(**found["moved"])
+    def _check(self, copy: CopyRun, against: str, expected: dict[str, Any], *, keep_optimizer: bool) -> Check:
+        found = self._run(copy.options, keep_optimizer=keep_optimizer)
+        moved, tolerance = Moved(**found["moved"]), self._tolerance
+        sides = [each["weights"] | (each["state"] if "state" in expected else {}) for each in (expected, found)]
+        if "state" in expected:
+            # Both sides are the engine's and use the same kernels, unless the CPU updates what an accelerator updates
+            # on the other side. Which bucket an element is in, and where, decides how the library adds it.
             other_kernels = accelerator.kind() is not None and UPDATES[Site.HOST] in moved.shows
-            layout = self._real.layout  # which bucket an element is in, and where, decides how the library adds it
+            layout = self._real.layout
             other_order = layout is not None and layout.reduction == "fast" and self._num_ranks > 2
-            tolerance = self._tolerance if other_kernels or other_order else 0.0
-            yield Check(copy.options, against, moved, compare(*sides), tolerance)
+            tolerance = tolerance if other_kernels or other_order else 0.0
+        return Check(copy.options, against, moved, compare(*sides), tolerance)
 
     def _copies(self, *, keep_optimizer: bool) -> list[CopyRun]:
         small = self._small(Path("unused"), keep_optimizer=keep_optimizer)
