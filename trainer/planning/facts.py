@@ -1,8 +1,7 @@
 """The facts of a run that the planner may look at, without weights and without an accelerator.
 
 ``gather`` builds the configured model without storage, gives it fake tensors (shapes and dtypes) and runs it forward
-once. Torch's own dispatch decides what is saved for backward and how many floating-point operations there are, so the
-numbers come from the model and not from a formula, and an architecture never seen before is counted like any other. A
+once. Torch's own dispatch decides what is saved for backward and how many floating-point operations there are. A
 second run counts what else is there in forward and backward (``trainer/model/temporaries.py``). A 70 B model takes
 about one second (of blocks that are alike three run) and a few hundred megabytes. The counts are cached
 (``trainer/model/count_cache.py``). Facts of a live model come from ``plan_for.py``.

@@ -94,17 +94,8 @@ class FitRow:
         return not self.missing and not self.refused
 
     @property
-    def says(self) -> str:
-        if self.refused:
-            return "no: refused"
-        return "yes" if self.fits else f"no: {self.lacks}"
-
-    @property
     def lacks(self) -> str:
         return ", ".join(f"{home.value} lacks {human(size)}" for home, size in self.missing.items())
-
-    def needs(self, home: Home) -> str:
-        return human(self.needed[home]) if home in self.needed else UNKNOWN
 
     def using(self, names: Sequence[str]) -> FitRow:
         """The same with these strategies, under the options with which they save memory."""
@@ -113,22 +104,15 @@ class FitRow:
         return replace(self, strategies=tuple(names), tree=tree)
 
 
+@dataclass(frozen=True, slots=True)
 class Fit:
-    """The question for one config, as many ranks as are given and more, and one machine. ``written`` is what is in the
-    user's file, which the lines of the table change (None: all of ``config``); ``say`` is told of each plan before.
-    """
+    """The question for one config, as many ranks as are given and more, and one machine."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        ranks: Ranks,
-        machine: Machine,
-        *,
-        written: Tree | None = None,
-        say: Callable[[str], None] = lambda line: None,
-    ) -> None:
-        self._config, self._ranks, self._machine = config, ranks, machine
-        self._written, self._say = written or config.tree(), say
+    config: RunConfig
+    ranks: Ranks
+    machine: Machine
+    written: Tree | None = None  # in the user's file, which the lines of the table change; None: all of ``config``
+    say: Callable[[str], None] = lambda line: None  # told of each plan before it is made
 
     def lines(self, *, as_given: bool = False) -> list[str]:
         """The heading, the answer and the table. See ``rows``."""
@@ -143,36 +127,36 @@ class Fit:
 
     def heading(self) -> list[str]:
         """Model, machine and its memory, tokens and precision, and how to change them."""
-        machine, section, training = self._machine, self._config.model, self._config.training
+        machine, section, training = self.machine, self.config.model, self.config.training
         name = section.name_or_path or (section.config or {})["model_type"]
-        memory = f"{human(machine.host_available_bytes // self._ranks.local_world_size)} of host memory per rank"
+        memory = f"{human(machine.host_available_bytes // self.ranks.local_world_size)} of host memory per rank"
         if machine.device_kind != "cpu":
             memory = f"{human(machine.device_total_bytes)} of device memory, {memory}; {SHARE} of each is used"
         steps = training.gradient_accumulation_steps
-        rows = f"{training.per_device_train_batch_size} x {self._config.data.max_length:,} tokens"
+        rows = f"{training.per_device_train_batch_size} x {self.config.data.max_length:,} tokens"
         return [
             f"does it fit? {name} on {machine.name}: {memory}",
-            f"each rank: {rows}{f', {steps} times per step' * (steps > 1)}, {precision_of(self._config).value}, "
+            f"each rank: {rows}{f', {steps} times per step' * (steps > 1)}, {precision_of(self.config).value}, "
             f"{training.optim}; change with training.per_device_train_batch_size=, data.max_length=, training.bf16=",
         ]
 
     def _here(self, *, as_given: bool) -> list[FitRow]:
         """Rows on the ranks that were asked for: each way that is not the same as one before it."""
-        config, rows = self._config, list[FitRow]()
+        config, rows = self.config, list[FitRow]()
         if as_given and config.strategies:
             given = FitRow(whole=config.model.lora is None, tree=config.tree(), given=True)
-            rows.append(self._row(given, self._ranks))
+            rows.append(self._row(given, self.ranks))
         names = [name for name in _saving() if not find(name).needs_ranks]
         for plain in _plain(config):
             for group in ([], *([name] for name in names), names):
-                row = self._row(plain.using(group), self._ranks)
+                row = self._row(plain.using(group), self.ranks)
                 if not any(_alike(row, other) for other in rows):
                     rows.append(row)
         return rows
 
     def _over_more_ranks(self) -> Iterator[FitRow]:
         """All weights over more ranks of this machine: what needs ranks alone if that fits, else with another one."""
-        whole, now = _plain(self._config)[0], self._ranks
+        whole, now = _plain(self.config)[0], self.ranks
         alone = [name for name in _saving() if not find(name).needs_ranks]
         for sharing in (name for name in _saving() if find(name).needs_ranks):
             ways = [whole.using([sharing]), *(whole.using([sharing, name]) for name in alone)]
@@ -189,24 +173,24 @@ class Fit:
 
     def _row(self, way: FitRow, ranks: Ranks) -> FitRow:
         """``way`` with what its plan on ``ranks`` needs. Raises ConfigError about the model if no strategy is on."""
-        row = replace(way, ranks=ranks.world_size, write=changes(self._written, way.tree))
-        self._say(f"planning {row.training} on {row.ranks} rank{'s' * (row.ranks > 1)}")
-        if known_rates(self._machine).rates is None:
-            return self._planned(row, ranks, self._machine)
+        row = replace(way, ranks=ranks.world_size, write=changes(self.written or self.config.tree(), way.tree))
+        self.say(f"planning {row.training} on {row.ranks} rank{'s' * (row.ranks > 1)}")
+        if known_rates(self.machine).rates is None:
+            return self._planned(row, ranks, self.machine)
         # Without rates nothing is simulated, and a plan takes a tenth of the time. With rates saved tensors may wait on
         # the host, too: that makes room on the device for as many other bytes, so the host has to hold as much as
         # before, up to the sizes of slots.
-        without = replace(self._machine, origin="profile", rates=None)
+        without = replace(self.machine, origin="profile", rates=None)
         quick = self._planned(row, ranks, without, only_host=True)
         short = Home.HOST in quick.missing or quick.refused
-        return quick if short else self._planned(row, ranks, self._machine)
+        return quick if short else self._planned(row, ranks, self.machine)
 
     def _planned(self, row: FitRow, ranks: Ranks, machine: Machine, *, only_host: bool = False) -> FitRow:
         """``row`` with what ``plans_of`` finds; of stages, that which needs most. ``only_host``: how much the device is
         short of is not wanted.
         """
         try:
-            plans = plans_of(build(row.tree).like(self._config), ranks, machine, say=lambda line: None)
+            plans = plans_of(build(row.tree).like(self.config), ranks, machine, say=lambda line: None)
             plan = max(plans, key=lambda each: each.peak(Home.DEVICE))
         except TooLargeError as short:
             home = Home(short.home)
@@ -313,11 +297,12 @@ def lines(rows: Sequence[FitRow]) -> list[str]:
 
 
 def _cells(row: FitRow, common: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    needed = (row.needs(home) for home in (Home.DEVICE, Home.HOST))
+    needed = (human(row.needed[home]) if home in row.needed else UNKNOWN for home in (Home.DEVICE, Home.HOST))
+    says = "yes" if row.fits else f"no: {'refused' if row.refused else row.lacks}"
     seconds = UNKNOWN if row.seconds is None else f"{row.seconds:.3g} s"
     own = [line for line in row.write if line not in common]
     first, *others = (f"({row.refused})",) if row.refused else own or ("as it is",)
-    yield (row.says, row.training, str(row.ranks), *needed, seconds, first)
+    yield (says, row.training, str(row.ranks), *needed, seconds, first)
     for line in others:
         yield ("", "", "", "", "", "", line)
 
