@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from strategies.core.plan import Plan
+from strategies.core.protocol import MemoryRefusal
 from strategies.engine import AdamW, stow
 from strategies.engine.memory.common_host import CommonHost
 from strategies.engine.ranks.shares import Shares
@@ -37,7 +39,7 @@ from tests.helpers.engine import (
     stowed,
 )
 from tests.helpers.grid import ENGINE, NORMS, batches_on, title
-from tests.helpers.models import build, on, tokens
+from tests.helpers.models import build, causal, on, tokens
 from tests.helpers.pairwise import Row, Table
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
@@ -353,22 +355,45 @@ def moved(ranks: Ranks) -> list[str]:
         model: Any = build("llama", dtype=dtype)
         options: dict[str, Any] = {"site": site, "gather": gather, "zero": {"stage": stage}}
         options |= {"weights": "streamed", "prefetch": 1} if stage == 3 else {}
-        batch = tokens("llama", 1)[0]
-        plan = plan_for(model, batch=tuple(batch["input_ids"].shape), max_grad_norm=0.05, world_size=2, **options)
-        assert plan.layout is not None
-        optimizer, seen = stow(model, plan, device="cpu"), []
-        transfer = optimizer.engine.transfer
-        for _ in range(4):
-            before = transfer.bytes_up, transfer.bytes_down
-            model(**batch).loss.backward()
-            finish(optimizer)
-            seen.append((transfer.bytes_up - before[0], transfer.bytes_down - before[1]))
-        predicted = traffic(plan.facts, plan.layout, plan.facts.machine.rates or ASSUMED)
-        if not seen[2] == seen[3] == predicted:
-            wrong.append(f"{dtype} {options}: {seen[2:]}, not {predicted}")
-        optimizer.close()
+        plan = plan_for(model, batch=(2, 8), max_grad_norm=0.05, world_size=2, **options)
+        wrong += [f"{dtype} {options}: {each}" for each in unlike_predicted(model, plan)]
     return wrong
+
+
+def unlike_predicted(model: Any, plan: Plan) -> list[str]:
+    """The bytes of the third and fourth step, if they are others than predicted."""
+    assert plan.layout is not None
+    optimizer, seen, batch = stow(model, plan, device="cpu"), [], tokens("llama", 1)[0]
+    transfer = optimizer.engine.transfer
+    for _ in range(4):
+        before = transfer.bytes_up, transfer.bytes_down
+        model(**batch).loss.backward()
+        finish(optimizer)
+        seen.append((transfer.bytes_up - before[0], transfer.bytes_down - before[1]))
+    optimizer.close()
+    predicted = traffic(plan.facts, plan.layout, plan.facts.machine.rates or ASSUMED)
+    return [] if seen[2] == seen[3] == predicted else [f"{seen[2:]}, not {predicted}"]
 
 
 def test_bytes_over_the_link_of_a_rank_are_those_that_are_predicted() -> None:
     assert run_world(2, moved) == []
+
+
+def moved_of_tied(ranks: Ranks) -> list[str]:
+    """The same of a table that two units use, and that travels at the least budget."""
+    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6}
+    wrong = []
+    for gather in ("host", "network"):
+        model = causal("llama", **sizes, num_attention_heads=4, tie_word_embeddings=True)
+        options: dict[str, Any] = {"gather": gather, "zero": {"stage": 3}, "world_size": 2, "batch": (2, 8)}
+        with pytest.raises(MemoryRefusal) as refused:
+            plan_for(model, max_grad_norm=0.05, gpu_memory="1KiB", **options)
+        plan = plan_for(model, max_grad_norm=0.05, gpu_memory=refused.value.needed, **options)
+        table = plan.layout.buckets[0]  # type: ignore[union-attr]
+        assert table.units == ("embedding", "head") and not table.resident
+        wrong += unlike_predicted(model, plan)
+    return wrong
+
+
+def test_bytes_over_the_link_of_a_tied_table_are_those_that_are_predicted() -> None:
+    assert run_world(2, moved_of_tied) == []
