@@ -48,27 +48,26 @@ def test_of_many_starters_one_wins_every_time(tmp_path: Path) -> None:
     """All start at once, the winner stays until all others have ended; a lock that a winner leaves is taken again."""
     config = run_config(LLAMA, output_dir=tmp_path / "run")
     for _ in range(4):
-        go_read, go_write = os.pipe()
-        stay_read, stay_write = os.pipe()
+        go, stay = os.pipe(), os.pipe()
 
-        def starter(go: int = go_read, stay: int = stay_read, ends: tuple[int, int] = (go_write, stay_write)) -> None:
-            for end in ends:
-                os.close(end)
-            os.read(go, 1)
+        def starter(go: tuple[int, int] = go, stay: tuple[int, int] = stay) -> None:
+            os.close(go[1])
+            os.close(stay[1])
+            os.read(go[0], 1)
             with held(config):
-                os.read(stay, 1)
+                os.read(stay[0], 1)
 
         pids = [in_child(starter) for _ in range(6)]
-        os.close(go_write)  # all of them read the end of the pipe
+        os.close(go[1])  # all of them read the end of the pipe
         left = set(pids)
         while len(left) > 1:
             pid, status = os.waitpid(-1, 0)
             left.discard(pid)
             assert os.waitstatus_to_exitcode(status) == 2
-        os.close(stay_write)
+        os.close(stay[1])
         assert code_of(left.pop()) == 0
-        os.close(go_read)
-        os.close(stay_read)
+        os.close(go[0])
+        os.close(stay[0])
 
 
 def test_a_folder_that_a_refused_run_has_made_goes_again(tmp_path: Path) -> None:

@@ -242,30 +242,27 @@ class Offloaded:
 
     def checks(self) -> Iterator[Check]:
         """Train and compare, one run after the other. Raise UserError if one was refused."""
-        mixed = self._config.training.bf16
-        copies, against = self.copies, "plain training"
+        mixed, copies, against = self._config.training.bf16, self.copies, "plain training"
         if mixed:
-            yield from self._against_resident()
+            itself = f"the engine with all on the device, {self._config.training.optim}"
+            expected = self._run(RESIDENT, keep_optimizer=True)
+            yield from (self._check(copy, itself, expected, keep_optimizer=True) for copy in copies)
             copies, against = self._copies(keep_optimizer=False)[:1], "plain training, sgd"
-        plain = repeatable(lambda: self._run(None, keep_optimizer=not mixed))["weights"]
-        for copy in copies:
-            found = self._run(copy.options, keep_optimizer=not mixed)
-            differences = compare(plain, found["weights"])
-            yield Check(copy.options, against, Moved(**found["moved"]), differences, self._tolerance)
+        plain = repeatable(lambda: self._run(None, keep_optimizer=not mixed))
+        yield from (self._check(copy, against, plain, keep_optimizer=not mixed) for copy in copies)
 
-    def _against_resident(self) -> Iterator[Check]:
-        """Both sides use the same kernels, unless the CPU updates what an accelerator updates on the other side."""
-        against = f"the engine with all on the device, {self._config.training.optim}"
-        expected = self._run(RESIDENT, keep_optimizer=True)
-        for copy in self.copies:
-            found = self._run(copy.options, keep_optimizer=True)
-            sides = [each["weights"] | each["state"] for each in (expected, found)]
-            moved = Moved(**found["moved"])
+    def _check(self, copy: CopyRun, against: str, expected: dict[str, Any], *, keep_optimizer: bool) -> Check:
+        found = self._run(copy.options, keep_optimizer=keep_optimizer)
+        moved, tolerance = Moved(**found["moved"]), self._tolerance
+        sides = [each["weights"] | (each["state"] if "state" in expected else {}) for each in (expected, found)]
+        if "state" in expected:
+            # Both sides are the engine's and use the same kernels, unless the CPU updates what an accelerator updates
+            # on the other side. Which bucket an element is in, and where, decides how the library adds it.
             other_kernels = accelerator.kind() is not None and UPDATES[Site.HOST] in moved.shows
-            layout = self._real.layout  # which bucket an element is in, and where, decides how the library adds it
+            layout = self._real.layout
             other_order = layout is not None and layout.reduction == "fast" and self._num_ranks > 2
-            tolerance = self._tolerance if other_kernels or other_order else 0.0
-            yield Check(copy.options, against, moved, compare(*sides), tolerance)
+            tolerance = tolerance if other_kernels or other_order else 0.0
+        return Check(copy.options, against, moved, compare(*sides), tolerance)
 
     def _copies(self, *, keep_optimizer: bool) -> list[CopyRun]:
         small = self._small(Path("unused"), keep_optimizer=keep_optimizer)
