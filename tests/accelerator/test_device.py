@@ -120,17 +120,6 @@ def test_nothing_is_unregistered_under_a_copy(device: Any) -> None:
     del pages
 
 
-@pytest.mark.parametrize("way", ["up", "down"])
-def test_copies_of_pageable_memory_are_waited_for(device: Any, way: str) -> None:
-    host, there = torch.ones(MIB), torch.zeros(MIB, device="sim")
-    target, source = (there, host) if way == "up" else (host, there)
-    before = device.counts()
-    target.copy_(source, non_blocking=True)
-    assert torch.accelerator.current_stream().query(), "nothing is under way"
-    found = device.counts()
-    assert found["sync_copies"] - before["sync_copies"] == 1 and found["async_copies"] == before["async_copies"]
-
-
 def test_an_error_in_a_kernel_comes_later(device: Any) -> None:
     table = torch.ones(3, 2, device="sim")
     torch.index_select(table, 0, torch.tensor([7], device="sim"))

@@ -1,6 +1,6 @@
 """Models that keep to no borders, two engines at once, memory that runs out, on a device that is asynchronous."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from itertools import cycle
 from typing import Any
@@ -13,15 +13,12 @@ from strategies.engine import AdamW, stow
 from strategies.engine.memory import accelerator
 from strategies.engine.memory.arena import OutOfMemoryError
 from tests.helpers.engine import DECAY, LR, STEPS, plain, plan_of
+from tests.helpers.grid import batches_on
 from tests.helpers.models import build, on, tokens
 from tests.helpers.sides import both_sides, train, training
 from tests.parity.test_zoo import MODELS, NORM, TRAVEL, clipped
 
 DEVICE = "sim:0"
-
-
-def there(batches: list[dict[str, Tensor]]) -> list[Mapping[str, Tensor]]:
-    return [{name: value.to(DEVICE) for name, value in batch.items()} for batch in batches]
 
 
 @pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing.*` is deprecated:FutureWarning")
@@ -40,7 +37,7 @@ def test_models_that_keep_to_no_borders(make: Callable[[], nn.Module], where: st
 
 def test_two_engines() -> None:
     """In turn, block by block: each has streams and an arena of its own, and the worker's thread knows whose it is."""
-    batches = there(tokens("llama", STEPS))
+    batches = batches_on(DEVICE, "llama", STEPS)
     wanted = [plain(on(DEVICE, build(kind)), batches, max_norm=0.5) for kind in ("llama", "qwen3")]
     rule, sides = AdamW(lr=LR, weight_decay=DECAY), []
     for kind, site in (("llama", "host"), ("qwen3", "streamed")):
@@ -71,7 +68,7 @@ def test_memory_is_given_back(device: Any) -> None:
     before = device.counts()
     optimizer = stow(model, plan, device=DEVICE)
     assert device.counts()["registered"] > before["registered"]
-    model(**there(tokens("llama", 1))[0]).loss.backward()
+    model(**batches_on(DEVICE, "llama", 1)[0]).loss.backward()
     optimizer.step()
     optimizer.close()
     assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"cpu"}
@@ -109,7 +106,7 @@ def test_a_kind_whose_host_memory_cannot_be_registered(
 def test_stowed_again_with_hooks() -> None:
     """Parameters of a registered kind of device change what they are as they move; hooks go along, those made before
     ``stow``, between and after, and so does training: closed and stowed again, also with other parameters frozen."""
-    batches, called = there(tokens("llama", 6)), {"plain": 0, "ours": 0}
+    batches, called = batches_on(DEVICE, "llama", 6), {"plain": 0, "ours": 0}
 
     def count(name: str, grad: Tensor) -> Tensor:
         called[name] += 1
@@ -148,7 +145,7 @@ def test_a_graph_from_before_raises() -> None:
     optimizer = stow(model, plan_of(model), device=DEVICE)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="a graph that was made before its model was stowed or closed"):
         loss.backward()
-    loss = model(**there([batch])[0]).loss
+    loss = model(**batches_on(DEVICE, "llama", 1)[0]).loss
     optimizer.close()
     with pytest.raises(RuntimeError, match="a graph that was made before its model was stowed or closed"):
         loss.backward()

@@ -43,8 +43,9 @@ def trainable(spec: Spec) -> bool:
     return bool(loss.requires_grad) and len({id(group) for group in groups_of(model, 2) if group["params"]}) == 2
 
 
-def both(spec: Spec, data: st.DataObject, loop: dict[str, Any], dtype: torch.dtype) -> list[str]:
-    """Train ``spec`` both ways; what differs."""
+@settings(max_examples=80, **STEADY)
+@given(specs(), loops, st.sampled_from([*3 * [torch.float32], torch.bfloat16]), st.data())
+def test_any_layout_of_any_model(spec: Spec, loop: dict[str, Any], dtype: torch.dtype, data: st.DataObject) -> None:
     assume(trainable(spec))
     batches = odd_batches(3 * loop["accumulation"])
     model = odd_model(spec, dtype)
@@ -52,19 +53,7 @@ def both(spec: Spec, data: st.DataObject, loop: dict[str, Any], dtype: torch.dty
     layout = data.draw(layouts(params, loop["accumulation"], loop["max_norm"]))
     transfer: Transfer = data.draw(st.sampled_from([Delayed, RaceDetector]))()
     wanted = plain(odd_model(spec, dtype), batches, **loop)
-    return differences(wanted, stowed(model, Made.of(layout, params), batches, transfer=transfer, **loop))
-
-
-@settings(max_examples=60, **STEADY)
-@given(specs(), loops, st.data())
-def test_any_layout_of_any_model(spec: Spec, loop: dict[str, Any], data: st.DataObject) -> None:
-    assert both(spec, data, loop, torch.float32) == []
-
-
-@settings(max_examples=20, **STEADY)
-@given(specs(), loops, st.data())
-def test_any_layout_of_any_model_in_bf16(spec: Spec, loop: dict[str, Any], data: st.DataObject) -> None:
-    assert both(spec, data, loop, torch.bfloat16) == []
+    assert differences(wanted, stowed(model, Made.of(layout, params), batches, transfer=transfer, **loop)) == []
 
 
 @pytest.mark.parametrize("spec", [{"shares": (2, 0), "calls": (0, 1, 2)}, {"calls": (0, 1, 0)}], ids=["layer", "block"])

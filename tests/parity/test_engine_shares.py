@@ -36,7 +36,7 @@ from tests.helpers.engine import (
     plan_of,
     stowed,
 )
-from tests.helpers.grid import ENGINE, NORMS, title
+from tests.helpers.grid import ENGINE, NORMS, batches_on, title
 from tests.helpers.models import build, on, tokens
 from tests.helpers.pairwise import Row, Table
 from trainer.dist.ranks import Ranks
@@ -101,9 +101,7 @@ def both(ranks: Ranks, row: Row, device: str = "cpu", turn: int = 0, **how: Any)
     case: dict[str, Any] = dict(row)
     count, norm, groups = ranks.world_size, NORMS[case["clip"]], case["groups"]
     steps = STEPS - bool(turn % 3)  # in the second all that the first has left is read; two of three cases end there
-    batches = [
-        {key: value.to(device) for key, value in batch.items()} for batch in tokens(case["model"], steps * count)
-    ]
+    batches = batches_on(device, case["model"], steps * count)
     alone: list[Result | None] = [None]
     if ranks.rank == turn % count:
         alone = [plain(on(device, made(case)), batches, accumulation=count, max_norm=norm, groups=groups)]

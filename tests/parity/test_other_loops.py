@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from strategies.engine import NonFiniteError, stow
 from tests.helpers.models import Net, build
-from tests.helpers.sides import BATCHES, LAYOUTS, Script, refused, same, stowed, train, training
+from tests.helpers.sides import BATCHES, LAYOUTS, TWO, Script, refused, same, stowed, train, training
 from trainer.planning.plan_for import plan_for
 from trainer.run.accelerator import StowAccelerator
 
@@ -127,6 +127,18 @@ def test_gradients_whose_time_is_over() -> None:
     assert all(param.grad is None for param in model.parameters())
     with pytest.raises(RuntimeError, match="belongs to an earlier step"):
         kept.norm()
+
+
+@pytest.mark.parametrize("layout", TWO)
+def test_a_graph_from_before_the_step(layout: str) -> None:
+    """As in plain training: what it saved has been replaced."""
+    model = llama()
+    optimizer = stowed(model, layout)
+    loss = model(**BATCHES[0]).loss
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"was updated since the forward|modified by an inplace operation"):
+        loss.backward()
 
 
 def test_clipping_where_updates_begin_in_backward() -> None:

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from strategies.core.compose import compose
 from strategies.core.facts import Facts
-from strategies.core.plan import INPUT, Home, Plan
+from strategies.core.plan import Home, Plan
 from strategies.core.registry import find
-from strategies.engine.forward.activations import HostRoom, arena_of_saved
 from strategies.engine.forward.checkpointing import checkpoint_blocks, checkpointed, recompute
 from tests.helpers.doubles import Delayed
 from tests.helpers.engine import STEPS, differences, plain, plan_of, stowed
@@ -149,15 +148,16 @@ LAYOUTS: tuple[Mapping[str, Any], ...] = (
 def test_with_offload(name: str, number: int) -> None:
     """Weights come and go around a block that runs again; policies and dtypes take turns with the layouts."""
     dtype = (torch.float32, torch.bfloat16)[(number + len(name)) % 2]
+    where, make = LAYOUTS[number], partial(build, name, dtype=dtype)
+    count = where.get("accumulation", 1)
+    script = partial(train_steps, batches=tokens(name, STEPS * count), passes=(count,))
     for policy in ("selective", ("full", "full, every 2nd", "selective, on the host")[number]):
-        where = {**LAYOUTS[number]}
-        loop = {"accumulation": where.get("accumulation", 1), "max_norm": where.get("max_norm", 0.0)}
-        batches = tokens(name, STEPS * loop["accumulation"])
-        wanted = plain(build(name, dtype=dtype), batches, **loop)
-        model = build(name, dtype=dtype)
-        _recompute(model, name, policy)
-        found = stowed(model, plan_of(model, **where), batches, transfer=Delayed(), **loop)
-        assert differences(wanted, found) == [], policy
+
+        def plan(model: nn.Module, policy: str = policy) -> Any:
+            _recompute(model, name, policy)
+            return plan_of(model, **where)
+
+        both_sides(make, script, [plan], max_norm=where.get("max_norm", 0.0), beside=True)
 
 
 def test_in_a_plain_loop() -> None:
@@ -178,16 +178,10 @@ def test_in_a_plain_loop() -> None:
 def _recompute(model: nn.Module, name: str, policy: str) -> None:
     if name == "experts":  # data decide which of them run, so that no fake run can count
         kept = ["linear 0", "linear 1", "linear 2"] if policy.startswith("selective") else []
-        blocks = [f"layers.{index}" for index in range(0, 4, POLICIES[policy].get("every", 1))]
-        room, hosted = None, dict[str, list[str]]()
-        if POLICIES[policy].get("activation_offloading"):
-            room = HostRoom(
-                [model.get_submodule(name) for name in blocks], arena_of_saved(1 << 20, torch.device("cpu")), Delayed()
-            )
-            hosted = {name: [INPUT, *kept] for name in blocks}
-        checkpoint_blocks(model, dict.fromkeys(blocks, kept), hosted, room)
-        return
-    recompute(model, decided(_facts(name, next(model.parameters()).dtype), POLICIES[policy]), Delayed())
+        every = POLICIES[policy].get("every", 1)
+        checkpoint_blocks(model, {f"layers.{index}": kept for index in range(0, 4, every)})
+    else:
+        recompute(model, decided(_facts(name, next(model.parameters()).dtype), POLICIES[policy]), Delayed())
 
 
 @cache

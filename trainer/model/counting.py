@@ -149,8 +149,9 @@ class Counter(TorchDispatchMode):
         self._names: dict[int, str] = {}  # by the same
         self._inside: dict[str, int] = {}  # how many calls of each of these modules are running
         units = units_by_name(model)
-        for name, param in model.named_parameters(remove_duplicate=False):
-            storage = self.weights.get(name, param).untyped_storage()._cdata
+        used = {param: self.weights.get(name, param) for name, param in model.named_parameters()}
+        for name, param in model.named_parameters(remove_duplicate=False):  # a tied one under all its names
+            storage = used[param].untyped_storage()._cdata
             self._names.setdefault(storage, name)
             owner = name.rpartition(".")[0] if units[name] in (EMBEDDING, HEAD) else units[name]
             self._owners.setdefault(storage, set()).add(owner)
