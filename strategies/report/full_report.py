@@ -12,7 +12,7 @@ from strategies.planner import gemm_routes
 from strategies.planner.activation_policy import FULL, SELECTIVE, KeepOption, by_policy
 from strategies.planner.step_cost import StepCost
 from strategies.planner.tasks import Resource
-from strategies.report import plan_json, plan_table, rank_grid
+from strategies.report import plan_json, plan_table
 from strategies.report.table import table
 
 WORTH = 0.1  # a part of the step that is worth a row
@@ -25,7 +25,7 @@ def text(plan: Plan, cost: StepCost | None, advice: Sequence[str] = (), stages: 
     """
     lines = [plan_table.title(plan), *plan_table.summary(plan), *([headline(plan, cost)] if cost else [])]
     lines += ["what would change it most, estimated:", *advice] if advice else []
-    grid = [*rank_grid.picture(plan.facts.run.grid), *rank_grid.stage_table(stages)]
+    grid = [*plan_table.grid_picture(plan.facts.run.grid), *plan_table.stage_table(stages)]
     tables = (plan_table.lines(plan), gemm_routes.lines(plan), recompute_lines(plan), plan_table.bucket_lines(plan))
     for part in map(list, (grid, *tables, step_lines(cost) if cost else ())):
         lines += ["", *part] if part else []

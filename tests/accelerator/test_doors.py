@@ -3,7 +3,6 @@
 import pytest
 
 from tests.parity import test_doors, test_model_stays, test_model_trains
-from tests.parity.conftest import one_thread  # noqa: F401
 from tests.parity.test_doors import *  # noqa: F403
 from tests.parity.test_model_stays import *  # noqa: F403
 from tests.parity.test_model_trains import *  # noqa: F403

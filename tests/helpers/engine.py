@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,14 +27,14 @@ from strategies.planner import weight_schedule
 from strategies.planner.addresses import place
 from strategies.planner.buckets import block_bytes
 from tests.helpers.doubles import RaceDetector
-from trainer.machine.probe import Machine, probe
+from trainer.machine.probe import probe
 from trainer.planning.plan_for import plan_for
 
 LR, DECAY = 1e-2, 0.1
 STEPS = 3
 Batches = Sequence[Mapping[str, Tensor]]
 Schedule = Callable[[torch.optim.Optimizer], Any]  # makes a learning-rate scheduler
-_machines: list[Machine] = []
+machine = cache(probe)
 
 
 @dataclass(slots=True)
@@ -77,9 +78,7 @@ def checkpointing(model: nn.Module, recompute: str) -> None:
         enable(gradient_checkpointing_kwargs={"use_reentrant": recompute == "reentrant"})
 
 
-def adamw(groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
-    """What the engine is compared with, unless a test says otherwise."""
-    return torch.optim.AdamW(groups, lr=LR, weight_decay=DECAY, fused=True)
+adamw = partial(torch.optim.AdamW, lr=LR, weight_decay=DECAY, fused=True)  # what the engine is compared with
 
 
 def plain(
@@ -304,12 +303,10 @@ def plan_of(
         direct: gradients that wait on the host, for updates there, have no slot.
         copies: weights that travel rest on the host in the dtype of compute, beside their masters.
     """
-    if not _machines:
-        _machines.append(probe())
     params = groups_of(model, groups)
     size = "auto"
     if bucket != "one":
-        facts = plan_for(model, params, max_grad_norm=max_norm, machine=_machines[0], world_size=1).facts
+        facts = plan_for(model, params, max_grad_norm=max_norm, machine=machine(), world_size=1).facts
         size = str(int({"half": 0.5, "several": 2}[bucket] * block_bytes(facts)))
     made = plan_for(
         model,
@@ -319,7 +316,7 @@ def plan_of(
         zero={"stage": 3} if ranks > 1 else None,
         max_grad_norm=max_norm,
         moments=moments,
-        machine=_machines[0],
+        machine=machine(),
         debug=True,
         site="device" if site == "mixed" else site,
         weights="resident" if weights == "resident" else "streamed",

@@ -20,7 +20,6 @@ from tests.parity.test_recompute import POLICIES, decided, facts_of, made, micro
 
 CPU = torch.device("cpu")
 HOSTED = ("full, on the host", "selective, on the host")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def quiet(room: HostRoom) -> bool:

@@ -35,10 +35,7 @@ LAYOUTS: Mapping[str, dict[str, Any]] = {
     "streamed, travelling": {"site": "streamed", "weights": "travelling", "prefetch": 0, "park": "host"},
     "mixed": {"site": "mixed", "weights": "some", "park": "host"},
 }
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Each site has two layouts, so that it meets both.
 layouts_and_dtypes = pytest.mark.parametrize(

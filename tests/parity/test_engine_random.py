@@ -33,7 +33,6 @@ loops = st.fixed_dictionaries(
         "groups": st.sampled_from([1, 2]),
     }
 )
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def trainable(spec: Spec) -> bool:

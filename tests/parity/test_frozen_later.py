@@ -65,7 +65,6 @@ CASES: dict[str, tuple[Any, int, type[Transfer]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.usefixtures("one_thread")
 def test_frozen_and_unfrozen(case: str) -> None:
     make, count, transfer = CASES[case]
     for plans, between, norm in ((PLANS, clips, 0.05), (IN_BACKWARD, None, 0.0)):

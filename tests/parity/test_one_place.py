@@ -34,7 +34,6 @@ from tests.helpers.sides import (
     unequal,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 NORM = 0.5
 LAYOUTS: dict[str, dict[str, Any]] = {
     "host": {"site": "host", "park": "host", "prefetch": 0},

@@ -15,7 +15,6 @@ from tests.helpers.sides import BATCHES, LAYOUTS, TWO, Script, refused, same, st
 from trainer.planning.plan_for import plan_for
 from trainer.run.accelerator import StowAccelerator
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 NORM = 0.05
 UNWANTED = ("model.layers.1.mlp.up_proj.weight", "model.norm.weight")
 llama = partial(build, "llama")

@@ -51,10 +51,7 @@ POLICIES: Mapping[str, Mapping[str, Any]] = {
 ENDS = ("none", "full")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MACHINE = probe()
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 
 
 def made(name: str, dropout: bool, attention: str, dtype: torch.dtype) -> Any:

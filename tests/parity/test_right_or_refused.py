@@ -26,7 +26,6 @@ from tests.helpers.models import Block, Net, build
 from tests.helpers.sides import BATCHES, Plain, Script, both_sides, copies, refused, stowed, training, unequal
 from trainer.planning.plan_for import plan_for
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 NORM = 1.0
 WHERE: dict[str, Any] = {"site": "streamed", "weights": "travelling", "prefetch": 0}
 HOW: dict[str, Any] = {"max_norm": NORM, "debug": False}

@@ -16,10 +16,7 @@ from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
 from trainer.run.stowed_trainer import stowed
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
-    pytest.mark.usefixtures("one_thread"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 ON_RANKS = ("Trainer, accumulation", "SFTTrainer, peft_config", "DPOTrainer")  # a loop of each kind
 TRAVEL: dict[str, Any] = {"site": "host", "weights": "streamed", "prefetch": 0}
 

@@ -23,10 +23,7 @@ from tests.helpers.zoo import FORMS, LORA, branches, hub, text
 from trainer.machine.probe import probe
 from trainer.planning.plan_for import plan_for
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing.*` is deprecated:FutureWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing.*` is deprecated:FutureWarning")
 STEPS, NORM = 3, 0.1
 MACHINE = probe()
 TRAVEL: dict[str, dict[str, Any]] = {

@@ -165,9 +165,8 @@ def profile(name: str) -> Machine:
 
 
 def sized(machine: Machine, device_bytes: int | None, host_bytes: int | None) -> Machine:
-    """``machine`` with other sizes of memory: of its device, and of what is free of its host; None: as it is.
-
-    With ``device_bytes`` a machine without an accelerator gets one, of which nothing else is known.
+    """``machine`` with other sizes of memory: of its device (it gets one if it has none, of which nothing else is
+    known), and of what is free of its host; None: as it is.
     """
     if device_bytes and machine.device_kind == "cpu":
         machine = replace(machine, name="a GPU", origin="profile", device_kind="cuda", num_devices=1, rates=None)

@@ -81,11 +81,7 @@ def vocab_size_of(config: RunConfig) -> int | None:
 
 
 def gather(config: RunConfig, world_size: int, local_world_size: int, machine: Machine) -> Facts:
-    """All facts of a run on ``world_size`` ranks of ``machine``.
-
-    Raises:
-        ConfigError: the model cannot be described.
-    """
+    """All facts of a run on ``world_size`` ranks of ``machine``. ConfigError: the model cannot be described."""
     count = asked(counted(config), config)
     run = run_facts(config, world_size, accelerated=machine.device_kind != "cpu")
     here = machine_facts(machine, local_world_size, engine=Requirement.DEEPSPEED in requirements_of(config.strategies))
@@ -95,9 +91,7 @@ def gather(config: RunConfig, world_size: int, local_world_size: int, machine: M
 
 def check_model(config: RunConfig, built: Any) -> None:
     """Check the configured model by its configuration alone, before any weight and, where it is known, any data.
-
-    Raises:
-        ConfigError: a key cannot be meant, or a strategy cannot train such a model.
+    ConfigError: a key cannot be meant, or a strategy cannot train such a model.
     """
     config_keys.check(config, built)
     keys = built.get_text_config().to_dict()
@@ -270,10 +264,7 @@ def _call(model: Any, inputs: Mapping[str, Any], smoothing: float | None, autoca
 
 
 def _meta_model(config: RunConfig) -> PreTrainedModel:
-    """The configured model on the meta device: shapes and dtypes, no storage.
-
-    Not made of fake tensors from the start, because modules of fake tensors cannot be moved or cast, and peft does.
-    """
+    """The configured model on the meta device. Modules of fake tensors cannot be moved or cast, and peft does that."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -222,9 +222,8 @@ def _saving() -> list[str]:
 
 
 def _plain(config: RunConfig) -> tuple[FitRow, FitRow]:
-    """Training of all weights, and of adapters, without strategies that save memory and without what they exclude.
-
-    Nor with those that divide one copy of the model over ranks, which ``launch/plan.py --search`` compares.
+    """Training of all weights, and of adapters, without strategies that save memory and what they exclude, and without
+    those that divide one copy of the model over ranks, which ``launch/plan.py --search`` compares.
     """
     tree = config.tree()
     dropped = {*_saving(), *(name for name, strategy in config.strategies.items() if strategy.divides())}

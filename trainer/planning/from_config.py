@@ -39,13 +39,9 @@ def plan_of(
     tune: bool = False,
     say: Callable[[str], None] = print,
 ) -> Plan:
-    """The plan of a run.
-
-    On a single machine it uses the block times that an earlier run in the same folder measured; a run that ``resumes``
-    uses those that it started with.
-
-    Args:
-        tune: measure the matrix products of linear layers, if a strategy needs that and it has not been done yet.
+    """The plan of a run. With ``tune`` matrix products of linear layers are measured, if a strategy needs that and it
+    has not been done yet. On a single machine the block times are used that an earlier run in the same folder measured;
+    a run that ``resumes`` uses those that it started with.
 
     Raises:
         ConfigError: strategies conflict, or one cannot work with these facts; TooLargeError: memory is not enough.
