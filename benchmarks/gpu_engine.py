@@ -27,14 +27,15 @@ from torch import Tensor
 
 from strategies.engine.forward.checkpointing import recompute, room_of
 from strategies.engine.memory import accelerator
-from strategies.engine.transfer.transfer import AcceleratorTransfer, Delayed, Lane, Transfer, transfer_for
+from strategies.engine.transfer.transfer import AcceleratorTransfer, Lane, Transfer, transfer_for
 from tests.helpers import simulated
+from tests.helpers.doubles import Delayed
 from tests.helpers.engine import Result
 from tests.helpers.grid import BF16, FORBIDDEN, FP32, both, noise, title
 from tests.helpers.pairwise import Row, Table
 from tests.parity.test_recompute import POLICIES, decided, made, micro_batches, steps
 from trainer.planning.plan_for import plan_for
-from trainer.verify.differences import repeat_sums
+from trainer.verify.verify import repeat_sums
 
 LONGEST_PAUSE = 4096  # rows: about a millisecond, longer than any copy or kernel of these models
 LONGEST_DELAYS_US = 300, 100  # of copies and kernels on the simulated device

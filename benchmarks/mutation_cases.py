@@ -24,9 +24,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from benchmarks.mutation_scripts import LAYOUTS, SCRIPTS, on_and_off
 from benchmarks.slow_lanes import DEVICE, LANES, Slow, slowly
 from strategies.engine import AdamW, stow
-from strategies.engine.transfer.race_detector import RaceDetector
 from strategies.engine.transfer.transfer import Lane
 from tests.helpers import grid, sides
+from tests.helpers.doubles import RaceDetector
 from tests.helpers.engine import DECAY, LR, differences, plan_of
 from tests.helpers.models import Mixture, Odd, build
 from tests.helpers.pairwise import Row, Table

@@ -50,7 +50,7 @@ from strategies.engine.updating.updates import Updates
 from strategies.report.table import table as aligned
 
 ENGINE = Path(engine.__file__).parent
-LEFT_OUT = ("transfer.py", "race_detector.py", "worker.py")  # they implement waiting
+LEFT_OUT = ("transfer.py", "worker.py")  # they implement waiting
 REHEARSED = (r"residency\.py:\d+ COMPUTE does not wait for \w+\.arrived", r"DOWN does not wait for \w+\.used")
 JOBS, LIMIT_S = 2, 30  # processes at a time; seconds for one case, about a hundred times what it takes
 

@@ -7,6 +7,7 @@
 Needs no accelerator, no weights and no data. If the training state does not fit, the exit code is 2, and a table says
 what would. ``--fit`` prints that table for any model and machine; its exit code is 0 whatever the answer is.
 ``--search`` prints the best ways to use all ranks: pipeline stages, tensor and data parallelism, and what goes with it.
+``--tokens`` adds what a run of so many tokens takes: operations, days, cost and energy.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from launch import cli
 from strategies.core.sizes import parse_bytes
@@ -27,6 +28,7 @@ from trainer.errors import ConfigError, UserError, report
 if TYPE_CHECKING:
     from strategies.core.plan import Plan
     from strategies.planner.step_cost import StepCost
+    from strategies.report.run_budget import Asked
     from trainer.config.sections import RunConfig
     from trainer.dist.ranks import Ranks
     from trainer.machine.probe import Machine
@@ -43,7 +45,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--config", metavar="FILE", help="the run's YAML file")
     parser.add_argument("--fit", action="store_true", help="which ways of training this model fit into this machine")
     parser.add_argument("--search", action="store_true", help="the best ways to use all ranks, simulated")
-    parser.add_argument("--network", type=float, metavar="GBITS", help="with --search: of a rank to other machines")
+    parser.add_argument(
+        "--network", type=float, metavar="GBITS", help="with --search or --tokens: of a rank to other machines"
+    )
+    parser.add_argument("--tokens", metavar="N", help="what a run takes that is so long, as in 15B")
+    parser.add_argument("--price-per-gpu-hour", metavar="X", help="with --tokens: its cost, in any currency")
+    parser.add_argument("--power-watts", metavar="X", help="with --tokens: of a GPU and its share of the rest")
+    parser.add_argument(
+        "--mfu", metavar="X", help="with --tokens: the share of the peak beside the simulated step (0.4)"
+    )
     parser.add_argument("--model", metavar="NAME_OR_FOLDER", help="with --fit, instead of a config file")
     parser.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks of the job (default 1)")
     parser.add_argument("--ranks-per-machine", type=int, metavar="N", help="default: as many as are left, at most 8")
@@ -65,14 +75,17 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--config FILE is required; try --config configs/quickstart.yaml")
     if arguments.model and (arguments.config or not arguments.fit):
         parser.error("--model is for --fit, and instead of --config")
-    unused = [name for name in ("json", "plot", "explain", "deepspeed", "measure") if getattr(arguments, name)]
+    unused = [
+        name for name in ("plot", "explain", "deepspeed", "measure", "json", "tokens") if getattr(arguments, name)
+    ]
     if arguments.fit and unused:
         parser.error(f"--{unused[0]} is about one plan, and --fit compares several; leave one of the two out")
-    if arguments.search and (arguments.fit or unused):
+    if arguments.search and (arguments.fit or {*unused} - {"json", "tokens"}):
         what = unused[0] if unused else "fit"
         parser.error(f"--{what} is not for --search, which compares many plans; leave one of the two out")
-    if arguments.network is not None and not (arguments.search and 0 < arguments.network < float("inf")):
-        parser.error(f"--network {arguments.network:g}: must be more than 0, and is for --search")
+    asked = arguments.search or arguments.tokens
+    if arguments.network is not None and not (asked and 0 < arguments.network < float("inf")):
+        parser.error(f"--network {arguments.network:g}: must be more than 0, and is for --search and --tokens")
     if arguments.world_size < 1:
         parser.error(f"--world-size {arguments.world_size}: must be at least 1")
     local = arguments.ranks_per_machine
@@ -104,6 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def show(arguments: argparse.Namespace) -> None:
     """Print the plan and what else was asked for; raise ConfigError if it does not fit."""
+    asked = asked_of(arguments)
     config = load(arguments.config, arguments.overrides)
     machine, ranks = machine_of(arguments), ranks_of(arguments)
     from strategies.backends import deepspeed
@@ -119,6 +133,10 @@ def show(arguments: argparse.Namespace) -> None:
     plan = plans[0]
     cost = plan_cost(plan)
     print(full_report.text(plan, cost, advice(config, plan), plans))
+    if asked is not None:
+        from trainer.planning.hybrid import budget
+
+        print("", *budget(config, ranks, machine, arguments.network, plans, asked), sep="\n")
     if arguments.explain:
         of_units = {unit.name: each for each in plans for unit in each.facts.units}
         if arguments.explain not in of_units:
@@ -127,10 +145,7 @@ def show(arguments: argparse.Namespace) -> None:
     if arguments.deepspeed:
         print(f"\n{json.dumps(deepspeed.ds_config(plan), indent=1)}")
     if arguments.json:
-        try:
-            arguments.json.write_text(json.dumps(full_report.to_json(plan, cost), indent=1))
-        except OSError as error:
-            raise ConfigError(f"--json {arguments.json}: {error.strerror}") from None
+        write(arguments.json, full_report.to_json(plan, cost))
     if arguments.plot:
         plot(config, plan, cost, arguments.plot)
     with explained(config, ranks, machine):
@@ -154,10 +169,32 @@ def show_fit(arguments: argparse.Namespace) -> None:
 
 def show_search(arguments: argparse.Namespace) -> None:
     """Print the best ways to use all ranks."""
+    asked = asked_of(arguments)
     config, machine = load(arguments.config, arguments.overrides), machine_of(arguments)
     from trainer.planning.hybrid import search
 
-    print("\n".join(search(config, ranks_of(arguments), machine, arguments.network, say)))
+    lines, content = search(config, ranks_of(arguments), machine, arguments.network, say, asked)
+    print("\n".join(lines))
+    if arguments.json:
+        write(arguments.json, content)
+
+
+def asked_of(arguments: argparse.Namespace) -> Asked | None:
+    """What is asked of a whole run."""
+    from strategies.report.run_budget import read
+
+    try:
+        return read({name: getattr(arguments, name) for name in ("tokens", "price_per_gpu_hour", "power_watts", "mfu")})
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Write what ``--json`` asks for."""
+    try:
+        path.write_text(json.dumps(content, indent=1))
+    except OSError as error:
+        raise ConfigError(f"--json {path}: {error.strerror}") from None
 
 
 def show_file(path: Path | None) -> None:
@@ -165,7 +202,7 @@ def show_file(path: Path | None) -> None:
     from strategies.report import plan_json
 
     if path is None:
-        print(json.dumps(plan_json.json_schema(), indent=2))
+        print(json.dumps(plan_json.PlanFile.model_json_schema(), indent=2))
         return
     try:
         found = plan_json.problems(path.read_text())

@@ -33,8 +33,7 @@ class Buffers(Strategy):
 
     debug: bool = Field(
         default=False,
-        description="Check on each use that a slot holds the bucket it should, and have every weight that backward "
-        "reads brought, not only where that was seen to be needed; slow, for tests.",
+        description="Check on each use that a slot holds the bucket it should; slow, for tests.",
     )
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:

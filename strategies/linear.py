@@ -4,11 +4,9 @@ Problem: each product of a linear layer reads an operand across its rows, and so
 slower at that (``strategies/core/linears.py``). A transposed copy of the weight costs |W| bytes of memory and one pass
 per optimizer step, and saves one such pass per micro-batch. Other routes transpose in each product.
 
-Invariant: names, shapes and bytes of the model's state do not change. A layer whose products are all native is not
-touched, the copy is never used for another weight than it was made of, and evaluation reads the weight itself.
+Invariant: names, shapes and bytes of the model's state do not change (docs/strategies/linear.md).
 
-Refused: second copies under ZeRO stage 3 and offload, which split or move what a copy would hold whole. What was not
-attempted is listed in docs/strategies/linear.md.
+Refused: second copies under ZeRO stage 3 and offload, which split or move what a copy would hold whole.
 
 Source: "Training System for LLMs Based on Adaptive Transpose on Hygon DCU", Computer Science 53(3), 2026, for choosing
 by measurement; the formulation is ours.
@@ -93,7 +91,6 @@ class Linear(Strategy):
             yield Reserve(unit=RUN, reason="weights, turned", owner="linear: second weight copies", num_bytes=copied)
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
-        """Set the routes of the layers that are not native."""
         if chosen := gemm_routes.chosen(plan):
             from strategies.engine.forward.routed_linear import route
 

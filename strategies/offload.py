@@ -22,8 +22,8 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import AfterValidator, Field, PrivateAttr
 
 from strategies.core.facts import Facts, Home, Precision, RunFacts
-from strategies.core.layout import Layout, Reduction, common_bytes, leads
-from strategies.core.plan import RUN, Conflict, Decision, EngineSet, Plan, Stow, Travel
+from strategies.core.layout import Reduction, common_bytes
+from strategies.core.plan import RUN, Conflict, Decision, EngineSet, Plan, Stow
 from strategies.core.protocol import BITWISE, MemoryRefusal, Parity, Phase, Refusal, Requirement, Strategy
 from strategies.core.sizes import AUTO, check_budget, human, parse_bytes
 from strategies.planner import edits, keep_or_offload, memory_rows
@@ -120,7 +120,9 @@ class Offload(Strategy):
         "sends less between machines and adds in another order (1e-4 of the largest weight; two ranks: the same bits).",
     )
     update_in_backward: bool | Literal["auto"] = Field(
-        default="auto", description="Updates start while backward runs; auto: where nothing is clipped."
+        default="auto",
+        description="Updates start while backward runs: those by the CPU, and those on the device that need no copies; "
+        "auto: where nothing is clipped.",
     )
 
     _stage: int = PrivateAttr(default=0)  # of strategies.zero, if that is on
@@ -174,7 +176,6 @@ class Offload(Strategy):
         keeps, layout = keep_or_offload.decide(plan, self.request(facts))
         yield from keeps
         yield from memory_rows.of_units(facts, layout)
-        yield from self._travels(facts, layout)
         reason = "only the excess is offloaded, unless offloading more is faster"
         if common_bytes(layout):
             reason += "; ranks copy each other's parts of weights up from the host's memory"
@@ -245,11 +246,3 @@ class Offload(Strategy):
             common_host=self._common_host(facts),
             reduction=self.reduction,
         )
-
-    def _travels(self, facts: Facts, layout: Layout) -> Iterator[Travel]:
-        for unit in facts.units:
-            ahead = [leads(b, layout) for b in layout.buckets if unit.name in b.units and not b.resident]
-            if ahead:
-                forward, backward = map(max, zip(*ahead, strict=True))
-                reason = f"fetched {forward} units ahead in forward, {backward} in backward"
-                yield Travel(unit=unit.name, reason=reason, fetch_ahead=max(forward, backward))

@@ -11,7 +11,7 @@ than in plain training, so that a step is equal to rounding only.
 
 DeepSpeed's AutoTP does the work. Which layers it divides is said in ``strategies/backends/autotp.py``, how many bytes
 that leaves on a rank is counted on such a model (``trainer/model/tensor_share.py``), so the other strategies decide
-about one rank's part. Inside attention ranks draw different dropout masks (``strategies/backends/tensor_dropout.py``).
+about one rank's part. Inside attention ranks draw different dropout masks (``strategies/backends/tensor_shards.py``).
 
 Refused: ZeRO stage 3; stage 0 in mixed precision, for which DeepSpeed counts the gradients of one rank only where it
 clips; strategies that take whole layers or change what the layers run; adapters; compiled models; Adafactor and
@@ -105,7 +105,6 @@ class Tensor(Strategy):
         yield EngineSet(unit=RUN, reason=reason, key=deepspeed.TENSOR_DEGREE, value=self.degree)
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
-        """Let attention draw another dropout mask on each rank."""
-        from strategies.backends import tensor_dropout
+        from strategies.backends import tensor_shards
 
-        tensor_dropout.apart(model, plan.facts.run.grid)
+        tensor_shards.apart(model, plan.facts.run.grid)

@@ -83,7 +83,6 @@ class Zero(Strategy):
             yield Reserve(unit=RUN, reason=each.reason, owner=each.owner, num_bytes=each.num_bytes, when=each.when)
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
-        """Stage 3: blocks are gathered whole."""
         if self.stage == 3:
             deepspeed.set_leaf_modules(model, plan)
 

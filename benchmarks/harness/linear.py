@@ -136,14 +136,15 @@ def training_steps(model: str, length: int, accumulation: int, rounds: int, say:
     from benchmarks.harness.contenders import Plain
     from strategies.engine.forward.routed_linear import route, weights_changed
     from strategies.engine.memory import accelerator
-    from trainer.model.counting_alike import listed
+    from trainer.model.counting import Counter
 
     device = accelerator.current() or torch.device("cpu")
     done = work.work(model, accumulation=accumulation, rows=1, length=length)
     stock = child.llama(done).to(device).train()
     batches = child.tokens(done, device)[0]
-    with listed(stock, (), None) as layers:
+    with Counter(stock) as counter:
         stock(**batches[0])
+    layers = counter.linears()
     shapes = dict.fromkeys(layer.shape for layer in layers.values())
     timings = {each.shape: each for each in timed(list(shapes), 60.0, say)}
     by_mode: dict[str, dict[str, Routes]] = {

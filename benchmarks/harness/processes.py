@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.work import Contender, Work
-from strategies.core.sizes import human, human_duration
+from strategies.core.sizes import human, human_duration, human_number
 from trainer.dist.ranks import GRACE_S, Ranks, describe
-from trainer.run.metrics import human_number
 
 REPO = Path(__file__).resolve().parents[2]
 RUN_LIMIT_S = 1800

@@ -19,10 +19,9 @@ from typing import Any
 from benchmarks.harness import processes
 from benchmarks.harness.processes import REPO, Run
 from benchmarks.harness.work import PLAIN, Contender, Work
-from strategies.core.sizes import human
+from strategies.core.sizes import human, human_number
 from strategies.report.table import table as aligned
 from trainer.errors import ConfigError, ExitCode
-from trainer.run.metrics import human_number
 
 UNKNOWN = "n/a"
 QUIET = 0.05  # the table says so if other processes used more of the cores than this while a run was measured

@@ -24,10 +24,8 @@ from strategies.core.plan import (
     Place,
     Plan,
     Reserve,
-    Rest,
     Share,
     Stow,
-    Travel,
 )
 from strategies.core.protocol import Axis, Idle, Phase, Refusal, Requirement, Strategy
 from strategies.core.registry import find
@@ -36,8 +34,7 @@ ANSWERS: Mapping[Phase, tuple[type[Decision], ...]] = {
     Phase.HOW: (Impl, Reserve),
     Phase.WHO: (Share, Reserve),
     Phase.KEEP: (Keep,),
-    Phase.WHERE: (Rest, Share, Travel, Stow),  # what rests elsewhere has to travel, in the dtype of compute
-    Phase.WHEN: (Travel,),
+    Phase.WHERE: (Share, Stow),
     Phase.BUFFER: (Place, Reserve),
 }
 ORDER = tuple(Phase)

@@ -143,16 +143,32 @@ class Param:
     dtype: str  # of compute under the memory engine, by torch's name: "float32" or "bfloat16"
     group: int | None  # of the optimizer; None: frozen
     users: tuple[str, ...] = ()  # further units that use it, as a tied head does
-    elsewhere: bool = False  # read outside of the modules that own it, as by a loss that multiplies by the head
+    elsewhere: bool = False  # may be in use while units run that do not own it, as a head by which a loss multiplies
     looked_up: bool = False  # its unit only looks rows up in it, and does not read it in backward
 
 
-@dataclass(frozen=True, slots=True)
-class RunFacts:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelNumbers:
+    """What is counted of a model besides its units. Of a rank's part of it, but for ``model_params`` and
+    ``model_flops``.
+    """
+
+    hidden_size: int = 0  # 0: the model has no such number; bucket sizes then take their defaults
+    largest_param: int = 0  # elements of the largest single parameter tensor
+    forward_flops: int = 0  # of one micro-batch; backward takes twice as many where nothing is frozen; 0: not counted
+    trained_bytes: int = 4  # per trainable parameter, as plain training has them; ``frozen_bytes`` per frozen one
+    frozen_bytes: int = 4
+    model_params: int = 0  # of the whole model where a rank has a part of it; 0: the same as the rank
+    model_flops: int = 0  # of one micro-batch's forward through it
+    tied: bool = False  # the head multiplies by the embedding's weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts(ModelNumbers):
     """The run as configured: micro-batch in sequences, sequence in tokens, ranks over all nodes.
 
     ``stages`` x ``tensor`` ranks hold one copy of the model together (``strategies/core/grid.py``). Where layers are
-    divided over ranks, units are one rank's part, and so are all numbers but ``model_params`` and ``model_flops``.
+    divided over ranks, units are one rank's part.
     """
 
     micro_batch: int
@@ -162,11 +178,6 @@ class RunFacts:
     precision: Precision
     world_size: int
     moments: int = 2  # fp32 numbers of optimizer state per trainable parameter; Adam keeps two
-    hidden_size: int = 0  # 0: the model has no such number; bucket sizes then take their defaults
-    largest_param: int = 0  # elements of the largest single parameter tensor
-    forward_flops: int = 0  # of one micro-batch; backward takes twice as many where nothing is frozen
-    trained_bytes: int = 4  # per trainable parameter as it is loaded; ``frozen_bytes`` per frozen one
-    frozen_bytes: int = 4
     optim: str = "adamw_torch_fused"  # Hugging Face's name of the optimizer
     recomputes: bool = False  # blocks run forward once more in backward
     accelerated: bool = False  # the device has other kernels than the host
@@ -174,9 +185,6 @@ class RunFacts:
     stage: int = 0  # of this rank
     in_flight: int = 1  # micro-batches that are between their forward and their backward at a time
     tensor: int = 1
-    model_params: int = 0  # of the whole model where a rank has a part of it; 0: the same as the rank
-    model_flops: int = 0  # of one micro-batch's forward through it
-    tied: bool = False  # the head multiplies by the embedding's weight
 
     @property
     def grid(self) -> Grid:
@@ -213,9 +221,9 @@ class Rates:
     device_bytes_per_s: float  # of the device's memory, reads plus writes
     launch_s: float = 1e-5  # of the host, to launch one operator on the device
     net_bytes_per_s: float | None = None  # a rank to others of its machine, and from them; None: by way of the host
-    net_latency_s: float = 1e-5  # of a message between ranks of a machine, in addition to its bytes
+    net_latency_s: float = 1e-5  # per hop of a message between ranks of a machine, in addition to its bytes
     net_across_bytes_per_s: float | None = None  # to ranks of other machines; None: unknown
-    net_across_latency_s: float = 2e-5
+    net_across_latency_s: float = 17e-6  # from where: strategies/planner/hybrid/cluster.py
     origin: Literal["measured", "profile", "assumed"]  # on this machine; by name
 
     def __post_init__(self) -> None:

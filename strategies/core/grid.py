@@ -79,12 +79,7 @@ def grid_of(world_size: int, *, stages: int = 1, tensor: int = 1) -> Grid:
     """The grid of a world. Raise ValueError with those that would do if it is no multiple of a replica's ranks."""
     ranks = stages * tensor
     if world_size % ranks:
-        replica, fits = Grid(stages, 1, tensor), _multiples(ranks, world_size)
+        replica, below = Grid(stages, 1, tensor), world_size // ranks * ranks
+        fits = " or ".join(str(count) for count in (below, below + ranks) if count)
         raise ValueError(f"one replica takes {replica} = {ranks} ranks: start {fits} ranks, not {world_size}")
     return Grid(stages, world_size // ranks, tensor)
-
-
-def _multiples(ranks: int, wanted: int) -> str:
-    """The multiples of ``ranks`` on both sides of ``wanted``."""
-    below = wanted // ranks * ranks
-    return " or ".join(str(count) for count in (below, below + ranks) if count)

@@ -11,6 +11,7 @@ is stored as inputs x outputs (GPT-2's ``Conv1D``), wgrad is X' G, so left and r
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
@@ -101,12 +102,17 @@ class Linear:
 @dataclass(frozen=True, slots=True)
 class Timed:
     """Seconds of each product of a shape over each route that has the right result, transpositions included, and
-    those to write the second copy once.
+    those to write the second copy once. ValueError if they are not numbers of seconds, or the native route has none.
     """
 
     shape: Shape
     seconds: tuple[tuple[Gemm, Route, float], ...]
     refresh_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        taken = all(0 < seconds < math.inf for *_, seconds in self.seconds) and 0 <= self.refresh_s < math.inf
+        if not taken or not all(Route.NATIVE in self.of(gemm) for gemm in Gemm):
+            raise ValueError("seconds must be positive, and every product has a native route")
 
     def of(self, gemm: Gemm) -> dict[Route, float]:
         """Seconds of one product by route."""

@@ -76,13 +76,16 @@ class Impl(Decision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share(Decision):
-    """WHO: one kind of the unit's tensors is split over ``ways`` ranks."""
+    """WHO, WHERE: one kind of the unit's tensors is split over ``ways`` ranks, and rests at ``home`` between uses."""
 
     about = ("unit", "kind")
     kind: Kind
     ways: int
     element_bytes: int  # 0: the tensor does not exist (no separate master in plain fp32)
     frozen_bytes: int | None = None  # of frozen parameters, where they have another size
+    home: Home = Home.DEVICE
+    strays: int = 0  # elements at the other home: small vectors stay where the matrices of a block leave
+    stray_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,26 +107,6 @@ class Keep(Decision):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rest(Decision):
-    """WHERE: the home of one kind of the unit's tensors between uses.
-
-    The table shows ``reason`` with strays; the others have that of their ``Share``.
-    """
-
-    about = ("unit", "kind")
-    kind: Kind
-    home: Home
-    strays: int = 0  # elements at the other home: small vectors stay where the matrices of a block leave
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Travel(Decision):
-    """WHEN: how many units ahead of its use a unit that rests on the host is fetched. 0: it is always on the device."""
-
-    fetch_ahead: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Reserve(Decision):
     """BUFFER: bytes set aside under a name, outside any unit's own tensors."""
 
@@ -137,7 +120,7 @@ class Reserve(Decision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stow(Decision):
-    """WHERE: the buckets of parameters, and where each of them rests. About the run as a whole."""
+    """WHERE: the buckets of parameters, where each of them rests, and when it travels. About the run as a whole."""
 
     layout: Layout
 
@@ -173,7 +156,7 @@ class Conflict(ValueError):
         )
 
 
-def baseline_shares(facts: Facts, unit: Unit) -> Iterable[Decision]:
+def _shares(facts: Facts, unit: Unit) -> Iterable[Decision]:
     """Tensors as they are loaded, whole on every rank. Autocast keeps parameters' size; there is no separate master."""
     run = facts.run
     mixed = run.precision is not Precision.FP32
@@ -200,12 +183,8 @@ class Plan:
         decisions: list[Decision] = []
         for unit in facts.units:
             decisions.append(Impl(unit=unit.name, reason="as the model defines it", implementation="native"))
-            decisions.extend(baseline_shares(facts, unit))
+            decisions.extend(_shares(facts, unit))
             decisions.append(Keep(unit=unit.name, reason="all kept", policy=NONE, saved_bytes=unit.saved_bytes))
-            decisions.extend(
-                Rest(unit=unit.name, reason="nothing is offloaded", kind=kind, home=Home.DEVICE) for kind in Kind
-            )
-            decisions.append(Travel(unit=unit.name, reason="always present", fetch_ahead=0))
         return cls(facts, MappingProxyType({d.slot: (d, BASELINE) for d in decisions}))
 
     def amend(self, decisions: Iterable[Decision], by: str) -> Plan:
@@ -231,22 +210,18 @@ class Plan:
     def share(self, unit: str, kind: Kind) -> Share:
         return self._answer(Share, unit, kind.name)
 
-    def rest(self, unit: str, kind: Kind) -> Rest:
-        return self._answer(Rest, unit, kind.name)
-
     def num_bytes(self, unit: str, kind: Kind, home: Home | None = None) -> int:
         """Bytes of one kind of one unit's tensors on one rank, at one home or anywhere."""
-        share, rest = self.share(unit, kind), self.rest(unit, kind)
-        facts = self.facts.unit(unit)
+        share, facts = self.share(unit, kind), self.facts.unit(unit)
         elements = facts.num_params if kind is Kind.PARAM else facts.num_trainable
         whole = -(-elements // share.ways) * share.element_bytes
         if share.frozen_bytes is not None:
             frozen = -(-(facts.num_params - facts.num_trainable) // share.ways)
             whole += frozen * (share.frozen_bytes - share.element_bytes)
-        strays = -(-rest.strays // share.ways) * share.element_bytes
+        strays = -(-share.strays // share.ways) * share.element_bytes
         if home is None:
             return whole
-        return whole - strays if home is rest.home else strays
+        return whole - strays if home is share.home else strays
 
     def total(self, kind: Kind, home: Home | None = None) -> int:
         return sum(self.num_bytes(unit.name, kind, home) for unit in self.facts.units)
@@ -349,8 +324,9 @@ class Plan:
 
 
 def answer(decision: Decision) -> tuple[object, ...]:
-    """The values of a decision without unit and reason: what two strategies must agree on."""
-    return tuple(getattr(decision, each.name) for each in fields(decision) if each.name not in ("reason", "unit"))
+    """The values of a decision without unit and reasons: what two strategies must agree on."""
+    names = (each.name for each in fields(decision) if each.name not in ("reason", "stray_reason", "unit"))
+    return tuple(getattr(decision, name) for name in names)
 
 
 _UNSAID = ("reason", "unit", "kind", "open", "may_host")

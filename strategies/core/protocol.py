@@ -32,8 +32,7 @@ class Phase(Enum):
     HOW = "how is it computed"
     WHO = "who holds which share"
     KEEP = "what does forward keep"
-    WHERE = "where does it rest"
-    WHEN = "when does it travel"
+    WHERE = "where does it rest, when does it travel"
     BUFFER = "which buffer receives it"
 
 

@@ -72,3 +72,13 @@ def human_duration(seconds_s: float) -> str:
     if hours:
         return f"{hours}h{minutes:02}m"
     return f"{minutes}m{seconds:02}s" if minutes else f"{seconds}s"
+
+
+def human_number(value: float, digits: int) -> str:
+    """``value`` with this many significant digits, trailing zeros kept so that columns stay aligned."""
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
+    magnitude = math.floor(math.log10(abs(value)))
+    if not -4 <= magnitude < 6:
+        return f"{value:.{digits - 1}e}"
+    return f"{value:,.{max(0, digits - 1 - magnitude)}f}"

@@ -24,12 +24,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from strategies.core.layout import Addresses, Item, Layout
-from strategies.engine.buckets.bucket_state import BucketOf, BucketState, Pending, find_overlapping
-from strategies.engine.buckets.jobs import Job, Scale
+from strategies.engine.buckets.bucket_state import BucketOf, BucketState, Job, Pending, Scale, find_overlapping
 from strategies.engine.memory.arena import Arena
 from strategies.engine.module_hooks import ModuleHooks, Scope, find_scopes, unseen
 from strategies.engine.prefetch import Prefetch
-from strategies.engine.ranks.common_copies import ranks_of
+from strategies.engine.ranks.shares import ranks_of
 from strategies.engine.residency import Residency
 from strategies.engine.tensors.guard import refuse_transforms
 from strategies.engine.tensors.parameters import Copied
@@ -46,12 +45,7 @@ FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 class Engine(Copied):
     """Drives ``model`` as ``layout`` and ``addresses`` say. Made by ``stow``, which has checked that they fit.
-
-    Args:
-        groups: returns the optimizer's parameter groups; called when a job is made.
-        group: ranks to take the mean of gradients over; None for one rank.
-        debug: check at each use that a home holds the right bucket, and guard all scopes.
-        beside: run host updates in a worker thread, else in the caller's.
+    ``groups`` returns the optimizer's parameter groups; ``group``: ranks to average gradients over, None for one rank.
     """
 
     def __init__(
@@ -87,7 +81,6 @@ class Engine(Copied):
             self._enter_backward,
             unseen(self.residency.left),
             self._bring_unannounced,
-            debug=debug,
             remembers=self.shares_weights,  # residents need no order of fetches
         )
         self.worker = Worker(spare_cores() if beside else None, device)
@@ -112,7 +105,10 @@ class Engine(Copied):
 
     def _make_buckets(self, model: nn.Module) -> Iterator[BucketState]:
         params = dict(model.named_parameters())
-        nans = {dtype: self._nan(dtype) for dtype in {param.dtype for param in params.values()}}
+        nans = {
+            dtype: torch.full((), math.nan, dtype=dtype, device=self.device)
+            for dtype in {param.dtype for param in params.values()}
+        }
         fused = {id(p) for module in model.modules() if isinstance(module, FUSED) for p in module.parameters()}
         for index, spec in enumerate(self.layout.buckets):
             members = [params[name] for name in spec.params]
@@ -120,9 +116,6 @@ class Engine(Copied):
             bucket = BucketState(spec, index, members, self.arena, nan, self.layout, fused, self.ranks.rank)
             bucket.take_in()
             yield bucket
-
-    def _nan(self, dtype: torch.dtype) -> Tensor:
-        return torch.full((), math.nan, dtype=dtype, device=self.device)
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
@@ -218,7 +211,6 @@ class Engine(Copied):
         self.clipping.clear()
         self.gradients.spend()
         self._used.clear()
-        self.hooks.choose_guards()
         self.prefetch.in_step()
         self.skipped_steps.refuse()
 
@@ -308,10 +300,12 @@ class Engine(Copied):
         self.ensure(bucket)
         self.hooks.add_to_running(bucket)
 
-    def whole_weight(self, bucket: BucketState, index: int, device: torch.device | str) -> Tensor:
-        """The newest weight of one parameter of a bucket that ranks share: its home if that is always its own, else a
-        copy on ``device``. A collective if the weight is away.
+    def newest(self, bucket: BucketState, index: int, device: torch.device | str = "cpu") -> Tensor:
+        """The newest weight of one parameter of a bucket that is settled. Where ranks share it: its home if that is
+        always its own, else a copy on ``device``; a collective if the weight is away.
         """
+        if not bucket.is_shared:
+            return bucket.weight_of(index)
         if self.hooks.backward:  # it has ended, and its last scope was not left
             self.hooks.close_all()
         self.ensure(bucket)
@@ -319,7 +313,7 @@ class Engine(Copied):
         if bucket.spec.resident:
             return home
         copy = home.to(device, copy=True)
-        bucket.was_used(used=self.transfer.record(Lane.COMPUTE))
+        bucket.used = self.transfer.record(Lane.COMPUTE)
         return copy
 
     @property

@@ -50,10 +50,8 @@ class Keeper(Copied):
             transfer.host_wait(bucket.stored)
             transfer.wait(Lane.COMPUTE, bucket.stored, bucket.arrived)
             newest = lent_value(bucket.params[self._index])
-            if newest is None and bucket.is_shared:
-                newest = self._engine.whole_weight(bucket, self._index, self._engine.device)
-            elif newest is None:
-                newest = bucket.weight_of(self._index)
+            if newest is None:
+                newest = self._engine.newest(bucket, self._index, self._engine.device)
             return newest.to(self._engine.device, copy=True)
 
     def shown(self) -> Tensor:

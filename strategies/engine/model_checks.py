@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from strategies.core.facts import Home
 from strategies.core.layout import Layout
+from strategies.engine.forward.blocks import around_blocks
 from strategies.engine.tensors.parameters import ACCUMULATED
 from strategies.engine.updating.optim import UpdateRule
 
@@ -53,6 +54,10 @@ def mismatches(model: nn.Module, layout: Layout, groups: list[dict[str, Any]], r
                     f"{name}: the plan has {size} x {bucket.dtype} in group {bucket.group}, the model {found[0]} x "
                     f"{found[1]} in group {found[2]}"
                 )
+    around = around_blocks(model)
+    for name in (name for b in layout.buckets if not b.resident for name in b.params if name in around):
+        owner = name.rpartition(".")[0] or "the model"
+        yield f"{name}: leaves the device in the plan, and {owner}, which owns it, uses it while its blocks run"
     for name in params.keys() - {name for bucket in layout.buckets for name in bucket.params}:
         yield f"{name}: not in the plan"
 

@@ -13,11 +13,7 @@ output, or in a scope whose output cannot be hooked, runs unannounced. Weights w
 read again.
 
 [Note: unannounced nodes] Whatever runs, it reads right weights or raises (``parameter_views.py``, Note: versions). The
-guard (``guard.py``) makes sure that it reads right weights, and costs time in every forward. So a scope is guarded
-until a step in which one of its output nodes was its newest node, so that all others run after it, and no unannounced
-read happened. A scope for which this has ever failed stays guarded. All are guarded while other code has hooks on saved
-tensors, since these switch off torch's own check. Guards change at ``step`` only: a checkpoint must find in backward
-what it found in forward.
+guard around the forward of each scope (``guard.py``) makes sure that it reads right weights.
 
 Recomputation runs a scope's forward inside its backward and may stop in the middle, so that the end of that forward is
 never seen; a forward that raised has no end either. Therefore a scope is left when another one is entered that is not
@@ -27,7 +23,6 @@ last of them; that leaves this scope, and it is entered again before its backwar
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -41,13 +36,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from strategies.engine.buckets.bucket_state import BucketState
 from strategies.engine.forward.blocks import find_blocks
 from strategies.engine.forward.checkpointing import checkpointed
-from strategies.engine.tensors.guard import DOUBLE, guard, hooked, refuse_transforms
+from strategies.engine.tensors.guard import DOUBLE, guard, refuse_transforms
 from strategies.engine.tensors.nested import tensors_in
 
 Handle = torch.utils.hooks.RemovableHandle
 P = ParamSpec("P")
 R = TypeVar("R")
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -58,8 +52,6 @@ class Scope:
     module: nn.Module
     buckets: list[BucketState]
     is_block: bool = True
-    announced: bool | None = None  # whether hooks announced all its backward nodes so far; None: it has none yet
-    guarded: bool = True  # see [Note: unannounced nodes]
 
     @property
     def saves_weights(self) -> bool:
@@ -99,14 +91,9 @@ class Call:
 
 
 class ModuleHooks:
-    """Tells the engine when scopes are entered and left.
-
-    Args:
-        enter_forward, enter_backward: called when a scope's weights are needed.
-        left: called with buckets; all work that uses them has been launched, except that of open scopes.
-        bring: called with a bucket that a backward node reads unannounced.
-        debug: guard all scopes.
-        remembers: keep what ``comes_back_to`` needs.
+    """Tells the engine when scopes are entered and left: ``left`` is called with buckets when all work that uses them
+    has been launched, except that of open scopes; ``bring`` with a bucket that a backward node reads unannounced.
+    ``remembers``: keep what ``comes_back_to`` needs.
     """
 
     def __init__(
@@ -117,12 +104,10 @@ class ModuleHooks:
         left: Callable[[Iterable[BucketState]], None],
         bring: Callable[[BucketState], None],
         *,
-        debug: bool,
         remembers: bool = False,
     ) -> None:
-        self._remembers = remembers
+        self._scopes, self._remembers = scopes, remembers
         self._enter_forward, self._enter_backward, self._left, self._bring = enter_forward, enter_backward, left, bring
-        self._scopes, self._debug = scopes, debug
         self._calls: list[Call] = []
         self._in_forward: list[Scope] = []
         self._in_backward: list[Scope] = []
@@ -169,11 +154,6 @@ class ModuleHooks:
             if any(torch._C._will_engine_execute_node(node) for node in nodes):
                 yield scope
 
-    def choose_guards(self) -> None:
-        """At a step: guard only those scopes that need it from now on."""
-        for scope in self._scopes:
-            scope.guarded = self._debug or not scope.announced
-
     def close_all(self) -> None:
         """Forward and backward have ended or were interrupted."""
         self._leave_pending()
@@ -195,9 +175,9 @@ class ModuleHooks:
                 bucket.views.show_for_fused_kernels()
 
     def _guarded(self, scope: Scope) -> AbstractContextManager[Any]:
-        """The guard for a forward of ``scope``, if it needs one."""
+        """The guard for a forward of ``scope``, if weights that it saves travel."""
         offloaded = [bucket for bucket in scope.buckets if not bucket.spec.resident]
-        if not (offloaded and torch.is_grad_enabled() and scope.saves_weights and (scope.guarded or hooked())):
+        if not (offloaded and torch.is_grad_enabled() and scope.saves_weights):
             return nullcontext()
         refuse_transforms()
         return guard(offloaded, partial(self._unannounced, scope))
@@ -215,25 +195,11 @@ class ModuleHooks:
             self._leave(scope)
         if torch.is_grad_enabled() and scope.saves_weights:
             made = {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}
-            inside = {node: number for node in made if (number := node._sequence_nr()) >= call.first_node}
-            for node, number in inside.items():
-                node.register_prehook(partial(self._before_backward, scope, number))
+            inside = [node for node in made if node._sequence_nr() >= call.first_node]
+            for node in inside:
+                node.register_prehook(partial(self._before_backward, scope, node._sequence_nr()))
             if self._remembers and not self.backward:
-                self._made.append((scope, list(inside)))
-            self._note_nodes(scope, max(inside.values(), default=call.first_node - 1))
-
-    def _note_nodes(self, scope: Scope, announced: int) -> None:
-        """Note whether ``scope`` has made nodes after ``announced``, the newest node of its output."""
-        if torch._C._autograd._get_sequence_nr() - 1 > announced:
-            if not scope.guarded:
-                logger.warning(
-                    "%s made a node of backward after its output, for the first time: if backward raises now that a "
-                    "parameter was modified in place, train with strategies.buffers.debug: true",
-                    scope.name,
-                )
-            scope.announced = False
-        elif scope.announced is None:
-            scope.announced = True
+                self._made.append((scope, inside))
 
     def _before_backward(self, scope: Scope, number: int, grads: Any) -> None:
         if torch.is_grad_enabled() and not all(bucket.spec.resident for bucket in scope.buckets):
@@ -269,7 +235,6 @@ class ModuleHooks:
         are left a second time when the node is done. What one node reads was present at once in forward, so that it
         does not overlap.
         """
-        scope.announced = False
         self._leave_pending()
         if not (self._in_backward and self._in_backward[-1] is scope):
             opened = (*self._in_forward, *self._in_backward)

@@ -30,7 +30,6 @@ class Prefetch:
         self._at = -1  # index in the order
 
     def begin(self) -> None:
-        """A forward begins."""
         if self._entered:
             self._order = self._entered
         self._entered, self._at = [], -1
@@ -48,14 +47,12 @@ class Prefetch:
         self._at = len(self._order)
 
     def come_back_to(self, scope: Scope) -> None:
-        """Backward has come to ``scope``."""
         if self._entered:
             self.begin_backward()
         earlier = range(min(self._at, len(self._order)) - 1, -1, -1)
         self._at = next((i for i in earlier if self._order[i] is scope), self._at)
 
     def in_backward(self) -> None:
-        """Start what the rest of backward reads."""
         later = self._order[: max(self._at, 0)][::-1]
         self._start([scope for scope in later if scope.saves_weights], self._here, backward=True)
 
@@ -68,7 +65,6 @@ class Prefetch:
         return {bucket.index for scope in self._order[: self._at + 1] for bucket in scope.buckets}
 
     def in_step(self) -> None:
-        """Start what the next forward needs."""
         self._start(self._order, None)
 
     @property

@@ -35,9 +35,7 @@ from strategies.engine.transfer.transfer import Lane, Transfer
 
 
 class Residency:
-    """Moves buckets in and out of their homes. ``debug``: fill homes with NaN before a bucket moves in, and check at
-    every use which bucket the home holds.
-    """
+    """Moves buckets in and out of their homes. ``debug``: fill a home with NaN first, and check what it holds."""
 
     def __init__(self, ranks: OneRank, transfer: Transfer, *, debug: bool) -> None:
         self._ranks, self._transfer, self._debug = ranks, transfer, debug
@@ -60,7 +58,6 @@ class Residency:
         bucket.claim()
 
     def fetch(self, bucket: BucketState) -> None:
-        """Copy the weights up from the host into their home."""
         assert bucket.copy is not None and bucket.settled, f"{bucket.name} has nothing to fetch"
         self.claim(bucket)
         self.restore(bucket)
@@ -111,10 +108,8 @@ class Residency:
         transfer.wait(Lane.UP, transfer.record(Lane.HOST))
 
     def _round(self, bucket: BucketState) -> None:
-        """Round the master into the copy, on the host."""
         assert bucket.copy is not None and bucket.master is not None
-        self._transfer.reads(Lane.HOST, bucket.master)
-        self._transfer.writes(Lane.HOST, bucket.copy)
+        self._transfer.uses(Lane.HOST, reads=[bucket.master], writes=[bucket.copy])
         bucket.round_master(bucket.copy, bucket.master)
 
     @torch.no_grad()
@@ -122,7 +117,7 @@ class Residency:
         """Copy rounded masters up; see [Note: weights under gradients]. DOWN has written them (``stored``)."""
         transfer = self._transfer
         transfer.host_wait(bucket.stored)
-        transfer.reads(Lane.HOST, bucket.master)
+        transfer.uses(Lane.HOST, reads=[bucket.master])
         if self._debug:
             transfer.poison(Lane.UP, bucket.weight)
         transfer.wait(Lane.UP, transfer.record(Lane.HOST))  # the host rounds before it issues each copy
@@ -138,14 +133,14 @@ class Residency:
         if self._debug:
             others = [other.name for other in bucket.overlapping if other.present]
             assert bucket.present and not others, f"{bucket.name} is used, but its home holds {others}"
-            self._transfer.reads(Lane.COMPUTE, bucket.weight)
+            self._transfer.uses(Lane.COMPUTE, reads=[bucket.weight])
 
     def left(self, buckets: Iterable[BucketState]) -> None:
         """COMPUTE has been given everything that uses these homes for now."""
         event = None
         for bucket in buckets:
             event = event or self._transfer.record(Lane.COMPUTE)
-            bucket.was_used(used=event)
+            bucket.used = event
             if not bucket.open and not bucket.spec.resident:
                 bucket.views.make_absent()
                 if self._transfer.eager and bucket.present and bucket.settled:

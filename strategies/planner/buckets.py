@@ -9,10 +9,10 @@ bytes per second,
 
 (the criterion of Elixir, Huang et al. 2022, for buckets that all move). Smaller buckets also make slots smaller.
 
-A bucket holds parameters of one dtype and one optimizer group, in order of first use. Parameters that are read outside
-of the modules that own them have buckets of their own, which never leave. A bucket takes whole blocks while they fit
-into the capacity; a block that does not fit is split. Embedding and head are not split and never share a bucket with a
-block. A tied parameter is in the bucket of its first use.
+A bucket holds parameters of one dtype and one optimizer group, in order of first use. Parameters that may be in use
+while units run that do not own them have buckets of their own, which never leave. A bucket takes whole blocks while
+they fit into the capacity; a block that does not fit is split. Embedding and head are not split and never share a
+bucket with a block. A tied parameter is in the bucket of its first use.
 
 Over ranks, a bucket is cut into spans of equal size. The norm of a parameter is a reduction over all of it, so
 parameters are whole in one span where that leaves little of a span empty: embedding and head are cut, blocks seldom.
@@ -233,8 +233,8 @@ class Offloadable:
     """Indices of buckets whose weights may be offloaded, and whose gradients may be sent to the host as they are made.
 
     Excluded are weights of small buckets, because a copy costs its latency and saves nothing; buckets that more than
-    half of the blocks use, because they would come back for every block; parameters of a module that contains the
-    blocks, which is in use as long as they are; and parameters that are read outside of the modules that own them.
+    half of the blocks use, because they would come back for every block; and parameters that may be in use while units
+    run that do not own them.
 
     Args:
         blocks: large enough, and used by a few blocks only.
@@ -269,14 +269,8 @@ def offloadable(facts: Facts, buckets: Sequence[Bucket], bucket_bytes: int | Non
         if by_few_blocks:
             found.blocks.append(index)
         # With several stacks of blocks the "head" holds what stands between them, and is not used at the end only.
-        elif blocks.isdisjoint(bucket.units) and len(stacks) == 1 and not _is_around(bucket, next(iter(stacks))):
+        elif blocks.isdisjoint(bucket.units) and len(stacks) == 1:
             found.ends.append(index)
     if facts.run.replicas > 1:
         found.gradients = sorted(found.blocks + found.ends)
     return found
-
-
-def _is_around(bucket: Bucket, stack: str) -> bool:
-    """Whether a module that owns one of the parameters contains the blocks, so that it is in use while they are."""
-    owners = [param.rpartition(".")[0] for param in bucket.params]
-    return any(not owner or f"{stack}.".startswith(f"{owner}.") for owner in owners)

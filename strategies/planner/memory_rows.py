@@ -25,7 +25,7 @@ from strategies.core.layout import (
     rounded_to_fetch,
     scratch_bytes,
 )
-from strategies.core.plan import RUN, Kind, Plan, Reserve, Rest, Share
+from strategies.core.plan import RUN, Kind, Plan, Reserve, Share
 from strategies.planner.addresses import all_needs, slot_pools, weight_packing
 
 SHARED: Mapping[Item, tuple[str, str]] = {  # what belongs to no unit: its name and the reason
@@ -89,17 +89,17 @@ def resting(bucket: Bucket, layout: Layout, kind: Kind) -> Resting:
     return Resting(home, 4 * numbers, UPDATES[bucket.site], ways)
 
 
-def of_units(facts: Facts, layout: Layout) -> Iterator[Share | Rest]:
+def of_units(facts: Facts, layout: Layout) -> Iterator[Share]:
     """What each unit holds, and where."""
     buckets = {name: bucket for bucket in layout.buckets for name in bucket.params}
     for unit in facts.units:
         own = [(buckets[param.name], param.num_elements) for param in facts.params if param.unit == unit.name]
         for kind in Kind:
             counted = own if kind is Kind.PARAM else [(b, n) for b, n in own if b.group is not None]
-            yield from _answers(unit, kind, [(resting(bucket, layout, kind), n) for bucket, n in counted])
+            yield _share(unit, kind, [(resting(bucket, layout, kind), n) for bucket, n in counted])
 
 
-def _answers(unit: Unit, kind: Kind, parts: list[tuple[Resting, int]]) -> Iterator[Share | Rest]:
+def _share(unit: Unit, kind: Kind, parts: list[tuple[Resting, int]]) -> Share:
     elements = dict.fromkeys(Home, 0)
     reasons: dict[Home, str] = {}
     for part, number in sorted(parts, key=lambda item: -item[1]):
@@ -109,9 +109,16 @@ def _answers(unit: Unit, kind: Kind, parts: list[tuple[Resting, int]]) -> Iterat
     home, other = sorted(Home, key=lambda at: -elements[at])
     main = reasons.get(home, UPDATES[Site.NONE])
     ways = max((part.ways for part, _ in parts), default=1)
-    yield Share(unit=unit.name, reason=main, kind=kind, ways=ways, element_bytes=element_bytes)
-    strays = elements[other] if element_bytes else 0
-    yield Rest(unit=unit.name, reason=reasons.get(other, main), kind=kind, home=home, strays=strays)
+    return Share(
+        unit=unit.name,
+        reason=main,
+        kind=kind,
+        ways=ways,
+        element_bytes=element_bytes,
+        home=home,
+        strays=elements[other] if element_bytes else 0,
+        stray_reason=reasons.get(other, main),
+    )
 
 
 def reserves(plan: Plan, layout: Layout, addresses: Addresses) -> Iterator[Reserve]:

@@ -178,7 +178,7 @@ class Problem:
     Args:
         budget: bytes on the device for weights and for what ticks need. What is always present is not part of it.
         accumulation: passes over the ticks per update.
-        in_backward: updates start as gradients land; otherwise under the next forward, when the norm is known.
+        in_backward: updates start as gradients land (``tasks.py``); else under the next forward, with the norm known.
         shared: rates that copies and updates have together.
     """
 

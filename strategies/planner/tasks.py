@@ -8,8 +8,9 @@ round       where the host has only the master, the CPU rounds it into a slot fi
 gradient    goes down after the weight's last use: once per pass if it rests on the host, else once per iteration.
             Compute goes on when its slot is free; where it has none, when it is on the host
 sum         a further micro-batch's gradient that rests on the host is added there by the CPU
-update      waits for its gradient (``in_backward``), or for all of them, because it needs the norm. One that makes a
-            weight from its master on the device takes the place of the reload before it
+update      waits for its gradient (``in_backward``), or for all of them, because it needs the norm. On the device it
+            runs before the next use of its weight, or ``in_backward`` at once if weight and state never leave. One that
+            makes a weight from its master on the device takes the place of the reload before it
 weight      the new weight of a host update goes up; if the weight is away, its reload is that copy
 visit       state comes up into one of a few slots, is updated, and goes down again
 return      a weight updated on the device goes down if it leaves at all
@@ -186,7 +187,7 @@ class TaskBuilder:
             if is_last and self._problem.in_backward:
                 for weight in self._done[tick]:
                     self._submit(weight, made, number)
-                    if weight in self._due:
+                    if weight in self._due and self._stays(weight):
                         self._update_on_device(weight, number)
 
     def _tick(self, tick: Tick, waits: Sequence[Task], ending: Sequence[int], *, is_first: bool) -> Task:
@@ -241,6 +242,10 @@ class TaskBuilder:
         assert update is not None
         return update
 
+    def _stays(self, weight: int) -> bool:
+        """Whether an update on the device needs no copies."""
+        return weight not in self._leaves and self._update(weight).site is Site.DEVICE
+
     def _sends(self, weight: int, is_last: bool) -> bool:
         update = self._problem.weights[weight].update
         return update is not None and update.leaves_slot and (is_last or update.grad_home is Home.HOST)
@@ -290,13 +295,11 @@ class TaskBuilder:
         info, update, waits = self._problem.weights[weight], self._update(weight), self._due.pop(weight)
         gate, vacated = self._gate.get(weight, []), self._vacated.pop(weight, [])
         if update.site is Site.STREAMED:
-            early = self._problem.in_backward  # state may come before its gradient is there
             slot = self._slots.get(update.visit_slot)
             hosted = update.grad_home is Home.HOST
             size = update.state_bytes + (update.grad_bytes if hosted else 0)
-            after = (slot, *([] if early and not hosted else waits))
-            visit = self._copy(Resource.UP, f"state {info.name}", size, after)
-            visit.priority = (number, info.gradient_at if early else info.uses[0], self._problem.rank[weight])
+            visit = self._copy(Resource.UP, f"state {info.name}", size, (slot, *waits))
+            visit.priority = (number, info.uses[0], self._problem.rank[weight])
             gate = [*gate, visit]
         done = self._work(f"update {info.name}", update.seconds, (*gate, *vacated, *waits))
         done.touched_bytes = update.touched_bytes

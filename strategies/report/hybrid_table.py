@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from strategies.core.sizes import human
 from strategies.planner.hybrid.degrees import Degrees, Stowed
@@ -11,29 +12,31 @@ from strategies.planner.hybrid.search import Answer, Found
 from strategies.report.table import table
 
 HEADER = (
-    "stages x tensor x data",
-    "ZeRO",
-    "recompute",
-    "offload",
-    "micro-batch",
-    "per step",
-    "seconds",
-    "tokens/s/rank",
-    "MFU",
-    "device",
-    "host",
-    "what takes most",
-)
-RIGHT = {"micro-batch", "per step", "seconds", "tokens/s/rank", "MFU", "device", "host"}
+    "stages x tensor x data", "ZeRO", "recompute", "offload", "micro-batch", "per step", "seconds", "from-to", "rates",
+    "tokens/s/rank", "MFU", "device", "host", "what takes most",
+)  # fmt: skip
+RIGHT = {"micro-batch", "per step", "seconds", "from-to", "tokens/s/rank", "MFU", "device", "host"}
+ASSUMED = "assumed"
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What seconds are divided by: tokens per step, and the flop of one at the peak of all ranks (None: unknown)."""
+    """What seconds are divided by: tokens per step, and the flop of one at the peak of all ranks (None: unknown).
+
+    ``origin``: of the machine's rates, those of the network across machines excepted.
+    """
 
     tokens: int
     ranks: int
     seconds_at_peak: float | None
+    origin: str
+
+    def mfu(self, seconds: float) -> float | None:
+        return self.seconds_at_peak and self.seconds_at_peak / seconds
+
+    def rates(self, found: Found) -> str:
+        """Where the least certain rate is from on which the seconds of ``found`` depend."""
+        return ASSUMED if found.assumed else self.origin
 
 
 def lines(answer: Answer, scale: Scale, write: Sequence[str], not_tried: Sequence[str] = ()) -> Iterator[str]:
@@ -43,6 +46,10 @@ def lines(answer: Answer, scale: Scale, write: Sequence[str], not_tried: Sequenc
     yield f"{answer.tried:,} looked at; {answer.fitting:,} run here and fit; {answer.priced} of them simulated"
     yield from left_out(answer)
     yield from (f"not tried: {why}" for why in not_tried)
+    if answer.firsts:
+        ends = " and ".join(f"{shape(each.degrees)} with ZeRO {each.degrees.zero}" for each in answer.firsts)
+        yield "from-to: at either end of what is published of networks across machines (docs/parallel.md)"
+        yield f"* changes places at one of these ends, measure before you choose by it; first at them: {ends}"
     if any(each.degrees.offload is not Stowed.NOTHING for each in answer.best):
         yield "rows with offload are estimates: strategies.offload places the bytes itself, as its own plan shows"
     yield ""
@@ -52,7 +59,7 @@ def lines(answer: Answer, scale: Scale, write: Sequence[str], not_tried: Sequenc
 
 def _cells(found: Found, scale: Scale) -> tuple[str, ...]:
     degrees, seconds = found.degrees, found.price.seconds
-    peak = scale.seconds_at_peak
+    mfu = scale.mfu(seconds)
     return (
         shape(degrees),
         str(degrees.zero),
@@ -61,12 +68,27 @@ def _cells(found: Found, scale: Scale) -> tuple[str, ...]:
         str(degrees.micro_batch),
         str(degrees.micro_batches),
         f"{seconds:.4g}",
+        "-".join(f"{end:.3g}" for end in found.between),
+        scale.rates(found) + " *" * (not found.settled),
         f"{scale.tokens / scale.ranks / seconds:,.0f}",
-        "-" if peak is None else f"{peak / seconds:.0%}",
+        "-" if mfu is None else f"{mfu:.0%}",
         human(found.bytes.device),
         human(found.bytes.host),
         found.price.binds,
     )
+
+
+def to_json(answer: Answer, scale: Scale, write: Sequence[str]) -> dict[str, Any]:
+    """The same for programs; seconds and bytes are not rounded."""
+    plans = [
+        asdict(each.degrees)
+        | {"offload": each.degrees.offload.value, "seconds": each.price.seconds, "seconds_between": each.between}
+        | {"rates": scale.rates(each), "place_is_settled": each.settled, "mfu": scale.mfu(each.price.seconds)}
+        | {"device_bytes": each.bytes.device, "host_bytes": each.bytes.host, "parts": dict(each.price.parts)}
+        for each in answer.best
+    ]
+    left = [{"rule": each.rule.name, "reason": each.rule.reason, "seconds": each.seconds} for each in answer.left]
+    return {"ranks": scale.ranks, "tokens_per_step": scale.tokens, "plans": plans, "left_out": left, "write": [*write]}
 
 
 def shape(degrees: Degrees) -> str:

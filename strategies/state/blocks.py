@@ -67,8 +67,3 @@ def rectangles(columns: Columns, start: int, count: int) -> Iterator[Rectangle]:
         left = columns.start + behind
         right = left + size if size < width else columns.stop
         yield Rectangle(row, row + max(1, size // width), left, right, first - start, width)
-
-
-def all_columns(of: int) -> Columns:
-    """Of a matrix that has ``of``."""
-    return Columns(0, of, of)

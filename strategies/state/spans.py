@@ -28,7 +28,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from strategies.state.blocks import Columns, Rectangle, all_columns, rectangles
+from strategies.state.blocks import Columns, Rectangle, rectangles
 
 FILE_BYTES = 1 << 30  # a writer begins another file beyond that
 PIECE_BYTES = 16 << 20  # hashed, brought down from the device, or read for it at a time
@@ -139,7 +139,7 @@ class Stored:
 
     def rectangles(self, of: int) -> Iterator[Rectangle]:
         """Which part it is of a matrix with ``of`` columns; the memory is the file's, from ``offset`` on."""
-        return rectangles(self.columns or all_columns(of), self.start, self.stop - self.start)
+        return rectangles(self.columns or Columns(0, of, of), self.start, self.stop - self.start)
 
 
 class Store:
@@ -220,26 +220,26 @@ class Store:
         ``start`` then counts. Raise SpanError if one is in no span, if a file ends early, or if the dtype of ``into``
         cannot hold every value, unless ``rounding`` is allowed.
         """
-        if not into.is_contiguous():
-            made = torch.empty(into.shape, dtype=into.dtype, device=into.device)
-            self.read(name, kind, start, made, columns=columns, rounding=rounding)
-            into.copy_(made)
-            return
-        spans, flat, missing = self._stored.get((name, kind), ()), into.view(-1), into.numel()
+        whole = into if into.is_contiguous() else torch.empty(into.shape, dtype=into.dtype, device=into.device)
+        spans, missing = self._stored.get((name, kind), ()), into.numel()
+        for span in spans:
+            if not rounding and torch.promote_types(span.dtype, into.dtype) is not into.dtype:
+                raise SpanError(f"{span.path}: {name}.{kind} is {span.dtype} and cannot be read into {into.dtype}")
         cut = columns or next((span.columns for span in spans if span.columns), None)
         # Without columns, the tensor is a matrix of one row; how long it is on disk does not matter here.
         of = cut.of if cut else max([start + missing, *(span.stop for span in spans)])
-        wanted = list(rectangles(columns or all_columns(of), start, missing))
+        wanted = list(rectangles(columns or Columns(0, of, of), start, missing))
         for span in spans:
             for have in span.rectangles(of):
                 for want in wanted:
                     source, target = have.common(want), want.common(have)
                     if source is not None and target is not None:
-                        _refuse_rounding(span, f"{name}.{kind}", into, rounding=rounding)
-                        _read_block(span, source, flat, target)
+                        _read_block(span, source, whole.view(-1), target)
                         missing -= source.area
         if missing:
             raise SpanError(f"{name}.{kind}: {missing} elements are in no file")
+        if whole is not into:
+            into.copy_(whole)
 
 
 def read_header(path: Path) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], int]]:
@@ -273,11 +273,6 @@ def _parsed(path: Path, key: str) -> tuple[str, str, int | None, Columns | None]
     if not columns.start < columns.stop <= columns.of:
         raise SpanError(f"{path}: {key!r} does not name columns of a matrix")
     return match["name"], match["kind"], start * columns.width, columns  # a block begins with a whole row of its own
-
-
-def _refuse_rounding(span: Stored, what: str, into: Tensor, *, rounding: bool) -> None:
-    if not rounding and torch.promote_types(span.dtype, into.dtype) is not into.dtype:
-        raise SpanError(f"{span.path}: {what} is {span.dtype} and cannot be read into {into.dtype}")
 
 
 def _read(span: Stored, skipped: int, into: Tensor) -> None:

@@ -5,7 +5,6 @@ process of the job at once, as when a machine goes down.
 """
 
 import json
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -101,61 +100,3 @@ def same_history(expected: Path, found: Path) -> None:
 
     assert [step for step, *_ in numbers(expected)] == list(range(1, STEPS + 1))
     assert numbers(found) == numbers(expected)
-
-
-@pytest.fixture(scope="module")
-def trained(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config of a finished run with two checkpoints."""
-    config = config_of(tmp_path_factory.mktemp("trained"), {})
-    server.run(1, config).check()
-    return config
-
-
-@pytest.fixture
-def damaged(trained: Path, tmp_path: Path) -> Path:
-    """The same run in ``tmp_path``; the weights of its second checkpoint were cut by the disk."""
-    shutil.copytree(trained.parent / "run", tmp_path / "run")
-    checkpoint = tmp_path / "run" / f"checkpoint-{2 * SAVE}"
-    weights = checkpoint / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    shutil.rmtree(tmp_path / "run" / "export")
-    return checkpoint
-
-
-def test_a_damaged_checkpoint_is_skipped(server: Server, trained: Path, damaged: Path, tmp_path: Path) -> None:
-    auto = [f"training.output_dir={tmp_path / 'run'}", "training.resume_from_checkpoint=auto"]
-    found = server.run(1, trained, *auto).check().quiet()
-    older = tmp_path / "run" / f"checkpoint-{SAVE}"
-    assert found.lines("resuming from ") == [f"resuming from {older}"]
-    size = (trained.parent / "run" / damaged.name / "model.safetensors").stat().st_size
-    assert found.lines(f"{damaged}: ") == [
-        f"{damaged}: damaged: model.safetensors: 1000 bytes, {size} were written; going back to {older}"
-    ]
-    assert (tmp_path / "run/earlier-1" / damaged.name / "manifest.json").is_file(), "set aside, not deleted"
-    assert (damaged / "manifest.json").is_file()
-    assert digest(tmp_path / "run" / "export") == digest(trained.parent / "run" / "export")
-    same_history(trained.parent / "run", tmp_path / "run")
-
-
-def test_a_damaged_checkpoint_is_refused_by_name(server: Server, trained: Path, damaged: Path, tmp_path: Path) -> None:
-    (damaged / "scheduler.json").unlink()
-    named = [f"training.output_dir={tmp_path / 'run'}", f"training.resume_from_checkpoint={damaged}"]
-    found = server.run(2, trained, *named).check(2).quiet()
-    (line,) = found.text.splitlines()
-    assert line.startswith("command line: training.resume_from_checkpoint = ") and str(damaged)[:40] in line
-    assert "damaged: model.safetensors: 1000 bytes, " in line and "(and 1 more)" in line
-    assert line.endswith(f"the newest good one is {damaged.with_name(f'checkpoint-{SAVE}')}")
-
-
-def test_resuming_from_nothing(server: Server, trained: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "empty"
-    wish = [f"training.output_dir={folder}", "training.resume_from_checkpoint=true"]
-    found = server.run(1, trained, *wish).check(2).quiet()
-    assert found.text.splitlines() == [
-        f"command line: training.resume_from_checkpoint = true: {folder} holds no checkpoint; "
-        "write auto to start when there is none"
-    ]
-    wish[1] = f"training.resume_from_checkpoint={trained.parent / 'run' / 'checkpoint-5'}"
-    found = server.run(1, trained, *wish).check(2).quiet()
-    newest = trained.parent / "run" / f"checkpoint-{2 * SAVE}"
-    assert found.text.rstrip().endswith(f"there is no such folder; the newest good one is {newest}")

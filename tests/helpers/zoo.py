@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from tests.helpers.engine import checkpointing
-
-VOCAB, WIDTH, LAYERS = 64, 32, 4
+from tests.helpers.models import LAYERS, VOCAB, WIDTH, Block, Net, build
 
 
 @dataclass
@@ -41,27 +41,25 @@ class Sealed:
         return self._hidden()
 
 
-class Block(nn.Module):
-    """Residual; ``form`` says what is odd about it."""
+class Branch(Block):
+    """``form`` says what is odd about it."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
         self.form, self.kept = form, []
-        self.first, self.up = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 48)
-        self.down, self.norm = nn.Linear(48, WIDTH), nn.LayerNorm(WIDTH)
 
     def body(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(self.first(x)))))
+        return super().forward(x)
 
     def forward(self, x: Any, handed: Tensor | None = None) -> Any:
         hidden = x if isinstance(x, Tensor) else x.hidden
         if self.form == "early":  # an auxiliary loss that is made before the output and leaves by an attribute
-            self.kept = [self.first(hidden).pow(2).mean()]
+            self.kept = [self.spare(hidden).pow(2).mean()]
         out = self.body(hidden)
         if self.form in ("late", "output unused"):
-            self.kept = [self.up(self.first(out)).pow(2).mean()]
+            self.kept = [self.up(self.spare(out)).pow(2).mean()]
         if self.form == "handed on":  # T5's position bias: made by the first block, given back by all
-            handed = self.first(hidden) if handed is None else handed
+            handed = self.spare(hidden) if handed is None else handed
             return self.body(hidden + handed), handed
         if self.form == "dataclass":
             return State(out)
@@ -77,21 +75,17 @@ FORMS = ("plain", "early", "late", "output unused", "handed on", "dataclass", "s
          "in pairs")  # fmt: skip
 
 
-class Branches(nn.Module):
+class Branches(Net):
     """Blocks of one form.
 
-    Besides those of ``Block``: "shared" (all blocks use one layer outside of them), "in pairs" (with ``recompute``: two
-    blocks are recomputed as one segment, whose inner border nobody sees).
+    Besides those of ``Branch``: "shared" (all blocks use one layer outside of them), "in pairs" (with ``recompute``:
+    two blocks are recomputed as one segment, whose inner border nobody sees).
     """
 
     def __init__(self, form: str, recompute: str = "none") -> None:
-        super().__init__()
+        super().__init__(lambda: Branch("sealed" if form == "in pairs" else form))
         self.form, self.recompute = form, recompute
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.layers = nn.ModuleList(Block("sealed" if form == "in pairs" else form) for _ in range(LAYERS))
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
-        self.common = nn.Linear(WIDTH, WIDTH)
-        self.probe = nn.Linear(WIDTH, 1)
+        self.common, self.probe = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
         x: Any = self.embed(input_ids)
@@ -123,8 +117,7 @@ class Branches(nn.Module):
 
 def branches(form: str, recompute: str = "none") -> nn.Module:
     """The same weights each time."""
-    torch.manual_seed(0)
-    return Branches(form, recompute).train()
+    return build(lambda: Branches(form, recompute))
 
 
 def text(count: int) -> list[dict[str, Tensor]]:
@@ -142,6 +135,15 @@ DEBERTA: Mapping[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": 4,
     "intermediate_size": 48, "relative_attention": True, "position_buckets": 8, "max_relative_positions": 16,
     "pos_att_type": ["p2c", "c2p"], "norm_rel_ebd": "layer_norm",
+}  # fmt: skip
+M2M100: Mapping[str, Any] = {
+    "vocab_size": VOCAB, "d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": 32,
+}  # fmt: skip
+WAV2VEC2: Mapping[str, Any] = {
+    "hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48,
+    "conv_dim": (16, 16), "conv_stride": (2, 2), "conv_kernel": (3, 3), "num_conv_pos_embeddings": 8,
+    "num_conv_pos_embedding_groups": 4, "classifier_proj_size": 16, "mask_time_prob": 0.2, "mask_time_length": 2,
 }  # fmt: skip
 LORA: Mapping[str, Mapping[str, Any]] = {
     "lora on embeddings": {"target_modules": ["q_proj", "embed_tokens"]},
@@ -164,10 +166,30 @@ def hub(kind: str, recompute: str = "none") -> nn.Module:
             hf.SwitchTransformersConfig(**T5, num_experts=2, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1)
         ),
         "deberta": lambda: hf.DebertaV2ForMaskedLM(hf.DebertaV2Config(**DEBERTA)),
+        "m2m100": lambda: hf.M2M100ForConditionalGeneration(hf.M2M100Config(**M2M100)),
+        "wav2vec2": lambda: Heard(freezes=False, layerdrop=0.0),
+        "wav2vec2, layerdrop": lambda: Heard(freezes=True, layerdrop=0.4),
     }[kind]()  # fmt: skip
     checkpointing(model, recompute)
     trained: nn.Module = model.train()
     return trained
+
+
+class Heard(nn.Module):
+    """A classifier of sound, made of ids. One parameter belongs to a module around two stacks of blocks."""
+
+    def __init__(self, *, freezes: bool, layerdrop: float) -> None:
+        import transformers as hf
+
+        super().__init__()
+        self.inner = hf.Wav2Vec2ForSequenceClassification(hf.Wav2Vec2Config(**WAV2VEC2, layerdrop=layerdrop))
+        if freezes:
+            self.inner.freeze_feature_encoder()
+        self.gradient_checkpointing_enable = self.inner.gradient_checkpointing_enable
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        np.random.seed(int(input_ids.sum()))  # draws what is masked
+        return self.inner(input_ids.sin().repeat_interleave(25, dim=1), labels=labels[:, 0] % 2)
 
 
 def _with_lora(options: Mapping[str, Any]) -> nn.Module:

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from strategies.core.plan import Home, Plan
-from strategies.core.protocol import MemoryRefusal
 from strategies.engine import StowOptimizer, stow
 from strategies.planner.step_cost import evictions_of, problem_of, traffic
 from strategies.planner.tasks import build_tasks
 from strategies.planner.weight_schedule import ASSUMED
-from tests.helpers.live import Everything
+from tests.helpers.engine import least
+from tests.helpers.live import Live
 from tests.helpers.tiny import GPT2, LLAMA
 from trainer.model.build import load_config
 from trainer.planning.plan_for import plan_for
@@ -42,14 +42,10 @@ MODELS: Mapping[str, dict[str, Any]] = {
 MANY_WORDS = MODELS["llama"] | {"vocab_size": 4096}
 
 
-def plan_of(model: Any, options: Mapping[str, Any]) -> Plan:
+def plan_of(model: Any, options: Mapping[str, Any], norm: float | None = 1.0) -> Plan:
     """``LEAST``: at the budget that a refusal names."""
-    known: dict[str, Any] = {"batch": (ROWS, LENGTH), "max_grad_norm": 1.0}
-    if options == LEAST:
-        with pytest.raises(MemoryRefusal) as refused:
-            plan_for(model, gpu_memory="1KiB", **known)
-        options = {"gpu_memory": refused.value.needed}
-    return plan_for(model, **known, **options)
+    known: dict[str, Any] = {"batch": (ROWS, LENGTH), "max_grad_norm": norm}
+    return least(model, **known) if options == LEAST else plan_for(model, **known, **options)
 
 
 def model_of(config: Mapping[str, Any]) -> Any:
@@ -67,7 +63,7 @@ def train(model: Any, plan: Plan, steps: int = 3) -> tuple[StowOptimizer, int]:
     ids = torch.randint(1, 100, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[0, -2:] = 0  # plan_for(batch=(rows, tokens)) counts padded rows
-    live = Everything()
+    live = Live()
     for step in range(steps):
         with live if step == steps - 1 else nullcontext():
             loss = model(input_ids=ids, labels=ids, attention_mask=mask).loss
@@ -107,22 +103,28 @@ def test_peak_on_the_device_is_what_the_plan_says(name: str, options: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("options", "dtype"),
-    [*((each, torch.bfloat16) for each in (*OPTIONS, LEAST)), *((each, torch.float32) for each in OPTIONS[2::4])],
+    ("options", "dtype", "norm"),
+    [
+        *((each, torch.bfloat16, 1.0) for each in (*OPTIONS, LEAST)),
+        *((each, torch.float32, 1.0) for each in OPTIONS[2::4]),
+        *(
+            (each, torch.bfloat16, None)
+            for each in (OPTIONS[2], *OPTIONS[5:], {"site": "device", "weights": "streamed"})
+        ),
+    ],
     ids=str,
 )
-def test_bytes_over_the_link_per_step(options: dict[str, Any], dtype: torch.dtype) -> None:
-    """Those that are predicted."""
+def test_bytes_over_the_link_per_step(options: dict[str, Any], dtype: torch.dtype, norm: float | None) -> None:
+    """Those that are predicted; without a norm updates start in backward."""
     model = model_of(MANY_WORDS if options == LEAST else MODELS["llama"]).to(dtype)
-    plan = plan_of(model, options)
-    assert plan.layout is not None
+    plan = plan_of(model, options, norm)
+    assert plan.layout is not None and plan.layout.in_backward is (norm is None)
     optimizer = stow(model, plan, device="cpu")
     transfer, ids = optimizer.engine.transfer, torch.ones((ROWS, LENGTH), dtype=torch.long)
     moved = []
     for _ in range(4):
         before = (transfer.bytes_up, transfer.bytes_down)
         model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
         moved.append((transfer.bytes_up - before[0], transfer.bytes_down - before[1]))

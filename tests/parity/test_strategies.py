@@ -23,8 +23,7 @@ from tests.helpers.releases import needs_stage_3
 from trainer.config.sections import RunConfig
 from trainer.dist.spawn import run_world
 from trainer.planning.facts import run_facts
-from trainer.verify.differences import compare
-from trainer.verify.verify import shrink, train, without_strategies
+from trainer.verify.verify import compare, shrink, train, without_strategies
 
 RANKS, STEPS = 2, 4
 LLAMA = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}

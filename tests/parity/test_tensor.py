@@ -17,8 +17,7 @@ from tests.helpers.moves import ROWS, Kind, made
 from tests.helpers.tiny import LLAMA, OPT, QWEN3, VOCAB
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
-from trainer.verify.differences import compare
-from trainer.verify.verify import full_weights
+from trainer.verify.verify import compare, full_weights
 
 pytestmark = pytest.mark.ranks
 STEPS, TOLERANCE = 4, 2e-6

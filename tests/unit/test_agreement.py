@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from trainer.dist.agreement import Agreement, agreement, differences, dotted
+from trainer.dist.agreement import Agreement, agreement, differences
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
 from trainer.errors import ConfigError, ExitCode, UserError
@@ -18,10 +18,6 @@ def test_the_line_names_the_keys_and_both_values() -> None:
         "training.learning_rate = 0.001 on rank 0, 0.0001 on rank 2; training.seed = 1 on rank 0, not set on rank 2; "
         "start all with the same file and overrides"
     )
-
-
-def test_nested_sections_are_dotted() -> None:
-    assert dotted({"a": {"b": 1, "c": {"d": [2]}}, "e": {}}) == {"a.b": 1, "a.c.d": [2], "e": {}}
 
 
 def test_one_rank_agrees_with_itself() -> None:

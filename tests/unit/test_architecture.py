@@ -41,7 +41,7 @@ ENVIRONMENT = {
     "trainer/dist/ranks.py": "launchers describe the job there, and libraries read their settings from it",
     "trainer/dist/spawn.py": "is the launcher of its own ranks",
     "trainer/dist/deepspeed_ops.py": "torch finds compilers and its folder of compiled extensions by it",
-    "trainer/verify/differences.py": "cuBLAS repeats its sums only where it is asked to by it",
+    "trainer/verify/verify.py": "cuBLAS repeats its sums only where it is asked to by it",
 }
 # Who may unpickle, and what; never what was read from a file.
 UNPICKLES = {

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from benchmarks.harness import linear, processes
-from benchmarks.harness.linear import judge, merged, promising, summary, table, wanted
+from benchmarks.harness.linear import judge, promising, summary, table, wanted
 from benchmarks.harness.record import answer
 from launch import bench
 from strategies.core.linears import LEGAL, Gemm, Route, Routes, Shape, Timed
 from strategies.planner import gemm_routes
-from trainer.errors import ConfigError, ExitCode
+from trainer.errors import ExitCode
 
 SHAPE = Shape(4, 8, 6, "out_in", "float32")
 
@@ -79,18 +79,6 @@ def test_suspicious_cases_are_measured_again(
     assert linear.measured(SHAPE, 1, 1.0)["repeated"] == repeated and left == []
 
 
-def test_minimal_pays_for_its_copy() -> None:
-    case = judged(4, timing(forward_copy=8.0), timing(forward_copy=8.0, refresh=2.0))
-    assert case["routes"]["minimal"] == case["routes"]["adaptive"] == str(Routes(forward=Route.COPY))
-    assert case["minimal_s"] == pytest.approx(4 * 0.028 + 0.002)
-
-
-def test_merging_keeps_the_lesser() -> None:
-    both = merged(timing(wgrad_left=4.0, refresh=3.0), timing(wgrad_left=6.0, forward_flip=1.0))
-    assert both.of(Gemm.WGRAD)[Route.LEFT] == 0.004 and both.of(Gemm.FORWARD)[Route.FLIP] == 0.001
-    assert both.refresh_s == 0.001
-
-
 def test_table_and_summary() -> None:
     good = judged(1, timing(dgrad_left=5.0), timing(dgrad_left=5.0))
     bad = judged(1, timing(wgrad_left=5.0), timing(wgrad_left=15.0))
@@ -98,19 +86,6 @@ def test_table_and_summary() -> None:
     assert "| all: 3 | adaptive | 1 | 1 | 1 | 0.991 | 1.167 |" in text
     assert "Adaptive leaves 1 of 3 layers untouched. In 1 cases" in text
     assert "| float32 | 4 | 8 -> 6 | m | 30.000 ms | 1.000 | 0.833 | 0.833 |" in squeezed(table([good]))
-
-
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        (["--models", "llama-7"], "--models llama-7: must be one of"),
-        (["--tokens", ","], "--tokens ,: must be a whole number >= 1"),
-    ],
-)
-def test_refusals(options: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main(["linear", *options]) == ConfigError.code
-    (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith(line)
 
 
 def test_an_interrupted_run_keeps_its_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

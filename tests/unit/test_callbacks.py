@@ -3,12 +3,14 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerControl, TrainerState
+from transformers import BatchEncoding, TrainerControl, TrainerState
 
+from strategies.core.sizes import human_duration, human_number
 from strategies.engine.memory import accelerator
 from trainer.run import callbacks
 from trainer.run.callbacks import Meter, MetricsFile, ProgressLine, SampleText
@@ -23,16 +25,6 @@ RECORD = {
     "host_peak_bytes": 1.9 * 2**30,
     "eta_s": 72.0,
 }
-
-
-class Clock:
-    """Seconds that pass only when told to."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def state(step: int, max_steps: int = 200, rank_zero: bool = True) -> TrainerState:
@@ -56,6 +48,7 @@ def test_progress_line_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
     fire(line, "on_log", state(41), logs={"loss": math.nan, "grad_norm": torch.tensor(2.5)})
     fire(line, "on_log", state(200), logs={"eval_loss": 3.91, "eval_runtime": 2.0})
     fire(line, "on_log", state(200), logs={"train_loss": 4.1, "train_runtime": 192.0})
+    fire(line, "on_log", state(7, max_steps=0), logs={"loss": 1.0, "eval_wiki_loss": 1e9})
     fire(line, "on_log", state(40, rank_zero=False), logs=RECORD)
     assert capsys.readouterr().out.splitlines() == [
         "step 40/200  20%  loss 4.812  lr 9.2e-04  grad 1.35  5,210 tok/s  mfu 41.2%  "
@@ -63,17 +56,28 @@ def test_progress_line_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
         "step 41/200  20%  loss nan  grad 2.50",
         "eval at step 200: loss 3.91  perplexity 49.9",
         "finished at step 200: mean loss 4.100  in 3m12s",
+        "step 7  loss 1.000",
+        "eval wiki at step 7: loss 1.00e+09  perplexity inf",
     ]
 
 
+def test_numbers_for_people() -> None:
+    durations = {0: "0s", 0.44: "0.4s", 5.4: "5s", 59.7: "1m00s", 3_700: "1h01m", 90_000: "1d01h", math.inf: "?"}
+    assert {seconds: human_duration(seconds) for seconds in durations} == durations
+    numbers = {4.8: "4.80", 49.91: "49.9", 22_026.4: "22,026", 0.00123: "0.00123", 1.5e-7: "1.50e-07", 3e9: "3.00e+09"}
+    numbers |= {0.0: "0", -math.inf: "-inf"}
+    assert {number: human_number(number, 3) for number in numbers} == numbers
+
+
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(callbacks.time, "perf_counter", clock)
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Seconds that pass only when told to."""
+    clock = SimpleNamespace(now_s=0.0)
+    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: clock.now_s)
     return clock
 
 
-def test_meter_leaves_evaluations_and_saves_out_of_training_time(clock: Clock) -> None:
+def test_meter_leaves_evaluations_and_saves_out_of_training_time(clock: SimpleNamespace) -> None:
     meter = Meter(flops_per_token=1e9, peak_flops=2e12, sum_over_ranks=lambda n: 2 * n)
     fire(meter, "on_train_begin", state(100))
 
@@ -116,13 +120,18 @@ def test_meter_adds_perplexity_and_leaves_the_unknown_out() -> None:
     assert logs == {"eval_loss": 0.0, "eval_perplexity": 1.0}
     logs = {"loss": 1.0}
     meter.add_to(logs, state(0))  # no time, no step, no peak
+    meter.add_to(logs, state(5, max_steps=-1))  # no known end
     assert set(logs) - {"device_peak_bytes"} == {"loss", "tokens", "host_peak_bytes"}
 
 
-def test_metrics_file_stays_json_on_nan_and_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_of_metrics_is_one_history_in_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run/metrics.jsonl"
     monkeypatch.setattr(callbacks.time, "time", lambda: 12.3456)
     file = MetricsFile(path)
+    path.parent.mkdir()
+    path.write_text('{"step": 5}\nnonsense\n[1]\n')
+    fire(file, "on_train_begin", state(0, rank_zero=False))
+    assert path.read_text()
     fire(file, "on_train_begin", state(0))
     fire(file, "on_log", state(1), logs={"loss": math.nan, "grad_norm": torch.tensor(math.inf), "x": -math.inf})
     fire(file, "on_log", state(2), logs={"loss": 1.5, "grad_norm": torch.tensor(0.5), "note": "a\nb"})
@@ -131,29 +140,14 @@ def test_metrics_file_stays_json_on_nan_and_tensors(tmp_path: Path, monkeypatch:
         {"step": 1, "epoch": 0.5, "time": 12.346, "loss": "nan", "grad_norm": "inf", "x": "-inf"},
         {"step": 2, "epoch": 0.5, "time": 12.346, "loss": 1.5, "grad_norm": 0.5, "note": "a\nb"},
     ]
-
-
-def test_resume_drops_records_beyond_the_step_and_a_torn_line(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    file = MetricsFile(path)
-    fire(file, "on_train_begin", state(0))
-    for step in (0, 10, 20, 30):
-        fire(file, "on_log", state(step), logs={"loss": float(step)})
+    for step in (20, 30):
+        fire(file, "on_log", state(step), logs={"loss": 1.0})
     with path.open("a") as torn:
         torn.write('{"step": 35, "los')
-    fire(file, "on_train_begin", state(20))
+    fire(file, "on_train_begin", state(20))  # resumed: records beyond the step and a torn line go
     fire(file, "on_log", state(30), logs={"loss": 0.5})
-    assert [(record["step"], record["loss"]) for record in read(path)] == [(0, 0.0), (10, 10.0), (20, 20.0), (30, 0.5)]
-    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_a_fresh_run_starts_an_empty_file_and_other_ranks_touch_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 5}\nnonsense\n[1]\n')
-    fire(MetricsFile(path), "on_train_begin", state(0, rank_zero=False))
-    assert path.read_text()
-    fire(MetricsFile(path), "on_train_begin", state(0))
-    assert path.read_text() == ""
+    assert [(record["step"], record["loss"]) for record in read(path)] == [(1, "nan"), (2, 1.5), (20, 1.0), (30, 0.5)]
+    assert [entry.name for entry in path.parent.iterdir()] == ["metrics.jsonl"]
 
 
 def test_sample_runs_on_every_rank_and_is_shown_by_one(
@@ -184,15 +178,11 @@ def test_a_model_that_cannot_generate_ends_nothing(capsys: pytest.CaptureFixture
 
 
 def test_continuation_is_greedy_without_the_prompt_and_restores_the_mode() -> None:
-    class Tokens(dict[str, torch.Tensor]):
-        def to(self, device: object) -> "Tokens":
-            return self
-
     class Tokenizer:
         pad_token_id, eos_token_id = None, 9
 
-        def __call__(self, text: str, return_tensors: str) -> Tokens:
-            return Tokens(input_ids=torch.tensor([[1, 2]]))
+        def __call__(self, text: str, return_tensors: str) -> BatchEncoding:
+            return BatchEncoding({"input_ids": torch.tensor([[1, 2]])})
 
         def decode(self, ids: torch.Tensor, skip_special_tokens: bool) -> str:
             return " ".join(map(str, ids.tolist()))

@@ -9,12 +9,13 @@ import pytest
 
 from strategies.core import commit
 from strategies.core.sealed import MANIFEST, Damaged
-from tests.helpers.checkpoints import CONTENT, make
+from tests.helpers.checkpoints import make
 from tests.helpers.tiny import LLAMA, run_config
 from trainer.config.sections import RunConfig
+from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError
-from trainer.run import checkpoint
-from trainer.run.checkpoint import DELETED, FORMER_MARK, WRITING, clear, complete, newest_complete, prune, verified
+from trainer.run import checkpoint, resuming
+from trainer.run.checkpoint import DELETED, FORMER_MARK, WRITING, clear, complete, prune, verified
 
 
 def steps(output_dir: Path) -> list[int]:
@@ -54,8 +55,8 @@ def test_only_folders_with_their_manifest_count(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-60").write_text("a file, not a folder")
     assert steps(tmp_path) == [10]
     make(tmp_path, 5)
-    assert steps(tmp_path) == [5, 10] and newest_complete(tmp_path) == tmp_path / "checkpoint-10", "not by name"
-    assert steps(tmp_path / "absent") == [] and newest_complete(tmp_path / "absent") is None
+    assert steps(tmp_path) == [5, 10], "not by name"
+    assert steps(tmp_path / "absent") == []
 
 
 def test_every_byte_is_compared(tmp_path: Path) -> None:
@@ -102,20 +103,12 @@ def test_hugging_faces_state_must_be_of_the_same_step(tmp_path: Path) -> None:
 # Pruning
 
 
-@pytest.mark.parametrize(("keep", "left"), [(1, [40]), (2, [30, 40]), (9, [10, 20, 30, 40])])
-def test_prune_keeps_the_newest(tmp_path: Path, keep: int, left: list[int]) -> None:
-    for step in (10, 20, 30, 40):
-        make(tmp_path, step)
-    assert prune(tmp_path, keep, 40, None) == []
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"checkpoint-{step}" for step in left]
-
-
 def test_prune_keeps_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (10, 20, 30, 40):
         make(tmp_path, step)
     monkeypatch.chdir(tmp_path)  # Hugging Face may name the best one by a relative path
     prune(tmp_path, 1, 40, Path("checkpoint-20"))
-    assert steps(tmp_path) == [20, 40]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-20", "checkpoint-40"]
 
 
 @pytest.mark.parametrize("finite", itertools.product([True, False], repeat=4))
@@ -128,8 +121,8 @@ def test_the_newest_finite_one_is_never_deleted(tmp_path: Path, finite: tuple[bo
         good += [step] * is_finite
         prune(tmp_path, keep, step, None)
         left = steps(tmp_path)
-        assert step in left and set(good[-1:]) <= set(left)
-        assert len(left) <= keep + 1
+        newest = range(max(1, step - keep + 1), step + 1)
+        assert set(left) == {*newest, *good[-1:]}
 
 
 def test_checkpoints_of_later_steps_do_not_push_out_the_one_just_written(tmp_path: Path) -> None:
@@ -168,8 +161,9 @@ def test_of_a_link_nothing_is_deleted(tmp_path: Path) -> None:
     assert "checkpoint-10: a symbolic link, so it is kept though training.save_total_limit = 1" in line
     assert verified(elsewhere).step == 10
     assert resumed(tmp_path / "run", str(tmp_path / "run/checkpoint-10"))[0] == tmp_path / "run/checkpoint-10"
-    moved = checkpoint.set_aside(tmp_path / "run")
-    assert moved and verified(moved / "checkpoint-10").step == 10, "a relative link is moved and still leads there"
+    assert set_aside(tmp_path / "run")
+    moved = tmp_path / "run/earlier-1/checkpoint-10"
+    assert verified(moved).step == 10, "a relative link is moved and still leads there"
 
 
 def test_what_a_kill_has_left_is_put_away(tmp_path: Path) -> None:
@@ -230,7 +224,7 @@ def test_a_named_checkpoint_is_taken_though_newer_ones_exist(tmp_path: Path) -> 
     assert resumed(tmp_path, str(tmp_path / "kept"))[0] == tmp_path / "kept", "under any name of the user's"
 
 
-def test_a_named_checkpoint_must_exist(tmp_path: Path) -> None:
+def test_a_named_checkpoint_must_exist_and_be_good(tmp_path: Path) -> None:
     wish = tmp_path / "checkpoint-11"
     assert refused(tmp_path, str(wish)) == "there is no such folder"
     make(tmp_path, 10)
@@ -238,13 +232,8 @@ def test_a_named_checkpoint_must_exist(tmp_path: Path) -> None:
     assert refused(tmp_path, str(wish)) == line
     elsewhere = tmp_path / "other" / "checkpoint-11"  # nothing beside it: the run's own folder is searched
     assert refused(tmp_path, str(elsewhere)) == line
-
-
-def test_a_named_checkpoint_must_be_good_and_the_newest_good_one_is_named(tmp_path: Path) -> None:
-    for step in (10, 20, 30):
-        make(tmp_path, step)
-    damage(tmp_path / "checkpoint-30")
-    damage(tmp_path / "checkpoint-20", "inner/optimizer.pt")
+    damage(make(tmp_path, 20), "inner/optimizer.pt")
+    damage(make(tmp_path, 30))
     assert refused(tmp_path, str(tmp_path / "checkpoint-20")) == (
         f"damaged: inner/optimizer.pt: damaged, its hash is another; the newest good one is {tmp_path}/checkpoint-10"
     )
@@ -264,37 +253,36 @@ def test_checkpoints_of_earlier_releases_say_how_to_go_on(tmp_path: Path) -> Non
 # Setting aside
 
 
-def test_a_fresh_run_sets_the_earlier_one_aside_and_deletes_nothing(tmp_path: Path) -> None:
-    assert checkpoint.set_aside(tmp_path) is None
+def set_aside(output_dir: Path, after: Path | None = None, **training: object) -> str:
+    found = checkpoint.verified(after) if after else None
+    going_on = resuming.Resumed(found, frozenset(), []) if found else None
+    return resuming.set_aside(run_config(LLAMA, output_dir=output_dir, **training), Ranks(), going_on)
+
+
+def test_a_fresh_run_sets_the_earlier_one_aside_and_deletes_nothing_unless_that_was_said(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("of a run that saved nothing")
+    assert set_aside(tmp_path) == "" and (tmp_path / "metrics.jsonl").exists()
     for expected in ("earlier-1", "earlier-2"):
         make(tmp_path, 4)
         (tmp_path / "metrics.jsonl").write_text("{}\n")
         (tmp_path / "export").mkdir()
-        moved = checkpoint.set_aside(tmp_path)
-        assert moved == tmp_path / expected
-        assert verified(moved / "checkpoint-4").step == 4
-        assert (moved / "metrics.jsonl").exists() and not (tmp_path / "metrics.jsonl").exists()
-        assert (moved / "export").is_dir() and not (tmp_path / "export").exists()
+        assert set_aside(tmp_path).endswith(f" are now in {tmp_path / expected}")
+        assert verified(tmp_path / expected / "checkpoint-4").step == 4
+        assert {path.name for path in (tmp_path / expected).iterdir()} == {"checkpoint-4", "metrics.jsonl", "export"}
         assert complete(tmp_path) == []
-
-
-def test_an_export_alone_is_set_aside_too_and_deleted_only_if_that_was_said(tmp_path: Path) -> None:
-    for _ in range(2):
-        (tmp_path / "export").mkdir()
-        moved = checkpoint.set_aside(tmp_path)
-        assert moved is not None and (moved / "export").is_dir()
     (tmp_path / "export").mkdir()
-    assert checkpoint.set_aside(tmp_path, overwrite=True) is None
+    assert set_aside(tmp_path, overwrite=True) == ""
     assert sorted(path.name for path in tmp_path.iterdir()) == ["earlier-1", "earlier-2"]
 
 
 def test_a_run_that_goes_back_sets_later_checkpoints_aside(tmp_path: Path) -> None:
-    for step in (10, 20, 30):
-        make(tmp_path, step)
+    first, *_ = (make(tmp_path, step) for step in (10, 20, 30))
     damage(tmp_path / "checkpoint-30")
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    assert checkpoint.set_aside(tmp_path, after=10) == tmp_path / "earlier-1"
+    assert set_aside(tmp_path, first) == f"checkpoints after checkpoint-10 are now in {tmp_path / 'earlier-1'}"
     assert steps(tmp_path) == [10] and (tmp_path / "metrics.jsonl").exists()
     assert sorted(path.name for path in (tmp_path / "earlier-1").iterdir()) == ["checkpoint-20", "checkpoint-30"]
-    assert checkpoint.set_aside(tmp_path, after=10) is None
-    assert all((tmp_path / "earlier-1/checkpoint-20" / name).is_file() for name in CONTENT)
+    assert set_aside(tmp_path, first) == ""
+    other = make(tmp_path / "other", 5)
+    assert set_aside(tmp_path, other), "of another run's checkpoint all of this folder's are later"
+    assert steps(tmp_path) == [] and other.is_dir()

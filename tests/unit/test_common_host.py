@@ -16,7 +16,7 @@ from strategies.core.facts import Home
 from strategies.core.layout import Spot
 from strategies.engine.memory.arena import OutOfMemoryError
 from strategies.engine.memory.common_host import CommonHost
-from strategies.engine.ranks.common_copies import CommonCopies
+from strategies.engine.ranks.shares import Shares
 from strategies.engine.transfer.transfer import Event, Lane, Transfer
 from tests.helpers import layouts
 
@@ -29,7 +29,7 @@ def two() -> tuple[CommonHost, CommonHost]:
     first, second = CommonHost(8192, 3, CPU), CommonHost(8192, 3, CPU)
     for one, other, at in ((first, second, 0), (second, first, 1)):
         theirs = one._open(os.getpid(), other._file, other._size, other._token.tolist())
-        one._memories = [one.own, theirs] if at == 0 else [theirs, one.own]
+        one._memories = [one._own, theirs] if at == 0 else [theirs, one._own]
         one._processes, one._timeout_s = [os.getpid()] * 2, 60.0
     return first, second
 
@@ -40,15 +40,18 @@ def test_each_sees_what_the_other_writes(two: tuple[CommonHost, CommonHost]) -> 
     (mine, theirs), (seen, _) = (one.spans(spot, torch.float32, 5) for one in two)
     mine.fill_(3.0)
     assert seen.tolist() == [3.0] * 5 and theirs.tolist() == [0.0] * 5
-    assert not second.own.memory[:8192].any() and first.own.memory[4096:4116].view(torch.float32).eq(3.0).all()
+    assert not second.weights.any() and first.weights[4096:4116].view(torch.float32).eq(3.0).all()
 
 
 def test_a_reader_waits_for_the_others_and_not_for_itself(two: tuple[CommonHost, CommonHost]) -> None:
+    """A late thread's count does not take back what was counted since."""
     first, second = two
     first.wait(1, 0)
     threading.Timer(0.05, second.count, (1, 2)).start()
     first.wait(1, 2)
-    assert int(first._counts(first._memories[1])[1]) == 2 and not first._counts(first.own).any()
+    second.count(1, 1)
+    first.wait(1, 2)
+    assert int(first._counts(first._memories[1])[1]) == 2 and not first._counts(first._own).any()
 
 
 def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_for_a_collective(
@@ -91,26 +94,17 @@ def test_what_is_still_copied_is_neither_counted_nor_replaced(monkeypatch: pytes
         monkeypatch.setattr(dist, name, instead)
     whole = layouts.bucket("b", "layers.0", 1024, ways=2, resident_ticks=((0, 1), (1, 2)))
     planned = replace(layouts.layout(whole), common_host=True)
-    monkeypatch.setattr(CommonCopies, "_share", lambda self, tensors, device: None)
-    common: Any = CommonCopies(nn.Module(), None, transfer, CPU, planned, beside=True)  # type: ignore[arg-type]
+    monkeypatch.setattr(Shares, "_share", lambda self, tensors, device: None)
+    common: Any = Shares(nn.Module(), None, transfer, CPU, planned, beside=True)  # type: ignore[arg-type]
     bucket: Any = SimpleNamespace(index=0, replaced=7, sources=[torch.ones(1)])
     common.written(bucket, transfer.record(Lane.DOWN))
-    counts = common.common._counts(common.common.own)
+    counts = common._common_host._counts(common._common_host._own)
     assert int(counts[0]) == 0
     transfer.passed.set()
     common.close()  # after the thread has done its work
     assert int(counts[0]) == 7
     common.stop_reading()
     assert met == [2] and transfer.waited[1].lane is Lane.UP
-
-
-def test_what_a_late_thread_counts_does_not_take_back_what_was_counted_since(
-    two: tuple[CommonHost, CommonHost],
-) -> None:
-    first, second = two
-    second.count(2, 5)
-    second.count(2, 4)
-    first.wait(2, 5)
 
 
 def test_too_little_memory_is_said_as_for_any_arena() -> None:

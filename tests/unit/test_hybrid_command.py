@@ -183,7 +183,7 @@ def test_what_is_not_known_is_asked_for(
     "arguments",
     [
         ["--search", "--fit"],
-        ["--search", "--json", "x"],
+        ["--search", "--plot", "x"],
         ["--network", "100"],
         ["--search", "--network", "-1"],
         ["--search"],

@@ -19,6 +19,9 @@ from strategies.planner.hybrid.search import POLICIES, Answer, Options, hybrid
 from strategies.planner.hybrid.step_seconds import Pricing
 from strategies.planner.pipeline_bytes import boundary_bytes
 from tests.helpers.fakes import block, choosing, embedding, facts, head
+from trainer.dist.ranks import Ranks
+from trainer.machine.profiles import profile
+from trainer.planning.hybrid import cluster_of
 
 RATES = Rates(
     gemm_fp32_flops_per_s=1e12,
@@ -257,6 +260,52 @@ def test_the_volumes_of_zero_per_step() -> None:
     seconds = [pricing.price(Degrees(data=8, zero=stage, micro_batches=many)).seconds / once for stage in range(4)]
     # The last unit's gradients come after the others: a tenth of the units.
     assert seconds == pytest.approx([2 * 1.0, 2.0, many + 1, 3 * many], rel=0.11)
+
+
+def test_a_gather_takes_a_latency_per_hop_and_the_slower_of_two_rates() -> None:
+    on = Cluster(16, 8, Wire(10.0, 0.1), Wire(2.0, 0.5))
+    assert on.gather_seconds(80, 8, messages=3) == pytest.approx(3 * 7 * 0.1 + 7 / 8 * 80 / 10)
+    assert on.gather_seconds(160, 16) == pytest.approx(15 * 0.5 + 15 / 16 * 160 / 10)  # eight cards are faster than one
+    assert on.gather_seconds(160, 4, 4) == pytest.approx(3 * 0.5 + 3 / 4 * 160 / 4)  # two ranks of a group on a machine
+    assert on.all_reduce_seconds(160, 16) == pytest.approx(2 * (4 * 0.5 + 15 / 16 * 160 / 10))
+    rates = profile("h100-sxm-pcie5").rates
+    published = cluster_of(rates, Ranks(world_size=256, local_world_size=8), None) if rates else on
+    reached = 255 / 256 * (2 << 30) / published.gather_seconds(2 << 30, 256)
+    assert reached == pytest.approx(200e9, rel=0.01), "an all-gather among H100, NVIDIA/nccl issue 1218"
+
+
+def test_what_compute_does_not_hide_across_machines() -> None:
+    """ZeRO 3 takes the sum of compute and exchange there; in a machine, or at the hopeful end, the longer one."""
+    whole = model()
+    size, models, several = 2 * whole.num_params, Models({(1, 1): whole}), Cluster(8, 4, Wire(4e9), Wire(1e9, 1e-9))
+    degrees = Degrees(data=8, zero=3, last_blocks=8)
+
+    def seconds(on: Cluster, zero: int = 3) -> float:
+        return Pricing(models, on, RATES).price(replace(degrees, zero=zero)).seconds
+
+    alone = Pricing(models, Cluster(8, 8, Wire(1e30)), RATES).price(degrees).seconds
+    exchanged = 3 * several.gather_seconds(size, 8, messages=10)
+    assert seconds(several) == pytest.approx(alone + exchanged)
+    hopeful, careful = several.either_way()
+    assert seconds(hopeful) < seconds(several) < seconds(careful)
+    assert seconds(replace(several, hides=True)) == pytest.approx(seconds(Cluster(8, 8, Wire(4e9))), rel=1e-3)
+    assert Cluster(8, 8, Wire(4e9), Wire(1.0)).either_way() == ()
+
+
+def test_a_place_that_the_network_decides_is_marked() -> None:
+    """Whoever has no mark keeps to the order of those without one, at both ends; and both kinds are there."""
+    answer = priced(model(), replace(cluster(), across=Wire(1e9, 5e-6)), Options())
+    assert {found.settled for found in answer.best} == {found.assumed for found in answer.best} == {True, False}
+    for end in range(2):
+        seconds = [found.between[end] for found in answer.best]
+        assert seconds != sorted(seconds)
+        settled = [found.between[end] for found in answer.best if found.settled]
+        assert settled == sorted(settled) and len(settled) > 2
+    assert all(found.between[0] <= found.price.seconds <= found.between[1] for found in answer.best)
+    kept = {found.degrees.unsplit for found in answer.firsts} == {answer.best[0].degrees.unsplit}
+    assert answer.best[0].settled <= kept
+    inside = priced(model(), cluster(8), Options())
+    assert not inside.firsts and all(found.settled and not found.assumed for found in inside.best)
 
 
 def test_offload_is_for_what_does_not_fit_otherwise() -> None:

@@ -115,15 +115,14 @@ def test_scratch_is_for_mixed_precision_on_the_device() -> None:
 
 
 def test_a_block_is_a_bucket_and_small_vectors_share_one() -> None:
-    made = form(transformer(blocks=3))
+    made = form(transformer(blocks=3, tied=True))
     assert [(b.name, b.group, b.units) for b in made] == [
-        ("embedding", 0, ("embedding",)),
+        ("embedding", 0, ("embedding", "head")),  # a tied parameter lies at its first use
         ("layers.0..2", 1, ("layers.0", "layers.1", "layers.2")),
         ("layers.0", 0, ("layers.0",)),
         ("layers.1", 0, ("layers.1",)),
         ("layers.2", 0, ("layers.2",)),
-        ("head:group1", 1, ("head",)),
-        ("head:group0", 0, ("head",)),
+        ("head", 1, ("head",)),
     ]
     assert made[2].params == ("layers.0.attention", "layers.0.ffn")
     assert made[2].offsets == (0, 4 * 64 * 64)
@@ -137,12 +136,6 @@ def test_small_blocks_are_packed_and_large_ones_cut() -> None:
     cut = form(known, 5 * 64 * 64 * 4)
     assert [b.name for b in cut[:4]] == ["embedding", "layers.0/0", "layers.0/1", "layers.1/0"]
     assert cut[1].params == ("layers.0.norm", "layers.0.attention")
-
-
-def test_a_tied_parameter_lies_at_its_first_use_and_names_the_other() -> None:
-    made = form(transformer(tied=True))
-    assert made[0].units == ("embedding", "head")
-    assert [b.name for b in made if "head" in b.units] == ["embedding", "head"]
 
 
 def test_names_tell_groups_dtypes_and_frozen_ones_apart() -> None:

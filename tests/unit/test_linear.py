@@ -19,7 +19,7 @@ from strategies.report import full_report
 from tests.helpers.fakes import facts, run_facts
 from tests.helpers.tiny import MODELS, run_config
 from trainer.machine.probe import probe
-from trainer.model.counting_alike import listed
+from trainer.model.counting import Counter
 from trainer.planning.facts import gather
 
 OWN, BOTH, OTHER = Routes(), Routes(forward=Route.COPY), Routes(forward=Route.COPY, dgrad=Route.COPY)
@@ -225,7 +225,7 @@ def test_the_input_of_a_reentrant_checkpoint_needs_a_gradient() -> None:
     """Its first forward runs without gradients, which says nothing about its second."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4))
     for enabled, expected in ((True, False), (False, True)):
-        with listed(model, [], None) as layers, torch.set_grad_enabled(enabled):
+        with Counter(model) as counter, torch.set_grad_enabled(enabled):
             model(torch.zeros(3, 4))
-        (found,) = layers.values()
+        (found,) = counter.linears().values()
         assert found.passes_back is expected and found.shape.rows == 3

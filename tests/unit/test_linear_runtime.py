@@ -1,7 +1,6 @@
 """Linear layers over every route: derivatives, values, copies that are never stale, a state dict as it was."""
 
 import copy
-import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from strategies.core.linears import LEGAL, Gemm, Route, Routes
-from strategies.engine.forward.routed_linear import Routed, route, storage_of, weights_changed
+from strategies.engine.forward.routed_linear import route, weights_changed
 from tests.helpers.pairwise import Table
 
 KINDS = ("linear", "conv1d")
@@ -130,37 +129,24 @@ def test_frozen_weights_and_inputs_take_no_products() -> None:
 # --- the second copy -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": False}], ids=str)
-def test_an_optimizer_step_makes_the_copy_anew(options: dict[str, bool]) -> None:
-    stock = layer("linear", 5, 5)
-    trained = []
-    for made in (stock, routed(stock, BOTH)):
-        torch.manual_seed(0)
-        optimizer = torch.optim.AdamW(made.parameters(), lr=0.1, **options)
-        for _ in range(4):
-            for _ in range(2):
-                made(torch.randn(6, 5, dtype=torch.float64)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        trained.append(made.weight.detach())
-    torch.testing.assert_close(*trained, rtol=1e-12, atol=1e-12)
-
-
 def test_the_copy_is_made_once_per_change() -> None:
-    """Until steps are announced each backward counts as one; then announced steps and what autograd sees."""
+    """By what autograd sees, or announced; steps change no frozen weight."""
     made = routed(layer("linear", 5, 5), BOTH)
     x = torch.randn(2, 5, dtype=torch.float64)
-    made(x), made(x)
+    optimizer = torch.optim.AdamW(made.parameters(), lr=0.1, foreach=False)
+    made(x).sum().backward()
     held = made._copy.tensor
-    versions = [held._version]
-    for change in (lambda: made(x).sum().backward(), lambda: weights_changed(made), lambda: made.weight.mul_(2)):
-        with torch.set_grad_enabled(len(versions) < 2):
-            change()
-        made(x)
-        versions.append(held._version)
-        made(x).sum().backward() if len(versions) > 2 else None  # the second micro-batch
-        made(x)
-        assert held._version == versions[-1] > versions[-2] and torch.equal(held, made.weight.t())
+    for change, anew in (
+        (lambda: made(x).sum().backward(), False),  # another micro-batch
+        (optimizer.step, True),
+        (lambda: weights_changed(made), True),
+        (lambda: made.weight.requires_grad_(False), False),
+        (lambda: weights_changed(made), False),
+    ):
+        before = held._version
+        change()
+        made(x), made(x)
+        assert held._version - before == anew and torch.equal(held, made.weight.t())
 
 
 def test_changes_behind_autograd_are_seen_or_announced() -> None:
@@ -180,21 +166,6 @@ def test_changes_behind_autograd_are_seen_or_announced() -> None:
     assert torch.equal(made.eval()(x), torch.addmm(made.bias, x, made.weight.t())), "evaluation reads the weight itself"
     weights_changed(made)
     assert torch.equal(made.train()(x), torch.addmm(made.bias, x, made.weight.t()))
-
-
-def test_steps_leave_copies_of_frozen_weights() -> None:
-    made = routed(layer("linear", 3, 4), BOTH)
-    x = torch.randn(2, 3, dtype=torch.float64)
-    made.weight.requires_grad_(False)
-    made(x)
-    version = made._copy.tensor._version
-    weights_changed(made)
-    made(x)
-    assert made._copy.tensor._version == version
-    made.weight.requires_grad_(True)
-    weights_changed(made)
-    made(x)
-    assert made._copy.tensor._version > version
 
 
 def test_backward_refuses_a_copy_made_since_its_forward() -> None:
@@ -221,13 +192,9 @@ def test_a_deep_copy_has_a_copy_of_its_own() -> None:
 # --- surroundings ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "routes"),
-    [("linear", BOTH), ("conv1d", Routes(forward=Route.COPY)), ("linear", Routes(wgrad=Route.FLIP))],
-    ids=str,
-)
-def test_autocast(kind: str, routes: Routes) -> None:
-    made = layer(kind, 24, 16, dtype=torch.float32)
+@pytest.mark.parametrize("routes", [BOTH, Routes(wgrad=Route.FLIP)], ids=str)
+def test_autocast(routes: Routes) -> None:
+    made = layer("linear", 24, 16, dtype=torch.float32)
     x = torch.randn(3, 5, 24)
     with torch.autocast("cpu", torch.bfloat16):
         expected, found = results(made, x), results(routed(made, routes), x)
@@ -236,8 +203,7 @@ def test_autocast(kind: str, routes: Routes) -> None:
         torch.testing.assert_close(other, one, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputation(reentrant: bool) -> None:
+def test_reentrant_recomputation() -> None:
     stock = layer("linear", 5, 5)
     made = routed(stock, Routes(Route.COPY, Route.COPY, Route.LEFT))
     x = torch.randn(4, 5, dtype=torch.float64)
@@ -245,60 +211,11 @@ def test_recomputation(reentrant: bool) -> None:
 
     class Recomputed(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(made, x, use_reentrant=reentrant)
+            return checkpoint(made, x, use_reentrant=True)
 
     found = results(Recomputed(), x)
     for one, other in zip(expected, [*found, made.weight.grad, made.bias.grad], strict=True):
         torch.testing.assert_close(other, one)
-
-
-def test_tied_weights_get_both_gradients() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
-            self.head.weight = self.table.weight
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.head(self.table(ids))
-
-    torch.manual_seed(0)
-    stock = Tied().double()
-    made = copy.deepcopy(stock)
-    route(made, {"head": Routes(Route.COPY, Route.COPY, Route.FLIP)})
-    for model in (stock, made):
-        model(torch.tensor([[1, 2, 6]])).square().sum().backward()
-    assert made.head.weight is made.table.weight
-    torch.testing.assert_close(made.table.weight.grad, stock.table.weight.grad)
-
-
-def test_state_dicts_have_the_bytes_of_the_stock_layer() -> None:
-    stock = layer("conv1d", 6, 4, dtype=torch.float32)
-    made = routed(stock, Routes(Route.COPY, Route.FLIP, Route.LEFT))
-    made(torch.randn(2, 6)).sum().backward()
-    files = []
-    for each in (stock, made):
-        file = io.BytesIO()
-        torch.save(each.state_dict(), file)
-        files.append(file.getvalue())
-    assert files[0] == files[1]
-    stock.load_state_dict(made.state_dict())
-    made.load_state_dict(stock.state_dict())
-    assert [name for name, _ in made.named_parameters()] == ["weight", "bias"]
-    assert isinstance(made, type(stock)) and isinstance(made, Routed)
-
-
-def test_lora_layers_wrap_routed_ones() -> None:
-    peft = pytest.importorskip("peft")
-    stock = nn.Sequential(nn.Linear(6, 5)).double()
-    config = peft.LoraConfig(r=2, target_modules=["0"])
-    model = peft.get_peft_model(stock, config)
-    names = [name for name, module in model.named_modules() if storage_of(module) is not None]
-    assert len(names) == 3  # the base and both adapters
-    x = torch.randn(3, 6, dtype=torch.float64)
-    expected = model(x)
-    route(model, dict.fromkeys(names, BOTH))
-    torch.testing.assert_close(model(x), expected)
 
 
 def test_other_layers_are_refused_by_name() -> None:

@@ -4,8 +4,6 @@ import json
 import os
 import signal
 import socket
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +11,11 @@ from typing import Any
 import pytest
 
 from tests.helpers.tiny import LLAMA, run_config
+from trainer.dist import stopping
 from trainer.errors import ConfigError, ExitCode
 from trainer.planning.from_config import WRITTEN, refuse_folder
 from trainer.run import lock
-from trainer.run.lock import NAME, Holder, held, why_not
-
-OWN = Holder(10, "here", 1000.0)
+from trainer.run.lock import NAME, held
 
 
 def in_child(work: Callable[[], None]) -> int:
@@ -51,27 +48,26 @@ def test_of_many_starters_one_wins_every_time(tmp_path: Path) -> None:
     """All start at once, the winner stays until all others have ended; a lock that a winner leaves is taken again."""
     config = run_config(LLAMA, output_dir=tmp_path / "run")
     for _ in range(4):
-        go_read, go_write = os.pipe()
-        stay_read, stay_write = os.pipe()
+        go, stay = os.pipe(), os.pipe()
 
-        def starter(go: int = go_read, stay: int = stay_read, ends: tuple[int, int] = (go_write, stay_write)) -> None:
-            for end in ends:
-                os.close(end)
-            os.read(go, 1)
+        def starter(go: tuple[int, int] = go, stay: tuple[int, int] = stay) -> None:
+            os.close(go[1])
+            os.close(stay[1])
+            os.read(go[0], 1)
             with held(config):
-                os.read(stay, 1)
+                os.read(stay[0], 1)
 
         pids = [in_child(starter) for _ in range(6)]
-        os.close(go_write)  # all of them read the end of the pipe
+        os.close(go[1])  # all of them read the end of the pipe
         left = set(pids)
         while len(left) > 1:
             pid, status = os.waitpid(-1, 0)
             left.discard(pid)
             assert os.waitstatus_to_exitcode(status) == 2
-        os.close(stay_write)
+        os.close(stay[1])
         assert code_of(left.pop()) == 0
-        os.close(go_read)
-        os.close(stay_read)
+        os.close(go[0])
+        os.close(stay[0])
 
 
 def test_a_folder_that_a_refused_run_has_made_goes_again(tmp_path: Path) -> None:
@@ -105,66 +101,45 @@ def test_the_line_names_the_holder_and_a_killed_holder_is_forgotten(tmp_path: Pa
     assert [*tmp_path.iterdir()] == []
 
 
-@pytest.mark.parametrize("alive", [True, False])
-def test_a_lock_of_another_host_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alive: bool) -> None:
+def test_a_lock_of_another_host_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its holder touches it; one that nobody touches is of a host, or a container, that is gone."""
     monkeypatch.setattr(lock, "WATCHED_S", 0.4)
-    config, there = run_config(LLAMA, output_dir=tmp_path), {"pid": 1, "host": "node-7", "start": 0.0}
-    (tmp_path / NAME).write_text(json.dumps(there))
-    over = threading.Event()
-    if alive:
-        monkeypatch.setattr(lock, "TOUCHED_S", 0.05)
-        handle = os.open(tmp_path / NAME, os.O_RDWR)
-        thread = threading.Thread(target=lock._touch, args=(handle, over))
-        thread.start()
-        try:
-            assert "in use by another run: process 1 on node-7" in refused(config)
-        finally:
-            over.set()
-            thread.join()
-            os.close(handle)
-        assert json.loads((tmp_path / NAME).read_text()) == there
-    else:
-        with held(config):
-            assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
-
-
-def test_the_holder_touches_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "TOUCHED_S", 0.01)
-    with held(run_config(LLAMA, output_dir=tmp_path)):
-        os.utime(tmp_path / NAME, (0, 0))
-        deadline = time.monotonic() + 10
-        while (tmp_path / NAME).stat().st_mtime == 0 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert (tmp_path / NAME).stat().st_mtime > 0
+    monkeypatch.setattr(lock, "TOUCHED_S", 0.05)
+    config = run_config(LLAMA, output_dir=tmp_path)
+    with held(config):
+        there, here = (tmp_path / NAME).read_text(), socket.gethostname()
+        monkeypatch.setattr(socket, "gethostname", lambda: "node-7")
+        assert f"in use by another run: process {os.getpid()} on {here}" in refused(config)
+        assert (tmp_path / NAME).read_text() == there
+    (tmp_path / NAME).write_text(there)
+    with held(config):
+        assert json.loads((tmp_path / NAME).read_text())["host"] == "node-7"
 
 
 @pytest.mark.parametrize(
-    ("found", "locks_work", "start", "expected"),
+    ("pid", "late_s", "starts", "refuses"),
     [
-        (None, True, None, None),  # cut off in writing
-        (Holder(7, "here", 500.0), True, 500.0, None),  # the kernel says that nobody holds it
-        (Holder(7, "here", 500.0), False, 500.5, "in use"),
-        (Holder(7, "here", 500.0), False, -1.0, "in use"),  # of another user: not to be seen when it began
-        (Holder(7, "here", 500.0), False, None, None),
-        (Holder(7, "here", 500.0), False, 900.0, None),  # the number is another process's now
-        (Holder(10, "here", 500.0), False, 1000.0, None),  # it is ours now, as pid 1 of a container is
-        (Holder(7, "there", 500.0), True, None, "other host"),
+        (os.getppid(), 0.5, None, True),
+        (os.getppid(), 0.0, -1.0, True),  # of another user: not to be seen when it began
+        (os.getppid(), 400.0, None, False),  # the number is another process's now
+        (1 << 22, 0.0, None, False),  # no such process
+        (os.getpid(), 0.0, None, False),  # it is ours now, as pid 1 of a container is
     ],
 )
-def test_whose_it_is(found: Holder | None, locks_work: bool, start: float | None, expected: str | None) -> None:
-    assert why_not(found, OWN, locks_work=locks_work, start=start) == expected
-
-
 def test_a_file_system_without_locks_is_held_by_the_process_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pid: int, late_s: float, starts: float | None, refuses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = run_config(LLAMA, output_dir=tmp_path)
     monkeypatch.setattr(lock, "_lock", lambda handle: False)
-    parent = os.getppid()
-    content = {"pid": parent, "host": socket.gethostname(), "start": lock.started_at(parent)}
+    content = {"pid": pid, "host": socket.gethostname(), "start": (stopping.started_at(pid) or 0.0) + late_s}
     (tmp_path / NAME).write_text(json.dumps(content))
-    assert f"process {parent} on" in refused(config)
+    if starts is not None:
+        monkeypatch.setattr(stopping, "started_at", lambda pid: starts)
+    if refuses:
+        assert f"process {pid} on" in refused(config)
+    else:
+        with held(config):
+            assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
 
 
 def test_what_a_link_leads_to_is_not_written(tmp_path: Path) -> None:
@@ -177,10 +152,10 @@ def test_what_a_link_leads_to_is_not_written(tmp_path: Path) -> None:
     assert "cannot be written (run.lock is no file)" in refused(run_config(LLAMA, output_dir=tmp_path))
 
 
-@pytest.mark.parametrize("folder", ["/proc/x", "/dev/null/run"])
-def test_a_folder_that_cannot_be_is_one_line(folder: str) -> None:
-    line = refused(run_config(LLAMA, output_dir=Path(folder)))
-    assert line.startswith(f'training.output_dir = "{folder}": cannot be written (')
+def test_a_folder_that_cannot_be_is_one_line() -> None:
+    for folder in ("/proc/x", "/dev/null/run"):
+        line = refused(run_config(LLAMA, output_dir=Path(folder)))
+        assert line.startswith(f'training.output_dir = "{folder}": cannot be written (')
 
 
 @pytest.mark.parametrize(
@@ -207,8 +182,9 @@ def test_a_folder_that_a_run_cannot_use_is_one_line(name: str, why: str, tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c.yaml", "run"]
 
 
-@pytest.mark.parametrize("name", WRITTEN)
-def test_a_folder_in_the_place_of_a_file_of_the_run(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).mkdir()
-    with pytest.raises(ConfigError, match=f"{name} is no file, and a run writes one there; name another folder"):
-        refuse_folder(run_config(LLAMA, output_dir=tmp_path))
+def test_a_folder_in_the_place_of_a_file_of_the_run(tmp_path: Path) -> None:
+    for name in WRITTEN:
+        (tmp_path / name).mkdir()
+        with pytest.raises(ConfigError, match=f"{name} is no file, and a run writes one there; name another folder"):
+            refuse_folder(run_config(LLAMA, output_dir=tmp_path))
+        (tmp_path / name).rmdir()

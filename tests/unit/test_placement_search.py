@@ -167,11 +167,10 @@ def test_a_tied_table_leaves_between_its_uses() -> None:
     assert table.resident_ticks == ((0, 1), (7, 9), (15, 16))
 
 
-def test_a_parameter_of_a_module_around_the_blocks_stays() -> None:
-    """It is in use as long as they are."""
+def test_a_parameter_that_is_in_use_beside_other_units_stays() -> None:
     big = 64 * 64
     known = facts_of(
-        Param("model.positions", "embedding", big, "float32", 0),
+        Param("model.positions", "embedding", big, "float32", 0, elsewhere=True),
         *(Param(f"model.layers.{i}.w", f"model.layers.{i}", big, "float32", 0) for i in range(4)),
         Param("model.output.w", "head", big, "float32", 0),
     )

@@ -19,10 +19,7 @@ from strategies.core.plan import (
     Kind,
     Plan,
     Reserve,
-    Rest,
     Share,
-    Slot,
-    Travel,
     When,
 )
 from strategies.core.protocol import Idle, Phase, Requirement
@@ -31,12 +28,12 @@ from strategies.report.plan_table import table, to_json
 from tests.helpers.fakes import block, embedding, facts, fake, head
 
 
-def share(unit: str, kind: Kind, ways: int = 2, element_bytes: int = 4, reason: str = "test") -> Share:
-    return Share(unit=unit, reason=reason, kind=kind, ways=ways, element_bytes=element_bytes)
+def share(unit: str, kind: Kind, ways: int = 2, reason: str = "test", home: Home = Home.DEVICE) -> Share:
+    return Share(unit=unit, reason=reason, kind=kind, ways=ways, element_bytes=4, home=home)
 
 
-def rest(unit: str, kind: Kind, home: Home = Home.HOST) -> Rest:
-    return Rest(unit=unit, reason="test", kind=kind, home=home)
+def reserve(owner: str, num_bytes: int, home: Home = Home.DEVICE, when: When = When.ALWAYS) -> Reserve:
+    return Reserve(unit=RUN, reason="", owner=owner, num_bytes=num_bytes, home=home, when=when)
 
 
 def engine_set(key: str, value: int | str, reason: str = "test") -> EngineSet:
@@ -46,21 +43,22 @@ def engine_set(key: str, value: int | str, reason: str = "test") -> EngineSet:
 # The baseline
 
 
-def test_baseline_answers_every_question_of_every_unit() -> None:
-    plan = Plan.baseline(facts())
-    for unit in plan.facts.units:
-        expected: set[Slot] = {("Impl", unit.name), ("Keep", unit.name), ("Travel", unit.name)}
-        expected |= {(question, unit.name, kind.name) for question in ("Share", "Rest") for kind in Kind}
-        assert {slot for slot, (decision, _) in plan.answers.items() if decision.unit == unit.name} == expected
-    assert {by for _, by in plan.answers.values()} == {"baseline"}
-    assert plan.engine() == {}
-
-
 def test_baseline_bytes() -> None:
     """Autocast keeps fp32 parameters, so plain training takes the same bytes in every precision."""
     plan = Plan.baseline(facts(precision=Precision.BF16, moments=1))
     assert {kind: plan.total(kind) for kind in Kind} == {
         Kind.PARAM: 4 * 100, Kind.GRAD: 4 * 100, Kind.MASTER: 0, Kind.MOMENT: 4 * 100
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("ways", "params"), [(1, 6 * 4 + 14 * 2), (3, 2 * 4 + 5 * 2)])
+def test_frozen_parameters_have_a_size_of_their_own(ways: int, params: int) -> None:
+    """Each kind of them is divided over the ranks and rounded up; nothing else is kept of frozen ones."""
+    plan = Plan.baseline(facts(block(0, 20, num_trainable=6), trained_bytes=4, frozen_bytes=2))
+    divided = (replace(plan.share("layers.0", kind), ways=ways) for kind in (Kind.PARAM, Kind.GRAD))
+    plan = plan.amend(divided, by="test")
+    assert {kind: plan.num_bytes("layers.0", kind) for kind in Kind} == {
+        Kind.PARAM: params, Kind.GRAD: 24 // ways, Kind.MASTER: 0, Kind.MOMENT: 48
     }  # fmt: skip
 
 
@@ -82,8 +80,6 @@ def test_amend_leaves_the_plan_as_it_was() -> None:
     [
         (share("head", Kind.PARAM, 2), share("head", Kind.PARAM, 4)),
         (engine_set("zero_optimization.stage", 1), engine_set("zero_optimization.stage", 2)),
-        (Travel(unit="head", reason="", fetch_ahead=1), Travel(unit="head", reason="", fetch_ahead=2)),
-        (Reserve(unit=RUN, reason="", owner="o", num_bytes=1), Reserve(unit=RUN, reason="", owner="o", num_bytes=2)),
     ],
     ids=lambda decision: type(decision).__name__,
 )
@@ -107,32 +103,19 @@ def test_one_strategy_that_contradicts_itself_is_refused() -> None:
 
 def test_the_order_in_the_config_is_irrelevant() -> None:
     zero = find("zero").model_validate({"stage": 2})
-    three = {
+    several = {
         "zero": zero,
         "keep": fake(Phase.KEEP, [Keep(unit="layers.0", reason="r", policy="full", saved_bytes=7)]),
-        # Sees what the others decided: bytes after sharding.
-        "offload": fake(
-            Phase.WHERE,
-            lambda facts, plan: [
-                rest(u.name, Kind.MOMENT) for u in facts.units if plan.num_bytes(u.name, Kind.MOMENT) > 79
-            ],
-        ),
+        # See what the others decided: bytes after sharding, and what the first by name has reserved.
+        "one": fake(Phase.BUFFER, lambda _, plan: [reserve("one", plan.total(Kind.MOMENT))]),
+        "two": fake(Phase.BUFFER, lambda _, plan: [reserve("two", len(plan.reserves(Home.DEVICE)))]),
     }
-    plans = [compose(dict(order), facts(world_size=2)) for order in itertools.permutations(three.items())]
+    plans = [compose(dict(order), facts(world_size=2)) for order in itertools.permutations(several.items())]
     assert len({table(plan) for plan in plans}) == 1
     assert len({json.dumps(to_json(plan)) for plan in plans}) == 1
     assert to_json(plans[0])["totals"]["device"]["gradients"] == plans[0].total(Kind.GRAD) > 0
-    assert [plans[0].rest(u.name, Kind.MOMENT).home for u in plans[0].facts.units] == [Home.DEVICE] + 3 * [Home.HOST]
-
-
-def test_of_two_strategies_in_one_phase_the_name_decides() -> None:
-    seen: list[str] = []
-    two = {
-        name: fake(Phase.HOW, lambda facts, plan, name=name: seen.append(name) or [])  # type: ignore[func-returns-value, misc]  # append is the point
-        for name in ("b", "a")
-    }
-    compose(two, facts())
-    assert seen == ["a", "b"]
+    *_, one, two = plans[0].reserves(Home.DEVICE)
+    assert (one.num_bytes, two.num_bytes) == (400, len(plans[0].reserves(Home.DEVICE)) - 1)
 
 
 @pytest.mark.parametrize("phase", Phase)
@@ -141,9 +124,7 @@ def test_a_strategy_answers_only_its_own_question(phase: Phase) -> None:
         Impl: Impl(unit="head", reason="", implementation="x"),
         Share: share("head", Kind.PARAM),
         Keep: Keep(unit="head", reason="", policy="x", saved_bytes=1),
-        Rest: rest("head", Kind.PARAM),
-        Travel: Travel(unit="head", reason="", fetch_ahead=1),
-        Reserve: Reserve(unit=RUN, reason="", owner="x", num_bytes=1),
+        Reserve: reserve("x", 1),
         EngineSet: engine_set("a.b", 1),
     }
     for kind, decision in given.items():
@@ -206,9 +187,8 @@ def test_reserves_at_the_step_meet_gradients_but_not_saved_tensors() -> None:
     def peak(*reserves: Reserve) -> int:
         return Plan.baseline(facts()).amend(reserves, by="a").peak(Home.DEVICE)
 
-    always = Reserve(unit=RUN, reason="", owner="always", num_bytes=50)
-    small = Reserve(unit=RUN, reason="", owner="small", num_bytes=60, when=When.STEP)
-    large = Reserve(unit=RUN, reason="", owner="large", num_bytes=20_000, when=When.STEP)
+    always, small = reserve("always", 50), reserve("small", 60, when=When.STEP)
+    large = reserve("large", 20_000, when=When.STEP)
     assert peak(always) == standing + 50 + backward
     assert peak(always, small) == standing + 50 + backward
     assert peak(always, small, large) == standing + 50 + grads + 60 + 20_000
@@ -216,9 +196,11 @@ def test_reserves_at_the_step_meet_gradients_but_not_saved_tensors() -> None:
 
 def test_what_rests_on_the_host_counts_there() -> None:
     machine = MachineFacts("gpu", 1 << 30, 1 << 30, runtime_host_bytes=7)
-    moved: list[Decision] = [rest(name, kind) for name in ("layers.0", "head") for kind in (Kind.MOMENT, Kind.GRAD)]
-    moved.append(Reserve(unit=RUN, reason="", owner="pinned", num_bytes=11, home=Home.HOST))
-    plan = Plan.baseline(facts(machine=machine, accumulation=2)).amend(moved, by="a")
+    plan = Plan.baseline(facts(machine=machine, accumulation=2))
+    moved: list[Decision] = [reserve("pinned", 11, Home.HOST)]
+    for name, kind in itertools.product(("layers.0", "head"), (Kind.MOMENT, Kind.GRAD)):
+        moved.append(replace(plan.share(name, kind), home=Home.HOST))
+    plan = plan.amend(moved, by="a")
     moments_there, grads_there = 8 * (20 + 40), 4 * (20 + 40)
     moments_here, grads_here = 8 * (10 + 30), 4 * (10 + 30)
     runtime, pinned, params, saved = 7, 11, 4 * 100, 10_000
@@ -233,10 +215,10 @@ def test_what_rests_on_the_host_counts_there() -> None:
 def test_explain_gives_every_answer_with_who_and_why() -> None:
     plan = Plan.baseline(facts()).amend([share("head", Kind.PARAM, reason="a half each")], by="zero")
     lines = plan.explain("head").splitlines()
-    assert len(lines) == sum(decision.unit == "head" for decision, _ in plan.answers.values()) == 11
+    assert len(lines) == sum(decision.unit == "head" for decision, _ in plan.answers.values()) == 6
     (changed,) = [line for line in lines if line.startswith("Share head PARAM ")]
     assert changed.endswith("[zero: a half each]")
     kept = next(line for line in lines if line.startswith("Keep head "))
     assert kept.endswith("policy=none, saved_bytes=4000  [baseline: all kept]")
-    both = plan.amend([rest("head", Kind.PARAM)], by="a")
-    assert both.decided_by(("Share", "head", "PARAM"), ("Rest", "head", "PARAM")) == "a, zero"
+    both = plan.amend([replace(plan.keep("head"), saved_bytes=1)], by="a")
+    assert both.decided_by(("Share", "head", "PARAM"), ("Keep", "head")) == "a, zero"

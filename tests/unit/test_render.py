@@ -7,7 +7,7 @@ import pytest
 
 from strategies.core.compose import compose
 from strategies.core.facts import Facts, MachineFacts, Precision
-from strategies.core.plan import RUN, EngineSet, Home, Kind, Plan, Reserve, Rest
+from strategies.core.plan import RUN, EngineSet, Home, Kind, Plan, Reserve
 from strategies.core.registry import find
 from strategies.core.sizes import human
 from strategies.report.plan_table import rows, summary, table
@@ -50,7 +50,7 @@ def test_blocks_fold_into_a_row_per_home_wherever_their_tensors_are() -> None:
     """Every other block rests on the host; the sizes of both rows are all there is."""
     plan = Plan.baseline(facts(embedding(10), *(block(index, 100) for index in range(32)), head(10)))
     moved = [
-        Rest(unit=f"layers.{index}", reason="r", kind=kind, home=Home.HOST)
+        replace(plan.share(f"layers.{index}", kind), home=Home.HOST)
         for index in range(1, 32, 2)
         for kind in (Kind.MOMENT, Kind.GRAD)
     ]
@@ -65,7 +65,7 @@ def test_blocks_fold_into_a_row_per_home_wherever_their_tensors_are() -> None:
 
 def test_a_block_that_differs_stands_alone() -> None:
     plan = Plan.baseline(facts(*(block(index, 100) for index in range(4))))
-    plan = plan.amend([Rest(unit="layers.2", reason="r", kind=Kind.MOMENT, home=Home.HOST)], by="offload")
+    plan = plan.amend([replace(plan.share("layers.2", Kind.MOMENT), home=Home.HOST)], by="offload")
     found = [(row.unit, row.count, row.home, row.decided_by) for row in rows(plan) if row.tensors == "moments"]
     here = ("layers.0", 2, Home.DEVICE, "baseline"), ("layers.3", 1, Home.DEVICE, "baseline")
     assert found == [here[0], ("layers.2", 1, Home.HOST, "offload"), here[1]]
@@ -118,9 +118,8 @@ def test_a_state_that_cannot_fit_ends_the_run_with_the_numbers() -> None:
     assert str(caught.value) == (
         "the training state needs 3.1 KiB on each rank's device, which has 2.9 KiB: 200 B too much"
     )
-    on_host = Plan.baseline(facts(block(0, 200), machine=MachineFacts("gpu", 1 << 20, 1000))).amend(
-        [Rest(unit="layers.0", reason="", kind=Kind.MOMENT, home=Home.HOST)], by="offload"
-    )
+    plan = Plan.baseline(facts(block(0, 200), machine=MachineFacts("gpu", 1 << 20, 1000)))
+    on_host = plan.amend([replace(plan.share("layers.0", Kind.MOMENT), home=Home.HOST)], by="offload")
     with pytest.raises(ConfigError, match=r"needs 1\.6 KiB on each rank's host, which has 1000 B: 600 B too much"):
         refuse_impossible(on_host)
 

@@ -27,7 +27,6 @@ def keys() -> Iterator[str]:
 def test_every_key_has_a_rule_and_every_rule_a_key() -> None:
     assert set(keys()) == set(RULES)
     assert set(RULES.values()) == {SILENT, SAID, NEVER, *ALLOWABLE} - {"ranks"}
-    assert resume_rules.UNSET.keys() <= RULES.keys()
 
 
 def changed(now: dict[str, Any], saved: dict[str, Any] | None = None, ranks: tuple[int, int] = (1, 1)) -> Any:
@@ -35,55 +34,36 @@ def changed(now: dict[str, Any], saved: dict[str, Any] | None = None, ranks: tup
     return compare(run_config(**(saved or {})).tree(), run_config(**now).tree(), ranks, "checkpoint-8")
 
 
-@pytest.mark.parametrize(
-    "now",
-    [
-        {"logging_steps": 3, "output_dir": "elsewhere", "report_to": ["tensorboard"], "ddp_timeout": 9},
-        {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 1, "dataloader_num_workers": 2},
-        {"resume_from_checkpoint": "auto", "allow_change": ["data", "ranks"]},
-        {"weight_decay": 0.0, "adam_beta1": 0.9, "lr_scheduler_type": "linear", "data_seed": 42},  # what unset means
-    ],
-    ids=lambda now: next(iter(now)),
-)
-def test_silent(now: dict[str, Any]) -> None:
-    assert changed(now) == (frozenset(), (), ())
+def test_silent() -> None:
+    elsewhere = {
+        "logging_steps": 3,
+        "output_dir": "elsewhere",
+        "resume_from_checkpoint": "auto",
+        "allow_change": ["data"],
+    }
+    unset = {"weight_decay": 0.0, "adam_beta1": 0.9, "lr_scheduler_type": "linear", "data_seed": 42}  # what that means
+    assert changed(elsewhere | unset) == (set(), [], [])
 
 
 @pytest.mark.parametrize(
     ("now", "line"),
     [
         ({"learning_rate": 0.5}, "training.learning_rate = 0.5 (was 5e-05)"),
-        ({"max_steps": 9}, "training.max_steps = 9 (was -1)"),
-        ({"num_train_epochs": 5.0}, "training.num_train_epochs = 5.0 (was 3.0)"),
         ({"lr_scheduler_type": "cosine"}, "training.lr_scheduler_type = cosine (was linear)"),
-        ({"warmup_steps": 3}, "training.warmup_steps = 3 (was 0)"),
         ({"stage": 2}, "strategies.zero"),
-        ({"strategies": {"recompute": {"policy": "full"}}}, "strategies.recompute"),
     ],
     ids=lambda value: str(value)[:30],
 )
 def test_honoured_and_said(now: dict[str, Any], line: str) -> None:
     found = changed(now)
     (said,) = found.said
-    assert said.startswith(line) and found.refused == () and found.keys == {line.split(" ")[0]}
+    assert said.startswith(line) and found.refused == [] and found.keys == {line.split(" ")[0]}
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"data": {"path": "other"}}, "data.path", "data"),
-    ({"data": {"completion_only_loss": True}}, "data.completion_only_loss", "data"),
-    ({"data": {"max_length": 8}}, "data.max_length", "max_length"),
-    ({"data": {"packing": True}}, "data.packing", "packing"),
-    ({"seed": 1}, "training.seed", "seed"),
     ({"data_seed": 1}, "training.data_seed", "seed"),
-    ({"train_sampling_strategy": "sequential"}, "training.train_sampling_strategy", "order"),
-    ({"per_device_train_batch_size": 3}, "training.per_device_train_batch_size", "batch_size"),
-    ({"gradient_accumulation_steps": 3}, "training.gradient_accumulation_steps", "accumulation"),
-    ({"label_smoothing_factor": 0.1}, "training.label_smoothing_factor", "loss"),
-    ({"adam_beta2": 0.9}, "training.adam_beta2", "betas"),
-    ({"weight_decay": 0.1}, "training.weight_decay", "weight_decay"),
     ({"max_grad_norm": 0.0}, "training.max_grad_norm", "clipping"),
-    ({"bf16": True}, "training.bf16", "precision"),
-    ({"model": {"dtype": "bfloat16"}}, "model.dtype", "precision"),
     ({"model": {"attn_implementation": "eager"}}, "model.attn_implementation", "kernels"),
     ({"config": {**LLAMA, "attention_dropout": 0.1}}, "model.config.attention_dropout", "dropout"),
     ({"config": {**LLAMA, "rms_norm_eps": 0.1}}, "model.config.rms_norm_eps", "model"),
@@ -93,32 +73,29 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 @pytest.mark.parametrize(("now", "key", "name"), REFUSED, ids=[key for _, key, _ in REFUSED])
 def test_refused_unless_allowed(now: dict[str, Any], key: str, name: str) -> None:
     found = changed(now)
-    assert [line.key for line in found.refused] == [key] and found.said == () and found.keys == frozenset()
+    assert [line.key for line in found.refused] == [key] and found.said == [] and found.keys == set()
     assert f"training.allow_change: [{name}]" in found.refused[0].what
     others = [other for other in ALLOWABLE if other != name]
     assert changed({**now, "allow_change": others}).refused == found.refused
     allowed = changed({**now, "allow_change": [name]})
-    assert allowed.refused == () and allowed.keys == {key} and allowed.said[0].startswith(f"{key} = ")
+    assert allowed.refused == [] and allowed.keys == {key} and allowed.said[0].startswith(f"{key} = ")
 
 
 TRAINED = {"train": "bpe", "vocab_size": 400}
 NEVER_CAN: list[tuple[dict[str, Any], str]] = [
-    *(
-        ({"config": {**LLAMA, key: 8}}, f"model.config.{key}")
-        for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
-    ),
-    ({"config": {**LLAMA, "tie_word_embeddings": True}}, "model.config.tie_word_embeddings"),
+    ({"config": {**LLAMA, "hidden_size": 8}}, "model.config.hidden_size"),
     ({"model": {"tokenizer": TRAINED}, "config": {**LLAMA, "vocab_size": 400}}, "model.tokenizer"),
     ({"model": {"lora": {"r": 8}}}, "model.lora.r"),
     ({"optim": "sgd"}, "training.optim"),
-    ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}, "training.lr_scheduler_type"),
+    (
+        {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "data": {"eval_fraction": 0.1}},
+        "training.lr_scheduler_type",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("now", "key"), NEVER_CAN, ids=[key for _, key in NEVER_CAN])
 def test_never(now: dict[str, Any], key: str) -> None:
-    if "lr_scheduler_type" in now:
-        now = {**now, "data": {"eval_fraction": 0.1}}
     found = changed({**now, "allow_change": list(ALLOWABLE)})
     assert key in [line.key for line in found.refused]
     assert all("training.allow_change" not in line.what for line in found.refused)
@@ -136,7 +113,7 @@ def test_a_rank_of_lora_and_what_scales_it() -> None:
 def test_the_number_of_ranks() -> None:
     (line,) = changed({}, ranks=(2, 3)).refused
     assert (line.key, line.value) == ("ranks", 3) and "saved with 2" in line.what
-    assert changed({"allow_change": ["ranks"]}, ranks=(2, 3)).said == ("ranks = 3 (was 2)",)
+    assert changed({"allow_change": ["ranks"]}, ranks=(2, 3)).said == ["ranks = 3 (was 2)"]
 
 
 def test_from_a_config_to_a_folder_is_one_line() -> None:
@@ -159,7 +136,7 @@ def contents(now: dict[str, Any], allowed: tuple[str, ...] = (), changed: tuple[
 
 
 def test_contents() -> None:
-    assert contents({"config": {**SAVED["config"], "new": 1}}) == (frozenset(), (), ())
+    assert contents({"config": {**SAVED["config"], "new": 1}}) == (set(), [], [])
     other = {"sources": "x", "config": {"hidden_size": 9, "rope": {"theta": 2.0}, "attn_pdrop": 1}}
     assert {line.key for line in contents(other).refused} == {
         "data.path", "model.config.hidden_size", "model.config.rope.theta", "model.config.attn_pdrop",
@@ -172,8 +149,8 @@ def test_contents() -> None:
 def test_rows_that_are_made_otherwise_of_the_same_files() -> None:
     """By another chat template or release; not because of a key that is allowed to change."""
     assert [line.key for line in contents({"fingerprint": "x"}).refused] == ["data.path"]
-    assert contents({"fingerprint": "x"}, changed=("data.max_length",)).refused == ()
-    assert contents({"fingerprint": "x"}, changed=("training.seed",)).refused == ()
+    assert contents({"fingerprint": "x"}, changed=("data.max_length",)).refused == []
+    assert contents({"fingerprint": "x"}, changed=("training.seed",)).refused == []
     assert contents({"fingerprint": "x"}, ("data",)).keys == {"data.path"}
 
 
@@ -202,24 +179,20 @@ def test_a_model_config_with_infinity_can_be_written() -> None:
     """Mamba has one."""
     from transformers import PretrainedConfig
 
-    from trainer.run.manifest import plain_config
+    from trainer.run.checkpoint import plain_config
 
     found = plain_config(PretrainedConfig(limit=[0.0, float("inf")], hidden_size=8))
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert found["hidden_size"] == 8 and "transformers_version" not in found
 
 
-def test_a_schedule_that_follows_the_loss_keeps_its_rate() -> None:
-    saved = {"training": {"learning_rate": 1.0, "lr_scheduler_type": "reduce_lr_on_plateau"}}
-    now = {"training": {"learning_rate": 2.0, "lr_scheduler_type": "reduce_lr_on_plateau"}}
-    (line,) = resume_rules.compare(saved, now, (1, 1), "checkpoint-3").refused
-    assert line.key == "training.learning_rate" and "the rate that it has reached" in line.what
-
-
-def test_a_schedule_that_follows_the_loss_keeps_its_evaluations() -> None:
-    for schedule, refused in (("reduce_lr_on_plateau", ("training.eval_steps",)), ("linear", ())):
+def test_a_schedule_that_follows_the_loss_keeps_its_rate_and_its_evaluations() -> None:
+    expected = {"reduce_lr_on_plateau": ["training.eval_steps", "training.learning_rate"], "linear": []}
+    for schedule, refused in expected.items():
         saved, now = (
-            {"training": {"eval_steps": steps, "eval_strategy": "steps", "lr_scheduler_type": schedule}}
+            {"training": {"eval_steps": steps, "lr_scheduler_type": schedule, "learning_rate": 1.0 * steps}}
             for steps in (2, 3)
         )
-        assert tuple(line.key for line in resume_rules.compare(saved, now, (1, 1), "c").refused) == refused
+        lines = resume_rules.compare(saved, now, (1, 1), "c").refused
+        assert [line.key for line in lines] == refused
+        assert not lines or "the rate that it has reached" in lines[1].what

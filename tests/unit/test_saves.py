@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from strategies.core.commit import same_modes
 from trainer.dist.ranks import LOOPBACK, Ranks, listening, loopback_interface
 from trainer.errors import ConfigError
-from trainer.run import finished, saving
+from trainer.run import export, saving
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -78,10 +78,11 @@ def test_an_export_says_of_which_step_it_is(tmp_path: Path) -> None:
     config, longer = (run_config(LLAMA, output_dir=tmp_path, max_steps=steps) for steps in (6, 8))
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "model.safetensors").write_bytes(b"weights")
-    assert finished.already(config, 6) is None, "it is not sealed"
-    seal(tmp_path / "export", "export", finished.about(config, 6))
-    assert finished.already(config, 6) == finished.line(tmp_path / "export", 6)
-    assert finished.already(config, 5) is None, "another checkpoint is resumed"
-    assert finished.already(config, None) is None and finished.already(longer, 6) is None
+    assert export.finished_before(config, 6) is None, "it is not sealed"
+    seal(tmp_path / "export", export.KIND, export.about(config, 6))
+    line = f"finished before, at step 6: {tmp_path}/export is whole and of that step; nothing was changed"
+    assert export.finished_before(config, 6) == export.make_room(config, 6) == line
+    assert export.finished_before(config, 5) is None, "another checkpoint is resumed"
+    assert export.finished_before(longer, 6) is None
     (tmp_path / "export" / "model.safetensors").write_bytes(b"weighty")
-    assert finished.already(config, 6) is None
+    assert export.finished_before(config, 6) is None

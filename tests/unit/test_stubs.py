@@ -1,6 +1,5 @@
 """Blocks that are alike are counted by three of them, with the numbers of all."""
 
-import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,9 +10,8 @@ from torch import Tensor, nn
 
 from strategies.engine.forward.blocks import find_blocks
 from tests.helpers.tiny import GPT2, LLAMA, MIXTRAL, run_config
-from trainer.model import counting_alike
-from trainer.model.counting import fake_tensors
-from trainer.model.stubs import Alike, find_alike, standing_for
+from trainer.model import temporaries
+from trainer.model.stubs import fake_tensors, find_alike, materialise
 from trainer.planning.facts import ModelCount, count_model
 
 DEPTH = 7
@@ -40,11 +38,11 @@ CASES += [("gpt2", {"bf16": True}), ("llama", {"gradient_checkpointing": True})]
 def test_numbers_of_all_blocks(name: str, training: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     config, expected = MODELS[name]
     asked = run_config(config, per_device_train_batch_size=2, **training)
-    seen: list[list[Alike]] = []
-    monkeypatch.setattr(counting_alike, "find_alike", lambda model: (seen.append(find_alike(model)), seen[-1])[1])
+    seen: list[list[list[str]]] = []
+    monkeypatch.setattr(temporaries, "find_alike", lambda model: (seen.append(find_alike(model)), seen[-1])[1])
     found = count_model(asked)
-    assert standing_for(seen[0]) == expected
-    monkeypatch.setattr(counting_alike, "find_alike", lambda model: [])
+    assert {name: names[1] for names in seen[0] for name in names[2:-1]} == expected
+    monkeypatch.setattr(temporaries, "find_alike", lambda model: [])
     every = count_model(asked)
     assert without_forward(found) == without_forward(every)
     # Autocast keeps casts of GPT-2's biases, so that each block's forward has a little more than the one before.
@@ -85,17 +83,15 @@ class Model(nn.Module):
             x = layer(x)
         return {"loss": x.sum()}
 
-    def tie_weights(self) -> None: ...
-
 
 def counted(*times: int) -> tuple[dict[str, int], list[int]]:
     """Saved bytes by block, and which blocks ran at all."""
     with torch.device("meta"):
         model: Any = Model(times)
     with fake_tensors():
+        materialise(model)
         x = torch.ones(2, 4, requires_grad=True)
-        found = counting_alike.count(model, lambda: model(x))
-    saved = found.counter.saved
+        saved = temporaries.count(model, lambda: model(x)).saved
     return {name: saved.get(name, 0) for name in find_blocks(model)}, [min(1, each.ran[0]) for each in model.layers]
 
 
@@ -105,17 +101,7 @@ def test_of_blocks_that_are_alike_three_run() -> None:
     assert len(set(list(saved.values())[1:])) == 1
 
 
-def test_blocks_that_only_look_alike_all_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a second count, although somebody still refers to what the first one has made."""
-    once, held = counting_alike._count, []
-
-    def refer(model: Any, *args: Any) -> Any:
-        try:
-            return once(model, *args)
-        finally:
-            held.extend(weakref.ref(param) for param in model.parameters())
-
-    monkeypatch.setattr(counting_alike, "_count", refer)
+def test_blocks_that_only_look_alike_all_run() -> None:
     saved, ran = counted(1, 1, 2, 1, 1, 2)
     assert ran == [1] * 6
     assert saved["layers.2"] == saved["layers.5"] > saved["layers.1"] == saved["layers.4"]

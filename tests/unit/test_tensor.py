@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from strategies.backends import tensor_dropout
+from strategies.backends import tensor_shards
 from strategies.core.grid import Grid
 from tests.helpers.tiny import GPT2, LLAMA, OPT, run_config
 from trainer.config.load import load
@@ -116,7 +116,7 @@ class Model(nn.Module):
 def masks(monkeypatch: pytest.MonkeyPatch, rank: int, *, recomputed: bool = False) -> torch.Tensor:
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
     model, hidden = Model(), torch.ones(64, requires_grad=True)
-    assert tensor_dropout.apart(model, Grid(replicas=2, tensor=2)) == 1
+    assert tensor_shards.apart(model, Grid(replicas=2, tensor=2)) == 1
     torch.manual_seed(7)
     found = checkpoint(model, hidden, use_reentrant=False) if recomputed else model(hidden)
     found.sum().backward()
@@ -133,4 +133,4 @@ def test_masks_of_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(masks(monkeypatch, 3, recomputed=True), second)
     model = Model()
     model.config.attention_dropout = 0.0
-    assert tensor_dropout.apart(model, Grid(tensor=2)) == 0 and not model.self_attn._forward_hooks
+    assert tensor_shards.apart(model, Grid(tensor=2)) == 0 and not model.self_attn._forward_hooks

@@ -24,7 +24,6 @@ from strategies.core.sealed import digest_of
 from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError, ExitCode, UserError
 
-ABSENT = "not set"
 T = TypeVar("T")
 
 
@@ -51,41 +50,29 @@ class Agreement:
         return [json.loads(text) for text in texts]
 
     def on_first(self, rank: int, work: Callable[[], T]) -> T:
-        """What ``work`` returns on the first rank, on all of them; a collective.
-
-        Raises:
-            UserError: what ``work`` has raised, on every rank.
-        """
+        """What ``work`` returns, or the UserError that it raises, on the first rank, on all of them; a collective."""
         return self.by_some(rank == 0, work)[0]
 
     def by_some(self, does: bool, work: Callable[[], T]) -> list[T]:
-        """What ``work`` returns on each rank that ``does`` it, in their order, on all ranks; a collective.
-
-        Raises:
-            UserError: what ``work`` has raised on the first of them that failed, on every rank.
+        """What ``work`` returns on each rank that ``does`` it, in their order, on all ranks; a collective. All raise
+        the UserError of the first of them that failed.
         """
         if self._group is None:
             return [work()]
-        import torch.distributed as dist
-
-        mine: tuple[T] | _Told | None = None
+        mine: tuple[Any, ...] = ()  # or what was returned, or the lines and the code of an error
         try:
-            mine = (work(),) if does else None
+            mine = (work(),) if does else ()
         except UserError as error:
-            mine = _Told(error.lines, error.code)
-        said: list[tuple[T] | _Told | None] = [None] * dist.get_world_size(self._group)
+            mine = (error.lines, error.code)
+        said: list[Any] = [mine] * dist.get_world_size(self._group)
         dist.all_gather_object(said, mine, group=self._group)
         for each in said:
-            if isinstance(each, _Told):
-                raise each
-        return [each[0] for each in said if isinstance(each, tuple)]
+            if len(each) > 1:
+                raise _Told(*each)
+        return [each[0] for each in said if each]
 
     def refuse_different(self, config: Mapping[str, Any]) -> None:
-        """Check that all ranks have the same config, ``config`` as dotted keys; a collective.
-
-        Raises:
-            ConfigError: they have not; the line names the keys that differ, with both values.
-        """
+        """Raise ConfigError, naming keys and values, if ranks have other configs (as dotted keys); a collective."""
         if len(set(self.gathered(digest_of(config)))) > 1:
             raise ConfigError(differences(self.gathered({key: json.dumps(value) for key, value in config.items()})))
 
@@ -97,28 +84,18 @@ class _Told(UserError):
         super().__init__(lines)
         self.code = code
 
-    def __reduce__(self) -> tuple[type[_Told], tuple[tuple[str, ...], ExitCode]]:
-        return _Told, (self.lines, self.code)
-
 
 def differences(configs: list[Mapping[str, str]]) -> str:
     """One line that names the keys in which a rank differs from the first, and who has which value."""
     shown = []
     for key in sorted(set().union(*configs)):
-        values = [config.get(key, ABSENT) for config in configs]
+        values = [config.get(key, "not set") for config in configs]
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if other is not None:
             shown.append(f"{key} = {values[0]} on rank 0, {values[other]} on rank {other}")
-    return f"the ranks were started with different configs: {'; '.join(shown)}; start all with the same file and overrides"
-
-
-def dotted(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{before}{key}"
-        flat |= dotted(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value}
-    return flat
+    return (
+        f"the ranks were started with different configs: {'; '.join(shown)}; start all with the same file and overrides"
+    )
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """What ranks need, imported once: processes that are forked from one that has imported this module start at once.
 
-Nothing here runs a kernel or opens a group, since a process that is forked after that may hang. At the end everything is
-frozen for the garbage collector: a rank's collections, of which Accelerate starts several per run, then neither look at
-what it shares with the others nor copy its pages. What is not installed is left out.
+Nothing here runs a kernel or opens a group, since a process that is forked after that may hang. At the end everything
+is frozen for the garbage collector: a rank's collections, of which Accelerate starts several per run, then neither look
+at what it shares with the others nor copy its pages. What is not installed is left out.
 """
 
 import gc

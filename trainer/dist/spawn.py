@@ -1,7 +1,7 @@
 """Run a function on N real ranks of this machine and collect what rank 0 returns.
 
 Used by ``launch/verify.py`` to compare strategies with plain training, and by the tests. The ranks are forked from a
-server process that has imported what they need (``preloaded.py``), so that they start at once instead of in ten seconds.
+server process that has imported what they need (``preloaded.py``), so they start at once instead of in ten seconds.
 """
 
 from __future__ import annotations
@@ -30,13 +30,11 @@ def run_world(
     num_ranks: int, work: Callable[..., Any], *args: Any, timeout_s: float = 300.0, deepspeed: bool = True
 ) -> Any:
     """Run ``work(ranks, *args)`` in ``num_ranks`` processes with one process group; returns rank 0's result.
+    Raise WorldError if a rank ended with an error, by a signal, or not in time.
 
     Args:
         work: a module-level function; ``torch.save`` must be able to write its result.
         deepspeed: open DeepSpeed's communication as well, which on CPUs compiles an extension at first use.
-
-    Raises:
-        WorldError: a rank ended with an error, by a signal, or not in time.
     """
     accelerated = accelerator.kind() is not None
     if not accelerated:
@@ -48,7 +46,9 @@ def run_world(
         folder = Path(name)
         port = describe(Ranks())["MASTER_PORT"]
         processes = [
-            context.Process(target=_rank, args=(Ranks(rank, rank, num_ranks, num_ranks), port, folder, work, args, deepspeed))
+            context.Process(
+                target=_rank, args=(Ranks(rank, rank, num_ranks, num_ranks), port, folder, work, args, deepspeed)
+            )
             for rank in range(num_ranks)
         ]
         for process in processes:

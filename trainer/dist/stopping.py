@@ -1,25 +1,25 @@
 """What asks a run to stop from outside: SIGTERM, SIGUSR1, a closed terminal (SIGHUP), and the end of its launcher.
 
-Problem. A machine that is taken away says so with a signal, some seconds before; so does a terminal that is closed. By
-default the signal ends the process, and everything since the last checkpoint is lost. A handler in Python does not help
-while the process waits for another rank in C++: Python calls it only when that wait is over.
-
-So the signal is also written into a socket, by the interpreter's own handler in C, and a thread reads it there at once:
+By default a signal ends the process, and all since the last checkpoint is lost. A handler in Python does not help
+while the process waits for another rank in C++: Python calls it only when that wait is over. So the signal is also
+written into a socket, by the interpreter's own handler in C, and a thread reads it there at once:
 
 * while the run is *preparing*, ``Stopped`` is raised in the main thread; if that is stuck in C++, the thread ends the
   process after ``STUCK_S``. Nothing is saved, there is nothing yet;
 * while it is *training*, the request is noted, and acted on at the end of the step by all ranks together
-  (``trainer/run/preemption.py``). A save that is under way is finished;
+  (``trainer/run/run.py``). A save that is under way is finished;
 * while it is *ending* (the export), the request is noted, and the export is finished;
 * a second signal ends the process at once. A launcher often repeats what the process got itself, as with a signal to
   the whole group or job, so what comes within ``ECHO_S`` is the same request.
 
 A launcher that has died is a request as well, which is made once: SIGTERM to ``deepspeed``, or SIGKILL to any launcher,
 ends that process alone, and the ranks would live on and hold their devices. So a rank looks at the parents that it had
-at its start, as far as they are launchers; a shell may well end before the run does. SIGINT stays Python's KeyboardInterrupt. SIGHUP stays
-ignored where it was, as under nohup. Processes that are forked from this one (loaders, tokenizers) have the default
-handlers: they are ended by their parent with SIGTERM, and must not pass it on. SIGHUP they ignore: a closed terminal
-sends it to all, and without its loaders the run could not finish the step.
+at its start, as far as they are launchers; a shell may well end before the run does.
+
+SIGINT stays Python's KeyboardInterrupt. SIGHUP stays ignored where it was, as under nohup. Processes that are forked
+from this one (loaders, tokenizers) have the default handlers: they are ended by their parent with SIGTERM, and must not
+pass it on. SIGHUP they ignore: a closed terminal sends it to all, and without its loaders the run could not finish the
+step.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import PurePath
 from types import FrameType
 from typing import Any
@@ -52,37 +52,26 @@ LONGEST_CHAIN = 4
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 LOOK_S = 0.5  # between two looks at the launcher
 ECHO_S = 2.0  # the same signal, sent on by a launcher
+SAME_START_S = 2.0  # the kernel counts from its boot, and the clock may have been set since
 STUCK_S = 5.0  # for the main thread to leave what it does
 LAUNCHER = "the launcher has ended"
 
 
-@dataclass(frozen=True, slots=True)
-class Launcher:
-    """Processes from this rank's parent upwards, each the child of the next: pid and start time."""
-
-    chain: tuple[tuple[int, float], ...]
-
-    @property
-    def is_there(self) -> bool:
-        """Whether this rank has a launcher at all."""
-        return bool(self.chain)
-
-    def is_gone(self) -> bool:
-        """Whether one of the processes has ended, so that nobody waits for this rank any more."""
-        if self.chain and os.getppid() != self.chain[0][0]:
-            return True
-        return any(started_at(pid) != start for pid, start in self.chain)
-
-
-def find() -> Launcher:
-    """The launchers that this process descends from, at its start."""
-    chain: list[tuple[int, float]] = []
+def launchers() -> list[tuple[int, float]]:
+    """Pid and start of the launchers that this process descends from: its parent first, each the child of the next."""
+    found: list[tuple[int, float]] = []
     with suppress(psutil.Error):
         for parent in psutil.Process().parents()[:LONGEST_CHAIN]:
             if not is_launcher(parent.cmdline()):
                 break
-            chain.append((parent.pid, parent.create_time()))
-    return Launcher(tuple(chain))
+            found.append((parent.pid, parent.create_time()))
+    return found
+
+
+def one_is_gone(chain: Sequence[tuple[int, float]]) -> bool:
+    """Whether one of ``launchers`` has ended, so that nobody waits for this rank any more."""
+    is_orphan = bool(chain) and os.getppid() != chain[0][0]
+    return is_orphan or not all(lives(pid, start) for pid, start in chain)
 
 
 def is_launcher(command: list[str]) -> bool:
@@ -117,6 +106,12 @@ def started_at(pid: int) -> float | None:
         return -1.0
 
 
+def lives(pid: int, start: float) -> bool:
+    """Whether the process of this machine that began at ``start`` has not ended, as far as that can be seen."""
+    now = started_at(pid)
+    return now is not None and (now < 0 or abs(now - start) < SAME_START_S)
+
+
 class Phase(Enum):
     """What a request to stop does now."""
 
@@ -141,7 +136,7 @@ class Stop:
     def __init__(self) -> None:
         self.reason: str | None = None
         self.phase = Phase.PREPARING
-        self.launcher = Launcher(())
+        self.launchers: list[tuple[int, float]] = []
         self._asked_s = 0.0
         self._expected = 0  # signals that this process has sent to itself
         self._over = threading.Event()
@@ -151,14 +146,10 @@ class Stop:
     def is_asked(self) -> bool:
         return self.reason is not None
 
-    @property
-    def is_training(self) -> bool:
-        return self.phase is Phase.TRAINING
-
     @contextmanager
     def listening(self) -> Iterator[Stop]:
         """Inside, requests are noted. To be entered by the main thread, once, before anything is prepared."""
-        self.launcher = find()
+        self.launchers = launchers()
         ours, interpreters = socket.socketpair()
         for end in (ours, interpreters):
             end.setblocking(False)
@@ -208,7 +199,7 @@ class Stop:
             for number in ours.recv(64) if ready else b"":
                 if number in SIGNALS:
                     self._request(signal.Signals(number))
-            if not gone and self.launcher.is_gone():
+            if not gone and one_is_gone(self.launchers):
                 gone = True
                 self._launcher_is_gone()
             if self.is_asked and self.phase is Phase.PREPARING and time.monotonic() - self._asked_s > STUCK_S:
@@ -228,7 +219,8 @@ class Stop:
             write_line(f"{number.name} a second time: ended at once", sys.stderr)
             os._exit(128 + number)
         if self.phase is Phase.ENDING:
-            write_line(f"{number.name}: training is over, the export is finished first; a second signal ends it at once", sys.stderr)
+            line = "training is over, the export is finished first; a second signal ends it at once"
+            write_line(f"{number.name}: {line}", sys.stderr)
 
     def _launcher_is_gone(self) -> None:
         if self.is_asked:
@@ -246,26 +238,20 @@ def _default_in_children(stop: Stop) -> None:
     """
     reference = weakref.ref(stop)
 
-    def listening() -> Stop | None:
-        live = reference()
-        return live if live is not None and live._former else None
-
-
-    def block() -> None:
-        if listening():
-            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-
-    def unblock() -> None:
-        if listening():
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    def mask(how: int) -> None:
+        if (live := reference()) is not None and live._former:
+            signal.pthread_sigmask(how, SIGNALS)
 
     def default() -> None:
-        if live := listening():
+        if (live := reference()) is not None and live._former:
             signal.set_wakeup_fd(-1)
             for each in live._former:
                 signal.signal(each, signal.SIG_IGN if each is signal.SIGHUP else signal.SIG_DFL)
             live._former = {}
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
-    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=default)
-
+    os.register_at_fork(
+        before=partial(mask, signal.SIG_BLOCK),
+        after_in_parent=partial(mask, signal.SIG_UNBLOCK),
+        after_in_child=default,
+    )

@@ -4,8 +4,8 @@ A rank that waits in a collective for one that is stopped waits until its group'
 from us, and says nothing about who is missing. So each rank's thread writes a count and what the rank does into the
 job's store every few seconds, over a connection of its own. The first rank looks at all others, they look at it.
 
-* A rank whose thread has not written for ``training.ddp_timeout`` is silent: its process is stopped, its machine is gone
-  or not reachable. A slow rank is not silent: the thread writes while the rank computes, evaluates, saves or exports.
+* A rank whose thread has not written for ``training.ddp_timeout`` is silent: its process is stopped, its machine is
+  gone or not reachable. A slow rank is not silent: the thread writes while the rank computes, evaluates or saves.
 * A rank whose process has ended on this machine without saying goodbye is dead, after a grace in which its peers and
   the launcher may notice it by themselves (that ends with exit code 15, and sooner).
 * A collective that has waited for ``training.ddp_timeout`` fails, by its group; ``tell`` then ends all ranks.
@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from trainer.dist.stopping import started_at
+from trainer.dist.stopping import lives, started_at
 from trainer.errors import ExitCode
 
 MOST_S, PER_TIMEOUT = 5.0, 8.0  # between two beats: so often per timeout, and at least every 5 s
@@ -64,11 +64,7 @@ class Peer:
             self.beat, self.changed_s = beat, now_s
 
     def fault(self, now_s: float, timeout_s: float, *, is_there: bool) -> str | None:
-        """What is wrong with the rank; None if nothing is.
-
-        Args:
-            is_there: whether its process lives, as far as that can be seen from this machine.
-        """
+        """What is wrong with the rank; None if nothing is. ``is_there``: its process, as far as can be seen."""
         if self.beat is not None and self.beat.left:
             return None
         doing = f"; it was {self.beat.doing}" if self.beat else ""
@@ -92,11 +88,7 @@ def interval_s(timeout_s: float) -> float:
 
 @dataclass(eq=False)
 class Watchdog:
-    """The thread of one rank; ``doing`` is what it says the rank does.
-
-    Args:
-        store: of the job; it is not used itself, since a wait on it would make the thread wait.
-    """
+    """The threads of one rank. The job's ``store`` is cloned: who waits on it would make these threads wait."""
 
     store: Any
     rank: int
@@ -131,11 +123,7 @@ class Watchdog:
             thread.join(2 * interval_s(self.timeout_s))
 
     def tell(self, why: str, where: str) -> None:
-        """End all ranks with exit code 13, for a reason that this rank has found. Does not return.
-
-        Args:
-            where: the traceback of what has failed, for the report.
-        """
+        """End all ranks with exit code 13, for a reason found by this one, and a traceback. Does not return."""
         self._where = where
         time.sleep(2 * interval_s(self.timeout_s))  # a silent rank says more than that it was waited for
         self._told = self._told or f"rank {self.rank}: {why}"
@@ -185,9 +173,7 @@ class Watchdog:
     def _fault(self, now_s: float) -> str | None:
         for peer in self._peers:
             beat = peer.beat
-            near = beat is not None and beat.host == self._beat.host
-            start = started_at(beat.pid) if near and beat is not None else None
-            there = not near or beat is None or (start is not None and (start < 0 or abs(start - beat.start) < 2.0))
+            there = beat is None or beat.host != self._beat.host or lives(beat.pid, beat.start)
             if fault := peer.fault(now_s, self.timeout_s, is_there=there):
                 return fault
         return None
@@ -196,7 +182,8 @@ class Watchdog:
         self._told = why  # the other thread writes it into the store, unless that does not answer
         now_s = time.monotonic()
         heard = [f"rank {peer.rank}: {_heard(peer, now_s)}" for peer in self._peers]
-        _write_at_once(report(self.rank, self.world_size, why, self.doing, heard, self._where))
+        text = report(self.rank, self.world_size, why, self.doing, heard, self._where)
+        os.write(2, text.encode())  # in one piece, so that ranks are not mixed; streams of Python may be locked
         time.sleep(TELLING_S if self.rank == 0 else interval_s(self.timeout_s))
         os._exit(ExitCode.WATCHDOG)
 
@@ -222,8 +209,3 @@ def report(rank: int, world_size: int, why: str, doing: str, heard: Sequence[str
             stack = "".join(traceback.format_stack(frame)).rstrip().splitlines()
             lines += [f"  rank {rank}, thread {name}:", *(f"    {line}" for line in stack)]
     return "\n".join(lines) + "\n"
-
-
-def _write_at_once(text: str) -> None:
-    """In one piece, so that the ranks' reports are not mixed; other streams of Python may be locked."""
-    os.write(2, text.encode())

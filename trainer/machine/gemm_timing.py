@@ -5,9 +5,8 @@ turn, more than caches hold. The routes of a shape take turns, and the least of 
 disturbs single rounds, and a machine that slows down does so for all routes. A route whose result differs too much from
 torch's own is left out.
 
-The file has the times by machine, libraries, threads and settings; those of others are kept, but not used. If it cannot
-be read, or has nothing for this machine, one line says so. With several ranks the first one reads and measures, and all
-take its timings.
+The file has the times by machine, libraries, threads and settings; those of others are kept, but not used. With several
+ranks the first one reads and measures, and all take its timings.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -55,8 +54,7 @@ def for_config(config: RunConfig, facts: Facts, ranks: Ranks, machine: Machine, 
     asked = next((found for strategy in config.strategies.values() if (found := strategy.gemm_timing())), None)
     if asked is None or machine.origin == "profile":
         return facts
-    budget_s, cache = asked
-    path = Path("~/.cache/deepstow/linear.json" if cache is None else cache).expanduser()
+    budget_s, path = asked[0], Path(asked[1] or "~/.cache/deepstow/linear.json").expanduser()
     # In a plan for ranks that do not run yet, each gets its part of the cores.
     threads = None if ranks.local_world_size == 1 else max(1, machine.usable_cores // ranks.local_world_size)
     place = place_of(machine, threads)
@@ -67,9 +65,8 @@ def for_config(config: RunConfig, facts: Facts, ranks: Ranks, machine: Machine, 
             say(ignored)
         elif measured and place not in measured:
             say(f"{path} is not used: nothing in it was measured on this machine, with these versions and settings")
-        shapes = shapes_of(facts)
-        timings = [timed for timed in measured.get(place, []) if timed.shape in shapes]
-        missing = [shape for shape in shapes if shape not in {timed.shape for timed in timings}]
+        shapes, known = shapes_of(facts), {timed.shape: timed for timed in measured.get(place, [])}
+        missing = [shape for shape in shapes if shape not in known]
         if missing and tune:
             new = measure(missing, partial(timers_of, device=machine.device_kind), budget_s, say)
             if machine.device_kind != "cpu":
@@ -78,8 +75,8 @@ def for_config(config: RunConfig, facts: Facts, ranks: Ranks, machine: Machine, 
                 save(path, place, new)
             except OSError as error:
                 say(f"{path} cannot be written ({error.strerror}): the next run measures again")
-            timings += new
-        return tuple(timings)
+            known |= {timed.shape: timed for timed in new}
+        return tuple(known[shape] for shape in shapes if shape in known)
 
     return replace(facts, timings=of_first_rank(find))
 
@@ -100,22 +97,7 @@ def of_first_rank(find: Callable[[], tuple[Timed, ...]]) -> tuple[Timed, ...]:
 # --- the file --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    """The content of a file: timings by place."""
-
-    format: Literal[2] = 2
-    measured: dict[str, list[Timed]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for timed in (timed for timings in self.measured.values() for timed in timings):
-            if not all(0 < value < math.inf for value in (timed.refresh_s, *(each[2] for each in timed.seconds))):
-                raise ValueError("seconds must be positive")
-            if not all(Route.NATIVE in timed.of(gemm) for gemm in Gemm):
-                raise ValueError("a product has no time of its native route")
-
-
-_FILES = TypeAdapter(_File)
+_FILE = TypeAdapter(dict[str, list[Timed]])  # by place
 
 
 def place_of(machine: Machine, threads: int | None = None) -> str:
@@ -138,28 +120,21 @@ def place_of(machine: Machine, threads: int | None = None) -> str:
 def load(path: Path) -> tuple[dict[str, list[Timed]], str]:
     """Timings by place, and why the file is ignored, for people; no line if there is none."""
     try:
-        return _FILES.validate_json(path.read_bytes()).measured, ""
+        return _FILE.validate_json(path.read_bytes()), ""
     except FileNotFoundError:
         return {}, ""
     except OSError as error:
         return {}, f"{path} is ignored: {error.strerror}"
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"][:1]))
-        return {}, f"{path} is ignored: no measurements of linear layers ({where}: {first['msg']})"
+        return {}, f"{path} is ignored: no measurements of linear layers ({error.errors()[0]['msg']})"
 
 
 def save(path: Path, place: str, timings: Sequence[Timed]) -> None:
-    """Add ``timings`` to those of ``place``.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Add ``timings`` to those of ``place``, or raise OSError."""
     measured, _ = load(path)
-    new = {timed.shape for timed in timings}
-    kept = [timed for timed in measured.get(place, []) if timed.shape not in new]
+    known = {timed.shape: timed for timed in (*measured.get(place, []), *timings)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, _FILES.dump_json(_File(measured=measured | {place: [*kept, *timings]}), indent=1))
+    replace_file(path, _FILE.dump_json(measured | {place: [*known.values()]}, indent=1))
 
 
 # --- measuring -------------------------------------------------------------------------------------------------------
@@ -182,7 +157,7 @@ def measure(
         say(f"measuring linear layers, {reached} of {len(shapes)}: {shape}; {spent_s:.0f} of {budget_s:g} s")
         try:
             found.append(_timed(shape, prepare(shape), (budget_s - spent_s) / 2, clock))
-        except RuntimeError as error:  # no memory for the operands, no kernel for the dtype
+        except (RuntimeError, ValueError) as error:  # no memory for the operands, no kernel for the dtype, no numbers
             say(f"{shape} stays native, it could not be measured: {str(error).splitlines()[0]}")
     left = len(shapes) - reached
     rest = f"; {left} were not reached and stay native: raise strategies.linear.budget_s" if left else ""

@@ -11,79 +11,32 @@ that it reads and writes. Views cost nothing.
 Sparse tensors are refused, since their memory is not counted. The error is raised after the forward, because torch
 calls some operators (``prim.device``) at places where an exception would end the process.
 
-The forward may run on fake tensors (``fake_tensors``), which have no values. Some are given here:
-
-[Note: positions] Transformers looks at positions and masks and makes no mask for a batch that needs none; attention
-then saves less. So whole numbers that follow from real tensors or from ``arange`` keep their values. A mask among the
-inputs is given as a fake tensor, so a batch that has one counts as padded or packed, which saves the most.
-
-[Note: layer drop] Some models draw a number before each block and skip the block if it is small. A fake number has no
-value to compare; here it is 1, so that no block is skipped, which is the most expensive case.
-
-[Note: grouped matmul] Transformers runs the experts of a mixture through one grouped matmul. Torch's kernels take any
-float dtype, its fake version takes bf16 only and its flop counter does not know the operation. So both answers are
-given here: the output's shape, and two flop per row of tokens, column and summed element.
+Watched besides: the parameters that are read outside of the modules that own them, and the calls of linear layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from strategies.core.facts import NO_WORK, Choices, InChunks, Operator, Temporaries, Unit, UnitKind, Work
+from strategies.core.linears import ELEMENT_BYTES, Linear, Shape
 from strategies.engine.forward.blocks import find_blocks
 from strategies.engine.forward.checkpointing import Names, stream_in
+from strategies.engine.forward.routed_linear import storage_of
 from strategies.engine.tensors.nested import tensors_in
-from trainer.model.params import EMBEDDING, HEAD, OutsideReads, units_by_name
-
-if TYPE_CHECKING:
-    from torch import nn
-
-
-MOST_POSITIONS = 1 << 20  # elements of a tensor of whole numbers that keeps its values
-
-
-@contextmanager
-def fake_tensors() -> Iterator[FakeTensorMode]:
-    """A mode in which tensors have shapes and dtypes but no values; see the notes in the module's docstring."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _Answers():
-        yield mode
-
-
-class _Answers(TorchDispatchMode):
-    """Answers operators for which fake tensors have none; below autograd."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.ops.aten._grouped_mm.default:
-            rows, weight = args[:2]
-            if weight.dim() == 3:
-                return rows.new_empty(rows.shape[0], weight.shape[2])
-            groups = args[2].shape[0]  # the gradient of the weights: tokens by tokens, for each expert
-            return rows.new_empty(groups, rows.shape[0], weight.shape[1])
-        if func is torch.ops.aten.rand.default and list(args[0]) == []:
-            return torch.tensor(1.0)  # a fake tensor that knows its value
-        read = list(tensors_in((args, kwargs)))
-        known = not any(isinstance(tensor, FakeTensor) for tensor in read)
-        if not known or not (read or func.overloadpacket is torch.ops.aten.arange):
-            return func(*args, **kwargs)
-        if func is not torch.ops.aten._local_scalar_dense.default:
-            out = func(*args, **kwargs)
-            if any(made.is_floating_point() or made.numel() > MOST_POSITIONS for made in tensors_in(out)):
-                return out
-        with unset_fake_temporarily():
-            return func(*args, **kwargs)
+from trainer.model.params import EMBEDDING, HEAD, units_by_name
+from trainer.model.stubs import stubs
 
 
 def flop_formulas() -> dict[Any, Callable[..., int]]:
@@ -108,85 +61,36 @@ class BlockForward:
     """One forward of a block.
 
     Args:
-        inputs: bytes by storage of the tensors that no earlier block was given.
-        hidden: the hidden states among them.
+        inputs: bytes by storage of the tensors that no earlier block was given; ``hidden`` are the hidden states.
         calls: each operator's name, work, and its outputs with their versions, if it has a name.
         last_saved: how many operators had run when the last tensor was saved.
     """
 
     names: Names
     inputs: Mapping[int, int]
-    hidden: Tensor | None = None
+    hidden: Tensor | None
     calls: list[tuple[str | None, Work, list[Tensor], list[int]]] = field(default_factory=list)
     last_saved: int = 0
 
     def choices(self, saved_bytes: int, saved: Container[int]) -> Choices:
-        """What may be kept of this forward. Outputs that were modified in place afterwards may not.
-
-        Args:
-            saved_bytes: what this forward saves.
-            saved: all storages that were saved.
-        """
+        """What may be kept of this forward, which saves ``saved_bytes``; ``saved``: all storages that were saved."""
         operators, rest = [], Work()
         for name, work, outputs, versions in self.calls[: self.last_saved]:
-            if name is None or [tensor._version for tensor in outputs] != versions:
+            if name is None or [tensor._version for tensor in outputs] != versions:  # written to afterwards
                 rest += work
             else:
                 sizes = {out.untyped_storage()._cdata: out.untyped_storage().nbytes() for out in outputs}
                 operators.append(Operator(name, sum(sizes.values()), work))
         not_saved = sum(size for storage, size in self.inputs.items() if storage not in saved)
-        total = sum(self.inputs.values())
-        return Choices(total, saved_bytes + not_saved, tuple(operators), rest, stream_bytes=self._hidden_bytes())
-
-    def _hidden_bytes(self) -> int:
-        """Bytes of the hidden states; 0 if they are a view or an earlier block was given them."""
-        if self.hidden is None:
-            return 0
-        storage = self.hidden.untyped_storage()
-        return storage.nbytes() if storage._cdata in self.inputs and storage.nbytes() == self.hidden.nbytes else 0
+        # The hidden states cannot wait elsewhere if they are a view, or an earlier block was given them.
+        hidden, stream = self.hidden, 0
+        if hidden is not None and hidden.untyped_storage().nbytes() == hidden.nbytes:
+            stream = self.inputs.get(hidden.untyped_storage()._cdata, 0)
+        return Choices(sum(self.inputs.values()), saved_bytes + not_saved, tuple(operators), rest, stream)
 
 
 def _without_graph(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-class _Operators(TorchDispatchMode):
-    """Reports every operator to ``counter``."""
-
-    def __init__(self, counter: Counter) -> None:
-        super().__init__()
-        self._counter = counter
-        self._flops = {**flop_registry, **{op: shape_wrapper(formula) for op, formula in flop_formulas().items()}}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out, forward = func(*args, **kwargs), self._counter.running_forward()
-        inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(out))
-        if not all(map(_is_dense, (*inputs, *outputs))):
-            self._counter.sparse = True
-            return out
-        asks = func is torch.ops.prim.device.default  # more than half of all calls on fake tensors
-        self._counter.outside.look(inputs, looks_up=asks or func is torch.ops.aten.embedding.default)
-        if asks:
-            if forward is not None:
-                forward.calls.append((None, NO_WORK, [], []))
-            return out
-        formula = self._flops.get(func.overloadpacket)
-        flops = 0 if formula is None else formula(*args, **kwargs, out_val=out)
-        self._counter.count_flops(flops)
-        if forward is not None:
-            name = forward.names.of(func, args, kwargs)
-            work = self._touched(func, inputs, outputs) if formula is None else Work(flops=flops)
-            kept = outputs if name is not None else []
-            forward.calls.append((name, work, kept, [tensor._version for tensor in kept]))
-        return out
-
-    def _touched(self, func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Work:
-        read = {tensor.untyped_storage()._cdata for tensor in inputs}
-        is_view = all(tensor.untyped_storage()._cdata in read for tensor in outputs)
-        if is_view and not func._schema.is_mutable:
-            return NO_WORK
-        return Work(touched_bytes=sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs)))
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -197,15 +101,16 @@ def _refuse_backward(nothing: None) -> Tensor:
     raise RuntimeError("forward computes gradients itself")
 
 
-class Counter:
+class Counter(TorchDispatchMode):
     """Context manager around one forward of ``model``: counts what is saved, and the operators of blocks.
 
     Attributes:
-        outside: watches which parameters are read outside of the modules that own them.
-        sparse: the forward uses sparse tensors.
+        outside: parameters that are read outside of the modules that own them.
+        computing: modules that computed with a parameter of theirs, and did not look rows up only; None: nothing ran.
         flops: floating-point operations of the whole forward.
         saved: bytes that each unit saves, where there are any.
         outputs: what each block returned, without its graph.
+        temporaries: by unit, and ``in_chunks``: the head with its loss by chunks; who counts them adds them.
     """
 
     def __init__(
@@ -213,22 +118,26 @@ class Counter:
         model: nn.Module,
         weights: Mapping[str, Tensor] | None = None,
         like: Mapping[str, str] = MappingProxyType({}),
+        outputs: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """``weights`` replace the model's own tensors of these names in the forward. Blocks in ``like`` do not run
-        (``stubs.py``): what is counted of the block that it names counts for each.
+        (``stubs.py``): what is counted of the block that it names counts for each. ``outputs`` are known before.
         """
-        self.outside = OutsideReads(model, weights)
-        self.sparse = False
+        super().__init__()
+        self.model, self.weights, self.like = model, weights or dict(model.named_parameters()), like
+        self.outside = set[str]()
+        self.computing: set[str] | None = None
         self.flops = 0
-        self.weights = weights
-        self._like, self._flops_in = like, dict[str, int]()
         self.saved: dict[str, int] = {}
-        self.outputs: dict[str, Any] = {}
-        self._model = model
-        self._blocks = find_blocks(model)
-        self._parameters = {p.untyped_storage()._cdata for p in (weights or dict(model.named_parameters())).values()}
-        self._seen: dict[int, object] = {}  # keeps the storages alive, so that no address is used again
-        self._saved_in: dict[int, str] = {}  # the unit, by storage
+        self.outputs = dict(outputs)
+        self.temporaries: Mapping[str, Temporaries] = {}
+        self.in_chunks: InChunks | None = None
+        self.blocks = find_blocks(model)
+        self._flop_of = {**flop_registry, **{op: shape_wrapper(formula) for op, formula in flop_formulas().items()}}
+        self._sparse = False
+        self._flops_in = dict[str, int]()
+        self._parameters = {tensor.untyped_storage()._cdata for tensor in self.weights.values()}
+        self._saved: dict[int, tuple[str, object]] = {}  # unit, and the storage itself: its address is not used again
         self._inputs: dict[int, object] = {}
         self._running: list[str] = []
         self._outer_unit = EMBEDDING  # what is saved while no block runs belongs to it
@@ -236,40 +145,94 @@ class Counter:
         self._repeated: set[str] = set()  # blocks that ran more than once
         self._choices: dict[str, Choices] = {}
         self._checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+        self._owners: dict[int, set[str]] = {}  # by a weight's storage: the modules in which it may be read
+        self._names: dict[int, str] = {}  # by the same
+        self._inside: dict[str, int] = {}  # how many calls of each of these modules are running
+        units = units_by_name(model)
+        used = {param: self.weights.get(name, param) for name, param in model.named_parameters()}
+        for name, param in model.named_parameters(remove_duplicate=False):  # a tied one under all its names
+            storage = used[param].untyped_storage()._cdata
+            self._names.setdefault(storage, name)
+            owner = name.rpartition(".")[0] if units[name] in (EMBEDDING, HEAD) else units[name]
+            self._owners.setdefault(storage, set()).add(owner)
+        layers = {path: module for path, module in model.named_modules() if storage_of(module) is not None}
+        self._layers: dict[str, tuple[Any, list[tuple[int, bool]]]] = {path: (it, []) for path, it in layers.items()}
 
-    def __enter__(self) -> None:
-        self._within = ExitStack()
-        for name, block in self._blocks.items():
-            entering = block.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
-            self._within.callback(entering.remove)
+    def __enter__(self) -> Counter:
+        self._within, self.computing = ExitStack(), set()
+        for name in {name for names in self._owners.values() for name in names}:
+            module = self.model.get_submodule(name)
+            self._within.callback(module.register_forward_pre_hook(partial(self._count, name, 1)).remove)
+            leaving = module.register_forward_hook(partial(self._count, name, -1), always_call=True)
+            self._within.callback(leaving.remove)
+        hooks = [(block, partial(self._enter, name)) for name, block in self.blocks.items()]
+        hooks += [(layer, partial(_see, calls)) for layer, calls in self._layers.values()]
+        for module, before in hooks:
+            self._within.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+        for name, block in self.blocks.items():
             self._within.callback(block.register_forward_hook(partial(self._leave, name)).remove)
         # Nothing is kept for a backward that never comes: a graph that held its own outputs would never be freed.
         self._within.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, _refuse_backward))
-        self._within.enter_context(self.outside.watching())
-        self._within.enter_context(_Operators(self))
+        self._within.enter_context(stubs(self.model, self.like, lambda name: self.outputs[self.like[name]]))
+        super().__enter__()
+        return self
 
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        """Sum up.
-
-        Raises:
-            NotImplementedError: the forward uses sparse tensors.
-        """
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        """Sum up. Raise NotImplementedError if the forward used sparse tensors."""
+        super().__exit__(kind, error, trace)
         self._within.close()
         forwards, self._forwards = self._forwards, {}  # outputs and their graph are a reference cycle that would leak
         if error is not None:
             return
-        if self.sparse:
+        if self._sparse:
             raise NotImplementedError("forward uses sparse tensors, whose memory is not counted")
-        for name, other in self._like.items():
-            forwards[name], self.outputs[name] = forwards[other], self.outputs[other]
-            self.saved[name] = self.saved.get(other, 0)
-            self.flops += self._flops_in.get(other, 0)
+        for name, other in self.like.items():
+            if other in forwards:
+                forwards[name], self.outputs[name] = forwards[other], self.outputs[other]
+                self.saved[name] = self.saved.get(other, 0)
+                self.flops += self._flops_in.get(other, 0)
         # Only for blocks that save something, ran once, and are not recomputed already.
         self._choices = {
-            name: run.choices(self.saved.get(name, 0), self._seen)
+            name: run.choices(self.saved.get(name, 0), self._saved)
             for name, run in forwards.items()
             if run.last_saved and name not in self._repeated and not self._checkpointed
         }
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(out))
+        if not all(map(_is_dense, (*inputs, *outputs))):
+            self._sparse = True
+            return out
+        asks = func is torch.ops.prim.device.default  # more than half of all calls on fake tensors
+        self._look(inputs, looks_up=asks or func is torch.ops.aten.embedding.default)
+        formula = None if asks else self._flop_of.get(func.overloadpacket)
+        flops = 0 if formula is None else formula(*args, **kwargs, out_val=out)
+        self.flops += flops
+        if self._running:
+            block = self._running[-1]
+            self._flops_in[block] = self._flops_in.get(block, 0) + flops
+            forward = self._forwards[block]
+            name = None if asks else forward.names.of(func, args, kwargs)
+            work = Work(flops=flops) if asks or formula is not None else _touched(func, inputs, outputs)
+            kept = outputs if name is not None else []
+            forward.calls.append((name, work, kept, [tensor._version for tensor in kept]))
+        return out
+
+    def _count(self, name: str, by: int, *_: Any) -> None:
+        self._inside[name] = self._inside.get(name, 0) + by
+
+    def _look(self, inputs: Iterable[Tensor], *, looks_up: bool) -> None:
+        """Check the tensors that an operator reads, which may look rows up in them and do nothing else."""
+        for tensor in inputs:
+            storage = tensor.untyped_storage()._cdata
+            if storage in self._owners:
+                running = [name for name in self._owners[storage] if self._inside.get(name)]
+                if not running:
+                    self.outside.add(self._names[storage])
+                elif not looks_up and self.computing is not None:
+                    self.computing.update(running)
 
     def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._running.append(name)
@@ -294,56 +257,44 @@ class Counter:
         self._inputs.update(new)
         return {key: storage.nbytes() for key, storage in new.items()}
 
-    def running_forward(self) -> BlockForward | None:
-        """The forward of the block that is running; None outside of blocks."""
-        return self._forwards[self._running[-1]] if self._running else None
-
-    def count_flops(self, flops: int) -> None:
-        """An operator has cost so many."""
-        self.flops += flops
-        if self._running:
-            self._flops_in[self._running[-1]] = self._flops_in.get(self._running[-1], 0) + flops
-
-    def same(self, one: str, other: str) -> bool:
-        """Whether the same was counted of two blocks."""
-        counted = (self.saved, self._choices, self._flops_in)
-        reads = [name for name in self.outside.found if name.startswith((f"{one}.", f"{other}."))]
-        return not reads and all(each.get(one) == each.get(other) for each in counted)
-
     def _keep_input(self, hidden: Tensor) -> None:
         """Count a checkpointed block's input in the block; torch (up to 2.12) saves it just before the block runs."""
         storage = hidden.untyped_storage()
-        if self._saved_in.get(storage._cdata) in (EMBEDDING, HEAD):
-            self.saved[self._saved_in[storage._cdata]] -= storage.nbytes()
-            del self._seen[storage._cdata]
+        unit, _ = self._saved.get(storage._cdata, ("", None))
+        if unit in (EMBEDDING, HEAD):
+            self.saved[unit] -= storage.nbytes()
+            del self._saved[storage._cdata]
         self._save(hidden)
 
     def _save(self, tensor: Tensor) -> None:
         if not _is_dense(tensor):
-            self.sparse = True
+            self._sparse = True
             return
         storage = tensor.untyped_storage()
-        forward = self.running_forward()
-        if forward is not None:
+        if self._running:
+            forward = self._forwards[self._running[-1]]
             forward.last_saved = len(forward.calls)
-        if storage._cdata not in self._parameters and storage._cdata not in self._seen:
-            self._seen[storage._cdata] = storage
+        if storage._cdata not in self._parameters and storage._cdata not in self._saved:
             unit = self._running[-1] if self._running else self._outer_unit
-            self._saved_in[storage._cdata] = unit
+            self._saved[storage._cdata] = unit, storage
             self.saved[unit] = self.saved.get(unit, 0) + storage.nbytes()
 
-    def units(
-        self, temporaries: Mapping[str, Temporaries] = MappingProxyType({}), in_chunks: InChunks | None = None
-    ) -> tuple[Unit, ...]:
-        """The embedding, the blocks and the head, in this order, with what was counted. Empty ones are left out.
+    # --- what was counted --------------------------------------------------------------------------------------------
 
-        Args:
-            temporaries: by unit; ``in_chunks``: the head with its loss by chunks.
-        """
-        kinds = {EMBEDDING: UnitKind.EMBEDDING, **dict.fromkeys(self._blocks, UnitKind.BLOCK), HEAD: UnitKind.HEAD}
-        unit_of = units_by_name(self._model)
+    def same(self, one: str, other: str) -> bool:
+        """Whether the same was counted of two blocks."""
+        linears = self.linears().values()
+        listed = [[replace(it, unit="") for it in linears if it.unit == block] for block in (one, other)]
+        counted = (self.saved, self._choices, self._flops_in)
+        reads = [name for name in self.outside if name.startswith((f"{one}.", f"{other}."))]
+        return not reads and listed[0] == listed[1] and all(each.get(one) == each.get(other) for each in counted)
+
+    def units(self) -> tuple[Unit, ...]:
+        """The embedding, the blocks and the head, in this order, with what was counted. Empty ones are left out."""
+        kinds = {EMBEDDING: UnitKind.EMBEDDING, **dict.fromkeys(self.blocks, UnitKind.BLOCK), HEAD: UnitKind.HEAD}
+        unit_of = units_by_name(self.model)
         params, trainable = dict.fromkeys(kinds, 0), dict.fromkeys(kinds, 0)
-        for name, parameter in self._model.named_parameters():  # shared parameters come once
+        for name, parameter in self.model.named_parameters():  # shared parameters come once
             params[unit_of[name]] += parameter.numel()
             trainable[unit_of[name]] += parameter.numel() * parameter.requires_grad
         used = set(unit_of.values())  # a tied head has no parameter of its own
@@ -355,9 +306,56 @@ class Counter:
                 trainable[path],
                 self.saved.get(path, 0),
                 self._choices.get(path),
-                temporaries=temporaries.get(path),
-                in_chunks=in_chunks if kind is UnitKind.HEAD else None,
+                temporaries=self.temporaries.get(path),
+                in_chunks=self.in_chunks if kind is UnitKind.HEAD else None,
             )
             for path, kind in kinds.items()
             if path in used or self.saved.get(path)
         )
+
+    def linears(self, compute: torch.dtype | None = None) -> dict[str, Linear]:
+        """The linear layers that were called, by dotted path, as they were called: a head may compute the last tokens
+        only, and layers behind frozen ones pass nothing back.
+
+        Args:
+            compute: the dtype of autocast; None: every weight is computed in its own dtype.
+        """
+        found: dict[str, Linear] = {}
+        outside = EMBEDDING
+        for path, (layer, calls) in self._layers.items():
+            block = next((block for block in self.blocks if path.startswith(f"{block}.")), None)
+            if block is None:
+                unit, name = outside, path
+            else:
+                unit, name, outside = block, path.removeprefix(f"{block}."), HEAD
+                calls = self._layers[f"{self.like.get(block, block)}.{name}"][1]
+            dtype = str(compute or layer.weight.dtype).removeprefix("torch.")
+            if not calls or dtype not in ELEMENT_BYTES:
+                continue
+            stored: Any = storage_of(layer)
+            inputs, outputs = reversed(layer.weight.shape) if stored == "out_in" else layer.weight.shape
+            found[path] = Linear(
+                name=name,
+                unit=unit,
+                shape=Shape(max(rows for rows, _ in calls), inputs, outputs, stored, dtype),
+                trains=layer.weight.requires_grad,
+                passes_back=any(needs for _, needs in calls),
+                casts=compute not in (None, layer.weight.dtype),
+                calls=len(calls),
+            )
+        return found
+
+
+def _touched(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Work:
+    read = {tensor.untyped_storage()._cdata for tensor in inputs}
+    is_view = all(tensor.untyped_storage()._cdata in read for tensor in outputs)
+    if is_view and not func._schema.is_mutable:
+        return NO_WORK
+    return Work(touched_bytes=sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs)))
+
+
+def _see(calls: list[tuple[int, bool]], module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Note a call of a linear layer: how many rows, and whether its input needs a gradient."""
+    x = args[0] if args else next(iter(kwargs.values()))
+    # The first forward of a reentrant checkpoint runs without gradients.
+    calls.append((x.numel() // max(1, x.shape[-1]), x.requires_grad or not torch.is_grad_enabled()))

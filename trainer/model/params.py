@@ -6,20 +6,19 @@ the units of its other names as further users.
 
 The engine brings weights when the module that owns them is called, or the block around that module. Some are read at
 other times: by a loss that multiplies by ``lm_head.weight`` itself, by an adapter on an embedding, from a
-``ParameterList``. The planner keeps such parameters on the device, and the engine copes with them where it must.
+``ParameterList``. The planner keeps such parameters on the device, and the engine copes with them where it must. Those
+of a module that contains blocks (``masked_spec_embed`` of wav2vec2) stay as well: they are in use while the blocks are.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from strategies.core.facts import Param
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 EMBEDDING, HEAD = "embedding", "head"
 
@@ -44,16 +43,18 @@ def list_params(
     model: nn.Module,
     group_of: Mapping[str, int],
     dtype_of: Callable[[nn.Parameter], str],
-    outside: OutsideReads | None = None,
+    elsewhere: Iterable[str] = (),
+    computing: Container[str] | None = None,
 ) -> tuple[Param, ...]:
     """All parameters in order of registration.
 
     Args:
         group_of: index of the optimizer's group by parameter name; frozen parameters have none.
-        outside: what was seen in a forward, if one was watched.
+        elsewhere, computing: what ``counting.py`` saw in a forward, if one was watched.
     """
-    elsewhere = set[str]() if outside is None else outside.found
-    computing = None if outside is None else outside.computing
+    from strategies.engine.forward.blocks import around_blocks
+
+    elsewhere = around_blocks(model).union(elsewhere)
     unit_of = units_by_name(model)
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -66,7 +67,7 @@ def list_params(
             dtype=dtype_of(parameter),
             group=group_of.get(first) if parameter.requires_grad else None,
             users=tuple(dict.fromkeys(unit_of[name] for name in others if unit_of[name] != unit_of[first])),
-            elsewhere=first in elsewhere,
+            elsewhere=not elsewhere.isdisjoint((first, *others)),
             looked_up=unit_of[first] == EMBEDDING and _is_looked_up(model, [first, *others], unit_of, computing),
         )
         for parameter, (first, *others) in names.items()
@@ -88,60 +89,6 @@ def _is_looked_up(
         return isinstance(module, nn.Embedding) and as_torch_does
 
     return all(only_looks_up(name.rpartition(".")[0]) for name in names if unit_of[name] == EMBEDDING)
-
-
-class OutsideReads:
-    """Finds the parameters that are read outside of the modules that own them, in one forward.
-
-    Args:
-        weights: tensors that replace the parameters of these names in the forward.
-
-    Attributes:
-        found: names of the parameters that were read outside of their modules.
-        computing: modules that computed with a parameter of theirs, and did not look rows up only; None: nothing ran.
-    """
-
-    def __init__(self, model: nn.Module, weights: Mapping[str, Tensor] | None = None) -> None:
-        self.found: set[str] = set()
-        self.computing: set[str] | None = None
-        self._model = model
-        self._running: Counter[str] = Counter()
-        self._owners: dict[int, set[str]] = {}  # the modules in which a storage may be read
-        self._names: dict[int, str] = {}
-        units = units_by_name(model)
-        for name, param in model.named_parameters(remove_duplicate=False):
-            storage = (weights or {}).get(name, param).untyped_storage()._cdata
-            self._names.setdefault(storage, name)
-            owner = name.rpartition(".")[0] if units[name] in (EMBEDDING, HEAD) else units[name]
-            self._owners.setdefault(storage, set()).add(owner)
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Context manager around the forward."""
-
-        def count(name: str, by: int) -> Any:
-            return lambda *_: self._running.update({name: by})
-
-        self.computing = set()
-        with ExitStack() as hooks:
-            for name in {name for names in self._owners.values() for name in names}:
-                module = self._model.get_submodule(name)
-                hooks.callback(module.register_forward_pre_hook(count(name, 1)).remove)
-                hooks.callback(module.register_forward_hook(count(name, -1), always_call=True).remove)
-            yield
-
-    def look(self, inputs: Iterable[Tensor], *, looks_up: bool = False) -> None:
-        """Check the tensors that an operator reads, which may look rows up in them and do nothing else."""
-        for tensor in inputs:
-            storage = tensor.untyped_storage()._cdata
-            owners = self._owners.get(storage)
-            if owners is None:
-                continue
-            running = [name for name in owners if self._running[name]]
-            if not running:
-                self.found.add(self._names[storage])
-            elif not looks_up and self.computing is not None:
-                self.computing.update(running)
 
 
 # The names in transformers.Trainer.get_decay_parameter_names, the same in 5.17 and 5.23. Asking it would load all of

@@ -139,75 +139,59 @@ def moving(real: Plan, strategies: Mapping[str, Strategy], stages: Sequence[Fact
 
     Args:
         strategies: of the config.
-        stages: the facts of the copy; where it is cut, of each stage.
+        stages: the facts of the copy; where it is cut, of each stage. What it shows is what the first one shows.
     """
     assert real.layout is not None
-    search = _CopySearch(strategies, layout_strategy(real), stages, block_bytes(real.facts))
-    if moves(real.layout):
-        return search.cover(features(real.layout) | {TRAVEL})
-    for alone in MOVING:
-        if found := search.cover(frozenset([alone])):
-            return found
-    return []
+    name = layout_strategy(real)
+    given, always = strategies[name].model_dump(), dict[str, Any]()
+    if given["bucket_size"] != AUTO and block_bytes(real.facts):
+        scaled = parse_bytes(given["bucket_size"]) * block_bytes(stages[0]) // block_bytes(real.facts)
+        always["bucket_size"] = str(max(2 * ALIGN_BYTES, scaled))
+    ample = stages[0].machine.device_bytes  # more than any copy needs
 
+    def plans(options: Mapping[str, Any]) -> list[Plan]:
+        """The plan of each stage with these options; empty if one is refused."""
+        changed = type(strategies[name]).model_validate({**given, **options})
+        try:
+            return [compose({**strategies, name: changed}, facts) for facts in stages]
+        except Refusal:
+            return []
 
-class _CopySearch:
-    """Plans the copy with other options of offload; what it shows is that of the first stage."""
+    def sized(budget: int) -> dict[str, Any]:
+        return {**always, "gpu_memory": written(budget)}
 
-    def __init__(
-        self, strategies: Mapping[str, Strategy], name: str, stages: Sequence[Facts], real_block_bytes: int
-    ) -> None:
-        self._strategies, self._name, self._stages = strategies, name, stages
-        self._given = strategies[name].model_dump()
-        self._ample = stages[0].machine.device_bytes  # more than any copy needs
-        self._always = dict[str, Any]()
-        size = self._given["bucket_size"]
-        if size != AUTO and real_block_bytes:
-            scaled = parse_bytes(size) * block_bytes(stages[0]) // real_block_bytes
-            self._always["bucket_size"] = str(max(2 * ALIGN_BYTES, scaled))
-
-    def cover(self, wanted: frozenset[str]) -> list[CopyRun]:
-        """Few runs that show what is ``wanted``: by budgets, and by explicit options for what no budget causes."""
-        chosen, left = _fewest(list(self._by_budget()), wanted)
-        if left:
-            chosen += _fewest(list(self._by_option()), left)[0]
-        return chosen
-
-    def _by_budget(self) -> Iterator[CopyRun]:
-        most = self._plans(self._ample)
+    def by_budget() -> Iterator[dict[str, Any]]:
+        """From the least budget that the copy can be trained with to the one that everything fits into."""
+        most = plans(sized(ample))
         if not most or any(plan.addresses is None for plan in most):
             return
         high = max(plan.peak(Home.DEVICE) for plan in most)
         low, unfit = high, 0
         while low - unfit > high >> 6:
             middle = (low + unfit) // 2
-            low, unfit = (middle, unfit) if self._plans(middle) else (low, middle)
-        for level in range(LEVELS):
-            yield from self._copy(low + (high - low) * level // LEVELS)
+            low, unfit = (middle, unfit) if plans(sized(middle)) else (low, middle)
+        yield from (sized(low + (high - low) * level // LEVELS) for level in range(LEVELS))
 
-    def _by_option(self) -> Iterator[CopyRun]:
-        free = {name: (AUTO, *values) if self._given[name] == AUTO else (AUTO,) for name, values in OPEN.items()}
+    def by_option() -> Iterator[dict[str, Any]]:
+        """With what the user has left open, asked for by name."""
+        free = {key: (AUTO, *values) if given[key] == AUTO else (AUTO,) for key, values in OPEN.items()}
         for finer in ({}, {"prefetch": 0}, {"prefetch": 0, "bucket_size": AUTO}):
             for values in product(*free.values()):
-                asked = {name: value for name, value in zip(free, values, strict=True) if value != AUTO}
-                yield from self._copy(self._ample, **asked, **finer)
+                asked = {key: value for key, value in zip(free, values, strict=True) if value != AUTO}
+                yield {**sized(ample), **asked, **finer}
 
-    def _copy(self, budget: int, **more: Any) -> Iterator[CopyRun]:
-        plans = self._plans(budget, **more)
-        if plans and plans[0].layout is not None:
-            yield CopyRun(self._options(budget, **more), features(plans[0].layout))
+    def shown(some: Iterator[dict[str, Any]]) -> list[CopyRun]:
+        pairs = ((options, plans(options)) for options in some)
+        return [CopyRun(options, features(found[0].layout)) for options, found in pairs if found and found[0].layout]
 
-    def _options(self, budget: int, **more: Any) -> dict[str, Any]:
-        return {**self._always, "gpu_memory": written(budget), **more}
+    def cover(wanted: frozenset[str]) -> list[CopyRun]:
+        """Few runs that show what is ``wanted``: by budgets, and by explicit options for what no budget causes."""
+        chosen, left = _fewest(shown(by_budget()), wanted)
+        return chosen + _fewest(shown(by_option()), left)[0] if left else chosen
 
-    def _plans(self, budget: int, **more: Any) -> list[Plan]:
-        """The plan of each stage with this budget; empty if one is refused."""
-        given = self._strategies[self._name]
-        changed = type(given).model_validate({**self._given, **self._options(budget, **more)})
-        try:
-            return [compose({**self._strategies, self._name: changed}, facts) for facts in self._stages]
-        except Refusal:
-            return []
+    if moves(real.layout):
+        return cover(features(real.layout) | {TRAVEL})
+    return next((found for alone in MOVING if (found := cover(frozenset([alone])))), [])
 
 
 def _fewest(copies: Sequence[CopyRun], wanted: frozenset[str]) -> tuple[list[CopyRun], frozenset[str]]:

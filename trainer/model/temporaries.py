@@ -1,4 +1,8 @@
-"""Count what a model has on the device besides saved tensors, in forward and in backward, on fake tensors.
+"""Count forward and backward of a model on fake tensors, and what is on the device besides saved tensors.
+
+Of blocks that are alike three run (``stubs.py``), and what they have in common is compared. Where they differ, or where
+the model needs more of a block than a stub has, all run. If backward fails even so, as with operators whose backward
+fake tensors lack, a warning says that nothing temporary is counted.
 
 Backward makes tensors of its own: gradients of activations, and a gradient of each weight before it lands where it is
 kept. A loss over many words makes several tensors as large as its logits. Live bytes are followed operator by operator:
@@ -14,62 +18,99 @@ What a loop keeps of the model's output besides the loss counts as freed before 
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from strategies.core.facts import Temporaries
-from strategies.engine.forward.blocks import find_blocks
+from strategies.core.facts import InChunks, Temporaries
+from strategies.engine.forward import chunked_loss
 from strategies.engine.tensors.nested import tensors_in
+from trainer.model.counting import Counter
 from trainer.model.params import EMBEDDING, HEAD
-from trainer.model.stubs import stubs
+from trainer.model.stubs import find_alike, stubs
 
-if TYPE_CHECKING:
-    from torch import nn
-
+logger = logging.getLogger(__name__)
 Call = Callable[[], Any]  # one forward
 FORWARD, BACKWARD, LANDING = range(3)
 
 
-def count(
-    model: nn.Module,
-    params: Mapping[str, Tensor],
-    call: Call,
-    saved: Mapping[str, int],
-    absent: Collection[str],
-    output_like: Callable[[str], Any],
-) -> dict[str, Temporaries]:
-    """Run forward and backward of ``call``; the temporaries of all units but ``absent`` blocks.
-
-    Args:
-        params: the parameters that ``call`` computes with, by name.
-        saved: bytes that each unit saves.
-        output_like: see ``stubs``, which are in the place of ``absent`` blocks.
+def count(model: nn.Module, call: Call, weights: Mapping[str, Tensor] | None = None) -> Counter:
+    """Count ``call``, one forward of ``model``, and its backward, inside of ``fake_tensors()``. ``weights`` are the
+    fake tensors that it computes with, by name, if they are not the model's own.
     """
-    live, blocks = _Live(), find_blocks(model)
+    alike = find_alike(model)
+    if alike:
+        try:
+            return _count(model, call, weights, alike)
+        except Exception as error:  # its forward may ask anything of a block that a stub has not
+            logger.info("the model is counted on all blocks: %s", error)
+    return _count(model, call, weights, ())
+
+
+def _count(model: nn.Module, call: Call, weights: Mapping[str, Tensor] | None, alike: Sequence[list[str]]) -> Counter:
+    """Count, with stubs for most of those ``alike``. Raise ValueError if they were not alike."""
+    found = Counter(model, weights, {name: names[1] for names in alike for name in names[2:-1]})
+    with found:
+        call()
+    for _, second, *_, last in alike:
+        if not found.same(second, last):
+            raise ValueError(f"{second} and {last} are not alike")
+    try:
+        found.temporaries = _temporaries(found, call)
+    except Exception as error:
+        if alike:
+            raise
+        logger.warning("temporaries of backward are not counted: %s", error)
+        return found
+    if HEAD in found.temporaries:
+        found.in_chunks = _in_chunks(found, call)
+    return found
+
+
+def _in_chunks(found: Counter, call: Call) -> InChunks | None:
+    """The head with its loss by chunks, without any block; None if its loss is another one."""
+    with chunked_loss.counting(found.model) as calls:
+        alone = Counter(found.model, found.weights, {name: name for name in found.blocks}, found.outputs)
+        try:
+            with alone:
+                call()
+            if len(calls) != 1:
+                return None
+            return InChunks(calls[0], alone.saved.get(HEAD, 0), _temporaries(alone, call).get(HEAD))
+        except Exception as error:
+            logger.info("the loss by chunks is not counted: %s", error)
+            return None
+
+
+def _temporaries(counted: Counter, call: Call) -> dict[str, Temporaries]:
+    """Run forward and backward of ``call``, whose saved bytes are ``counted``; the temporaries of all units that run,
+    and of blocks that are like these.
+    """
+    live, like = _Live(), counted.like
     with ExitStack() as within:
-        for param in set(params.values()):
+        for param in set(counted.weights.values()):
             if param.requires_grad:
                 within.callback(param.register_post_accumulate_grad_hook(live.land).remove)
-        for name, block in blocks.items():
+        for name, block in counted.blocks.items():
             entering = block.register_forward_pre_hook(partial(live.enter_block, name), with_kwargs=True)
             within.callback(entering.remove)
             within.callback(block.register_forward_hook(partial(live.leave_block, name)).remove)
-        within.enter_context(stubs(model, absent, output_like))
+        within.enter_context(stubs(counted.model, like, counted.outputs.__getitem__))
         within.enter_context(live)
         _backward(live, call())
     found, below = {}, 0
-    for name in (EMBEDDING, *(name for name in blocks if name not in absent), HEAD):
-        below += saved.get(name, 0)
+    for name in (EMBEDDING, *(name for name in counted.blocks if name not in like), HEAD):
+        below += counted.saved.get(name, 0)
         if name in live.highest:
             found[name] = Temporaries(*(max(0, value - below) for value in live.highest[name]))
-    return found
+    return found | {name: found[other] for name, other in like.items() if other in found}
 
 
 def _backward(live: _Live, output: Any) -> None:

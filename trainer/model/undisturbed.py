@@ -99,21 +99,15 @@ def _restorer(value: Any) -> Callable[[], Any] | None:
     if type(value) is numpy.ndarray and value.nbytes <= COPIED_BYTES and value.flags.writeable:
         return partial(numpy.copyto, value, value.copy())
     if type(value) is Tensor and value.is_cpu and not value.requires_grad and not value.is_inference():
-        return _tensor_restorer(value)
+        small = value.layout is torch.strided and value.nbytes <= COPIED_BYTES
+        return partial(_fill_tensor, value, value.clone(), value._version) if small else None
     return None
 
 
-def _tensor_restorer(value: Tensor) -> Callable[[], Any] | None:
+def _fill_tensor(value: Tensor, content: Tensor, version: int) -> None:
     """Writes only if the tensor was written to: torch counts writes, and a graph may have saved the tensor."""
-    if value.layout is not torch.strided or value.nbytes > COPIED_BYTES:
-        return None
-    content, version = value.clone(), value._version
-
-    def restore() -> None:
-        if value._version != version:
-            value.detach().copy_(content)
-
-    return restore
+    if value._version != version:
+        value.detach().copy_(content)
 
 
 def _content(cell: types.CellType) -> tuple[Any, ...]:

@@ -1,4 +1,5 @@
-"""``launch/plan.py --search``: how to use all ranks of a job, by the search of ``strategies/planner/hybrid``.
+"""``launch/plan.py --search``: how to use all ranks of a job, by the search of ``strategies/planner/hybrid``; and
+``--tokens``: what a whole run takes, with the best of them or with the config's own degrees.
 
 The global batch is what the config says: micro-batch x accumulation x ranks. Everything that the search decides is
 taken out of the config first; the rest stays, and so do budgets of memory.
@@ -22,15 +23,17 @@ from strategies.core.facts import Facts, Param, Rates, UnitKind
 from strategies.core.protocol import Axis
 from strategies.core.registry import available, find
 from strategies.core.sizes import human
+from strategies.planner.activation_policy import by_policy
 from strategies.planner.cuts import Schedule, cut
 from strategies.planner.hybrid import keys
-from strategies.planner.hybrid.account import Chunked
 from strategies.planner.hybrid.cluster import Cluster, Wire
 from strategies.planner.hybrid.degrees import HERE, Degrees, Rule, Stowed
-from strategies.planner.hybrid.parts import Model
+from strategies.planner.hybrid.parts import Model, Models
 from strategies.planner.hybrid.search import Options, hybrid
-from strategies.planner.step_cost import step_flops
-from strategies.report import hybrid_table
+from strategies.planner.hybrid.step_seconds import Pricing
+from strategies.planner.step_cost import plan_cost, step_flops
+from strategies.report import hybrid_table, run_budget
+from strategies.report.run_budget import Asked, Step
 from trainer.config.load import build
 from trainer.errors import ConfigError, first_line
 from trainer.machine.profiles import COMMAND, across, known_rates, stored_at
@@ -38,6 +41,7 @@ from trainer.planning.facts import gather, run_facts
 from trainer.planning.fit import changes
 
 if TYPE_CHECKING:
+    from strategies.core.plan import Plan
     from trainer.config.sections import RunConfig
     from trainer.dist.ranks import Ranks
     from trainer.machine.probe import Machine
@@ -47,17 +51,23 @@ Known = dict[tuple[int, int], Facts]
 Say = Callable[[str], None]
 
 
-def search(config: RunConfig, ranks: Ranks, machine: Machine, gigabits: float | None, say: Say) -> Iterator[str]:
-    """The lines of the report.
+def search(
+    config: RunConfig, ranks: Ranks, machine: Machine, gigabits: float | None, say: Say, asked: Asked | None = None
+) -> tuple[list[str], dict[str, Any]]:
+    """The lines of the report, and the same for programs.
 
     Args:
         gigabits: per second, of a rank's network to other machines; None: what is known of the machine.
         say: told of each count before it is made, and of the CPU seconds at the end.
+        asked: of a whole run with the first of the best.
 
     Raises:
         ConfigError: the model cannot be described, rates are unknown, or nothing fits: with what is missing.
     """
-    rates = _rates(machine)
+    rates = known_rates(machine).rates
+    if rates is None:
+        what = f"nothing is known of how fast {machine.name} is, and degrees are compared by seconds"
+        raise ConfigError(f"--search: {what}; give --profile, or measure this machine: {COMMAND}")
     cluster = cluster_of(rates, ranks, gigabits)
     tree = config.tree()
     run = run_facts(config, ranks.world_size)
@@ -69,28 +79,71 @@ def search(config: RunConfig, ranks: Ranks, machine: Machine, gigabits: float | 
     counted_at = time.process_time()
     facts = next(iter(known.values()))
     budgets = (strategy.budget(facts) for strategy in config.strategies.values())
+    in_chunks = config.strategies.get(keys.CHUNKS)
     options = Options(
         rules=(*HERE, *_refused(config, ranks)),
-        chunked=_chunked(config),
+        chunked=in_chunks.model_dump()["chunked"] if in_chunks is not None else None,
         device_bytes=min((size for size in budgets if size is not None), default=None),
     )
     answer = hybrid(known, cluster, sequences, options, in_stages)
     done = time.process_time()
     say(f"CPU seconds: {done - counted_at:.2f} to search, {counted_at - began:.2f} to count the model before")
     if not answer.best:
-        raise ConfigError(_nothing(machine, ranks, options.device_bytes, list(hybrid_table.nothing_fits(answer))))
-    peak = machine.peak_flops and machine.peak_flops.of(facts.run.precision.value)
+        size = human(options.device_bytes or machine.device_total_bytes or machine.host_available_bytes)
+        many = f"{ranks.world_size} rank{'s' * (ranks.world_size > 1)}"
+        line = f"--search: nothing fits on {many} of {machine.name} with {size}; nearest:"
+        raise ConfigError([line, *hybrid_table.nothing_fits(answer)])
+    peak = machine.peak_flops.of(facts.run.precision.value) if machine.peak_flops else None
     flops = step_flops(facts) * sequences / facts.run.micro_batch
     scale = hybrid_table.Scale(
         tokens=sequences * facts.run.sequence,
         ranks=ranks.world_size,
         seconds_at_peak=flops / peak / ranks.world_size if peak else None,
+        origin=rates.origin,
     )
-    yield from heading(config, ranks, machine, cluster, sequences)
-    yield ""
     best = answer.best[0].degrees
     write = changes(tree, keys.written(best, tree, _blocks(best, in_stages[best.micro_batch])))
-    yield from hybrid_table.lines(answer, scale, write, no_tensor)
+    lines = [*heading(config, ranks, machine, cluster, sequences), ""]
+    lines += hybrid_table.lines(answer, scale, write, no_tensor)
+    if asked is not None:
+        units = (replace(each, again=by_policy(each, best.recompute).again) for each in facts.units)
+        again = run_budget.repeated([replace(facts, units=tuple(units))])
+        steps = more_ranks(Models(known, in_stages), rates, cluster, best)
+        lines += ["", *run_budget.lines(asked, run_budget.active_params(facts), again, peak, steps)]
+    return lines, hybrid_table.to_json(answer, scale, write)
+
+
+def more_ranks(models: Models, rates: Rates, cluster: Cluster, degrees: Degrees) -> Iterator[tuple[int, int, float]]:
+    """The step of ``degrees``, and those of twice to eight times as many data ranks, as far as the network is known."""
+    sequence = models.of(degrees).facts.run.sequence
+    for times in (1, 2, 4, 8):
+        wide, more = replace(degrees, data=times * degrees.data), replace(cluster, ranks=times * cluster.ranks)
+        if times == 1 or cluster.across is not None or more.ranks <= cluster.per_machine:
+            tokens = wide.data * wide.micro_batch * wide.micro_batches * sequence
+            yield more.ranks, tokens, Pricing(models, more, rates).price(wide).seconds
+
+
+def budget(
+    config: RunConfig, ranks: Ranks, machine: Machine, gigabits: float | None, plans: Sequence[Plan], asked: Asked
+) -> Iterator[str]:
+    """What a run with the ``plans`` of a config takes, one per stage. ConfigError: the machine's rates and peak are
+    unknown.
+    """
+    shares, degrees = Shares(config, ranks, machine, lambda _: None), keys.read(config.tree(), ranks.world_size)
+    whole, cost, rates = shares.whole, plan_cost(plans[0]), known_rates(machine).rates
+    peak = machine.peak_flops.of(whole.run.precision.value) if machine.peak_flops else None
+    if rates is None and not peak:
+        raise ConfigError(f"--tokens: neither the rates nor the peak of {machine.name} are known; give --profile")
+    steps: list[Step] = [(ranks.world_size, plans[0].facts.run.tokens_per_step, None)]
+    if rates is not None:
+        models = shares.of(degrees)
+        degrees = replace(degrees, last_blocks=next(models.of(degrees).splits(degrees.stages)))
+        priced = list(more_ranks(models, rates, cluster_of(rates, ranks, gigabits), degrees))
+        # A plan that stows knows what rests where; how its step grows is ours.
+        ratio = cost.seconds / priced[0][2] if cost is not None and len(plans) == 1 else 1.0
+        steps = [(number, tokens, ratio * seconds) for number, tokens, seconds in priced]
+    again = run_budget.repeated(plan.facts_as_kept() for plan in plans)
+    yield from run_budget.lines(asked, run_budget.active_params(whole), again, peak, steps)
 
 
 def heading(config: RunConfig, ranks: Ranks, machine: Machine, cluster: Cluster, sequences: int) -> Iterator[str]:
@@ -107,11 +160,7 @@ def heading(config: RunConfig, ranks: Ranks, machine: Machine, cluster: Cluster,
 
 
 def cluster_of(rates: Rates, ranks: Ranks, gigabits: float | None) -> Cluster:
-    """The ranks and their network.
-
-    Raises:
-        ConfigError: machines are not full, or nothing is known of the network across them.
-    """
+    """The ranks and their network. ConfigError: machines are not full, or the network across them is unknown."""
     rate = rates.net_across_bytes_per_s if gigabits is None else across(gigabits)
     several = ranks.world_size > ranks.local_world_size
     if ranks.world_size % ranks.local_world_size:
@@ -119,20 +168,12 @@ def cluster_of(rates: Rates, ranks: Ranks, gigabits: float | None) -> Cluster:
         raise ConfigError(f"--ranks-per-machine {ranks.local_world_size}: {what}; give a number that divides them")
     if several and rate is None:
         raise ConfigError(
-            f"--search: nothing is known of the network across machines; give --network 200 (Gb/s of each rank), or "
+            f"nothing is known of the network across machines; give --network 200 (Gb/s of each rank), or "
             f"write net_across_bytes_per_s into {stored_at()}, which is never measured"
         )
     inside = Wire(rates.exchange_bytes_per_s(), rates.net_latency_s)
     outside = Wire(rate, rates.net_across_latency_s) if rate is not None else None
     return Cluster(ranks.world_size, ranks.local_world_size, inside, outside)
-
-
-def _rates(machine: Machine) -> Rates:
-    rates = known_rates(machine).rates
-    if rates is None:
-        what = f"nothing is known of how fast {machine.name} is, and degrees are compared by seconds"
-        raise ConfigError(f"--search: {what}; give --profile, or measure this machine: {COMMAND}")
-    return rates
 
 
 def _blocks(degrees: Degrees, facts: Facts) -> list[int] | None:
@@ -145,13 +186,6 @@ def _blocks(degrees: Degrees, facts: Facts) -> list[int] | None:
     parts = cut(facts.units, Schedule.ONE_F_ONE_B, degrees.stages).parts
     chosen = [sum(kinds[name] is UnitKind.BLOCK for name in part) for part in parts]
     return None if found == chosen else found
-
-
-def _chunked(config: RunConfig) -> Chunked:
-    """What the config says about the loss by chunks."""
-    asked = config.strategies.get(keys.CHUNKS)
-    found: Chunked = asked.model_dump()["chunked"] if asked is not None else None
-    return found
 
 
 def _refused(config: RunConfig, ranks: Ranks) -> Iterator[Rule]:
@@ -168,32 +202,26 @@ def _refused(config: RunConfig, ranks: Ranks) -> Iterator[Rule]:
                     yield keys.refused(offer, str(refusal))
 
 
-def _nothing(machine: Machine, ranks: Ranks, budget: int | None, nearest: list[str]) -> list[str]:
-    size = human(budget or machine.device_total_bytes or machine.host_available_bytes)
-    many = f"{ranks.world_size} rank{'s' * (ranks.world_size > 1)}"
-    return [f"--search: nothing fits on {many} of {machine.name} with {size}; nearest:", *nearest]
-
-
 class Shares:
-    """Counts the shares of one config's model.
-
-    Args:
-        say: told of each count before it is made.
+    """Counts the shares of one config's model; ``say`` is told of each count before. Raises ConfigError if the model
+    cannot be described.
     """
 
     def __init__(self, config: RunConfig, ranks: Ranks, machine: Machine, say: Say) -> None:
         self._config, self._ranks, self._machine, self._say = config, ranks, machine, say
         self._tree = config.tree()
-        self._whole = self._gathered(build(keys.without(self._tree)).like(config))
+        self.whole = self._gathered(build(keys.without(self._tree)).like(config))
+
+    def of(self, degrees: Degrees) -> Models:
+        """What ranks of these degrees run, with the config's own micro-batch."""
+        size, tensor = degrees.micro_batch, degrees.tensor
+        share = self.whole if tensor == 1 else self._share(keys.without(self._tree, tensor), size)
+        return Models({(size, tensor): share}, self.in_stages([size]) if degrees.stages > 1 else None)
 
     def by_tensor(self, sequences: int) -> tuple[Known, list[str]]:
-        """Facts by micro-batch and tensor degree, and why degrees are not tried.
-
-        Raises:
-            ConfigError: the model cannot be described.
-        """
-        own = self._whole.run.micro_batch
-        found, refused = Known({(own, 1): self._whole}), []
+        """Facts by micro-batch and tensor degree, and why degrees are not tried."""
+        own = self.whole.run.micro_batch
+        found, refused = Known({(own, 1): self.whole}), []
         sizes = [own, *(size for size in MICRO_BATCHES if sequences % size == 0 and size != own)]
         for degree in (1, *(each for each in TENSOR if self._ranks.local_world_size % each == 0)):
             try:
@@ -206,12 +234,8 @@ class Shares:
         return found, refused
 
     def in_stages(self, sizes: Sequence[int]) -> dict[int, Facts]:
-        """Facts of a model in torch's pipeline, by micro-batch; none where it cannot be cut.
-
-        Raises:
-            ConfigError: the model cannot be described.
-        """
-        if sum(unit.kind is UnitKind.BLOCK for unit in self._whole.units) < 2:
+        """Facts of a model in torch's pipeline, by micro-batch; none where it cannot be cut."""
+        if sum(unit.kind is UnitKind.BLOCK for unit in self.whole.units) < 2:
             return {}
         return {size: self._share(keys.staged(self._tree), size) for size in sizes}
 

@@ -1,12 +1,16 @@
 """What a run reports: a line and a JSON record per logging step, a sample of text, and where a rank is.
 
 Hugging Face's ``Trainer.log`` stores the record and hands it to the callbacks in turn, TensorBoard first. So our own
-numbers are put into it before, by ``Meter.add_to``, and line, file and TensorBoard show the same values.
+numbers are put into it before, by ``Meter.add_to``, and line, file and TensorBoard show the same values. Only the first
+rank writes; its peak memory stands for the others. A number that is not known is left out and never shown as 0.
 
-Tokens are counted here because ``include_num_input_tokens_seen`` gathers sizes over the ranks for every micro-batch,
-which makes the host wait for the device inside the step. One sum over the ranks per record gives the same number.
+Tokens are input positions of training batches, padding included. They are counted here because
+``include_num_input_tokens_seen`` gathers sizes over the ranks for every micro-batch, which makes the host wait for the
+device inside the step. One sum over the ranks per record gives the same number.
 
-Only the first rank writes files and lines; its peak memory stands for the others.
+MFU uses the arithmetic of the model, as torch counts it in one forward, times three for forward and backward, less the
+gradients of frozen weights. For a Transformer in which nothing is frozen that is PaLM's 6N + 12*L*h*s per token (arXiv
+2204.02311, appendix B): dense attention, not halved for the causal mask, and without recomputation.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import math
 import re
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +28,12 @@ import torch
 from transformers import TrainerCallback, TrainerState
 
 from strategies.core.commit import replace_file
+from strategies.core.sizes import human, human_duration, human_number
 from strategies.engine.forward.routed_linear import weights_changed
 from strategies.engine.memory import accelerator
 from trainer.dist.ranks import limit_groups
 from trainer.errors import first_line, write_line
 from trainer.machine.probe import status_bytes
-from trainer.run import metrics
 
 if TYPE_CHECKING:
     from trainer.dist.watchdog import Watchdog
@@ -73,7 +77,7 @@ class Meter(TrainerCallback):
     def add_to(self, logs: dict[str, float], state: TrainerState) -> None:
         """Add our values to one record in place; to be called on every rank before the record goes anywhere."""
         for key in [key for key in logs if key.startswith("eval_") and key.endswith("_loss")]:
-            logs[key.removesuffix("loss") + "perplexity"] = metrics.perplexity(logs[key])
+            logs[key.removesuffix("loss") + "perplexity"] = perplexity(logs[key])
         if "loss" in logs:
             logs.update({key: value for key, value in self._lap(state).items() if value is not None})
 
@@ -93,7 +97,7 @@ class Meter(TrainerCallback):
             "mfu": used,
             "device_peak_bytes": device_peak_bytes(),
             "host_peak_bytes": host_peak_bytes(),
-            "eta_s": metrics.eta_s(num_done, num_total, now_s - self._began_s),
+            "eta_s": (now_s - self._began_s) / num_done * (num_total - num_done) if 0 < num_done <= num_total else None,
         }
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -124,9 +128,7 @@ class StepSeen(TrainerCallback):
 
 class Watched(TrainerCallback):
     """Notes for the watchdog what the rank does. The last callback, so that what follows an event is what it says.
-
-    Args:
-        timeout_s: also for groups that libraries have made.
+    Groups that libraries have made get the timeout, too.
     """
 
     def __init__(self, watchdog: Watchdog | None, timeout_s: int) -> None:
@@ -154,6 +156,48 @@ class Watched(TrainerCallback):
         self._note("at the end of training, exporting")
 
 
+def perplexity(loss: float) -> float:
+    """``exp(loss)``; infinity if that overflows."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def progress_line(step: int, num_steps: int, record: Mapping[str, float]) -> str:
+    """One training record as one line; values that ``record`` lacks are left out.
+
+    ``step 40/200  20%  loss 4.812  lr 9.2e-04  grad 1.35  5,210 tok/s  mfu 41.2%  device 3.1 GiB  ...``
+    """
+    columns = {
+        "loss": lambda value: f"loss {human_number(value, 4)}",
+        "learning_rate": lambda value: f"lr {value:.1e}",
+        "grad_norm": lambda value: f"grad {human_number(value, 3)}",
+        "tokens_per_s": lambda value: f"{value:,.0f} tok/s",
+        "mfu": lambda value: f"mfu {value:.1%}",
+        "device_peak_bytes": lambda value: f"device {human(value)}",
+        "host_peak_bytes": lambda value: f"host {human(value)}",
+        "eta_s": lambda value: f"eta {human_duration(value)}",
+    }
+    head = [f"step {step}/{num_steps}", f"{step / num_steps:.0%}"] if num_steps > 0 else [f"step {step}"]
+    return "  ".join(head + [show(float(record[key])) for key, show in columns.items() if key in record])
+
+
+def eval_lines(step: int, record: Mapping[str, float]) -> list[str]:
+    """One line per evaluated set: ``eval at step 200: loss 3.91  perplexity 49.9``.
+
+    The keys are transformers': ``eval_loss``, or ``eval_<name>_loss`` when there are several sets.
+    """
+    lines = []
+    for key, value in record.items():
+        if key.startswith("eval_") and key.endswith("_loss"):
+            name = key.removeprefix("eval").removesuffix("_loss").strip("_")
+            label = f"eval {name}" if name else "eval"
+            loss, odds = human_number(value, 3), human_number(perplexity(value), 3)
+            lines.append(f"{label} at step {step}: loss {loss}  perplexity {odds}")
+    return lines
+
+
 class ProgressLine(TrainerCallback):
     """Prints one plain line per record, on a terminal and in a file alike."""
 
@@ -161,10 +205,12 @@ class ProgressLine(TrainerCallback):
         if not state.is_world_process_zero or not logs:
             return
         if "loss" in logs:
-            write_line(metrics.progress_line(state.global_step, state.max_steps, logs))
+            write_line(progress_line(state.global_step, state.max_steps, logs))
         elif "train_loss" in logs:
-            write_line(metrics.final_line(state.global_step, logs))
-        for line in metrics.eval_lines(state.global_step, logs):
+            loss = f"mean loss {human_number(logs['train_loss'], 4)}"
+            seconds = human_duration(logs.get("train_runtime", math.nan))
+            write_line(f"finished at step {state.global_step}: {loss}  in {seconds}")
+        for line in eval_lines(state.global_step, logs):
             write_line(line)
 
 
@@ -182,7 +228,9 @@ class MetricsFile(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            rewind(self._path, state.global_step)
+            there = self._path.exists() and state.global_step > 0
+            lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines() if there else []
+            replace_file(self._path, "".join(line + "\n" for line in lines if _step_of(line) <= state.global_step))
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs:
@@ -191,14 +239,6 @@ class MetricsFile(TrainerCallback):
         line = json.dumps({key: _plain(value) for key, value in record.items()}, allow_nan=False)
         with self._path.open("a", encoding="utf-8") as file:  # closed, hence flushed, after each record
             file.write(line + "\n")
-
-
-def rewind(path: Path, step: int) -> None:
-    """Drop the records after ``step`` (all of them at step 0) and unreadable lines."""
-    if not path.exists():
-        return
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if step > 0 else []
-    replace_file(path, "".join(line + "\n" for line in lines if _step_of(line) <= step))
 
 
 def _step_of(line: str) -> float:

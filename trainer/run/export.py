@@ -1,17 +1,17 @@
 """Export the trained model in Hugging Face's format, and check that the export is the trained model.
 
-``save_pretrained`` writes safetensors and the tokenizer into a draft folder. The draft is opened with
-``from_pretrained``, as a user would, and compared: all names and shapes, all values bit for bit, and the logits of a
-probe. Only then it replaces ``<output_dir>/export``, sealed with the step and the hash of every file.
-
-Weights that ranks divide are gathered to the first rank. Adapters (LoRA) are exported as adapters if their base can be
-loaded by name; on a base with random weights they are merged into it.
+``save_pretrained`` writes into a draft folder, which is opened with ``from_pretrained``, as a user would, and compared:
+all names and shapes, all values bit for bit, and the logits of a probe. Only then it replaces ``<output_dir>/export``,
+sealed with the step and the hash of every file. Adapters (LoRA) are exported as adapters if their base can be loaded by
+name; on a base with random weights they are merged into it.
 
 Invariant. A tied weight is in the file once, under every strategy. The config has the model's own ``use_cache`` and
 not the one that training sets. Python files that came with the model are in the folder; the check runs them only if
 ``model.trust_remote_code`` allowed that for the run. The live model is not changed, unless adapters are merged.
 
-Refused: an export that does not reload as the same model; weights that are not finite.
+Nothing that a run has finished is replaced. A restart script starts a run once more after it has ended: resumed at its
+last step, with a whole export of that step, it ends at once. If only the export is missing or damaged it is made again,
+without a step of training; what was there moves to ``earlier-N``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import ModelCard
@@ -32,11 +32,16 @@ from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_h
 
 from strategies.backends.tensor_shards import whole_shape
 from strategies.core.commit import replaced_folder, same_modes
-from strategies.core.sealed import seal
+from strategies.core.sealed import Damaged, damage, read, seal
+from trainer.errors import write_line
 from trainer.model.build import set_use_cache
-from trainer.run.finished import KIND
+from trainer.run.checkpoint import move_aside
 from trainer.run.trainer import Trainer
 
+if TYPE_CHECKING:
+    from trainer.config.sections import RunConfig
+
+KIND = "export"  # in its manifest
 PROBE_TOKENS = 32
 # Of the largest logit. The same kernels give the same bits; another device or 16-bit compute rounds differently.
 FP32_TOLERANCE, HALF_TOLERANCE = 1e-3, 5e-2
@@ -65,21 +70,17 @@ def export(
     card: ModelCard | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> Receipt | None:
-    """Write the model to ``folder`` and check it; a collective. Only the first rank gets a receipt.
+    """Write the model to ``folder`` and check it; a collective. Only the first rank gets a receipt. Raise ExportError
+    if a weight is not finite, or a name, a shape, a value or a logit differs after reloading.
 
     Args:
         merge: merge adapters into the weights; for a base that cannot be loaded by name.
         trust_remote_code: run Python code that came with the model when it is reloaded.
         card: written as README.md.
-        about: what the manifest says; written last, with size and hash of every file.
-
-    Raises:
-        ExportError: a weight is not finite; a name, a shape, a value or a logit differs after reloading.
+        about: what the manifest says.
     """
-    model: Any = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
+    model: Any = trainer.accelerator.unwrap_model(trainer.whole, keep_torch_compile=False)
     probe, logits = probe_logits(trainer)
-    if trainer.pipeline is not None:
-        model = trainer.whole
     expected = shapes(model)
     gathered = {name.replace("_orig_mod.", ""): tensor for name, tensor in trainer.whole_state().items()}  # compiled
     state, has_adapters = tied_again(model, gathered), hasattr(model, "peft_config")
@@ -136,10 +137,7 @@ def refuse_not_finite(model: torch.nn.Module, state: Mapping[str, torch.Tensor])
 
 @contextmanager
 def config_as_it_came(model: Any) -> Iterator[None]:
-    """Inside, the model has a copy of its config, with its own ``use_cache``; ``save_pretrained`` changes the copy.
-
-    An export of adapters has no config of the model.
-    """
+    """Inside, the model has a copy of its config, with its own ``use_cache``; ``save_pretrained`` changes the copy."""
     if hasattr(model, "peft_config"):
         yield
         return
@@ -196,10 +194,8 @@ def check(
 ) -> Receipt:
     """Load the model from ``folder`` as a user would and compare it; ExportError names the first differences.
 
-    Tied weights are stored once, and the model has both names after loading, so names are compared on the model.
-
-    Args:
-        expected: shapes by name; if empty, names are not compared.
+    Tied weights are stored once, and the model has both names after loading, so names are compared on the model:
+    those that are ``expected``, with their shapes, if any are.
     """
     model, wrong = reload(folder, trust_remote_code=trust_remote_code)
     wrong += _different_names(expected, shapes(model)) if expected else []
@@ -250,3 +246,39 @@ def _different_values(state: Mapping[str, torch.Tensor], found: Mapping[str, tor
         for name, plain in names.items()
         if plain in found and not state[name].detach().cpu().to(found[plain].dtype).equal(found[plain])
     ]
+
+
+# --- a run that is over ----------------------------------------------------------------------------------------------
+
+
+def about(config: RunConfig, step: int) -> dict[str, Any]:
+    """What an export says about itself: its step, and what decided that it is the last one."""
+    training = config.training
+    return {
+        "step": step,
+        "max_steps": training.max_steps,
+        "num_train_epochs": training.num_train_epochs,
+        "load_best_model_at_end": bool(training.load_best_model_at_end),
+    }
+
+
+def finished_before(config: RunConfig, step: int) -> str | None:
+    """The line of a run that is over at ``step``, its export whole; None if something is left to do."""
+    folder = Path(config.training.output_dir) / "export"
+    try:
+        sealed = read(folder, KIND)
+    except Damaged:
+        return None
+    if sealed.about != about(config, step) or damage(folder, sealed):
+        return None
+    return f"finished before, at step {step}: {folder} is whole and of that step; nothing was changed"
+
+
+def make_room(config: RunConfig, step: int) -> str | None:
+    """``finished_before``; if it says nothing, an export that is there moves aside. OSError: it cannot be moved."""
+    line = finished_before(config, step)
+    folder = Path(config.training.output_dir)
+    earlier = None if line else move_aside([folder / "export"], folder, overwrite=config.training.overwrite)
+    if earlier is not None:
+        write_line(f"the export of before is now in {earlier}")
+    return line

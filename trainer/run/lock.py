@@ -2,14 +2,12 @@
 
 Two runs in one folder both succeed: their metrics are mixed, and each deletes the other's checkpoints and replaces its
 export. So the first rank holds a lock of the kernel on the file ``run.lock``, which ends with the process however that
-ends. What is in the file (pid, host and start of the process) is for people, and for the case that the kernel knows
-nothing of the other process, because it runs on another host of a network file system. The holder touches the file
-every few seconds: a lock of another host, or of a container that had another name, is in use if it is touched.
+ends. What is in the file is for people, and for the case that the other process runs on another host of a network file
+system, of which the kernel knows nothing. The holder touches the file every few seconds: a lock of another host, or of
+a container that had another name, is in use if it is touched within ``WATCHED_S``, and is taken over otherwise.
 
-Invariant. Of two starters exactly one gets the lock; the other one is refused before any data is read. A lock whose
-process has ended on this host is taken over, and so is one of another host that nobody touches for ``WATCHED_S``.
-
-Refused: a folder in which no file can be made. A symbolic link is not followed.
+Invariant. Of two starters exactly one gets the lock; the other one is refused before any data is read. A symbolic link
+in the place of the file is not followed.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.dist.stopping import started_at
+from trainer.dist.stopping import lives, started_at
 from trainer.errors import write_line
 
 if TYPE_CHECKING:
@@ -39,7 +37,6 @@ KEY = "training.output_dir"
 UNSUPPORTED = frozenset([errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL])
 TOUCHED_S = 10.0  # between two touches of the holder
 WATCHED_S = 90.0  # network file systems show a new time up to a minute later
-SAME_START_S = 2.0  # the kernel counts from its boot, and the clock may have been set since
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,33 +53,14 @@ class Holder:
         return f"process {self.pid} on {self.host}, started {when}"
 
 
-def why_not(found: Holder | None, own: Holder, *, locks_work: bool, start: float | None) -> str | None:
-    """Why a lock that the kernel gives us is another's nevertheless; None if it may be taken.
-
-    Args:
-        found: what is in the file; None if nothing readable is.
-        locks_work: whether the file system has locks at all.
-        start: of the process that has ``found``'s pid here; None without one.
-    """
-    if found is None:
-        return None
-    if found.host != own.host:
-        return "other host"
-    alive = start is not None and (start < 0 or abs(start - found.start) < SAME_START_S) and found.pid != own.pid
-    return "in use" if alive and not locks_work else None
-
-
 @contextmanager
 def held(config: RunConfig) -> Iterator[None]:
-    """Inside, this process alone runs in the config's folder.
-
-    Raises:
-        ConfigError: another run holds it, or the folder cannot be written.
-    """
+    """Inside, this process alone runs in the config's folder. Raise ConfigError if that cannot be."""
     folder = Path(config.training.output_dir)
     path = folder / NAME
     try:
-        made = _make(folder)
+        made = [each for each in (folder.absolute(), *folder.absolute().parents) if not each.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
         handle = _take(config, path)
     except OSError as error:
         what = f"cannot be written ({error.strerror}); name another folder"
@@ -119,13 +97,6 @@ def _is_touched(handle: int) -> bool:
     return False
 
 
-def _make(folder: Path) -> list[Path]:
-    """Make the folder; returns those that were not there, the innermost first."""
-    missing = [path for path in (folder.absolute(), *folder.absolute().parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    return missing
-
-
 def _take(config: RunConfig, path: Path) -> int:
     """The descriptor that holds the lock on ``path``, with our name in it."""
     while True:
@@ -151,10 +122,12 @@ def _take(config: RunConfig, path: Path) -> int:
                 os.close(handle)
                 continue
             own = Holder(os.getpid(), socket.gethostname(), started_at(os.getpid()) or time.time())
-            reason = why_not(found, own, locks_work=works, start=started_at(found.pid) if found else None)
-            if reason == "other host":
-                write_line(f"{path}: of another host: {found.said() if found else ''}; watching whether it is in use")
-            if reason is not None and (reason != "other host" or _is_touched(handle)):
+            if found is not None and found.host != own.host:
+                write_line(f"{path}: of another host: {found.said()}; watching whether it is in use")
+                in_use = _is_touched(handle)
+            else:  # a pid may be ours now, as 1 is in every container
+                in_use = found is not None and not works and found.pid != own.pid and lives(found.pid, found.start)
+            if in_use:
                 raise _refused(config, path, found)
             os.ftruncate(handle, 0)
             os.pwrite(handle, json.dumps(asdict(own)).encode(), 0)

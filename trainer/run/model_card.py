@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.run.manifest import versions
-from trainer.run.metrics import perplexity
+from trainer.run.callbacks import perplexity
+from trainer.run.checkpoint import versions
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard

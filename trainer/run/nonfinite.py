@@ -13,6 +13,7 @@ then gradients in the order of backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -38,9 +39,6 @@ class StopNonFinite(TrainerCallback):
     """Checks the gradient norm before each update; not with the memory engine, which skips such steps itself.
 
     On an accelerator this waits for the device once per step, as Hugging Face's own filter of losses does.
-
-    Args:
-        ended: the error of a run that ends at a step, and why.
     """
 
     def __init__(self, trainer: PipelineTrainer, ended: Callable[[int, str], NonFinite]) -> None:
@@ -69,45 +67,24 @@ def _is_searching_scale(trainer: PipelineTrainer) -> bool:
 def first_not_finite(trainer: PipelineTrainer, gradient: str | None) -> str:
     """What was not finite first, in words; to be called on every rank, since a forward may be a collective.
 
-    Args:
-        gradient: the name of the parameter, if the engine knows it.
+    The engine knows the name of a parameter whose ``gradient`` was not. Of a pipeline all stages look, and the first in
+    the order of computing counts; in backward that is the last one.
     """
-    found = next(_first(trainer, gradient), None) if trainer.pipeline is None else _first_of_stages(trainer, gradient)
-    return found or "nothing that could be found again"
-
-
-def _first(trainer: PipelineTrainer, gradient: str | None) -> Iterator[str]:
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
-
-    def backward() -> None:
-        loss: Any = trainer.compute_loss(model, trainer.last_inputs)
-        loss.backward()
-
-    yield from _bad_weights(model)
-    yield from _bad_outputs(model, lambda: trainer.compute_loss(trainer.model_wrapped, trainer.last_inputs))
-    if gradient is not None:
-        yield f"the gradient of {gradient}"
-    elif trainer.stowed is None and not trainer.is_deepspeed_enabled:
-        yield from _bad_gradients(model, backward)
-
-
-def _first_of_stages(trainer: PipelineTrainer, gradient: str | None) -> str | None:
-    """The same on the stages of a pipeline, all of which run. The last stage's backward is first."""
-    model, pipeline = trainer.model, trainer.pipeline
-    assert pipeline is not None
-    known = [] if gradient is None else [f"the gradient of {gradient}"]
-    phases: tuple[tuple[int, Callable[[], Iterator[str]]], ...] = (
-        (1, lambda: _bad_weights(model)),
-        (1, lambda: _bad_outputs(model, trainer.forward_again)),
-        (-1, lambda: iter(known) if trainer.stowed else _bad_gradients(model, trainer.backward_again)),
-    )
+    gradients = iter([] if gradient is None else [f"the gradient of {gradient}"])
+    if gradient is None and trainer.stowed is None and not trainer.is_deepspeed_enabled:
+        gradients = _bad_gradients(model, trainer.backward_again)
+    phases = ((1, _bad_weights(model)), (1, _bad_outputs(model, trainer.forward_again)), (-1, gradients))
     for order, phase in phases:
-        everyones: list[Any] = [None] * trainer.args.world_size
-        torch.distributed.all_gather_object(everyones, (pipeline.position, next(phase(), None)))
-        in_order = sorted(everyones, key=lambda each: order * each[0])  # stages of all copies
-        if found := next((what for _, what in in_order if what), None):
-            return str(found)
-    return None
+        mine = (trainer.pipeline.position if trainer.pipeline else 0, next(phase, None))
+        found = [mine]
+        if trainer.pipeline is not None:
+            found *= trainer.args.world_size
+            torch.distributed.all_gather_object(found, mine)
+        for _, what in sorted(found, key=lambda each: order * each[0]):
+            if what is not None:
+                return str(what)
+    return "nothing that could be found again"
 
 
 def _bad_weights(model: nn.Module) -> Iterator[str]:
@@ -123,13 +100,10 @@ def _bad_outputs(model: nn.Module, forward: Callable[[], object]) -> Iterator[st
         if any(_is_bad(tensor) for tensor in tensors_in(output)) and not any(map(_is_bad, tensors_in(inputs))):
             found.append(f"the output of {name}" if name else "the loss")
 
-    handles = [module.register_forward_hook(partial(look, name)) for name, module in model.named_modules()]
-    try:
-        with torch.no_grad(), torch.random.fork_rng():
-            forward()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with torch.no_grad(), torch.random.fork_rng(), ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_hook(partial(look, name)))
+        forward()
     yield from found
 
 
@@ -142,15 +116,12 @@ def _bad_gradients(model: nn.Module, backward: Callable[[], object]) -> Iterator
             found.append(f"the gradient of {name}")
 
     model.zero_grad()
-    trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    handles = [param.register_post_accumulate_grad_hook(partial(look, name)) for name, param in trained]
-    try:
-        with torch.random.fork_rng():
-            backward()
-    finally:
-        for handle in handles:
-            handle.remove()
-        model.zero_grad()
+    with torch.random.fork_rng(), ExitStack() as hooks:
+        for name, param in model.named_parameters():
+            if param.requires_grad:
+                hooks.enter_context(param.register_post_accumulate_grad_hook(partial(look, name)))
+        backward()
+    model.zero_grad()
     yield from found
 
 

@@ -1,6 +1,6 @@
 """Out of memory: what was predicted, what was measured, and which changes of the config would free how much.
 
-The plan has counted everything but the workspace of kernels and the slack of the allocator, so the table shows where
+The plan has counted everything but the workspace of kernels and the slack of the allocator, so its table shows where
 the missing bytes went. What each change frees is computed from the same counts.
 """
 
@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from strategies.core.layout import mapped_bytes
-from strategies.core.peak import backward_peak, forward_peak
+from strategies.core.peak import passes_peak
 from strategies.core.plan import Home, Kind, Plan
 from strategies.core.sizes import human
 from strategies.planner.activation_policy import FULL, SELECTIVE, by_policy, last_block
-from strategies.report.table import table
+from strategies.report import plan_table
 from trainer.run.callbacks import device_peak_bytes, host_peak_bytes
 
 if TYPE_CHECKING:
@@ -33,37 +33,24 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def explain(config: RunConfig, plan: Plan, error: BaseException) -> list[str]:
-    """Lines for people: what failed, memory by owner, and the cures."""
+    """Lines for people: what failed, memory by owner as the plan has it, what was measured, and the cures."""
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    lines = [f"out of memory: {first}"]
+    temporaries = max(0, plan.saved_peak() - sum(plan.saved_bytes(unit.name) for unit in plan.facts.units))
+    lines = [f"out of memory: {first}", *plan_table.table(plan).splitlines()]
+    lines.append(f"temporaries of forward and backward, at most: {human(temporaries)}")
     for home, measured in ((Home.DEVICE, device_peak_bytes()), (Home.HOST, host_peak_bytes())):
-        if measured is not None:
-            mapped = mapped_bytes(plan.layout) if home is Home.HOST and plan.layout is not None else 0
-            others = f" and {human(mapped)} of other ranks' memory" if mapped else ""
-            size = human(plan.peak(home))
-            lines.append(f"  {home.value}: {size}{others} predicted, {human(measured)} measured at the peak so far")
-    parts = ((name, human(size)) for name, size in _parts(plan) if size)
-    lines += [f"  {line}" for line in table(("on the device", "bytes"), parts, {"bytes"})]
+        mapped = mapped_bytes(plan.layout) if home is Home.HOST and plan.layout is not None else 0
+        others = f", up to {human(mapped)} of it other ranks'" if mapped else ""
+        lines += [f"measured peak so far, {home.value}: {human(measured)}{others}"] if measured is not None else []
     lines.append("what would free memory on the device, the most first:")
     freed = sorted(cures(config, plan), key=lambda cure: -cure[1])
-    lines += [f"  {change}: {human(size)}" for change, size in freed if size > 0]
-    return lines
-
-
-def _parts(plan: Plan) -> Iterator[tuple[str, int]]:
-    for kind in Kind:
-        yield kind.value, plan.total(kind, Home.DEVICE)
-    saved = sum(plan.saved_bytes(unit.name) for unit in plan.facts.units)
-    yield "saved for backward", saved
-    yield "temporaries of forward and backward, at most", max(0, plan.saved_peak() - saved)
-    for reserve in plan.reserves(Home.DEVICE):
-        yield reserve.owner, reserve.num_bytes
+    return lines + [f"  {change}: {human(size)}" for change, size in freed if size > 0]
 
 
 def cures(config: RunConfig, plan: Plan) -> Iterator[tuple[str, int]]:
     """Changes of the config, and the device bytes that each would free."""
-    run, training = plan.facts.run, config.training
-    saved = sum(plan.saved_bytes(unit.name) for unit in plan.facts.units)
+    run, training, units = plan.facts.run, config.training, plan.units()
+    saved = sum(plan.saved_bytes(unit.name) for unit in units)
     if run.micro_batch > 1:
         half = run.micro_batch // 2
         rest = f"per_device_train_batch_size: {half}, gradient_accumulation_steps: {run.accumulation * 2}"
@@ -71,25 +58,16 @@ def cures(config: RunConfig, plan: Plan) -> Iterator[tuple[str, int]]:
     elif run.sequence > 1:
         yield f"data.max_length: {run.sequence // 2}", saved // 2
     if not (training.gradient_checkpointing or training.activation_checkpointing):
-        yield from _recompute(plan)
+        end = last_block(units)
+        for policy, hosts in ((SELECTIVE, False), (FULL, False), (FULL, True)):
+            ways = [by_policy(unit, policy, hosts=hosts and index < end) for index, unit in enumerate(units)]
+            if not hosts or any(way.hosted for way in ways):
+                words = f"policy: {policy}{', activation_offloading: true' * hosts}"
+                kept = passes_peak([way.saved for way in ways], [0] * len(units), run.in_flight)
+                yield f"strategies: {{recompute: {{{words}}}}}", plan.saved_peak() - kept
     if plan.layout is not None:
         lower = plan.peak(Home.DEVICE) * 9 // 10
         yield f"strategies.offload.gpu_memory: {lower >> 20}MiB", plan.peak(Home.DEVICE) - lower
     elif not config.strategies:
         movable = (Kind.GRAD, Kind.MASTER, Kind.MOMENT)
         yield "strategies: {offload: {}}", sum(plan.total(kind, Home.DEVICE) for kind in movable)
-
-
-def _recompute(plan: Plan) -> Iterator[tuple[str, int]]:
-    """Recomputation policies that keep less than the plan does."""
-    units = plan.units()
-    now = plan.saved_peak()
-    end = last_block(units)
-    for policy, hosts in ((SELECTIVE, False), (FULL, False), (FULL, True)):
-        ways = [by_policy(unit, policy, hosts=hosts and index < end) for index, unit in enumerate(units)]
-        if hosts and not any(way.hosted for way in ways):
-            continue
-        saved = [way.saved for way in ways]
-        peak = max(forward_peak(saved), backward_peak(saved, [0] * len(units)))
-        words = f"policy: {policy}{', activation_offloading: true' * hosts}"
-        yield f"strategies: {{recompute: {{{words}}}}}", now - peak

@@ -156,14 +156,20 @@ class PipelineTrainer(_Trainer):
         return logits.float().cpu()
 
     def forward_again(self) -> None:
-        """Forward of the last micro-batch on all stages; a collective."""
-        assert self.pipeline is not None
-        self.pipeline.forward(self.last_inputs, lambda each: self._loss_of(None, each).reshape(1), (1,))
+        """Forward of the last micro-batch, on all stages; a collective."""
+        if self.pipeline is None:
+            self.compute_loss(self.model_wrapped, self.last_inputs)
+        else:
+            self.pipeline.forward(self.last_inputs, lambda each: self._loss_of(None, each).reshape(1), (1,))
 
     def backward_again(self) -> None:
-        """Forward and backward of the last micro-batch on all stages; a collective."""
-        assert self.pipeline is not None
-        self.pipeline.step([self.last_inputs], partial(self._loss_of, None))
+        """Forward and backward of the last micro-batch, on all stages; a collective."""
+        if self.pipeline is None:
+            model = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
+            loss: Any = self.compute_loss(model, self.last_inputs)
+            loss.backward()
+        else:
+            self.pipeline.step([self.last_inputs], partial(self._loss_of, None))
 
     def whole_state(self) -> dict[str, torch.Tensor]:
         """The state dict of the whole model on the first rank, on others nothing or parts of it; a collective."""

@@ -15,7 +15,10 @@ is refused, and a test compares the table with the sections of the config.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields
 from typing import Any, NamedTuple
+
+from transformers import TrainingArguments
 
 from trainer.config.arguments import ALLOWABLE
 
@@ -70,22 +73,11 @@ RULES: Mapping[str, str] = {
     **dict.fromkeys(_SAID.split(), SAID),
     **dict.fromkeys(_NEVER.split(), NEVER),
 }
-# What an unset key means, where that is known; writing it out is no change.
+# What an unset key means; writing it out is no change. Without ``use_cpu``, the device is the machine's.
 UNSET: Mapping[str, object] = {
-    "training.weight_decay": 0.0,
-    "training.adam_beta1": 0.9,
-    "training.adam_beta2": 0.999,
-    "training.adam_epsilon": 1e-8,
-    "training.lr_scheduler_type": "linear",
-    "training.warmup_steps": 0,
-    "training.label_smoothing_factor": 0.0,
-    "training.full_determinism": False,
-    "training.torch_compile": False,
-    "training.use_liger_kernel": False,
-    "training.dataloader_drop_last": False,
-    "training.average_tokens_across_devices": True,
-    "training.dataloader_in_order": True,
-    "training.train_sampling_strategy": "random",
+    f"training.{field.name}": field.default
+    for field in fields(TrainingArguments)
+    if field.default is not MISSING and field.name != "use_cpu"
 }
 # Keys of Hugging Face's model configs on which names or shapes of parameters depend, or how a head is cut out of them.
 _SHAPES = """
@@ -111,9 +103,9 @@ class Line(NamedTuple):
 class Changes(NamedTuple):
     """All differences that matter: keys that are honoured or allowed, what to log of them, and what is refused."""
 
-    keys: frozenset[str]
-    said: tuple[str, ...]
-    refused: tuple[Line, ...]
+    keys: set[str]
+    said: list[str]
+    refused: list[Line]
 
 
 def compare(saved: Mapping[str, Any], now: Mapping[str, Any], ranks: tuple[int, int], name: str) -> Changes:
@@ -122,7 +114,7 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, Any], ranks: tuple[int, 
     found = [(key, rule_of(key), old, new) for key, old, new in differences(saved, now)]
     if ranks[0] != ranks[1]:
         found.append(("ranks", "ranks", *ranks))
-    keys, said, refused = set(), [], []
+    keys, said, refused = changes = Changes(set(), [], [])
     for key, rule, old, new in found:
         schedule = now.get("training", {}).get("lr_scheduler_type")
         rule = NEVER if key in _FOLLOWED and schedule in FOLLOWS_LOSS else rule
@@ -137,47 +129,45 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, Any], ranks: tuple[int, 
             back = "start that many" if key == "ranks" else "write that"
             what = f"{name} was saved with {_shown(old)}, and the result would be another run's; {back}, or allow it"
             refused.append(Line(key, new, f"{what} with training.allow_change: [{rule}]"))
-    return Changes(frozenset(keys), tuple(said), tuple(refused))
+    return changes
 
 
 def compare_contents(
     saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequence[str], changed: Collection[str], name: str
 ) -> Changes:
-    """Compare what is known after data, tokenizer and model config were opened, and before anything is made of them.
+    """Compare what is known after data, tokenizer and model config were opened, and before anything is made of them:
+    ``sources`` and ``tokenizer`` (hashes), ``fingerprint`` of the rows, ``config`` of the model.
 
     Args:
-        saved, now: ``sources`` and ``tokenizer`` (hashes), ``fingerprint`` of the rows, ``config`` of the model.
         allowed: ``training.allow_change``.
         changed: keys of the config that differ and may.
     """
-    keys, said, refused = set(), [], []
-    expected = any(key.startswith("data.") or key == "training.seed" for key in changed)
-    other_rows = saved["fingerprint"] != now["fingerprint"] and not expected
-    if saved["tokenizer"] != now["tokenizer"]:
-        what = (
-            f"it is not the one that {name} was saved with, and the model has learned that one's tokens; use that one"
-        )
-        refused.append(Line("model.tokenizer", None, what))
-    elif saved["sources"] != now["sources"] or other_rows:
-        if "data" in allowed:
-            keys.add("data.path")
-            said.append("other rows of data.path than the checkpoint's")
-        else:
-            what = f"the rows made of it are not those that {name} was trained on; bring those back, or allow it with"
-            refused.append(Line("data.path", None, f"{what} training.allow_change: [data]"))
     # Releases of Transformers add keys, so only what both have is compared.
     both = saved["config"].keys() & now["config"].keys()
     trees = [{"model": {"config": {key: tree["config"][key] for key in both}}} for tree in (saved, now)]
-    rest = compare(trees[0], {**trees[1], "training": {"allow_change": list(allowed)}}, (1, 1), name)
-    return Changes(rest.keys | keys, (*said, *rest.said), (*refused, *rest.refused))
+    changes = compare(trees[0], {**trees[1], "training": {"allow_change": list(allowed)}}, (1, 1), name)
+    expected = any(key.startswith("data.") or key == "training.seed" for key in changed)
+    other_rows = saved["fingerprint"] != now["fingerprint"] and not expected
+    if saved["tokenizer"] != now["tokenizer"]:
+        what = f"it is not the one that {name} was saved with, and the model has learned that one's tokens; use that"
+        changes.refused.append(Line("model.tokenizer", None, what))
+    elif saved["sources"] != now["sources"] or other_rows:
+        if "data" in allowed:
+            changes.keys.add("data.path")
+            changes.said.append("other rows of data.path than the checkpoint's")
+        else:
+            what = f"the rows made of it are not those that {name} was trained on; bring those back, or allow it with"
+            changes.refused.append(Line("data.path", None, f"{what} training.allow_change: [data]"))
+    return changes
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Dotted keys with both values, where they differ; a section without rules inside is one key."""
     old, new = leaves(saved), leaves(now)
-    if bool(_in_config(old)) is not bool(_in_config(new)):  # then model.name_or_path differs, which says it all
-        old, new = ({key: tree[key] for key in tree if key not in _in_config(tree)} for tree in (old, new))
-    for key in [*old, *(key for key in new if key not in old)]:
+    built = [any(key.startswith("model.config.") for key in tree) for tree in (old, new)]
+    for key in old | new:
+        if built[0] is not built[1] and key.startswith("model.config."):
+            continue  # model.name_or_path differs, which says it all
         before, after = old.get(key, UNSET.get(key)), new.get(key, UNSET.get(key))
         if key == "training.data_seed":  # unset, it is the seed
             before, after = (tree.get(key, tree.get("training.seed")) for tree in (old, new))
@@ -185,10 +175,6 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tu
                 continue  # the seed has its own line
         if before != after:
             yield key, before, after
-
-
-def _in_config(tree: Mapping[str, Any]) -> set[str]:
-    return {key for key in tree if key.startswith("model.config.")}
 
 
 def rule_of(key: str) -> str:
@@ -203,20 +189,14 @@ def rule_of(key: str) -> str:
     return RULES.get(key, NEVER)
 
 
-def leaves(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a config by their dotted keys."""
-    return dict(_leaves("", tree))
-
-
-def _leaves(at: str, tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values. A strategy is one value with its options; so is what has a rule of its own."""
+def leaves(tree: Mapping[str, Any], at: str = "") -> dict[str, Any]:
+    """The values of a config by dotted keys. A strategy is one value with its options; so is what has an own rule."""
+    found: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{at}{name}"
-        inside = isinstance(value, Mapping) and (key in ("model", "data", "training", "strategies", "model.lora"))
-        if isinstance(value, Mapping) and (inside or key.startswith("model.config")):
-            yield from _leaves(f"{key}.", value)
-        else:
-            yield key, value
+        inside = key in ("model", "data", "training", "strategies", "model.lora") or key.startswith("model.config")
+        found |= leaves(value, f"{key}.") if inside and isinstance(value, Mapping) else {key: value}
+    return found
 
 
 def _cannot(key: str, rule: str, old: object, new: object, schedule: object) -> str:

@@ -1,7 +1,7 @@
 """How a checkpoint gets on the disk: all ranks write a draft; one seals it, beside training, and deletes older ones.
 
-    draft emptied by the writer ┆ every rank writes ┆ training goes on                                       ┆ settled
-                             together          together   the writer: sync, hash, manifest, rename, delete  together
+    draft emptied by the writer ┆ every rank writes ┆ training goes on                              ┆ settled
+                             together          together   writer: sync, hash, manifest, rename, delete  together
 
 Hugging Face writes into ``checkpoint-N`` itself, without waiting for the disk, and deletes older checkpoints after
 that: a power cut leaves empty files and no older checkpoint. Here the draft, ``checkpoints.writing``, gets the name
@@ -18,10 +18,10 @@ from __future__ import annotations
 import errno
 import shutil
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple, TypeVar
 
 import torch.distributed
 from safetensors import SafetensorError, safe_open
@@ -31,8 +31,9 @@ from strategies.core.plan import Kind, Plan
 from strategies.core.sealed import seal
 from strategies.core.sizes import human
 from trainer.run import checkpoint
-from trainer.run.manifest import KIND, About, Manifest
+from trainer.run.checkpoint import KIND, Manifest
 
+T = TypeVar("T")
 THREADS = 4  # that look for values that are not finite
 
 
@@ -40,14 +41,8 @@ THREADS = 4  # that look for values that are not finite
 def draft(output_dir: Path, *, writes: bool) -> Iterator[Path]:
     """An empty folder for all ranks to write into, each step inside ``together``; a collective at its beginning.
 
-    It is deleted if the block fails; otherwise it stays for ``commit``.
-
-    Args:
-        writes: whether this rank empties the folder and deletes what is left in it: the first one, or the first of
-            each machine.
-
-    Raises:
-        OSError: on every rank, if the folder cannot be emptied.
+    It is deleted if the block fails; otherwise it stays for ``commit``. That it cannot be emptied is an OSError on all
+    ranks. ``writes``: this rank empties and deletes it, the first one, or the first of each machine.
     """
     folder = output_dir / checkpoint.WRITING
 
@@ -65,36 +60,20 @@ def draft(output_dir: Path, *, writes: bool) -> Iterator[Path]:
         raise
 
 
-class Save:
-    """A save that is being sealed on a thread of its own.
+class Save(NamedTuple):
+    """A save that is being sealed: its folder, the best checkpoint before it, and the lines to say when it is over."""
 
-    Args:
-        seals: commits the draft, on the rank that does; its lines are said when the save is settled.
-        best: the best checkpoint before this save.
-    """
+    folder: Path
+    best: str | None
+    sealing: Future[list[str]]
 
-    def __init__(self, folder: Path, seals: Callable[[], list[str]] | None, best: str | None) -> None:
-        self.folder, self.best = folder, best
-        self._sealing: Future[list[str]] | None = None
-        if seals is not None:
-            pool = ThreadPoolExecutor(1, "seal")
-            self._sealing = pool.submit(seals)
-            pool.shutdown(wait=False)  # the thread ends with its work, and the process not before it
 
-    def wait(self) -> None:
-        """Until the save is over on this rank, whatever became of it."""
-        if self._sealing is not None:
-            wait([self._sealing])
-
-    def settle(self) -> list[str]:
-        """Until the save is over on all ranks; a collective. Returns what is to be said.
-
-        Raises:
-            OSError: on every rank, if the draft could not be committed. It is deleted.
-        """
-        lines: list[str] = []
-        together(lambda: lines.extend(self._sealing.result() if self._sealing is not None else []))
-        return lines
+def beside(work: Callable[[], T]) -> Future[T]:
+    """Do ``work`` on a thread of its own, which ends with it, and the process not before."""
+    pool = ThreadPoolExecutor(1, "seal")
+    future = pool.submit(work)
+    pool.shutdown(wait=False)
+    return future
 
 
 def remove_quietly(folder: Path) -> None:
@@ -104,11 +83,7 @@ def remove_quietly(folder: Path) -> None:
 
 
 def commit(written: Path, folder: Path, manifest: Callable[[], Manifest]) -> None:
-    """Seal what all ranks have ``written`` into a draft, give it its name, and delete what is left of the draft.
-
-    Raises:
-        OSError: it cannot be synced, read or renamed.
-    """
+    """Seal what all ranks have ``written``, give it its name, and delete the rest of the draft. May raise OSError."""
     try:
         seal(written, KIND, manifest().model_dump(mode="json"))
         put_in_place(written, folder)
@@ -116,17 +91,10 @@ def commit(written: Path, folder: Path, manifest: Callable[[], Manifest]) -> Non
         remove_quietly(written.parent)
 
 
-def manifest_of(run: About, step: int, written: Path, loss: float | None, buffers: Collection[str]) -> Manifest:
-    """The manifest of what was ``written``; it is finite if all weights and moments are, and the last ``loss`` is."""
-    finite = loss is None or abs(loss) < float("inf")
-    return Manifest(step=step, finite=finite and all_finite(written, buffers), run=run)
-
-
 def all_finite(folder: Path, buffers: Collection[str]) -> bool:
     """Whether every value in the safetensors files of ``folder`` is finite. Masks among the ``buffers`` may not be."""
-    files = sorted(folder.rglob("*.safetensors"))
     with ThreadPoolExecutor(THREADS, "finite") as pool:
-        return all(pool.map(lambda path: _is_finite(path, buffers), files))
+        return all(pool.map(lambda path: _is_finite(path, buffers), folder.rglob("*.safetensors")))
 
 
 def _is_finite(path: Path, buffers: Collection[str]) -> bool:
@@ -140,15 +108,12 @@ def _is_finite(path: Path, buffers: Collection[str]) -> bool:
     return True
 
 
-def together(work: Callable[[], Any]) -> None:
-    """Do ``work`` on every rank and wait for the others; that one could not write is raised on all of them.
-
-    Raises:
-        OSError: the words of the first rank that could not.
-    """
+def together(work: Callable[[], T]) -> T:
+    """Do ``work`` on every rank; if some could not write, all raise an OSError with the words of the first."""
+    done: list[T] = []
     failed: tuple[int, str, str | None] | None = None
     try:
-        work()
+        done.append(work())
     except (OSError, RuntimeError, SafetensorError, MemoryError) as error:
         if not of_the_disk(error):
             raise
@@ -161,6 +126,7 @@ def together(work: Callable[[], Any]) -> None:
     first = next((each for each in said if each is not None), None)
     if first is not None:
         raise OSError(*first)
+    return done[0]
 
 
 def of_the_disk(error: Exception) -> bool:

@@ -1,21 +1,19 @@
 """What DeepStow changes in Hugging Face's Trainer, for ``launch/train.py``.
 
-* with a memory engine it is a stowed trainer (``trainer/run/stowed_trainer.py``), with the plan of the config;
-* of a pipeline it trains one stage (``trainer/run/pipeline_trainer.py``);
-* evaluation loss is the mean over *tokens*, not over batches, so perplexity is right when lengths differ;
-* our numbers are in every log record before any callback sees it (``trainer/run/callbacks.py``);
-* a run whose gradients are not finite ends (``trainer/run/nonfinite.py``);
-* a checkpoint is written as a draft, sealed beside training, and only then gets its name (``trainer/run/saving.py``);
-  what is in it, and how it is read, is said in ``trainer/run/training_state.py``;
-* a save that finds no space is one line, on every rank or on none, and the run goes on;
-* a run that is resumed at its last step takes no further one.
+Memory engine and pipeline are in the classes that it is made of. Besides, the loss of an evaluation is the mean over
+*tokens*, so perplexity is right when lengths differ; our numbers are in every record before any callback sees it
+(``callbacks.py``); a run whose gradients are not finite ends (``nonfinite.py``); a checkpoint is a draft, sealed beside
+training, before it gets its name (``saving.py``, ``training_state.py``), and one that finds no space is one line, on
+every rank or on none, and the run goes on; a run that is resumed at its last step takes no further one.
 
 Which private methods of Hugging Face's that takes, and why, is a table in ``docs/design.md``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from concurrent.futures import wait
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,13 +25,13 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
 from strategies.core.commit import same_modes
+from strategies.core.sealed import Damaged
 from strategies.engine import NonFiniteError
 from strategies.state.spans import WEIGHT
 from trainer.dist.agreement import Agreement
-from trainer.errors import write_line
-from trainer.run import saving, training_state
+from trainer.errors import ConfigError, write_line
+from trainer.run import checkpoint, saving, training_state
 from trainer.run.callbacks import Meter
-from trainer.run.checkpoint import newest_complete, prune, refuse_damaged
 from trainer.run.nonfinite import DEEPSPEED_SAYS, NonFinite, StopNonFinite, first_not_finite
 from trainer.run.pipeline_trainer import PipelineTrainer, token_losses
 from trainer.run.stowed_trainer import StowedTrainer
@@ -42,7 +40,6 @@ if TYPE_CHECKING:
     from transformers.trainer_utils import EvalLoopOutput, EvalPrediction
 
     from strategies.core.plan import Plan
-    from trainer.run.manifest import About
     from trainer.run.plan_check import PlanCheck
 
 
@@ -50,9 +47,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
     """``transformers.Trainer`` as one rank of a job.
 
     Args:
-        meter: counts tokens and time; fills each record.
-        plan: of the run; with a layout the memory engine trains.
-        plan_check: compares the plan with the run; also one of ``callbacks``.
+        meter, plan_check: also among the ``callbacks``.
         about: what every checkpoint says about the run.
         together: decides with the other ranks.
     """
@@ -65,7 +60,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         meter: Meter,
         plan: Plan,
         plan_check: PlanCheck | None,
-        about: About,
+        about: checkpoint.About,
         together: Agreement,
         **kwargs: Any,
     ) -> None:
@@ -73,7 +68,6 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         self._saving: saving.Save | None = None
         self._resumed: str | None = None
         self._trained = False
-        self.is_stopping = False  # the ranks have agreed to save and to end
         kwargs |= {"compute_metrics": _mean_over_tokens, "preprocess_logits_for_metrics": token_losses}
         super().__init__(*args, **kwargs)
         # Hugging Face deletes no checkpoints: it does so before the new one is on the disk, and at the end the newest.
@@ -107,11 +101,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
     # --- training and evaluation -------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As Hugging Face's; the newest save is over when it returns.
-
-        Raises:
-            NonFinite: gradients are not finite.
-        """
+        """As Hugging Face's; the newest save is over when it returns. Raise NonFinite if gradients are not."""
         self._resumed = str(resume_from_checkpoint) if resume_from_checkpoint else None
         try:
             found = super().train(resume_from_checkpoint, *args, **kwargs)
@@ -128,18 +118,14 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
             raise self.not_finite(self.state.global_step + 1, what) from None
         finally:
             if self._saving is not None:  # after an error, when other ranks may be anywhere
-                self._saving.wait()
+                wait([self._saving.sealing])
 
     def not_finite(self, step: int, what: str, gradient: str | None = None) -> NonFinite:
-        """The error of a run that ends at ``step``; to be made on every rank, since that is a collective.
-
-        Args:
-            gradient: the name of the parameter, if the engine knows it.
-        """
+        """The error of a run that ends at ``step``, with the ``gradient`` that the engine has named; a collective."""
         first = first_not_finite(self, gradient)
         self.settle()
-        newest = newest_complete(self.output_dir)
-        kept = f"{newest} is the last checkpoint" if newest is not None else "there is no checkpoint yet"
+        complete = checkpoint.complete(self.output_dir)
+        kept = f"{complete[-1].path} is the last checkpoint" if complete else "there is no checkpoint yet"
         return NonFinite(
             f"step {step}: {what}; not finite first: {first}. Nothing was saved since; {kept}. Lower "
             f"training.learning_rate, or look at the data of this step"
@@ -201,15 +187,15 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         """Nothing: weights are loaded with the optimizer, exactly, once both are where they stay."""
 
     def _load_best_model(self) -> None:
-        """Weights of the best evaluation, under every strategy.
-
-        Raises:
-            ConfigError: that checkpoint is damaged.
-        """
+        """Weights of the best evaluation, under every strategy. Raise ConfigError if that checkpoint is damaged."""
         self.settle()  # then the newest is there, or known not to be
         if self.state.best_model_checkpoint is not None:
             best = Path(str(self.state.best_model_checkpoint))
-            refuse_damaged(best, "training.load_best_model_at_end = true")
+            try:
+                checkpoint.verified(best)
+            except Damaged as damaged:
+                key = "training.load_best_model_at_end = true"
+                raise ConfigError(f"{key}: {best} cannot be loaded: damaged: {damaged}") from None
             training_state.load_weights(self, best)
 
     # --- saving one --------------------------------------------------------------------------------------------------
@@ -243,25 +229,22 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
             self._say(f"step {self.state.global_step}: no checkpoint was saved: {missing}; the next save tries again")
             return
         self.store_flos()
-        started: list[saving.Save] = []
 
         def write(draft: Path) -> None:
             self.save_model(str(draft), _internal_call=True)
             training_state.save(self, draft)
             training_state.save_random_state(self, draft)
 
-        def start(draft: Path) -> None:
-            started.append(saving.Save(folder, self._commit(draft, folder) if writes else None, former))
-
         try:
             with saving.draft(self.output_dir, writes=writes) as drafts:
-                saving.together(lambda: write(drafts / folder.name))
+                draft = drafts / folder.name
+                saving.together(lambda: write(draft))
                 self.state.best_model_checkpoint = self._best(former)
-                saving.together(lambda: start(drafts / folder.name))
+                sealing = saving.together(lambda: saving.beside(self._commit(draft, folder) if writes else list[str]))
         except OSError as error:
             self._not_saved(folder, error, former)
             return
-        (self._saving,) = started
+        self._saving = saving.Save(folder, former, sealing)
         if self.args.push_to_hub or any(map(_reads_saves, self.callback_handler.callbacks)):
             self.settle()
         if self.args.push_to_hub and folder.is_dir():
@@ -276,7 +259,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         if save is None:
             return
         try:
-            for line in save.settle():
+            for line in saving.together(save.sealing.result):
                 write_line(line)
             self.newest, self.save_bytes = save.folder.name, saving.size_of(save.folder)
         except OSError as error:
@@ -298,7 +281,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
 
     def _commit(self, written: Path, folder: Path) -> Callable[[], list[str]]:
         """What seals the draft; it uses nothing of the model, which trains meanwhile."""
-        training_state.check(self, written)
+        training_state.opened(self, written)
         kept: Any = [
             each for each in [*self.callback_handler.callbacks, self.control] if isinstance(each, ExportableState)
         ]
@@ -306,14 +289,18 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         self.state.save_to_json(str(written / TRAINER_STATE_NAME))
         named = (name for name, _ in self.accelerator.unwrap_model(self.whole).named_buffers())
         buffers = {key for name in named for key in (name, f"{name}.{WEIGHT}")}  # in the model's files, and as a span
-        loss = float(self.last_loss) if hasattr(self, "last_loss") else None
+        loss_is_finite = not hasattr(self, "last_loss") or math.isfinite(float(self.last_loss))
         step, keep, best = self.state.global_step, self.keep, self.state.best_model_checkpoint
         same_modes(written)
 
+        def manifest() -> checkpoint.Manifest:
+            finite = loss_is_finite and saving.all_finite(written, buffers)
+            return checkpoint.Manifest(step=step, finite=finite, run=self.about)
+
         def seal() -> list[str]:
-            saving.commit(written, folder, lambda: saving.manifest_of(self.about, step, written, loss, buffers))
+            saving.commit(written, folder, manifest)
             try:
-                return [] if keep is None else prune(folder.parent, keep, step, Path(best) if best else None)
+                return [] if keep is None else checkpoint.prune(folder.parent, keep, step, Path(best) if best else None)
             except OSError as error:  # the new one is saved nevertheless
                 return [f"{folder.parent}: older checkpoints could not be deleted: {error}"]
 

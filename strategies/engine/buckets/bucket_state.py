@@ -1,8 +1,8 @@
 """One bucket at run time: its parameters, the views of its memory, and the state of its weights.
 
-Only this file writes the fields of a ``BucketState`` (``tests/unit/test_bucket_state.py``); others call its methods,
-which are the transitions, and read. ``grads`` is the state of its gradients (``gradient_state.py``), ``views`` what its
-parameters are to the model (``parameter_views.py``).
+Only this file writes the state of a bucket (``tests/unit/test_bucket_state.py``); others call its methods, which are
+the transitions, and read. Events are written by whoever records them. ``grads`` is the state of its gradients
+(``gradient_state.py``), ``views`` what its parameters are to the model (``parameter_views.py``).
 
     pending     NOTHING -> DEVICE -> VISITING -> NOTHING  an update on the device: ``submit``, ``begin_visit``,
                                                           ``settled_on_device``
@@ -31,6 +31,7 @@ from collections.abc import Collection, Container, Iterable, Iterator, Mapping, 
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,6 @@ from torch import Tensor, nn
 from strategies.core.layout import Bucket, Item, Layout, Site, leads, parks_in_copy, rounded_to_fetch
 from strategies.core.plan import Home
 from strategies.engine.buckets.gradient_state import GradientState
-from strategies.engine.buckets.jobs import Job
 from strategies.engine.memory.arena import Arena
 from strategies.engine.tensors.loans import HandedOut
 from strategies.engine.tensors.parameter_views import ParameterViews
@@ -53,6 +53,30 @@ class Pending(Enum):
     DEVICE = "on the device, not begun"
     VISITING = "on the device, its state on the way up"
     HOST = "by the worker"
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """The factor on every gradient of a step, and whether the step is to be skipped."""
+
+    factor: Tensor | None  # one fp32 number on the device; None: there is nothing to multiply
+    bad: Tensor  # the same; 1.0: a gradient is not finite
+    on_host: Tensor  # both for the worker, once ``known`` has passed
+    known: Event
+
+    @property
+    def skips(self) -> bool:
+        """Whether the step is to be skipped. Only valid after ``known`` has passed; reads host memory."""
+        return bool(self.on_host.numpy()[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One update of a bucket: of the parameters that have a gradient, with a copy of their group."""
+
+    touched: tuple[int, ...]
+    group: Mapping[str, Any]
+    scale: Scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +148,7 @@ class BucketState:
         # The copy is a slot that fetches round masters into, never the weight's resting place.
         self.copy_passes = rounded_to_fetch(spec, layout)
         self.leads = leads(spec, layout)  # ticks ahead of its use that its weight may come, in forward and in backward
-        self.sources: Sequence[Tensor] = ()  # none: the others' spans come over the network
+        self.sources: Sequence[Tensor] = ()  # of the whole weight, a span each; none: the others' come over the network
         self.overlapping: list[BucketState] = []  # buckets whose homes overlap this one's
         self.replaced = 0
         self.present = False
@@ -182,7 +206,6 @@ class BucketState:
         return flat[start : start + self.spec.sizes[index]]
 
     def shaped(self, flat: Tensor, index: int) -> Tensor:
-        """The same in the parameter's shape."""
         return self.part(flat, index).view(self.views.homes[index].shape)
 
     def gradients(self, indices: Iterable[int]) -> list[Tensor]:
@@ -258,14 +281,6 @@ class BucketState:
         """The home is this bucket's from now on; UP may write it."""
         self.present = True
 
-    def arrive(self, *, arrived: Event) -> None:
-        """UP has been given the copies of the newest weights into the home."""
-        self.arrived = arrived
-
-    def was_used(self, *, used: Event) -> None:
-        """COMPUTE has been given everything that uses the home for now."""
-        self.used = used
-
     def vacate(self) -> None:
         self.views.unbind()
         self.present = False
@@ -293,10 +308,6 @@ class BucketState:
         self.given_up = False
         self.replaced += 1
 
-    def read_from(self, sources: Sequence[Tensor]) -> None:
-        """The whole weight comes up from ``sources``, a span each."""
-        self.sources = sources
-
     def load(self) -> None:
         self.replaced += 1
 
@@ -314,9 +325,6 @@ class BucketState:
             self.vacate()
         elif not self.updates_in_place:
             self.views.unbind()
-
-    def compute_on_host(self, future: Future[tuple[bool, Event]]) -> None:
-        self.future = future
 
     def begin_visit(self, *, arrived: Event) -> None:
         """UP has been given everything that the pending update needs on the device."""

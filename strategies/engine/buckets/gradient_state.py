@@ -7,7 +7,7 @@ which backward brought nothing. Here ``step`` takes the gradients away, and ther
 Loops that would therefore train differently are refused. A gradient is *spent* from ``step`` until ``zero_grad``:
 spent gradients cannot be read, added to or stepped with. A *zeroed* parameter must get a gradient before the next step.
 
-Only this class writes its fields; others call its methods. Parameters are given by their index in the bucket.
+Only this class changes its sets; others call its methods. Parameters are given by their index in the bucket.
 """
 
 from __future__ import annotations
@@ -65,12 +65,6 @@ class GradientState:
         self.sent = sent
         self.summed |= self.unsent
         self.unsent.clear()
-
-    def add_on_host(self, added: Future[Event]) -> None:
-        self.added = added
-
-    def measure_on_host(self, indices: list[int], norms: Future[list[Tensor]]) -> None:
-        self.host_norms = indices, norms
 
     def measured(self, indices: Iterable[int], norms: Iterable[Tensor]) -> None:
         """The norms of these gradients are known, of which some may have been forgotten since."""

@@ -7,10 +7,8 @@ What a recomputed block keeps lies on the device from its forward to its backwar
     backward of i + 1 begins the copies up begin
     backward of i            waits for them where it reads them
 
-On the device is what two blocks send at a time; on the host, what all of them send in one micro-batch, in a region of
-planned size: a spot of the host arena of ``strategies.offload``, otherwise an arena of its own.
-
-Invariant. What comes back has the bits, the shape and the strides of what was sent: kernels' bits depend on strides.
+On the host is what all blocks send in one micro-batch, in a region of planned size. What comes back has the bits, the
+shape and the strides of what was sent: kernels' bits depend on strides.
 
 [Note: lifetimes] Memory on the device belongs to torch's allocator, which gives what nobody references to work that
 COMPUTE issues later. So a tensor on its way down is referenced until COMPUTE has been told to wait for the copy. One on
@@ -58,7 +56,6 @@ class Sent:
         self._room, self._shape, self._strides, self._device = room, like.shape, like.stride(), like.device
 
     def get(self) -> Tensor:
-        """The tensor on the device, for COMPUTE."""
         return self._room.give(self)
 
     def allocate(self) -> Tensor:
@@ -77,9 +74,7 @@ class Leaving:
 
 class HostRoom:
     """The host's memory for the saved tensors of ``blocks``, which are all in order of use, and the copies there and
-    back.
-
-    Nothing is sent before ``use`` names an arena; ``transfer`` is by default what suits the first tensor that is sent.
+    back. Nothing is sent before ``use`` names an arena; ``transfer`` is by default what suits the first tensor.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], arena: Arena | None, transfer: Transfer | None = None) -> None:
@@ -138,7 +133,7 @@ class HostRoom:
         transfer, memory = self._transfer, self._memory[start : start + tensor.nbytes].view(tensor.dtype)
         sent = Sent(self, memory, tensor)
         self._slots.append((start + aligned(tensor.nbytes), weakref.ref(sent)))
-        transfer.writes(Lane.COMPUTE, source)
+        transfer.uses(Lane.COMPUTE, writes=[source])
         transfer.wait(Lane.DOWN, transfer.record(Lane.COMPUTE), self._last_up)
         transfer.copy(Lane.DOWN, memory, source)
         self._leaving.append(Leaving(self._block, tensor, tensor._version, transfer.record(Lane.DOWN)))
@@ -172,7 +167,7 @@ class HostRoom:
         for one in gone:
             assert self._transfer is not None
             self._transfer.wait(Lane.COMPUTE, one.event)
-            self._transfer.writes(Lane.COMPUTE, flat(one.tensor))  # by whoever gets the memory next
+            self._transfer.uses(Lane.COMPUTE, writes=[flat(one.tensor)])  # by whoever gets the memory next
             unwritten(one.tensor, one.version)
         self._forget()
 
@@ -191,7 +186,7 @@ class HostRoom:
         transfer, tensor = self._transfer, sent.allocate()
         target = flat(tensor)
         assert target is not None
-        transfer.writes(Lane.COMPUTE, target)  # by whoever had the memory before
+        transfer.uses(Lane.COMPUTE, writes=[target])  # by whoever had the memory before
         transfer.wait(Lane.UP, transfer.record(Lane.COMPUTE))
         transfer.copy(Lane.UP, target, sent.memory)
         sent.tensor, sent.up = tensor, transfer.record(Lane.UP)
@@ -207,7 +202,7 @@ class HostRoom:
         tensor, sent.tensor = sent.tensor, None
         assert tensor is not None
         self._transfer.wait(Lane.COMPUTE, sent.up)
-        self._transfer.reads(Lane.COMPUTE, flat(tensor))
+        self._transfer.uses(Lane.COMPUTE, reads=[flat(tensor)])
         self._coming = [one for one in self._coming if one[1] is not tensor]
         return tensor
 

@@ -29,3 +29,10 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     look("", model, False)
     inner = {module for block in found for module in block.modules() if module is not block}
     return {path: block for block, path in found.items() if block not in inner}
+
+
+def around_blocks(model: nn.Module) -> set[str]:
+    """Names of parameters of modules that contain blocks: they are in use as long as these modules run."""
+    paths = [f"{path}." for path in find_blocks(model)]
+    owners = {name: name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name for name, owner in owners.items() if any(not owner or path.startswith(f"{owner}.") for path in paths)}

@@ -5,8 +5,8 @@ replaces a block's ``forward``, inside all hooks of the block, so that the block
 ZeRO fetches in hooks, are there when backward runs it again. No module is renamed or wrapped. The engine also stands
 ``around`` each run, because backward may start one before any hook of the block has run (``guard.py``).
 
-What is kept is named by kind and number within one forward of a block: "linear 3" is its fourth product with a weight.
-Names come from what an operator does, and are the same for all models and devices:
+What is kept is named by kind and number within one forward of a block, the same for all models and devices: "linear 3"
+is its fourth product with a weight.
 
     linear      a product with a weight
     attention   a fused kernel, or the product of two activations after a softmax
@@ -31,7 +31,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from copy import copy
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -267,18 +267,17 @@ class Checkpointed:
         return policy
 
 
-class Within(AbstractContextManager[None]):
+class Within(ExitStack):
     """Several contexts, the first one outermost. Can be entered repeatedly, for graphs that are retained."""
 
     def __init__(self, contexts: Sequence[AbstractContextManager[Any]]) -> None:
-        self._contexts, self._stack = contexts, ExitStack()
+        super().__init__()
+        self._contexts = contexts
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         for context in self._contexts:
-            self._stack.enter_context(context)
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._stack.__exit__(*error)
+            self.enter_context(context)
+        return self
 
 
 def stream_in(args: tuple[Any, ...]) -> Tensor | None:
@@ -289,13 +288,9 @@ def stream_in(args: tuple[Any, ...]) -> Tensor | None:
 def recompute(
     model: nn.Module, plan: Plan, transfer: Transfer | None = None, device: torch.device | str | None = None
 ) -> None:
-    """Change the blocks of ``model`` to keep in forward what ``plan`` says, and reserve host memory for it.
-
-    With ``strategies.offload`` that memory is part of its host arena, which ``stow`` takes.
-
-    Args:
-        transfer: moves what waits on the host; None: what suits the device. Tests give one that delays or checks.
-        device: the one to train on; by default the accelerator, if the plan counts on one.
+    """Change the blocks of ``model`` to keep in forward what ``plan`` says, and reserve host memory for it; with
+    ``strategies.offload`` that memory is part of its host arena, which ``stow`` takes. ``device``: the one to train on;
+    by default the accelerator, if the plan counts on one.
 
     Raises:
         ValueError: one of the blocks is recomputed already, or there is no such device.
@@ -354,5 +349,10 @@ def _copied(value: Any) -> Any:
     if not hasattr(value, "get_seq_length"):
         return value
     cache = copy(value)
-    cache.layers = [copy(layer) for layer in value.layers]
+    if hasattr(value, "layers"):
+        cache.layers = [copy(layer) for layer in value.layers]
+    else:  # an encoder-decoder's
+        cache.self_attention_cache = _copied(value.self_attention_cache)
+        cache.cross_attention_cache = _copied(value.cross_attention_cache)
+        cache.is_updated = dict(value.is_updated)
     return cache

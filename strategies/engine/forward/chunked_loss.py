@@ -16,8 +16,7 @@ nothing else can read them any more. Tensors that share memory hold its storage,
 are, and it must be only the one that is saved here. A backward that keeps the graph needs the logits again, and other
 code's hooks on saved tensors may have kept them; then the gradient gets memory of its own.
 
-Left to Transformers: compiled code, transforms of ``torch.func``, tensor subclasses, targets that are no class indices.
-A second derivative is refused.
+Left to Transformers is what ``_is_foreign`` says. A second derivative is refused.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 
 from strategies.core.applied import log_applied
 from strategies.core.plan import CHUNKS
-from strategies.engine.tensors.guard import hooked
 
 if TYPE_CHECKING:
     from strategies.core.plan import Plan
@@ -71,7 +69,8 @@ class _CrossEntropy(torch.autograd.Function):
         loss, weight = aten.nll_loss_forward(losses.neg_().unsqueeze(1), first, None, reduction, NO_ROW)
         # Not the input itself, which others hold as well: see [Note: memory of the logits].
         ctx.save_for_backward(logits.detach(), target, weight)
-        ctx.reduction, ctx.ignored, ctx.hooked = reduction, ignored, hooked()
+        ctx.reduction, ctx.ignored = reduction, ignored
+        ctx.hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         return loss
 
     @staticmethod
@@ -117,13 +116,7 @@ def causal_lm_loss(
     shift_labels: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """The loss of a causal language model with the arguments and the bits of Transformers' ``ForCausalLMLoss``.
-
-    Args:
-        logits: ``[..., vocab_size]``; the label of a position is the word after it.
-        num_items_in_batch: the sum is divided by it; None: the mean over the labels of this batch.
-        shift_labels: labels that are shifted already.
-    """
+    """The loss of a causal language model with the arguments and the bits of Transformers' ``ForCausalLMLoss``."""
     given = labels if shift_labels is None else shift_labels
     assert given is not None
     if _is_foreign(logits, given):
@@ -144,7 +137,7 @@ def causal_lm_loss(
 
 
 def _is_foreign(logits: Tensor, target: Tensor) -> bool:
-    """Whether this call is left to Transformers; see the module's docstring."""
+    """Compiled code, transforms of ``torch.func``, tensor subclasses, targets that are no class indices."""
     return (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
@@ -170,10 +163,8 @@ def owners(model: nn.Module) -> list[nn.Module]:
 
 
 def set_by_plan(model: nn.Module, plan: Plan) -> None:
-    """Let ``model`` compute its loss as ``plan`` says. Doing it again changes nothing.
-
-    Raises:
-        ValueError: the plan counts on chunks, and the model's loss is another one.
+    """Let ``model`` compute its loss as ``plan`` says. Doing it again changes nothing. ValueError if the plan counts on
+    chunks, and the model's loss is another one.
     """
     heads = [unit.name for unit in plan.facts.units if plan.keep(unit.name).policy == CHUNKS]
     if not heads:

@@ -6,8 +6,7 @@ the state that the first run found, and afterwards everything is restored to wha
 
     random numbers   of Python, of NumPy, and of generators that are attributes of the block's modules. Torch's own are
                      restored by its checkpoints
-    tensors          buffers and attributes of the block's modules. What the block writes to is copied before each run;
-                     what it replaces by another tensor is remembered
+    tensors          buffers and attributes of the block's modules
     numbers          in attributes of the block's modules, as counters are
 
 What the block writes to is learned in its first run: everything is copied before and compared bit by bit afterwards. It

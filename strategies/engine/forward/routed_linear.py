@@ -5,10 +5,9 @@ The class of a routed layer becomes a subclass that differs in ``forward`` only,
 
 The second copy of a weight is stamped with what it was made of: the weight's version, which in-place operations seen
 by autograd raise, its address, and a count of the changes that autograd does not see, such as those of fused optimizers
-and of engines with flat buffers. Whoever drives the optimizer announces its steps with ``weights_changed``, as our
-Trainer does; until then every backward counts as a change. If the copy was written again between a forward and its
-backward, backward raises. Backward saves the weight as the parameter itself, not as a view, so it reads what an engine
-that moves weights has put there by then.
+and of engines with flat buffers: whoever drives the optimizer announces its steps with ``weights_changed``, as our
+Trainer does. If the copy was written again between a forward and its backward, backward raises. Backward saves the
+weight as the parameter itself, not as a view, so it reads what an engine that moves weights has put there by then.
 """
 
 from __future__ import annotations
@@ -37,11 +36,8 @@ def transposed(matrix: Tensor) -> Tensor:
 
 
 def product(gemm: Gemm, route: Route, stored: str, first: Tensor, second: Tensor, bias: Tensor | None = None) -> Tensor:
-    """One product of a layer, row-major.
-
-    Args:
-        first: input ``[..., I]`` in forward; gradient ``[T, O]`` in dgrad and wgrad.
-        second: weight as it is ``stored``, for ``Route.COPY`` the transpose of the copy; input ``[T, I]`` in wgrad.
+    """One product of a layer, row-major. ``first``: input ``[..., I]`` in forward; gradient ``[T, O]`` in dgrad and
+    wgrad. ``second``: weight as ``stored``, for ``Route.COPY`` the copy's transpose; input ``[T, I]`` in wgrad.
     """
     if (gemm, route, stored) == (Gemm.FORWARD, Route.NATIVE, "out_in"):
         return F.linear(first, second, bias)  # the call of the stock layer
@@ -89,8 +85,6 @@ class _Products(torch.autograd.Function):
         if needs_weight:
             inputs = x.reshape(-1, x.shape[-1])
             into_weight = product(Gemm.WGRAD, layer._routes.wgrad, layer._stored, rows, inputs)
-            if layer._copy is not None:
-                layer._copy.changes += not layer._copy.announced
         return into_x, into_weight, rows.sum(0) if needs_bias else None, None, None
 
 
@@ -101,17 +95,15 @@ class Copy:
 
     def __init__(self) -> None:
         self.changes = 0  # of the weight, unseen by autograd
-        self.announced = False
         self.tensor: Tensor | None = None
         self._stamp: tuple[object, ...] = ()
 
     @torch.no_grad()
     def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """The copy of ``weight`` as it is now; written again, transposing and casting in one pass, if it is not."""
-        kind = (weight.shape, dtype, weight.device)
-        stamp = (*kind, weight._version, weight.data_ptr(), self.changes)
-        if self.tensor is None or self._stamp[:3] != kind:
-            self.tensor = torch.empty(weight.t().shape, dtype=dtype, device=weight.device)
+        stamp = (weight._version, weight.data_ptr(), self.changes)
+        if self.tensor is None or (self.tensor.dtype, self.tensor.device) != (dtype, weight.device):
+            self.tensor, self._stamp = torch.empty(weight.t().shape, dtype=dtype, device=weight.device), ()
         if self._stamp != stamp:
             self.tensor.copy_(weight.detach().t())
             self._stamp = stamp
@@ -129,10 +121,9 @@ class Routed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute what the stock layer computes, under autocast as well."""
-        out: Tensor
         if not self.training:
-            out = super().forward(x)
-            return out
+            stock: Tensor = super().forward(x)
+            return stock
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         dtype, device = weight.dtype, x.device.type
@@ -142,7 +133,7 @@ class Routed(nn.Module):
         copy = None if self._copy is None else self._copy.of(weight, dtype)
         if not (self._routes.forward is self._routes.dgrad is Route.COPY):  # otherwise nothing reads the cast weight
             weight = weight.to(dtype)
-        out = _Products.apply(x, weight, bias, self, copy)
+        out: Tensor = _Products.apply(x, weight, bias, self, copy)
         return out
 
 
@@ -169,4 +160,3 @@ def weights_changed(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Routed) and module._copy is not None and module.weight.requires_grad:
             module._copy.changes += 1  # copies of frozen weights stay as they are
-            module._copy.announced = True

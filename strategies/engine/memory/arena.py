@@ -21,7 +21,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,21 +113,14 @@ def _borders(total: int, starts: Iterable[int]) -> Iterator[int]:
         last = start
 
 
-class CommonPart(Protocol):
-    """The first ``num_bytes`` of the host's arena, where other ranks read them: a ``CommonHost``."""
-
-    num_bytes: int
-    own: HostMemory
-
-
 class Arena:
     """The arenas of one rank, one per home, cut up as ``addresses`` says. ``common``: the first bytes of the host's, if
     they are memory that other ranks read.
     """
 
-    def __init__(self, addresses: Addresses, device: torch.device, common: CommonPart | None = None) -> None:
+    def __init__(self, addresses: Addresses, device: torch.device, common: Tensor | None = None) -> None:
         self.addresses, self._common = addresses, common
-        self._first = 0 if common is None else common.num_bytes
+        self._first = 0 if common is None else common.numel()
         device_owner, host_owner = (f"the {home.value} arena ({self._contents(home)})" for home in HOMES)
         num_bytes = self.num_bytes(Home.DEVICE)
         try:
@@ -147,7 +140,7 @@ class Arena:
         if spot.home is Home.DEVICE:
             return self._device[spot.offset : spot.end].view(dtype)
         if self._common is not None and spot.offset < self._first:
-            return self._common.own.memory[spot.offset : spot.end].view(dtype)
+            return self._common[spot.offset : spot.end].view(dtype)
         return self._host.memory[spot.offset - self._first : spot.end - self._first].view(dtype)
 
     def borders(self, spot: Spot) -> list[int]:

@@ -6,12 +6,8 @@ others' arenas, which has the weights that rest or are updated on the host, and 
 
 Each rank makes one file that exists in memory only (``memfd_create``) and ends with the last process that has mapped
 it; the others open it by way of ``/proc``. Behind the weights it has one number per bucket: how many times the rank's
-span has been replaced, by an update or by a load. All ranks count alike, since they do the same.
-
-Ordering.
-    read after write   the owner counts when its host or its device has written the span; who wants to read waits, on
-                       the host, until all owners have counted as often as it has itself (``wait``)
-    write after read   see ``strategies/engine/ranks/common_copies.py``
+span has been replaced, by an update or by a load. All ranks count alike, since they do the same. What is read and
+written when is in ``strategies/engine/ranks/shares.py``, Note: common memory.
 
 Memory that one core writes before it counts is seen by a core that has seen the count: x86 keeps the order of writes
 and of reads. Others may not, and are refused; so are ranks that do not see each other's processes.
@@ -52,17 +48,18 @@ class CommonHost:
             raise RuntimeError(
                 f"ranks cannot read each other's memory: {platform.machine()} may reorder writes: {CURE}"
             )
-        self.num_bytes, self._device = num_bytes, device
+        self._device = device
         self._size = num_bytes + aligned(8 * num_buckets + TOKEN_BYTES, Home.HOST)
         self._file = os.memfd_create("deepstow-weights")
         os.ftruncate(self._file, self._size)
-        self.own = self._map(self._file)
-        self._memories = [self.own]
+        self._own = self._map(self._file)
+        self._memories = [self._own]
+        self.weights = self._own.memory[:num_bytes]
         self._processes: list[int] = []
         self._timeout_s = 0.0  # as long as the ranks wait for each other in collectives
         self._lock = threading.Lock()
         self._token = torch.frombuffer(bytearray(secrets.token_bytes(TOKEN_BYTES)), dtype=torch.uint8)
-        self.own.memory[-TOKEN_BYTES:].copy_(self._token)
+        self._own.memory[-TOKEN_BYTES:].copy_(self._token)
 
     def _map(self, file: int) -> HostMemory:
         return HostMemory(self._size, self._device, OWNER, file)
@@ -76,7 +73,7 @@ class CommonHost:
         dist.all_gather_object(known, mine, group=hosts)
         complaint = ""
         try:
-            self._memories = [self.own if at == rank else self._open(*one) for at, one in enumerate(known)]
+            self._memories = [self._own if at == rank else self._open(*one) for at, one in enumerate(known)]
         except OSError as error:
             complaint = f"rank {rank} cannot read the memory of another one ({error.strerror})"
         complaints = [""] * ranks
@@ -107,7 +104,7 @@ class CommonHost:
         """This rank's span of a bucket has been ``replaced`` so many times; it holds its newest weights now. The thread
         that waits for copies down may come here later than the caller who has loaded weights since.
         """
-        counts = self._counts(self.own)
+        counts = self._counts(self._own)
         with self._lock:
             counts[bucket] = max(replaced, int(counts[bucket]))
 
@@ -115,7 +112,7 @@ class CommonHost:
         """Wait until every other rank has ``replaced`` its span of a bucket as often; events tell of this rank's."""
         until_s, look_s = time.monotonic() + self._timeout_s, 0.0
         for rank, memory in enumerate(self._memories):
-            if memory is self.own:
+            if memory is self._own:
                 continue
             counts = self._counts(memory)
             while int(counts[bucket]) < replaced:
@@ -130,7 +127,7 @@ class CommonHost:
                         )
 
     def _counts(self, memory: HostMemory) -> Tensor:
-        return memory.memory[self.num_bytes : -TOKEN_BYTES].view(torch.int64)
+        return memory.memory[self.weights.numel() : -TOKEN_BYTES].view(torch.int64)
 
     def pin(self, starts: Iterable[int]) -> None:
         known = set(starts)

@@ -1,9 +1,8 @@
 """What ranks do together in a step: the interface, and what one rank alone does, which is nothing.
 
-    OneRank        there are no others
-    Replicas       each rank has the whole training state; gradients are averaged (``replicas.py``)
-    Shares         each has a span of every bucket, and the spans go over the network (``shares.py``)
-    CommonCopies   the same, and weights are read from host memory that all ranks have mapped (``common_copies.py``)
+    OneRank    there are no others
+    Replicas   each rank has the whole training state; gradients are averaged (``replicas.py``)
+    Shares     each has a span of every bucket; spans go over the network, or through the host's memory (``shares.py``)
 
 All methods but ``written`` and ``bring`` are collectives or nothing: every rank calls them in the same order.
 """
@@ -21,7 +20,6 @@ from strategies.engine.transfer.transfer import Event, Lane, Transfer
 
 if TYPE_CHECKING:
     from strategies.engine.memory.arena import Arena
-    from strategies.engine.memory.common_host import CommonHost
 
 Place = tuple[BucketState, int]  # of a parameter: its bucket, and its index there
 
@@ -29,12 +27,12 @@ Place = tuple[BucketState, int]  # of a parameter: its bucket, and its index the
 class OneRank:
     """The methods in the order in which a step calls them. ``many``: gradients are averaged over several ranks.
     ``shared``: each holds a span of every bucket, and exchanges follow from where forward and backward are. ``common``:
-    the part of the host's memory that the others read.
+    the memory of this rank on the host that the others read.
     """
 
     rank = 0
     many = shared = False
-    common: CommonHost | None = None
+    common: Tensor | None = None
 
     def __init__(self, transfer: Transfer) -> None:
         self._transfer = transfer
@@ -55,7 +53,7 @@ class OneRank:
 
     def brought(self, bucket: BucketState) -> None:
         """UP has been given the copies of this rank's span; those of the others come, too."""
-        bucket.arrive(arrived=self._transfer.record(Lane.UP))
+        bucket.arrived = self._transfer.record(Lane.UP)
 
     def gather(self, bucket: BucketState) -> None:
         """Bring the other ranks' spans of the home, where its own has the newest weights."""

@@ -1,7 +1,7 @@
 """What ranks exchange where each of them holds one span of every bucket (``ways`` in ``strategies/core/layout.py``).
 
     gather          the other ranks' spans of a weight into its home, in place: after a fetch and after an update,
-                    unless each rank reads all spans on the host (``common_copies.py``)
+                    unless each rank reads all spans on the host, in memory that all of them have mapped
     sum_to_owners   a whole gradient of each rank becomes, in each rank's span of the slot, the sum of all ranks' spans
 
 Exactness. N ranks have the bits of one process that accumulates N micro-batches: an owner adds the gradients in the
@@ -15,6 +15,19 @@ the plan and the model, never from timing. UP before NET: a fetch brings up this
 the home is free, or the gradient is written, and what was received before has been added. NET before COMPUTE: weights
 are whole, gradients are there to be added. DOWN reads this rank's span only, after COMPUTE has written it; NET writes
 others.
+
+[Note: common memory] Each rank writes its span on the host when its update is done, and reads all spans when it fetches
+the weight, or receives it if it stays. No event of one process is known in another. What is told across is one number
+per bucket, how often the rank's span was replaced (``memory/common_host.py``); every rank counts the same updates and
+loads in the same order. So whoever reads gets from every rank the weights after as many updates as it has submitted.
+    read after write   the reader waits on its host for the numbers of all ranks. An update by the worker has written
+                       when it ends; one on the device when DOWN has (``stored``), for which a thread waits
+    write after read   all that is read before an update was issued by ``step``. Before any update is submitted there,
+                       and before weights are loaded, each rank waits for its own copies up and then for the others.
+                       A gradient that takes the place of a weight (PARKED) comes after an exchange of NET, in which
+                       each rank takes part after its copies up of that weight (``sum_to_owners``)
+There is no deadlock: at the same place in its program, a rank has submitted what the others wait for, and none of it
+waits for what comes after that place.
 
 Refused: ranks that take different paths through the model. Two buckets of one size would be taken for each other, so
 what the ranks have run and exchanged, and will go back through, is compared when forward and backward begin, and again
@@ -33,32 +46,91 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from strategies.core.layout import Bucket, Item, Site
+from strategies.core.layout import Bucket, Item, Layout, Site, common_bytes, read_by_all
 from strategies.engine.buckets.bucket_state import BucketState, pieces_of
 from strategies.engine.memory.arena import Arena
-from strategies.engine.ranks.one_rank import Place
+from strategies.engine.memory.common_host import CommonHost
+from strategies.engine.ranks.one_rank import OneRank, Place
 from strategies.engine.ranks.replicas import Replicas
-from strategies.engine.transfer.transfer import Lane, Transfer
+from strategies.engine.transfer.transfer import Event, Lane, Transfer
+from strategies.engine.transfer.worker import Worker
 
 REMEMBERED = 10_000  # of what ranks compare, for the message; a long evaluation has more
 
 
 class Shares(Replicas):
-    """The exchanges of one process group."""
+    """The exchanges of one process group. ``beside``: a thread waits for copies down, not the caller."""
 
     shared = True
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup, transfer: Transfer, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        transfer: Transfer,
+        device: torch.device,
+        layout: Layout,
+        *,
+        beside: bool,
+    ) -> None:
         super().__init__(model, group, transfer, device)
-        self.rank = dist.get_rank(group)
+        self.rank, self._layout = dist.get_rank(group), layout
+        size = common_bytes(layout)
+        self._common_host = CommonHost(size, len(layout.buckets), device) if size else None
+        self.common = None if self._common_host is None else self._common_host.weights
+        self._counter = Worker(1 if beside and size else None, device)
         self._received: Tensor | None = None  # bytes for the largest gradient; None: ``reduction`` is fast
         # What was run and exchanged since the ranks have last compared it: its digest, and the newest of it.
         self._digest, self._path = hashlib.sha256(), deque[str](maxlen=REMEMBERED)
 
     def connect(self, buckets: Sequence[BucketState], arena: Arena) -> None:
         self._received = arena.of("", Item.RECEIVED, torch.uint8)
+        if self._common_host is None:
+            return
+        self._common_host.connect(self._hosts)
+        starts = [self._common_host.weights.numel()]
+        for bucket in buckets:
+            if (item := read_by_all(bucket.spec, self._layout)) is not None:
+                spot = arena.addresses.of(bucket.name, item)
+                bucket.sources = self._common_host.spans(spot, bucket.weight.dtype, bucket.spec.share)
+                starts.append(spot.offset)
+        self._common_host.pin(starts)
+
+    def close(self) -> None:
+        self._counter.close()
+        if self._common_host is not None:
+            self._common_host.release()
 
     # --- weights -----------------------------------------------------------------------------------------------------
+
+    def bring(self, bucket: BucketState, source: Tensor) -> None:
+        if not bucket.sources:
+            super().bring(bucket, source)
+            return
+        assert self._common_host is not None
+        self._common_host.wait(bucket.index, bucket.replaced)
+        for home, span in zip(bucket.weight.split(bucket.spec.share), bucket.sources, strict=True):
+            self._transfer.copy(Lane.UP, home, span)
+        bucket.arrived = self._transfer.record(Lane.UP)
+
+    def written(self, bucket: BucketState, after: Event | None = None) -> None:
+        host, replaced = self._common_host, bucket.replaced
+        if host is None or not bucket.sources:
+            return
+
+        def count() -> None:
+            self._transfer.host_wait(after)
+            host.count(bucket.index, replaced)
+
+        if after is None:
+            count()
+        else:
+            self._counter.submit(0, count)
+
+    def stop_reading(self) -> None:
+        if self._common_host is not None:
+            self._transfer.host_wait(self._transfer.record(Lane.UP))
+            dist.barrier(group=self._hosts)
 
     def brought(self, bucket: BucketState) -> None:
         super().brought(bucket)
@@ -69,11 +141,10 @@ class Shares(Replicas):
         first = self.rank * bucket.spec.share
         self.note("gathered", bucket.name)
         transfer.wait(Lane.NET, bucket.arrived, bucket.used)
-        transfer.reads(Lane.NET, own)
-        transfer.writes(Lane.NET, home[:first], home[first + bucket.spec.share :])
+        transfer.uses(Lane.NET, reads=[own], writes=[home[:first], home[first + bucket.spec.share :]])
         with transfer.on(Lane.NET):
             dist.all_gather_into_tensor(home, own, group=self._group)
-        bucket.arrive(arrived=transfer.record(Lane.NET))
+        bucket.arrived = transfer.record(Lane.NET)
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 
@@ -94,7 +165,7 @@ class Shares(Replicas):
         self._transfer.wait(Lane.NET, self._transfer.record(Lane.COMPUTE))
         if bucket.sources:  # gradients may take their place, which all ranks have read by then
             self._transfer.wait(Lane.NET, bucket.arrived)
-        self._transfer.reads(Lane.NET, bucket.grad)
+        self._transfer.uses(Lane.NET, reads=[bucket.grad])
         if self._received is None:
             self._add_on_the_way(bucket, bucket.grad)
         else:
@@ -107,12 +178,11 @@ class Shares(Replicas):
     def _add_in_order(self, bucket: BucketState, grad: Tensor, memory: Tensor) -> None:
         transfer, own, share = self._transfer, bucket.own(grad), bucket.spec.share
         received = memory.view(grad.dtype)[: bucket.spec.num_elements]
-        transfer.writes(Lane.NET, received)
+        transfer.uses(Lane.NET, writes=[received])
         with transfer.on(Lane.NET):
             dist.all_to_all_single(received, grad, group=self._group)
         transfer.wait(Lane.COMPUTE, transfer.record(Lane.NET))
-        transfer.reads(Lane.COMPUTE, received)
-        transfer.writes(Lane.COMPUTE, grad)
+        transfer.uses(Lane.COMPUTE, reads=[received], writes=[grad])
         first, *others = received.split(share)
         own.copy_(first)
         for other in others:
@@ -121,7 +191,7 @@ class Shares(Replicas):
     def _add_on_the_way(self, bucket: BucketState, grad: Tensor) -> None:
         """In place, as NCCL and gloo allow where the result is this rank's span of what is sent."""
         transfer, own = self._transfer, bucket.own(grad)
-        transfer.writes(Lane.NET, own)
+        transfer.uses(Lane.NET, writes=[own])
         with transfer.on(Lane.NET):
             dist.reduce_scatter_tensor(own, grad, group=self._group)
         transfer.wait(Lane.COMPUTE, transfer.record(Lane.NET))
@@ -137,8 +207,7 @@ class Shares(Replicas):
         sends = [size if rank == to else 0 for rank in range(self.ranks)]
         behind = grad[(self.rank + 1) * spec.share :][: sum(gets)]
         transfer.wait(Lane.NET, transfer.record(Lane.COMPUTE))
-        transfer.reads(Lane.NET, own[:size])
-        transfer.writes(Lane.NET, behind)
+        transfer.uses(Lane.NET, reads=[own[:size]], writes=[behind])
         with transfer.on(Lane.NET):
             dist.all_to_all_single(behind, own[:size], gets, sends, group=self._group)
         transfer.wait(Lane.COMPUTE, transfer.record(Lane.NET))
@@ -193,6 +262,23 @@ class Shares(Replicas):
             f"{each[other]}. Ranks that share weights have to run the same blocks in the same order, without layer "
             f"drop or early exits, and to read weights together"
         )
+
+
+def ranks_of(
+    group: dist.ProcessGroup | None,
+    model: nn.Module,
+    layout: Layout,
+    transfer: Transfer,
+    device: torch.device,
+    *,
+    beside: bool,
+) -> OneRank:
+    """What the ranks of ``group`` do together under ``layout``; None: there is one rank. A collective."""
+    if group is None:
+        return OneRank(transfer)
+    if any(bucket.ways > 1 for bucket in layout.buckets):
+        return Shares(model, group, transfer, device, layout, beside=beside)
+    return Replicas(model, group, transfer, device)
 
 
 def _head_of(spec: Bucket, rank: int) -> tuple[int, int]:

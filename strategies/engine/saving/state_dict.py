@@ -71,7 +71,7 @@ class StateAccess(Copied):
         for bucket in self.engine.buckets:
             for index, param in enumerate(bucket.params):
                 del param._keeper  # type: ignore[attr-defined]
-                bucket.views.lend(index, self._whole(bucket, index).to("cpu", copy=True), nn.Parameter)
+                bucket.views.lend(index, self.engine.newest(bucket, index).to("cpu", copy=True), nn.Parameter)
         for handle in self._handles:
             handle.remove()
 
@@ -79,10 +79,7 @@ class StateAccess(Copied):
 
     def newest_of(self, param: nn.Parameter) -> Tensor:
         """The newest weight of ``param`` itself, which the host may read."""
-        return self._whole(*self._settle(param))
-
-    def _whole(self, bucket: BucketState, index: int) -> Tensor:
-        return self.engine.whole_weight(bucket, index, "cpu") if bucket.is_shared else bucket.weight_of(index)
+        return self.engine.newest(*self._settle(param))
 
     def _settle(self, param: nn.Parameter) -> tuple[BucketState, int]:
         """The bucket of ``param`` and its index there, settled, so that the host may read its newest weight."""
@@ -109,12 +106,8 @@ class StateAccess(Copied):
         if loan is not None and loan.data_ptr() != value.data_ptr():
             loan.copy_(value)
         self.engine.ranks.written(bucket)
-        self._was_used(bucket)
+        bucket.used = self.engine.transfer.record(Lane.COMPUTE)
         self._restore(param)
-
-    def _was_used(self, bucket: BucketState) -> None:
-        """COMPUTE has been given all reads and writes of the home by outside code."""
-        bucket.was_used(used=self.engine.transfer.record(Lane.COMPUTE))
 
     def _restore(self, param: nn.Parameter) -> None:
         bucket, index = self.engine.bucket_of[id(param)]
@@ -154,7 +147,7 @@ class StateAccess(Copied):
             for param in params:
                 bucket, index = self.out.pop(param)
                 bucket.views.take_back(index)
-                self._was_used(bucket)
+                bucket.used = self.engine.transfer.record(Lane.COMPUTE)  # after all reads and writes by outside code
 
     def end_module_loans(self, *modules: int) -> None:
         """The state dicts of ``modules``, by id and by default of all, were made or interrupted."""
@@ -317,7 +310,6 @@ def _same_memory(first: Any, second: Tensor) -> bool:
 
 
 def _customizes_state_dict(module: nn.Module) -> bool:
-    """Whether the module has its own state dict methods, or hooks other than ours."""
     ours = 2 if next(module.parameters(recurse=False), None) is not None else 0
     hooks = len(module._state_dict_pre_hooks) + len(module._state_dict_hooks)
     return hooks > ours or any(

@@ -1,11 +1,8 @@
 """The memory engine's state on disk, in the format of all strategies (``strategies/state/saved_state.py``).
 
 The state takes up to three times the memory of fp32 weights, so it is written directly from the arenas, hashed while
-writing, and read directly into them, under any layout. A save goes into ``<folder>.writing``, which takes the place of
-an earlier one once it is on the disk; a kill between both renames leaves that one where ``load`` finds it
+writing, and read directly into them, under any layout. A save takes the place of an earlier one once it is on the disk
 (``strategies/core/commit.py``). ``load`` checks everything, hashes included, before it changes anything.
-
-Refused: hyperparameters that are not JSON; a folder with other files in it; state of another model or rule, or damaged.
 """
 
 from __future__ import annotations
@@ -37,7 +34,6 @@ class EngineState:
         self.rule = type(self._engine.rule).__name__
 
     def groups(self) -> list[dict[str, Any]]:
-        """Hyperparameters of each group, with names for parameters."""
         names = {id(param): name for name, param in self._params.items()}
         return [{**group, "params": [names[id(param)] for param in group["params"]]} for group in self._engine.groups()]
 
@@ -134,11 +130,8 @@ class EngineState:
 
 
 def save(holder: EngineState, folder: Path, more: Sequence[Span] = (), extra: Mapping[str, Any] | None = None) -> None:
-    """Write a save into ``folder``, atomically, with ``more`` spans and what else there is to say.
-
-    Raises:
-        ValueError: a hyperparameter cannot be written as JSON.
-        OSError: writing failed, or ``folder`` holds other files. What was in ``folder`` is still there.
+    """Write a save into ``folder``, atomically, with ``more`` spans and what else there is to say. ValueError if a
+    hyperparameter is no JSON; OSError if writing failed, or ``folder`` holds other files: they are still there then.
     """
     saved_state.check_json(holder.groups())
     _refuse_foreign(folder)
@@ -172,10 +165,8 @@ def _refuse_foreign(folder: Path) -> None:
 
 
 def load(holder: EngineState, folder: Path, groups: Sequence[dict[str, Any]]) -> None:
-    """Take over a save and its hyperparameters, which go into ``groups``.
-
-    Raises:
-        ValueError: there is no save, it is damaged, or of another model, grouping or rule. Nothing has changed then.
+    """Take over a save and its hyperparameters, which go into ``groups``. ValueError if there is none, or it is damaged
+    or of another model, grouping or rule; nothing has changed then.
     """
     places = [place for place in (folder, commit.earlier(folder)) if (place / INDEX).is_file()]
     if not places:

@@ -6,8 +6,7 @@ be hooked, a segment of several blocks that is recomputed as one. Its weights ma
 
 A guard packs and unpacks every tensor that autograd saves while the scope runs. A view of an offloaded weight is kept
 with its bucket; when backward unpacks it, the bucket is in its home or is fetched first. That is right by construction:
-a node cannot use a saved tensor without unpacking it. Such fetches are counted. Which scopes have a guard, and when:
-``module_hooks.py``, Note: unannounced nodes.
+a node cannot use a saved tensor without unpacking it. Such fetches are counted.
 
 If other code has hooks on saved tensors at that moment (a checkpoint, activation offloading), it gets all tensors but
 these. Hooks switch off torch's own check of versions, so it is done here, for weights and for all others.
@@ -71,11 +70,6 @@ def guard(offloaded: Sequence[Any], bring: Callable[[Any], None]) -> saved_tenso
         return tensor
 
     return saved_tensors_hooks(pack, unpack)
-
-
-def hooked() -> bool:
-    """Whether there are hooks on saved tensors now."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def others_keep() -> bool:

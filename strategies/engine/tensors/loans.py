@@ -31,7 +31,6 @@ class LentParameter(StowedParameter):
 
     @property
     def data(self) -> Tensor:
-        """Its value, to read and to write."""
         value: Tensor = RAW_DATA.__get__(self)
         return value
 

@@ -16,7 +16,7 @@ Only this file writes the fields of ``ParameterViews``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
@@ -79,7 +79,7 @@ class ParameterViews:
                 RAW_DATA.__set__(param, self.homes[index])
             param.__class__ = self.kind
         self.bound = self.shown = True
-        self._count()
+        self._set_counts(self.own, shown=self.shown)
 
     def show_for_fused_kernels(self) -> None:
         """In a forward without gradients, so that modules choose the same fused kernels as in plain torch."""
@@ -94,7 +94,7 @@ class ParameterViews:
             self._refuse_writes(index)
             self.params[index].__class__ = AbsentParameter
         self.shown = False
-        self._count()
+        self._set_counts(self.own, shown=self.shown)
 
     def unbind(self) -> None:
         """The home is no longer this bucket's, or is about to be overwritten."""
@@ -108,7 +108,7 @@ class ParameterViews:
         param.__class__ = PresentParameter  # whose attributes are set without a detour
         self.versions[index] += param._version - self.counts[index]  # writes that were allowed
         put(param, self.homes[index] if self.bound else self.absent(index))
-        self._set_count(index, self.versions[index] if self.shown else AWAY)
+        self._set_counts([index], shown=self.shown)
         param.__class__ = self.kind if self.shown else AbsentParameter
 
     def lend(self, index: int, value: Tensor, kind: type[nn.Parameter]) -> None:
@@ -117,7 +117,7 @@ class ParameterViews:
         param = self.params[index]
         param.__class__ = PresentParameter
         put(param, value)
-        self._set_count(index, self.versions[index])  # as if shown: the value is the same until it is written to
+        self._set_counts([index], shown=True)  # the value is the same until it is written to
         param.__class__ = kind
 
     def take_back(self, index: int) -> None:
@@ -131,17 +131,13 @@ class ParameterViews:
             if self.shown:
                 self._refuse_writes(index)
             self.versions[index] += 1
-        self._count()
+        self._set_counts(self.own, shown=self.shown)
 
-    def _count(self) -> None:
+    def _set_counts(self, indices: Sequence[int], *, shown: bool) -> None:
         """Set torch's counts of writes; see [Note: versions]."""
-        for index in self.own:
-            self.counts[index] = self.versions[index] if self.shown else AWAY
-        set_counts(tuple(self.params[index] for index in self.own), tuple(self.counts[index] for index in self.own))
-
-    def _set_count(self, index: int, count: int) -> None:
-        self.counts[index] = count
-        set_counts((self.params[index],), (count,))
+        for index in indices:
+            self.counts[index] = self.versions[index] if shown else AWAY
+        set_counts(tuple(self.params[index] for index in indices), tuple(self.counts[index] for index in indices))
 
     def _refuse_writes(self, index: int) -> None:
         """Raise RuntimeError if a shown parameter was written to: the host's copy or the master is older then."""

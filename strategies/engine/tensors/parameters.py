@@ -33,7 +33,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from strategies.engine.tensors.guard import others_keep
 from strategies.engine.tensors.torch_functions import (
     ARRAYS,
-    NEW,
     NODES,
     call,
     has_other_stand_ins,
@@ -130,8 +129,7 @@ class VisitingParameter(StowedParameter):
             if Alias in types:
                 return Alias.__torch_function__(func, types, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            is_new = func in NEW
-            if not is_new and reads_no_value(func):
+            if reads_no_value(func):
                 return func(*args, **kwargs)
             if others_keep() and func not in TABLES:  # [Note: other hooks]
                 args, kwargs = tree_map_only(
@@ -139,12 +137,9 @@ class VisitingParameter(StowedParameter):
                 )
                 return func(*args, **kwargs)
             out = func(*args, **kwargs)
-            if is_new:
-                return out
             for param in (*args, *kwargs.values()):
                 if type(param) is VisitingParameter:
-                    keeper = param._keeper
-                    out = replace_views(out, keeper.home, keeper.follow)
+                    out = replace_views(out, param._keeper.home, param._keeper.follow)
         return out
 
 

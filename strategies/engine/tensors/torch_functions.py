@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 ABOUT = frozenset(
@@ -29,23 +29,11 @@ ABOUT = frozenset(
 ) | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size}  # fmt: skip
 GRAPH = frozenset([torch.autograd.grad, torch.autograd.backward, Tensor.backward])  # need the node in the graph
 HOOKS = frozenset([Tensor.register_hook, Tensor.retain_grad])
-NODES = frozenset(
-    [Tensor.expand_as, Tensor.view_as]
-)  # of a leaf as itself: how torch gets at the node that accumulates its gradient
+NODES = frozenset([Tensor.expand_as, Tensor.view_as])  # of a leaf as itself: so torch finds the node of its gradient
 VALUES = frozenset(["T", "mT", "H", "mH", "real", "imag"])  # attributes that are views of the value
 CONVERSIONS = frozenset(
     [Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type]
 )
-# What blocks mostly do with their weights. The result is new memory, so it need not be searched for views.
-NEW = frozenset(
-    [
-        nn.functional.linear, nn.functional.layer_norm, nn.functional.rms_norm, nn.functional.embedding,
-        torch.embedding, nn.functional.conv1d, nn.functional.conv2d, torch.addmm, torch.matmul, torch.bmm,
-        torch.baddbmm, torch.mul,
-        torch.add, Tensor.mul, Tensor.add, Tensor.matmul, Tensor.__mul__, Tensor.__rmul__, Tensor.__add__,
-        Tensor.__radd__, Tensor.__matmul__, Tensor.__rmatmul__,
-    ]
-)  # fmt: skip
 ARRAYS: Any = frozenset([Tensor.numpy, Tensor.__array__])  # type: ignore[list-item]
 
 

@@ -7,8 +7,8 @@ Invariant. Within a lane work runs in the order in which it was issued. Between 
 no kernel issued afterwards start before the copies up issued so far are done. The calling thread never waits, except
 where it says so (``host_wait``): the worker, for what it is about to read, and where values leave for the user.
 
-Without streams (a CPU machine) a copy is made when it is issued, and events are empty. ``Delayed`` makes each copy as
-late as its events allow, so that a forgotten wait shows as wrong numbers in a test on any machine.
+Without streams (a CPU machine) a copy is made when it is issued, and events are empty. Test doubles check the order of
+events on any machine (``tests/helpers/doubles.py``).
 
 Refused: a change of the stream on which a stowed model runs, since COMPUTE is one stream.
 
@@ -20,10 +20,9 @@ for, which makes repeated waits free and lets callers wait for every event that 
 from __future__ import annotations
 
 import math
-import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -32,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Regions = Sequence[Tensor | None]
 POLL_S = 1e-4  # an update on the host takes hundreds of times as long
 
 
@@ -93,28 +93,27 @@ class Transfer:
 
     def poison(self, lane: Lane, region: Tensor) -> None:
         """Fill ``region`` with NaN on ``lane``, so that reading it before the copy that follows shows."""
-        region.fill_(math.nan)
+        with self.on(lane):
+            region.fill_(math.nan)
 
     def done(self, event: Event | None) -> bool:
         """Whether ``event`` has passed, without waiting."""
         return event is None or event.handle is None or bool(event.handle.query())
 
     def host_wait(self, *events: Event | None) -> None:
-        """Make the calling thread wait for ``events``."""
         for event in events:
             if event is not None:
                 self._host_wait(event)
 
-    # The next three do nothing here. They tell test doubles who uses which memory; see ``race_detector.py``.
-    def reads(self, lane: Lane, *regions: Tensor | None) -> None: ...
-
-    def writes(self, lane: Lane, *regions: Tensor | None) -> None: ...
+    # The next two do nothing here. They tell test doubles who uses which memory.
+    def uses(self, lane: Lane, *, reads: Regions = (), writes: Regions = ()) -> None: ...
 
     def vacated(self, home: Tensor, *after: Event | None) -> None:
         """Say that ``home`` is not used any more once these events have passed."""
 
     def _copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
-        target.copy_(source)
+        with self.on(lane):
+            target.copy_(source, non_blocking=True)
 
     def _record(self, lane: Lane) -> Any:
         return None
@@ -156,14 +155,6 @@ class AcceleratorTransfer(Transfer):
             raise RuntimeError("a stowed model runs on the stream on which it first ran: do not change the stream")
         return current
 
-    def _copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
-        with self.on(lane):
-            target.copy_(source, non_blocking=True)
-
-    def poison(self, lane: Lane, region: Tensor) -> None:
-        with self.on(lane):
-            region.fill_(math.nan)
-
     def _record(self, lane: Lane) -> torch.Event | None:
         if lane is Lane.HOST:
             return None  # the worker's result is awaited before its event is used
@@ -181,40 +172,6 @@ class AcceleratorTransfer(Transfer):
             while not event.handle.query():
                 time.sleep(POLL_S)
             event.handle.synchronize()  # raises errors of the device
-
-
-class Delayed(Transfer):
-    """Copies made as late as their events allow. For tests: code that forgets to wait reads old bytes. Compute and the
-    host are immediate; each copy lane is a queue that runs only as far as something waits for it.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._queues: dict[Lane, deque[Callable[[], object]]] = {Lane.UP: deque(), Lane.DOWN: deque()}
-        self._done: dict[Lane, int] = {Lane.UP: 0, Lane.DOWN: 0}
-        self._lock = threading.RLock()  # the worker waits, too
-
-    def _copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
-        self._queues[lane].append(lambda: target.copy_(source))
-
-    def poison(self, lane: Lane, region: Tensor) -> None:
-        self._queues[lane].append(lambda: region.fill_(math.nan))
-
-    def _record(self, lane: Lane) -> None:
-        if lane in self._queues:
-            number = self._count[lane]
-            self._queues[lane].append(lambda: self._done.__setitem__(lane, number))
-
-    def _wait(self, lane: Lane, event: Event) -> None:
-        if lane in self._queues:
-            self._queues[lane].append(lambda: self._host_wait(event))
-        else:
-            self._host_wait(event)
-
-    def _host_wait(self, event: Event) -> None:
-        with self._lock:
-            while event.lane in self._queues and self._done[event.lane] < event.number:
-                self._queues[event.lane].popleft()()
 
 
 def transfer_for(device: torch.device) -> Transfer:

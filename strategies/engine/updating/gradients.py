@@ -134,7 +134,7 @@ class Gradients:
         else:  # a gradient that no update has taken may still be on its way down
             self._transfer.wait(Lane.COMPUTE, bucket.grads.sent)
         place = bucket.shaped(bucket.grad, index)
-        self._transfer.writes(Lane.COMPUTE, bucket.grad)
+        self._transfer.uses(Lane.COMPUTE, writes=[bucket.grad])
         if index in bucket.grads.touched and not bucket.spec.grad_passes:
             place.add_(grad)
         else:
@@ -285,7 +285,6 @@ class Gradients:
         self._clear()
 
     def spend(self) -> None:
-        """A step has taken the gradients."""
         for bucket in self._buckets:
             bucket.grads.spend()
         self._clear()

@@ -53,8 +53,7 @@ class GradientsDown:
     def _keep(self, bucket: BucketState, source: Tensor) -> None:
         """This rank keeps its span of the sum, so that the slot is free for others: on COMPUTE, as the update is."""
         assert bucket.parked is not None
-        self._transfer.reads(Lane.COMPUTE, source)
-        self._transfer.writes(Lane.COMPUTE, bucket.parked)
+        self._transfer.uses(Lane.COMPUTE, reads=[source], writes=[bucket.parked])
         bucket.parked.copy_(source)
         bucket.grads.send(sent=self._transfer.record(Lane.COMPUTE))
 
@@ -63,10 +62,10 @@ class GradientsDown:
         if self._accumulation == 1:
             bucket.grads.measured([index], norms_of([grad]))
         (piece,), source = bucket.pieces_in([index]), grad.reshape(-1)
-        self._transfer.writes(Lane.COMPUTE, source)
+        self._transfer.uses(Lane.COMPUTE, writes=[source])
         self._copy(bucket, [index], [(slice(piece.at, piece.at + piece.size), source)])
         self._transfer.wait(Lane.COMPUTE, bucket.grads.sent)
-        self._transfer.writes(Lane.COMPUTE, source)  # by whoever gets the memory next
+        self._transfer.uses(Lane.COMPUTE, writes=[source])  # by whoever gets the memory next
 
     def _copy(self, bucket: BucketState, leaving: list[int], parts: Sequence[tuple[slice, Tensor]]) -> None:
         """Copies of ``leaving``: ``parts`` are places in PARKED, or in ARRIVAL, with what goes there."""
@@ -89,15 +88,14 @@ class GradientsDown:
         if adds:
             work = partial(self._add, bucket, target, leaving, summed, grads.sent)
             added = self._arrivals[target.data_ptr()] = self._worker.submit(bucket.index, work)
-            grads.add_on_host(added)
+            grads.added = added
 
     def _add(
         self, bucket: BucketState, arrival: Tensor, indices: list[int], summed: frozenset[int], sent: Event | None
     ) -> Event:
         assert bucket.parked is not None
         self._transfer.host_wait(sent)
-        self._transfer.reads(Lane.HOST, arrival)
-        self._transfer.writes(Lane.HOST, bucket.parked)
+        self._transfer.uses(Lane.HOST, reads=[arrival], writes=[bucket.parked])
         for piece in bucket.pieces_in(indices):
             target, source = (flat[piece.at : piece.at + piece.size] for flat in (bucket.parked, arrival))
             if piece.index in summed:
@@ -115,7 +113,7 @@ class GradientsDown:
             self._transfer.host_wait(sent)
             return norms_of([bucket.shaped(bucket.parked, index) for index in touched])
 
-        bucket.grads.measure_on_host(touched, self._worker.submit(bucket.index, norms))
+        bucket.grads.host_norms = touched, self._worker.submit(bucket.index, norms)
 
     def finish_sums(self) -> None:
         """Return when the worker has added what was sent."""

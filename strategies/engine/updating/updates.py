@@ -40,8 +40,7 @@ import torch
 from torch import Tensor
 
 from strategies.core.layout import Site
-from strategies.engine.buckets.bucket_state import BucketState, Pending
-from strategies.engine.buckets.jobs import Job, Scale
+from strategies.engine.buckets.bucket_state import BucketState, Job, Pending, Scale
 from strategies.engine.ranks.one_rank import OneRank
 from strategies.engine.residency import Residency
 from strategies.engine.transfer.transfer import Event, Lane, Transfer
@@ -101,7 +100,7 @@ class Updates:
         bucket.submit(job)
         if bucket.spec.site is Site.HOST:
             waits = (bucket.grads.sent, bucket.arrived)
-            bucket.compute_on_host(self._worker.submit(bucket.index, lambda: self._on_host(bucket, job, waits)))
+            bucket.future = self._worker.submit(bucket.index, lambda: self._on_host(bucket, job, waits))
         elif bucket.updates_in_place:
             self.settle(bucket)
 
@@ -172,8 +171,7 @@ class Updates:
         if bucket.spec.grad_split:
             assert bucket.parked is not None
             grad = bucket.parked
-        transfer.reads(Lane.COMPUTE, grad)
-        transfer.writes(Lane.COMPUTE, bucket.weight, *state)
+        transfer.uses(Lane.COMPUTE, reads=[grad], writes=[bucket.weight, *state])
         mixed, flagged = bucket.spec.mixed, self._rule.flagged
         if flagged or not self._known_bad(job.scale):
             operands, scratch = (state, self._scratch) if mixed else ([weight, *state], None)
@@ -216,8 +214,7 @@ class Updates:
             return False
         master = bucket.master if bucket.master is not None else bucket.copy
         assert master is not None
-        transfer.reads(Lane.HOST, parked)
-        transfer.writes(Lane.HOST, master, *bucket.moments)
+        transfer.uses(Lane.HOST, reads=[parked], writes=[master, *bucket.moments])
         factor = None if job.scale.factor is None else job.scale.on_host[0]
         self._apply(bucket, job, parked, [master, *bucket.moments], self._host_scratch, factor)
         if bucket.spec.mixed and not bucket.copy_passes:
@@ -226,7 +223,7 @@ class Updates:
 
     def _round_on_host(self, bucket: BucketState, weight: Tensor) -> None:
         assert bucket.master is not None
-        self._transfer.writes(Lane.HOST, weight)
+        self._transfer.uses(Lane.HOST, writes=[weight])
         bucket.round_master(weight, bucket.master)
 
     def _from_worker(self, bucket: BucketState) -> None:

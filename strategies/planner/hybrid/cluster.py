@@ -1,24 +1,31 @@
-"""Ranks on machines, and what their collectives cost: a latency per message and a rate, inside a machine and across.
+"""Ranks on machines, and what their collectives cost: a latency per hop and a rate, inside a machine and across.
 
 A group is ``size`` ranks, each ``stride`` after the one before. Tensor groups have stride 1, data groups the tensor
 degree, and stages are next to each other in blocks of tensor x data ranks; so what talks most is nearest (the order of
 Megatron-LM and of torch's device meshes).
 
-A collective is hierarchical: with ``g`` ranks of the group in a machine, ``n`` machines and ``S`` bytes, a gather or a
-reduce-scatter takes (g-1)/g S at the rate inside, and (n-1)/n S/g at the rate across, since every rank has a part of
-the network. Each phase has log2 latencies per message, as trees do. Rates are per rank, one direction, while as much
-comes back. What compute hides is decided by who asks.
+A gather or a reduce-scatter goes around a ring, of which libraries lay one per network card; a sum that all ranks need
+goes along trees. With ``here`` of n ranks on a machine, S bytes take, at rates per rank and direction,
+
+    gather, scatter     (n - 1) latency + (n - 1)/n S / min(rate inside, here x rate across)
+    sum                 2 log2 n latency + 2 (n - 1)/n S / the same
+
+so the achieved share of a rate falls with ranks and rises with the bytes of a message. Of networks across machines the
+latency per hop is 17 us, from 4.2 to 33, and compute hides nothing of what ZeRO 2 and 3 exchange at every micro-batch,
+or at best all of it: docs/parallel.md says from which publications.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, log2
+
+HOPEFUL, CAREFUL = 4.2 / 17, 33 / 17  # of the latency across machines
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """One kind of connection: bytes per second of a rank, each way, and seconds per message."""
+    """One kind of connection: bytes per second of a rank, each way, and seconds per hop."""
 
     bytes_per_s: float
     latency_s: float = 0.0
@@ -26,29 +33,37 @@ class Wire:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """``ranks``, of which ``per_machine`` share a machine. Machines are full; ``across``: None if there is one."""
+    """``ranks``, of which ``per_machine`` share a machine. Machines are full; ``across``: None if there is one.
+
+    ``hides``: compute hides what is exchanged across machines at every micro-batch.
+    """
 
     ranks: int
     per_machine: int
     inside: Wire
     across: Wire | None = None
+    hides: bool = False
 
-    def spread(self, size: int, stride: int) -> tuple[int, int]:
-        """Ranks of a group in one machine, and the machines that it is on."""
-        here = max(1, min(size, self.per_machine // stride))
-        return here, ceil(size / here)
+    def either_way(self) -> tuple[Cluster, ...]:
+        """The same at the hopeful and at the careful end of what is known; empty if nothing goes across machines."""
+        if self.across is None or self.ranks <= self.per_machine:
+            return ()
+        wires = [replace(self.across, latency_s=share * self.across.latency_s) for share in (HOPEFUL, CAREFUL)]
+        return replace(self, across=wires[0], hides=True), replace(self, across=wires[1])
+
+    def exposes(self, size: int, stride: int) -> bool:
+        """Whether compute waits for what such a group exchanges at every micro-batch."""
+        return not self.hides and self._machines(size, stride)[1] > 1
 
     def gather_seconds(self, num_bytes: float, size: int, stride: int = 1, messages: int = 1) -> float:
         """Gather ``num_bytes`` that ``size`` ranks have in equal parts, or reduce and scatter as many."""
-        here, machines = self.spread(size, stride)
-        inside = _phase(num_bytes, here, self.inside, messages)
-        if self.across is None or machines == 1:
-            return inside
-        return inside + _phase(num_bytes / here, machines, self.across, messages)
+        wire = self._ring(size, stride)
+        return messages * (size - 1) * wire.latency_s + (size - 1) / size * num_bytes / wire.bytes_per_s
 
-    def all_reduce_seconds(self, num_bytes: float, size: int, stride: int = 1) -> float:
+    def all_reduce_seconds(self, num_bytes: float, size: int, stride: int = 1, messages: int = 1) -> float:
         """Sum ``num_bytes`` of each of ``size`` ranks on all of them."""
-        return 2 * self.gather_seconds(num_bytes, size, stride)
+        wire = self._ring(size, stride)
+        return 2 * (messages * ceil(log2(size)) * wire.latency_s + (size - 1) / size * num_bytes / wire.bytes_per_s)
 
     def send_seconds(self, num_bytes: float, stage: int, ranks_of_stage: int) -> float:
         """Send ``num_bytes`` from a rank of ``stage`` to the same one of the next stage."""
@@ -57,9 +72,13 @@ class Cluster:
         wire = self.inside if same or self.across is None else self.across
         return wire.latency_s + num_bytes / wire.bytes_per_s
 
+    def _machines(self, size: int, stride: int) -> tuple[int, int]:
+        """Ranks of a group in one machine, and the machines that it is on."""
+        here = max(1, min(size, self.per_machine // stride))
+        return here, ceil(size / here) if self.across is not None else 1
 
-def _phase(num_bytes: float, size: int, wire: Wire, messages: int) -> float:
-    """A gather of ``num_bytes`` over ``size`` ranks that all have the same wire."""
-    if size == 1:
-        return 0.0
-    return messages * ceil(log2(size)) * wire.latency_s + (size - 1) / size * num_bytes / wire.bytes_per_s
+    def _ring(self, size: int, stride: int) -> Wire:
+        here, machines = self._machines(size, stride)
+        if self.across is None or machines == 1:
+            return self.inside
+        return Wire(min(self.inside.bytes_per_s, here * self.across.bytes_per_s), self.across.latency_s)

@@ -47,6 +47,23 @@ def written(degrees: Degrees, tree: Tree, blocks: Sequence[int] | None = None) -
     return _with(tree, strategies, training)
 
 
+def read(tree: Tree, ranks: int) -> Degrees:
+    """The degrees of a config on so many ``ranks``; of what is decided by its plan, the likely choice."""
+    chosen, training = tree["strategies"], tree["training"]
+    stages, tensor = chosen.get("pipeline", {}).get("stages", 1), chosen.get("tensor", {}).get("degree", 1)
+    policy = chosen.get("recompute", {}).get("policy", "full" if training.get("gradient_checkpointing") else "none")
+    return Degrees(
+        stages=stages,
+        tensor=tensor,
+        data=ranks // stages // tensor,
+        zero=chosen.get("zero", {}).get("stage", 0),
+        recompute="selective" if policy == "auto" else policy,
+        offload=Stowed.STATE if "offload" in chosen else Stowed.NOTHING,
+        micro_batch=training["per_device_train_batch_size"],
+        micro_batches=training["gradient_accumulation_steps"],
+    )
+
+
 def offers(degrees: Degrees) -> Iterator[Offer]:
     """Each strategy with the options that ``degrees`` have, and whose degrees these are."""
     yield "zero", {"stage": degrees.zero}, _writes_zero

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import product
+from itertools import combinations, product
 
 from strategies.core.facts import Facts, Precision
 from strategies.core.sizes import SHARE
@@ -23,17 +23,30 @@ from strategies.planner.hybrid.step_seconds import Price, Pricing
 
 POLICIES = ("none", "selective", "full")
 BEST, NEAREST = 10, 3
+MATTERS = 0.01  # of a step: less does not show
 ROUNDING = 1e-12  # of a bound and a price, which add the same numbers in other orders
 Known = Mapping[tuple[int, int], Facts]  # of one tensor rank, by micro-batch and tensor degree
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Degrees that fit, with a rank's bytes and the simulated step."""
+    """Degrees that fit, with a rank's bytes and the simulated step.
+
+    Args:
+        between: its seconds at the hopeful and at the careful end of what is assumed of the network (``cluster.py``).
+        settled: at neither end would it change places with another that moves less, nor lose the first place.
+    """
 
     degrees: Degrees
     bytes: Bytes
     price: Price
+    between: tuple[float, ...] = ()
+    settled: bool = True
+
+    @property
+    def assumed(self) -> bool:
+        """Whether its seconds depend on what is assumed of the network."""
+        return any(abs(seconds - self.price.seconds) > MATTERS * self.price.seconds for seconds in self.between)
 
     @property
     def order(self) -> tuple[float, ...]:
@@ -70,6 +83,7 @@ class Answer:
             offload as that takes; ``priced`` were simulated.
         nearest: where nothing fits, those that lack least.
         left: what rules left out that would have fitted.
+        firsts: what would be first with the network at the hopeful and at the careful end of what is assumed.
     """
 
     sequences: int
@@ -79,6 +93,7 @@ class Answer:
     priced: int
     nearest: tuple[Lacking, ...] = ()
     left: tuple[Left, ...] = ()
+    firsts: tuple[Found, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +146,13 @@ class _Search:
         self._cluster, self._sequences, self._options, self._machine = cluster, sequences, options, machine
         self._models = Models(known, in_stages)
         self._account = Account(self._models, options.chunked)
-        self._pricing = Pricing(self._models, cluster, rates)
+        self._rates, self._pricing = rates, Pricing(self._models, cluster, rates)
         self._whole = Model(facts)
         self._limits = Limits(self._whole.blocks, cluster.per_machine, run.precision is not Precision.FP32, run.tied)
 
     def answer(self) -> Answer:
         """All of it."""
-        fitting: list[tuple[float, int, Degrees, Bytes]] = []
+        fitting: list[tuple[Degrees, Bytes]] = []
         short: list[Lacking] = []
         left: dict[str, Left] = {}
         tried = 0
@@ -162,13 +177,15 @@ class _Search:
                         one = Left(rule, degrees, self._pricing.least(degrees))
                         left[rule.name] = min(left.get(rule.name, one), one, key=lambda each: each.seconds)
                     else:
-                        fitting.append((self._pricing.least(degrees), len(fitting), degrees, need))
+                        fitting.append((degrees, need))
                         del offloads[index:]
                         break
-        best, priced = self._best(fitting)
+        found_best, priced = _best(fitting, self._pricing)
+        best, firsts = self._weighed(found_best, fitting)
         return Answer(
             sequences=self._sequences,
-            best=tuple(best),
+            best=best,
+            firsts=firsts,
             tried=tried,
             fitting=len(fitting),
             priced=priced,
@@ -206,20 +223,38 @@ class _Search:
             return need.device + need.host - machine.runtime_host_bytes - budget, 0
         return need.device - budget, need.host - int(SHARE * machine.host_bytes)
 
-    def _best(self, fitting: list[tuple[float, int, Degrees, Bytes]]) -> tuple[list[Found], int]:
-        """The best by price, and how many were priced: in the order of lower bounds, until these exceed the last."""
-        found: dict[Degrees, Found] = {}
-        priced = 0
-        for least, _, degrees, need in sorted(fitting, key=lambda each: each[:2]):
-            if len(found) == BEST and least * (1 - ROUNDING) > max(each.price.seconds for each in found.values()):
-                break
-            priced += 1
-            new, key = Found(degrees, need, self._pricing.price(degrees)), degrees.unsplit
-            if key not in found or new.order < found[key].order:
-                found[key] = new
-            for extra in sorted(found, key=lambda each: found[each].order)[BEST:]:
-                del found[extra]
-        return sorted(found.values(), key=lambda each: each.order), priced
+    def _weighed(
+        self, best: Sequence[Found], fitting: Sequence[tuple[Degrees, Bytes]]
+    ) -> tuple[tuple[Found, ...], tuple[Found, ...]]:
+        """The best with what they would take if the network is otherwise, and what would be first then."""
+        others = [Pricing(self._models, cluster, self._rates) for cluster in self._cluster.either_way()] if best else []
+        firsts = tuple(_best(fitting, other)[0][0] for other in others)
+        between = [tuple(other.price(found.degrees).seconds for other in others) for found in best]
+        moving = {0} if any(first.degrees.unsplit != best[0].degrees.unsplit for first in firsts) else set[int]()
+        for one, other in combinations(range(len(best)), 2):
+            for ends in zip(between[one], between[other], strict=True):
+                if ends[0] > ends[1]:  # they change places, and the cause is the one that moves more
+                    moved = [abs(end - best[at].price.seconds) for end, at in zip(ends, (one, other), strict=True)]
+                    moving.add(one if moved[0] > moved[1] else other)
+        weighed = (replace(found, between=between[at], settled=at not in moving) for at, found in enumerate(best))
+        return tuple(weighed), firsts
+
+
+def _best(fitting: Sequence[tuple[Degrees, Bytes]], pricing: Pricing) -> tuple[list[Found], int]:
+    """The best by price, and how many were priced: in the order of lower bounds, until these exceed the last."""
+    found: dict[Degrees, Found] = {}
+    priced = 0
+    bounds = [pricing.least(degrees) for degrees, _ in fitting]
+    for least, (degrees, need) in sorted(zip(bounds, fitting, strict=True), key=lambda each: each[0]):
+        if len(found) == BEST and least * (1 - ROUNDING) > max(each.price.seconds for each in found.values()):
+            break
+        priced += 1
+        new, key = Found(degrees, need, pricing.price(degrees)), degrees.unsplit
+        if key not in found or new.order < found[key].order:
+            found[key] = new
+        for extra in sorted(found, key=lambda each: found[each].order)[BEST:]:
+            del found[extra]
+    return sorted(found.values(), key=lambda each: each.order), priced
 
 
 def _nearest(short: Sequence[Lacking]) -> Iterator[Lacking]:

@@ -5,7 +5,9 @@ A stage's forward and backward are those of ``step_cost.py``, with what recomput
     tensor      per block two all-reduces of the hidden states in forward and two in backward, and under full
                 recomputation the first two again; nothing hides them
     ZeRO 3      weights gathered in forward and in backward, gradients scattered, at every micro-batch (3 M); ZeRO 2
-                scatters gradients at every micro-batch (M + 1); a pass takes the longer of compute and exchange
+                scatters gradients at every micro-batch (M + 1); in a machine a pass takes the longer of compute and
+                exchange, across machines their sum (``cluster.py``). One message per unit, since blocks are gathered
+                whole
     ZeRO 0, 1   gradients once per step (2), under the backward of the last micro-batch, but for the last unit's;
                 torch's pipeline sums them after it
     offload     gradients down under the last backward; then the CPU's update and the new weights up under the next
@@ -155,14 +157,19 @@ class Pricing:
 
         forward = work.forward + work.reduced_forward
         backward = work.backward + work.again + work.reduced_backward
-        fetched = self._fetched(degrees, weights)
-        arriving = max(gather(weights), fetched) if degrees.zero == 3 else fetched
+        arriving = gather(weights) if degrees.zero == 3 else 0.0
         leaving = gather(grads) if degrees.zero >= 2 else 0.0
+        if self._cluster.exposes(degrees.data, degrees.tensor):
+            forward, backward = forward + arriving, backward + arriving + leaving
         if degrees.offload is not Stowed.NOTHING and degrees.data == 1 and degrees.micro_batches > 1:
             leaving = grads / rates.down_bytes_per_s  # they are added up on the host
+        arriving = max(arriving, self._fetched(degrees, weights))
         seconds = StageSeconds(max(forward, arriving), max(backward, arriving + leaving))
         # The last unit's gradients are made last, and nothing is left to hide them.
-        once = 0.0 if degrees.zero >= 2 else gather(grads) * (1 if degrees.zero else 2)
+        if degrees.zero == 0:
+            once = self._cluster.all_reduce_seconds(grads, degrees.data, degrees.tensor, messages)
+        else:
+            once = gather(grads) if degrees.zero == 1 else 0.0
         sync, first = once, once if plain else once / messages
         after = gather(weights) if degrees.zero in (1, 2) else 0.0
         share = trained / (degrees.data if degrees.zero else 1)

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.test_damaged_checkpoints import KINDS, SAVE, STEPS, damages, train, weights
+from tests.faults.test_damaged_checkpoints import OFFLOAD, SAVE, STEPS, damages, train, weights
+
+KINDS = {"plain": {}, "offload": OFFLOAD}
 
 
 @pytest.mark.parametrize("kind", KINDS)
