@@ -10,7 +10,7 @@
 ``issue`` looks at an iteration from the middle, where backward begins, and twice: the first pass finds how late the
 last reload is issued, which bounds the first one of the next iteration. In 600 small instances this was the best of all
 issue vectors, and more memory never made it slower for the same gaps (40,000 budgets); other cut points do not have
-this. More memory may make the gaps that are found slower; ``monotone.py`` orders the budgets of whole layouts.
+this. More memory may make the gaps that are found slower; ``placement_search.py`` compares whole layouts.
 
 Refused: budgets below what is needed with every gap evicted (``DoesNotFit``). Updates and saved tensors are not looked
 at. A search evaluates at most ``SEARCHED`` plans, each in O(ticks + gaps).

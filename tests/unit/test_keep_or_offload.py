@@ -1,7 +1,7 @@
 """Sites, weights and budget decided together: more memory is never slower, sizes are right; edits, the table."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -19,7 +19,8 @@ from strategies.planner import edits
 from strategies.planner.addresses import place, slot_pools
 from strategies.planner.buckets import block_bytes, capacity
 from strategies.planner.estimate import Estimate
-from strategies.planner.state_placement import OffloadRequest, StatePlacements
+from strategies.planner.places import OffloadRequest, Places
+from strategies.planner.site_search import SHARES, Mix, mixed
 from strategies.planner.step_cost import cost_of, plan_cost
 from strategies.planner.weight_schedule import ASSUMED, only_while_used
 from strategies.report.plan_table import bucket_lines
@@ -54,9 +55,9 @@ def seconds(known: Facts, device_bytes: int) -> float:
 @settings(max_examples=25, deadline=None)
 @given(random_facts(), options)
 def test_the_sizes_of_a_placement_are_those_of_its_layout(known: Facts, asked: dict[str, Any]) -> None:
-    placements = StatePlacements(known, request(**asked))
-    for placement in placements.all():
-        for shared in placements.with_streaming(placement):
+    placements = Places(known, request(**asked))
+    for placement in placements.ladder():
+        for shared in (placement, placements.streamed(placement)):
             sizes, made = placements.sizes(shared), placements.layout(shared)
             assert sizes.device == place(made).num_bytes(Home.DEVICE)
             assert sizes.host == place(made).num_bytes(Home.HOST)
@@ -100,12 +101,12 @@ def test_the_estimate_ranks_as_the_simulator_does() -> None:
     rates = known.machine.rates
     assert rates is not None
     asked = request(60 * GIB)
-    placements, estimate = StatePlacements(known, asked), Estimate(known, asked)
-    pairs = []
-    for placement in placements.all()[::8]:
-        for shared in placements.with_streaming(placement):
-            guess = estimate.seconds(estimate.load(placements.placed(shared)), 0)
-            pairs.append((guess, cost_of(known, placements.layout(shared), rates).seconds))
+    places = Places(known, asked)
+    estimate, pairs = Estimate(known, asked, places), []
+    for stays, streamed in product(range(0, SHARES + 1, 4), repeat=2):
+        placement = mixed(places, Mix(stays, streamed, SHARES))
+        guess = estimate.seconds(placement, 0)
+        pairs.append((guess, cost_of(known, places.layout(placement), rates).seconds))
     best = min(pairs)[1]
     assert best <= 1.1 * min(simulated for _, simulated in pairs)
 

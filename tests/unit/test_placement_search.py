@@ -17,7 +17,7 @@ from strategies.planner.addresses import place, slot_pools, weight_packing
 from strategies.planner.buckets import block_bytes
 from strategies.planner.least_memory import least_memory
 from strategies.planner.placement_search import PlacementSearch
-from strategies.planner.state_placement import OffloadRequest, StatePlacements
+from strategies.planner.places import OffloadRequest, Places
 from strategies.planner.step_cost import cost_of
 from strategies.planner.weight_schedule import ASSUMED, fitted
 from tests.helpers.layouts import facts_of, homes_of, random_facts, transformer
@@ -274,8 +274,8 @@ def test_where_memory_is_scarce_a_head_of_many_words_has_no_slot_for_its_gradien
 def test_room_is_used_although_the_first_schedules_cannot_be_packed() -> None:
     """The last resort, every weight at the last moment, would take a third of the room, and much more time."""
     known = transformer(16, words=3100, groups=False)
-    placements = StatePlacements(known, request(site="host"))
-    last = placements.all()[-1]
+    placements = Places(known, request(site="host"))
+    last = placements.ladder()[-1]
     indices, room = list(placements.offloadable(last)), 2_173_244
     made = fitted(known, placements.layout(last), indices, room, None)
     assert 0.9 * room < weight_packing(made).arena <= room
