@@ -162,11 +162,12 @@ def case(seed: int) -> dict[str, object]:
     layout = search.best()
     took = time.process_time() - began
     usual = SiteSearch(facts, request, Places(facts, request), request.host_bytes)
-    ours = tuple(
-        next(one for one in choices if (one.site, one.grad_home) == (bucket.site, bucket.grad_home))
-        for bucket, choices in zip(layout.buckets, usual.places.choices, strict=False)
-    )
-    start = ours if len(layout.buckets) == len(usual.places.buckets) else None
+    start = None
+    if [bucket.name for bucket in layout.buckets] == [bucket.name for bucket in usual.places.buckets]:
+        start = tuple(
+            next(one for one in choices if (one.site, one.grad_home) == (bucket.site, bucket.grad_home))
+            for bucket, choices in zip(layout.buckets, usual.places.choices, strict=True)
+        )
     seconds = usual.seconds(layout)
     known = min(seconds, best_known(usual, request.device_bytes, start, Random(seed)))
     return {"seed": seed, "name": name, "ours": seconds, "best_known": known, "cpu_s": took}

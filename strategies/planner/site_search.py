@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from itertools import islice, product, starmap
 from math import inf
 from random import Random
@@ -31,15 +31,15 @@ from strategies.planner.places import OffloadRequest, Place, Placement, Places, 
 from strategies.planner.simulate import simulated_period
 from strategies.planner.step_cost import evictions_of, problem_of, seconds_of, unit_seconds
 
-EFFORT = 1500  # buckets in all plans of a climb
+EFFORT = 1000  # buckets in all plans of a climb
 MOST_TRIED = 60  # plans of a climb, of few buckets
 SLOWER = 1.03  # times the best: what is estimated to take longer is not worked out
 FEW = 12  # weight schedules that are compared to rank a placement
 MOVES = 20  # drawn for each that is worked out, at most
 LONGEST = 4  # at most one in so many of the buckets move together
-SHARES = 16  # parts that a mix counts in
-BEST = 3  # mixes of each streamed share that are worked out
-MANY = 120  # buckets of which fewer mixes are made
+SHARES = 64  # parts that a mix counts in
+LESS = 2  # shares that a mix keeps less on the device than may fit
+STARTS = 12  # mixes that are worked out, the best by the estimate
 SAME = 1e-6  # a relative gain that is not worth a move
 Measure: TypeAlias = Callable[[Placement], float]
 
@@ -97,13 +97,14 @@ class SiteSearch:
         as_it_is = (one for one in self.places.ladder() if self.places.sizes(one).device <= device_room)
         for placement in (*islice(as_it_is, 1), *(self.places.like(one.places, one.placement) for one in near)):
             walk.consider(placement)
-        walk.start()
-        walk.climb(Random(device_room), int(effort * min(MOST_TRIED, EFFORT / len(self.places.buckets))), self._bound)
+        most = int(effort * min(MOST_TRIED, EFFORT / len(self.places.buckets)))
+        walk.start(most)
+        walk.climb(Random(device_room), most, self._bound)
         return None if walk.best is None else self.timed(walk.best, device_room)
 
     def estimated(self, device_room: int) -> float | None:
         """The estimated seconds of the best mix; None if none may fit. It may turn out not to fit."""
-        some = starmap(Mix, product(range(SHARES + 1), range(0, SHARES + 1, SHARES // 4), [SHARES]))
+        some = starmap(Mix, product(range(0, SHARES + 1, SHARES // 16), range(0, SHARES + 1, SHARES // 4), [SHARES]))
         found = min(self._estimated(device_room, mixed(self.places, mix)) for mix in some)
         return found if found < inf else None
 
@@ -167,31 +168,29 @@ class _Walk:
             if seconds < self._seconds * (1 - SAME):
                 self.best, self._seconds = placement, seconds
 
-    def start(self) -> None:
-        """Consider mixes: the best by the estimate of each share that is streamed; then change shares of the best."""
-        places, found = self._places, dict[Mix, float]()
+    def start(self, most: int) -> None:
+        """Consider mixes: the best by the estimate, and at most so many near the best of them."""
+
+        def estimate(mix: Mix) -> float:
+            return self._estimate(mixed(self._places, mix))
 
         def time(mix: Mix) -> float:
             """Infinite if it does not fit, or the estimate finds it slower than the best so far."""
-            if mix not in found:
-                placement = mixed(places, mix)
-                hopeful = self._estimate(placement) <= SLOWER * self._seconds
-                if hopeful:
-                    self.consider(placement)
-                found[mix] = self._times[placement] if hopeful else inf
-            return found[mix]
+            placement = mixed(self._places, mix)
+            if len(self._times) < STARTS + most and self._estimate(placement) <= SLOWER * self._seconds:
+                self.consider(placement)
+            return self._times.get(placement, inf)
 
-        few = len(places.buckets) <= MANY
-        sent, ends = ([0, SHARES // 2, SHARES], [0, 1, 2]) if few else ([0, SHARES], [0])
-        for streamed in range(0, SHARES + 1, SHARES // 4):
-            some = starmap(Mix, product(range(0, SHARES + 1, 2), [streamed], sent, ends, [True]))
-            timed = sorted((seconds, mix) for mix in some if (seconds := self._estimate(mixed(places, mix))) < inf)
-            for _, mix in timed[:BEST]:
-                time(mix)
-        best, step = min(found, key=found.__getitem__, default=None), SHARES // 8
-        while best is not None and step:
-            moved = min(best.near(step), key=time)
-            best, step = (moved, step) if found[moved] < found[best] else (best, step // 2)
+        found = dict[Mix, float]()
+        for seed in starmap(Mix, product([0], range(0, SHARES + 1, SHARES // 4), [0, SHARES], range(3))):
+            fits = _descended(seed, estimate, SHARES // 4, ["stays"])
+            # What just fits by its sizes may not be packed, so that a little less is a start as well.
+            found |= {one: estimate(one) for one in (fits, fits._replace(stays=max(0, fits.stays - LESS)))}
+        for mix in sorted(found, key=found.__getitem__)[:STARTS]:
+            time(mix)
+        best = min(found, key=lambda mix: self._times.get(mixed(self._places, mix), inf))
+        if time(best) < inf:
+            _descended(best, time, SHARES // 8, Mix._fields)
 
     def climb(self, random: Random, most: int, bound: float) -> None:
         """Try at most so many moves from the best placement, unless it takes as long as ``bound``."""
@@ -233,13 +232,22 @@ class Mix(NamedTuple):
     ends: int = 0
     even: bool = True
 
-    def near(self, step: int) -> list[Mix]:
-        """Mixes with one part changed by ``step``, or another end, or in the other order."""
-        found = [self._replace(even=not self.even)]
+    def near(self, step: int, parts: Sequence[str]) -> list[Mix]:
+        """Mixes with one of ``parts`` changed by ``step``, or another end, or in the other order."""
+        found = [self._replace(even=not self.even)] if "even" in parts else []
         for name, by, most in (("ends", 1, 2), *((part, step, SHARES) for part in ("stays", "streamed", "sent"))):
             now = getattr(self, name)
-            found += [self._replace(**{name: to}) for to in (now - by, now + by) if 0 <= to <= most]
+            found += [self._replace(**{name: to}) for to in (now - by, now + by) if 0 <= to <= most and name in parts]
         return found
+
+
+def _descended(mix: Mix, cost: Callable[[Mix], float], step: int, parts: Sequence[str]) -> Mix:
+    """The mix that changes by ``step``, then by less and less, lead to from ``mix``: each the best of those near."""
+    costs = cache(cost)
+    while step:
+        moved = min(mix.near(step, parts), key=costs)
+        mix, step = (moved, step) if costs(moved) < costs(mix) else (mix, step // 2)
+    return mix
 
 
 @lru_cache(maxsize=4096)
