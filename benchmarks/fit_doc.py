@@ -14,12 +14,10 @@ from typing import Any
 
 from strategies.core.facts import Home
 from strategies.core.sizes import SHARE, human
-from strategies.report import fit_table
-from strategies.report.fit_table import FitRow
 from strategies.report.table import table
 from trainer.dist.ranks import Ranks
 from trainer.machine.profiles import profile, sized
-from trainer.planning.fit import LORA_RANK, Fit, config_of, unwritten
+from trainer.planning.fit import LORA_RANK, Fit, FitRow, config_of, lines, unwritten
 
 CARD, DEVICE, HOST = "rtx4090-pcie4", 24, 64  # GiB
 MACHINE = f"--profile {CARD} --gpu-memory {DEVICE}GiB --host-memory {HOST}GiB"
@@ -114,7 +112,7 @@ def section(name: str, kind: str, sizes: Sequence[int]) -> Iterator[str]:
     yield f"## {name}\n"
     yield f"    python launch/plan.py --fit {MACHINE} {' '.join(overrides)}\n"
     yield "```"
-    yield from [*fit.heading(), "", *fit_table.lines(rows)]
+    yield from [*fit.heading(), "", *lines(rows)]
     yield "```\n"
     biases = " + biases" if kind == "qwen2" else ""
     formula = f"2 V h + L (2 h² + 2 h k + 3 h f + 2 h{biases}) + h; k: width of the keys"

@@ -26,10 +26,10 @@ from benchmarks.slow_lanes import DEVICE, LANES, Slow, slowly
 from strategies.engine import AdamW, stow
 from strategies.engine.transfer.transfer import Lane
 from tests.helpers import grid, sides
+from tests.helpers.doubles import RaceDetector
 from tests.helpers.engine import DECAY, LR, differences, plan_of
 from tests.helpers.models import Mixture, Odd, build
 from tests.helpers.pairwise import Row, Table
-from tests.helpers.race_detector import RaceDetector
 
 ROWS = Table(
     {

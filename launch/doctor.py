@@ -6,10 +6,9 @@
 Prints one row per fact, then ``ready``, or what to fix, each with the command that fixes it. The exit code is 0 if the
 machine is ready and 1 if something required is missing or wrong; warnings do not count.
 
-DeepSpeed compiles its C++ extensions at first use, silently, for a minute or two of the first run. ``--build`` compiles
-them beforehand, in another process, since a library may crash while it is loaded. ``--rates`` only measures the rates
-from which plans compute the time of a step, and stores them where plans look for them; nothing else should run
-meanwhile.
+DeepSpeed compiles its C++ extensions at first use, silently, for a minute or two of the first run; ``--build`` does so
+beforehand. ``--rates`` only measures the rates from which plans compute the time of a step, and stores them where plans
+look for them; nothing else should run meanwhile.
 """
 
 from __future__ import annotations
@@ -195,9 +194,8 @@ def measure_rates(path: Path) -> int:
 
 
 def op_row(op: Op, folder: Path, torch_folder: Path) -> Row:
-    """Whether the build of one op in ``folder`` is there and made for the torch in ``torch_folder``.
-
-    A build that was killed leaves a lock, and every later load waits for it without end.
+    """Whether the build of one op in ``folder`` is there and made for the torch in ``torch_folder``. A build that was
+    killed leaves a lock, and every later load waits for it without end.
     """
     library, lock, recipe = folder / f"{op.name}.so", folder / "lock", folder / "build.ninja"
     build = f"{sys.executable} launch/doctor.py --build"
@@ -213,7 +211,7 @@ def op_row(op: Op, folder: Path, torch_folder: Path) -> Row:
 
 
 def build_op(op: Op, folder: Path) -> Row | None:
-    """Compile and load one op in another process. Returns a row only if that fails."""
+    """Compile and load one op in another process, which that may crash. Returns a row only if it fails."""
     print(f"     building {op.name}, {op.takes}, cached in {folder} ...", flush=True)
     began_s = time.perf_counter()
     code = f"from deepspeed.ops.op_builder import {op.builder} as Builder; Builder().load(verbose=True)"
@@ -283,8 +281,7 @@ def examine(folder: Path, *, build: bool) -> Iterator[Row]:
         yield row
     if loads["torch"]:
         yield from find_devices()
-    if loads["torch"] and loads["deepspeed"]:
-        yield from op_rows(build=build)
+        yield from op_rows(build=build) if loads["deepspeed"] else ()
     yield from room_rows(folder)
     if loads["torch"]:
         yield rates_row(known_rates(probe()))

@@ -202,7 +202,7 @@ def show_file(path: Path | None) -> None:
     from strategies.report import plan_json
 
     if path is None:
-        print(json.dumps(plan_json.json_schema(), indent=2))
+        print(json.dumps(plan_json.PlanFile.model_json_schema(), indent=2))
         return
     try:
         found = plan_json.problems(path.read_text())

@@ -6,7 +6,6 @@
 Prints `bitwise equal` (exit code 0), or the largest difference per tensor and whether it is within the tolerance that
 the strategies declare (exit code 0 within, 1 beyond). With offload the copy gets so little memory that it moves what
 the plan of the real run moves, and each run prints what it moved. If nothing moves, nothing is claimed (exit code 1).
-A config that cannot be planned on this machine is refused in one line before anything is trained (exit code 2).
 
 With --checkpoint every byte is compared with the manifest, without loading anything: one line says what it is and that
 it is good (exit code 0), or one line for each file that is damaged, missing or too many (exit code 1).
@@ -63,10 +62,10 @@ def of_checkpoint(folder: Path) -> int:
     """Compare a checkpoint with its manifest and print the result; returns the exit code."""
     from strategies.core import sealed
     from strategies.core.sizes import human
-    from trainer.run import checkpoint, manifest
+    from trainer.run import checkpoint
 
     try:
-        seal, about = manifest.read(folder)
+        seal, about = checkpoint.read(folder)
     except sealed.Damaged as damaged:
         print(f"{folder}: damaged: {damaged}" if folder.is_dir() else f"{folder}: there is no such folder")
         return ExitCode.FAILED

@@ -121,8 +121,8 @@ class Offload(Strategy):
     )
     update_in_backward: bool | Literal["auto"] = Field(
         default="auto",
-        description="Updates start while backward runs, but for those that bring weights or state to the device; auto: "
-        "where nothing is clipped.",
+        description="Updates start while backward runs: those by the CPU, and those on the device that need no copies; "
+        "auto: where nothing is clipped.",
     )
 
     _stage: int = PrivateAttr(default=0)  # of strategies.zero, if that is on

@@ -161,8 +161,8 @@ class Layout:
     """All buckets in order of first use, and what decides when they move.
 
     Args:
-        in_backward: updates start as gradients land, but for those on the device that bring weights or state. These run
-            in forward order under the next forward, as all do otherwise, after the norm of all gradients.
+        in_backward: updates start as gradients land, but for those on the device that need copies. These run in forward
+            order under the next forward, as all do otherwise, after the norm of all gradients.
         reduction: how ranks that share a bucket add its gradients. "exact": each owner in the order of ranks; "fast":
             while they are sent, in the order of the library's reduce-scatter.
     """

@@ -6,14 +6,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from strategies.core.plan import Plan
+from strategies.core.plan import NONE, Keep, Plan
+from strategies.core.sizes import human
 from strategies.planner import gemm_routes
+from strategies.planner.activation_policy import FULL, SELECTIVE, KeepOption, by_policy
 from strategies.planner.step_cost import StepCost
 from strategies.planner.tasks import Resource
-from strategies.report import bucket_table, plan_json, plan_table, rank_grid, recompute_table
+from strategies.report import plan_json, plan_table
 from strategies.report.table import table
 
 WORTH = 0.1  # a part of the step that is worth a row
+POLICIES = ("policy", "blocks", "kept", "on the host", "freed", "paid", "operations again")
 
 
 def text(plan: Plan, cost: StepCost | None, advice: Sequence[str] = (), stages: Sequence[Plan] = ()) -> str:
@@ -22,8 +25,8 @@ def text(plan: Plan, cost: StepCost | None, advice: Sequence[str] = (), stages: 
     """
     lines = [plan_table.title(plan), *plan_table.summary(plan), *([headline(plan, cost)] if cost else [])]
     lines += ["what would change it most, estimated:", *advice] if advice else []
-    grid = [*rank_grid.picture(plan.facts.run.grid), *rank_grid.stage_table(stages)]
-    tables = (plan_table.lines(plan), gemm_routes.lines(plan), recompute_table.lines(plan), bucket_table.lines(plan))
+    grid = [*plan_table.grid_picture(plan.facts.run.grid), *plan_table.stage_table(stages)]
+    tables = (plan_table.lines(plan), gemm_routes.lines(plan), recompute_lines(plan), plan_table.bucket_lines(plan))
     for part in map(list, (grid, *tables, step_lines(cost) if cost else ())):
         lines += ["", *part] if part else []
     return "\n".join(lines)
@@ -35,7 +38,7 @@ def to_json(plan: Plan, cost: StepCost | None) -> dict[str, Any]:
         **plan_json.to_json(plan),
         **plan_table.to_json(plan),
         "linears": {path: asdict(routes) for path, routes in gemm_routes.chosen(plan).items()},
-        "recompute": recompute_table.to_json(plan),
+        "recompute": recompute_rows(plan),
         "simulated": cost.to_json() if cost else None,
     }
 
@@ -67,3 +70,54 @@ def step_lines(cost: StepCost) -> Iterator[str]:
     shared = {name: seconds for name, seconds in out.least.items() if name not in {each.value for each in Resource}}
     rows += [(name, f"{busy:.3g} s", "", "") for name, busy in shared.items() if busy > WORTH * cost.seconds]
     yield from table(("resource", "busy", "hidden", "on the critical path"), rows, {"busy", "hidden"})
+
+
+def recompute_rows(plan: Plan) -> list[dict[str, Any]]:
+    """Bytes kept and freed and what is computed again, of all blocks, per policy and for the plan; empty if nothing is
+    recomputed. Costs are per optimizer step; None: the machine's rates are unknown.
+    """
+    facts = plan.facts
+    if not any(plan.keep(unit.name).recomputes for unit in facts.units):
+        return []
+    units = [unit for unit in facts.units if unit.choices is not None]
+    options: dict[str, Sequence[KeepOption | Keep]] = {
+        name: [by_policy(unit, name) for unit in units] for name in (NONE, SELECTIVE, FULL)
+    }
+    options["this plan"] = [plan.keep(unit.name) for unit in units]
+    before = sum(unit.saved_bytes for unit in units)
+    return [_row(plan, name, before, chosen) for name, chosen in options.items()]
+
+
+def _row(plan: Plan, name: str, before: int, options: Sequence[KeepOption | Keep]) -> dict[str, Any]:
+    run, rates = plan.facts.run, plan.facts.machine.rates
+    kept = sum(option.saved_bytes for option in options)
+    seconds = [rates.seconds(option.again, run.precision) for option in options] if rates else None
+    return {
+        "policy": name,
+        "blocks": sum(option.policy != NONE for option in options),
+        "kept_bytes": kept,
+        "hosted_bytes": sum(option.hosted_bytes for option in options),
+        "freed_bytes": before - kept,
+        "flops": run.accumulation * sum(option.again.flops for option in options),
+        "seconds": None if seconds is None else run.accumulation * sum(seconds),
+    }
+
+
+def recompute_lines(plan: Plan) -> list[str]:
+    """The same as text."""
+    rates = plan.facts.machine.rates
+    rows = [
+        (
+            row["policy"],
+            str(row["blocks"]),
+            *(human(row[f"{what}_bytes"]) for what in ("kept", "hosted", "freed")),
+            "?" if row["seconds"] is None else f"{1e3 * row['seconds']:,.1f} ms",
+            f"{row['flops'] / 1e9:,.1f} GFLO",
+        )
+        for row in recompute_rows(plan)
+    ]
+    if not rows:
+        return []
+    origin = rates.origin if rates else "unknown"
+    title = f"recomputation, all blocks on one rank; paid per optimizer step, simulated; rates: {origin}"
+    return [title, *table(POLICIES, rows, POLICIES[1:])]

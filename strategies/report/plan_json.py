@@ -1,13 +1,8 @@
 """``plan.json``: a plan in full, so that another engine can carry it out; its schema; and reading it back.
 
-What an engine needs: ``parameters`` (which bucket, at which offset in it), ``buckets`` (where each is updated, when its
-weight is on the device, its addresses), ``layout`` (clipping, accumulation, when updates run), ``arenas`` (bytes per
-home), ``slots`` (addresses that buckets use in turn), ``shared`` (memory of no bucket: scratch, room for saved
-tensors), ``ticks`` (what is fetched and evicted when, and which gradients are complete), ``updates`` (their order), and
-``units`` (what each keeps for backward). The other keys are for people and for later runs.
-
-Offsets and sizes of parameters are in elements, all else in bytes. Ranges of ticks are half-open; tick i is the forward
-of unit i, and 2 n - 1 - i its backward.
+An engine needs ``parameters`` to ``updates``, and of ``units`` what each keeps for backward; the other keys are for
+people and for later runs. Offsets and sizes of parameters are in elements, all else in bytes. Ranges of ticks are
+half-open; tick i is the forward of unit i, and 2 n - 1 - i its backward.
 
 Invariant. ``problems`` reads a file with the rules of ``strategies/core/validate.py`` and finds nothing exactly if the
 engine here could carry it out. ``VERSION`` changes with every key that gets another meaning.
@@ -136,7 +131,7 @@ class PlanFile(Entry):
     layout: LayoutEntry | None
     arenas: dict[Home, int]
     slots: list[SlotEntry]
-    shared: dict[Item, SpotEntry]
+    shared: dict[Item, SpotEntry]  # of no bucket: scratch, room for saved tensors
     ticks: list[TickEntry]
     updates: list[str] = Field(description="buckets in the order of their updates")
     rows: list[dict[str, Any]]
@@ -151,19 +146,15 @@ class PlanFile(Entry):
     )
 
 
-def json_schema() -> dict[str, Any]:
-    """The JSON schema of ``plan.json``, made from the types above."""
-    return PlanFile.model_json_schema()
-
-
 def to_json(plan: Plan) -> dict[str, Any]:
     """What an engine needs, as JSON types: the first keys of ``PlanFile`` without ``facts``."""
     layout, addresses = plan.layout, plan.addresses
     found: dict[str, Any] = {"schema_version": VERSION, "units": [_unit(plan, unit) for unit in plan.facts.units]}
-    found |= {key: [] for key in ("parameters", "buckets", "slots", "ticks", "updates")}
-    found |= {"layout": None, "arenas": {}, "shared": {}}
     if layout is not None and addresses is not None:
         found |= _stowed(layout, addresses)
+    else:
+        found |= {key: [] for key in ("parameters", "buckets", "slots", "ticks", "updates")}
+        found |= {"layout": None, "arenas": {}, "shared": {}}
     made: dict[str, Any] = to_jsonable_python(found)
     return made
 
@@ -176,12 +167,12 @@ def _stowed(layout: Layout, addresses: Addresses) -> dict[str, Any]:
             for name, offset, size in zip(b.params, b.offsets, b.sizes, strict=True)
         ],
         "buckets": [_entry(bucket, addresses) for bucket in layout.buckets],
-        "layout": {name: getattr(layout, name) for name in _SETTINGS},
-        "arenas": {home: addresses.num_bytes(home) for home in Home},
         "slots": slots(addresses),
-        "shared": {item: SpotEntry.of(spot) for (name, item), spot in addresses.spots.items() if not name},
         "ticks": ticks(layout),
         "updates": updates(layout),
+        "layout": {name: getattr(layout, name) for name in _SETTINGS},
+        "arenas": {home: addresses.num_bytes(home) for home in Home},
+        "shared": {item: SpotEntry.of(spot) for (name, item), spot in addresses.spots.items() if not name},
     }
 
 
@@ -217,30 +208,19 @@ def slots(addresses: Addresses) -> list[SlotEntry]:
 def ticks(layout: Layout) -> list[TickEntry]:
     """What happens at each tick of an iteration."""
     count, at = layout.num_ticks, ticks_of(layout.units)
-    begins: dict[int, list[str]] = {}
-    ends: dict[int, list[str]] = {}
-    done: dict[int, list[str]] = {}
+    found = [TickEntry(unit=unit, direction="forward", fetch=[], evict=[], gradients=[]) for unit in layout.units]
+    found += [each.model_copy(update={"direction": "backward"}, deep=True) for each in reversed(found)]
     for bucket in layout.buckets:
         ranges = bucket.resident_ticks
         over_the_end = bool(ranges) and ranges[0][0] == 0 and ranges[-1][1] == count
         for start, end in ranges:
             if start or not over_the_end:
-                begins.setdefault(start, []).append(bucket.name)
+                found[start].fetch.append(bucket.name)
             if end < count or not over_the_end:
-                ends.setdefault(end - 1, []).append(bucket.name)
+                found[end - 1].evict.append(bucket.name)
         if bucket.site is not Site.NONE:
-            done.setdefault(gradient_tick(bucket, at), []).append(bucket.name)
-    names = [*layout.units, *reversed(layout.units)]
-    return [
-        TickEntry(
-            unit=name,
-            direction="forward" if tick < count // 2 else "backward",
-            fetch=begins.get(tick, []),
-            evict=ends.get(tick, []),
-            gradients=done.get(tick, []),
-        )
-        for tick, name in enumerate(names)
-    ]
+            found[gradient_tick(bucket, at)].gradients.append(bucket.name)
+    return found
 
 
 def updates(layout: Layout) -> list[str]:

@@ -14,14 +14,20 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter
 
 from strategies.core.facts import Unit, UnitKind
+from strategies.core.grid import Cell, Grid
+from strategies.core.layout import Addresses, Bucket, Item, Layout, Site, largest_shared, leads, ticks_of, uses
 from strategies.core.plan import Home, Kind, Plan, When
 from strategies.core.sizes import human
 from strategies.planner.budget import loading_bytes
+from strategies.planner.exchanges import crosses, leaving, sum_bound
+from strategies.planner.memory_rows import UPDATES
 from strategies.report.table import table as aligned
 
+BUCKETS = ("buckets", "bytes", "update", "gradients wait", "weights", "address on the device")
 HEADER = ("unit", "home", "each rank", *(kind.value for kind in Kind), "decided by", "why")
 IN_RAM = {Home.DEVICE: "this machine's RAM", Home.HOST: "the same RAM"}  # without an accelerator
 SAVED = "saved for backward"
+SHOWN = 8  # copies and stages side by side; of more, the first ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,3 +183,125 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "deepspeed": plan.engine(),
         "idle": dict(plan.idle),
     }
+
+
+# --- buckets ---------------------------------------------------------------------------------------------------------
+
+
+def bucket_lines(plan: Plan) -> list[str]:
+    """Which buckets are updated where, when their weights travel, and their addresses; empty if nothing is stowed. All
+    of one kind share a row, wherever they stand; ``plan.json`` lists each of them.
+    """
+    layout, addresses = plan.layout, plan.addresses
+    if layout is None or addresses is None:
+        return []
+    kinds = {unit.name: unit.kind for unit in plan.facts.units}
+    groups: dict[tuple[object, ...], list[Bucket]] = {}
+    for bucket in layout.buckets:
+        # Embedding, blocks and head each have rows of their own; a bucket of several units is of the first one's kind.
+        grads = (bucket.grad_home, bucket.grad_split, bucket.grad_direct)
+        key = (bucket.site, grads, bucket.resident, kinds[bucket.units[0]])
+        groups.setdefault(key, []).append(bucket)
+    return [
+        *aligned(BUCKETS, (_bucket_cells(some, layout, addresses) for some in groups.values())),
+        *_sums(plan, layout),
+    ]
+
+
+def _sums(plan: Plan, layout: Layout) -> Iterator[str]:
+    """How ranks add gradients, what that changes in a sum, and its bytes."""
+    fast, shared = layout.reduction == "fast", [bucket for bucket in layout.buckets if bucket.ways > 1]
+    size = human(largest_shared(layout))
+    if not shared:
+        if fast:
+            yield "reduction: fast has no effect, since no ranks share a gradient"
+        return
+    ranks, dtype = shared[0].ways, shared[0].dtype
+    words = f"exact, in the order of ranks; {size} of the device receive them"
+    if fast:
+        bound = f"at most {sum_bound(ranks, dtype):.2g} of the sizes of its parts ({dtype})"
+        words = f"fast, on their way, which saves {size} of the device; a sum differs from the exact one by "
+        words += bound if ranks > 2 else "nothing, since two numbers have one sum"
+    if crosses(plan.facts):
+        here, other = (leaving(plan.facts, each) for each in (("fast", "exact") if fast else ("exact", "fast")))
+        words += f"; {here:.0%} of each go to other machines ({'exact' if fast else 'fast'}: {other:.0%})"
+        if plan.facts.machine.rates and not plan.facts.machine.rates.net_across_bytes_per_s:
+            words += ", how fast is unknown here: simulated as if all were on one"
+    yield f"gradients of {ranks} ranks are added: {words}"
+
+
+def _bucket_cells(some: Sequence[Bucket], layout: Layout, addresses: Addresses) -> tuple[str, ...]:
+    first, last = some[0], some[-1]
+    name = first.name if len(some) == 1 else f"{first.name} to {last.name} ({len(some)})"
+    spots = [addresses.of(bucket.name, Item.WEIGHT) for bucket in some]
+    where = f"{human(min(s.offset for s in spots))} to {human(max(s.end for s in spots))}"
+    how = ", shared" * first.grad_split + ", without a slot" * first.grad_direct
+    waits = "" if first.site is Site.NONE else f"on the {first.grad_home.value}{how}"
+    total = human(sum(bucket.weight_bytes for bucket in some))
+    return (name, total, UPDATES[first.site], waits, _travels(some, layout), where)
+
+
+def _travels(some: Sequence[Bucket], layout: Layout) -> str:
+    if some[0].resident:
+        return "stay"
+    forward, backward = zip(*(leads(bucket, layout) for bucket in some), strict=True)
+    ticks, turn = ticks_of(layout.units), layout.num_ticks // 2
+    if all(uses(bucket, ticks)[-1] < turn for bucket in some):
+        return f"come {_numbers(forward)} ticks ahead in forward"
+    return f"come {_numbers(forward)} ticks ahead in forward, {_numbers(backward)} in backward"
+
+
+def _numbers(numbers: Iterable[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+# --- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def grid_picture(grid: Grid) -> list[str]:
+    """Who holds which part of the model, and who talks to whom; no lines if every rank has a whole copy."""
+    if grid.is_plain:
+        return []
+    copies, stages = range(min(grid.replicas, SHOWN)), range(min(grid.stages, SHOWN))
+    cells = [[_ranks(grid, stage, copy) for copy in copies] for stage in stages]
+    widths = [max(len(f"data {copy}"), *(len(row[copy]) for row in cells)) for copy in copies]
+    names = [f"stage {stage}" for stage in stages] if grid.stages > 1 else [""]
+    lead = max(map(len, names))
+
+    def line(name: str, parts: Sequence[str]) -> str:
+        padded = (part.ljust(width) for part, width in zip(parts, widths, strict=True))
+        return "  ".join([f"  {name.ljust(lead)}", *padded]).rstrip()
+
+    more = ["..."] if grid.replicas > SHOWN else []
+    lines = [f"ranks: {grid}", line("", [f"data {copy}" for copy in copies]) + "".join(f"  {each}" for each in more)]
+    for stage in stages:
+        lines += [line("", [" " * (len(cells[stage][copy]) // 2) + "|" for copy in copies])] if stage else []
+        lines.append(line(names[stage], cells[stage]))
+    lines += [line("...", [""] * len(copies))] if grid.stages > SHOWN else []
+    said = ["= exchange in every layer"] if grid.tensor > 1 else []
+    said += ["| send hidden states and their gradients"] if grid.stages > 1 else []
+    said += ["ranks of a row add up gradients once per step"] if grid.replicas > 1 else []
+    return [*lines, "  " + "; ".join(said)]
+
+
+def _ranks(grid: Grid, stage: int, copy: int) -> str:
+    found = [str(grid.rank(Cell(stage, copy, part))) for part in range(grid.tensor)]
+    return " = ".join(found if len(found) <= SHOWN // 2 else [found[0], found[1], "..", found[-1]])
+
+
+def stage_table(plans: Sequence[Plan]) -> list[str]:
+    """What each stage holds, by the ``plans`` of the stages in order; none for a single one."""
+    if len(plans) < 2:
+        return []
+    header = ("stage", "units", "parameters", "training state", "saved", "peak", "of")
+    rows = []
+    for number, plan in enumerate(plans):
+        facts = plan.facts
+        assert facts.cut is not None
+        parts = [facts.cut.parts[part] for part in facts.cut.of_stage(number)]
+        units = ", ".join(part[0] if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in parts)
+        saved = facts.run.in_flight * sum(plan.saved_bytes(unit.name) for unit in facts.units)
+        sizes = (plan.states(Home.DEVICE), saved, plan.peak(Home.DEVICE), facts.machine.device_bytes)
+        rows.append((str(number), units, f"{facts.num_params / 1e6:,.1f} M", *map(human, sizes)))
+    return ["each rank of a stage, on its device:", *aligned(header, rows, header[2:])]

@@ -8,12 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 def table(
     header: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str] = (), *, markdown: bool = False
 ) -> list[str]:
-    """The lines of a table: column names, dashes, then one line per row.
-
-    Args:
-        rows: one cell per column of ``header``.
-        right: names of columns that are aligned to the right.
-    """
+    """The lines of a table: column names, dashes, then one line per row; columns in ``right`` are right-aligned."""
     lines = [tuple(header), *map(tuple, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     padded = [

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import simulated
+from strategies.engine.transfer.transfer import AcceleratorTransfer
+from tests.helpers import sides, simulated
 
 HERE = Path(__file__).parent
 COPIES_US, KERNELS_US = 300, 100  # the longest delays; many times what the small models' kernels take
@@ -40,3 +41,13 @@ def device(_loaded: None) -> Iterator[Any]:
     found.limit(0)
     yield found
     torch.accelerator.synchronize()
+
+
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """The device, on which scripts train under two layouts: the others mix what these do, or move nothing."""
+    where = torch.device(simulated.NAME, 0)
+    monkeypatch.setattr(sides.ground, "device", where)
+    monkeypatch.setattr(sides.ground, "transfer", lambda: AcceleratorTransfer(where))
+    monkeypatch.setattr(sides.ground, "layouts", sides.TWO)
+    return where

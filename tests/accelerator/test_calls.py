@@ -1,7 +1,6 @@
 """How the runtime calls a device, beside what it computes there."""
 
 import threading
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -9,20 +8,15 @@ import torch
 from torch import nn
 
 from strategies.engine.memory import accelerator
-from strategies.engine.transfer.transfer import AcceleratorTransfer, Lane
+from strategies.engine.transfer.transfer import AcceleratorTransfer, Event, Lane
 from strategies.engine.transfer.worker import Worker
 from strategies.engine.updating.norms import together
-from tests.helpers.engine import plan_of, stowed
-from tests.helpers.models import build, tokens
+from tests.helpers import sides
+from tests.helpers.models import build
 from trainer.machine.block_timing import UnitClock
 from trainer.machine.probe import probe
 
 SLOW_US = 200_000
-
-
-@pytest.fixture
-def there() -> torch.device:
-    return torch.device("sim", 0)
 
 
 def test_the_table_and_what_torch_says(there: torch.device) -> None:
@@ -123,14 +117,44 @@ def test_norms_from_the_host_go_up_together(device: Any, there: torch.device) ->
     assert [value.item() for value in found] == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
-@pytest.mark.parametrize("site", ["host", "streamed", "device"])
-def test_nobody_waits_within_a_step(site: str, device: Any) -> None:
-    """Copies of pageable memory make the host wait, and so do numbers that it asks for: the losses, and none else."""
-    model = build("llama")
-    plan: Any = plan_of(model, site=site, weights="travelling", max_norm=0.5)
-    counts: list[dict[str, int]] = []
-    batches = [{name: value.to("sim") for name, value in batch.items()} for batch in tokens("llama", 6)]
-    model.register_forward_pre_hook(lambda *_: counts.append(device.counts()))
-    stowed(model, plan, batches, max_norm=0.5, transfer=AcceleratorTransfer(torch.device("sim:0")), device="sim:0")
-    waits = [after["sync_copies"] - before["sync_copies"] for before, after in pairwise(counts[2:])]
-    assert waits and max(waits) == 0
+class Watched(AcceleratorTransfer):
+    """Counts the events that the thread of the loop waits for; the worker's waits are its own affair: it sleeps."""
+
+    waited = 0
+
+    def host_wait(self, *events: Event | None) -> None:
+        self.waited += threading.current_thread() is threading.main_thread()
+        super().host_wait(*events)
+
+
+def waits(device: Any, layout: str, fused: bool = True, norm: float = 0.5, accumulation: int = 1) -> int:
+    """Copies and events that the loop waited for in two steps after two that warm up."""
+    model, moves = build("llama"), Watched(sides.ground.device)
+    optimizer = sides.stowed(model, layout, fused, moves, max_norm=norm, accumulation=accumulation)
+    batches = [{name: value.to("sim") for name, value in batch.items()} for batch in sides.BATCHES[:accumulation]]
+    for number in range(4):
+        if number == 2:
+            before = device.counts()["sync_copies"] + moves.waited
+        for batch in batches:
+            model(**batch).loss.backward()
+        if norm:
+            optimizer.clip_grad_norm_(norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    found: int = device.counts()["sync_copies"] + moves.waited - before
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize(("norm", "accumulation"), [(0.0, 1), (0.5, 1), (0.5, 2)])
+@pytest.mark.parametrize("layout", sides.LAYOUTS)
+@pytest.mark.usefixtures("there")
+def test_nobody_waits_within_a_step(layout: str, norm: float, accumulation: int, device: Any) -> None:
+    """Copies of pageable memory make the host wait, and so do numbers that it asks for."""
+    assert waits(device, layout, True, norm, accumulation) == 0
+
+
+@pytest.mark.usefixtures("there")
+def test_what_waits_is_counted(device: Any) -> None:
+    """Torch's kernel that is not fused asks for its counts one by one."""
+    assert waits(device, "device, resident", fused=False) > 0

@@ -27,11 +27,7 @@ TABLE = Table(
 )
 
 
-def titled(row: Row) -> str:
-    return f"{title({name: level for name, level in row.items() if name != 'dtype'})}-{row['dtype']}"
-
-
-@pytest.mark.parametrize("row", [pytest.param(row, id=titled(row)) for row in TABLE.rows()])
+@pytest.mark.parametrize("row", [pytest.param(row, id=title(row)) for row in TABLE.rows()])
 def test_bits(row: Row) -> None:
     case: dict[str, Any] = {name: level for name, level in row.items() if name != "dtype"}
     dtype: Any = row["dtype"]

@@ -18,7 +18,8 @@ from tests.accelerator.conftest import COPIES_US, KERNELS_US, library
 from tests.accelerator.rank import in_group, started, through_a_config
 from tests.accelerator.test_trainer import config_of, left
 from tests.helpers.engine import plan_of
-from tests.helpers.models import build, tokens
+from tests.helpers.grid import batches_on
+from tests.helpers.models import build
 from tests.helpers.pairwise import Row, Table
 from tests.helpers.simulated import collectives
 from tests.parity.test_engine_shares import CASE, FACTORS, FEW, FORBIDDEN, train
@@ -62,8 +63,7 @@ def waits(ranks: Ranks, group: Any) -> list[dict[str, int]]:
         model: Any = build("llama")
         plan: Any = plan_of(model, site=site, weights="travelling", max_norm=0.5, ranks=ranks.world_size)
         optimizer = stow(model, plan, device=DEVICE, process_group=group)
-        batches = [{key: value.to(DEVICE) for key, value in batch.items()} for batch in tokens("llama", 4)]
-        for number, batch in enumerate(batches):
+        for number, batch in enumerate(batches_on(DEVICE, "llama", 4)):
             if number == 2:
                 before = library().counts()
             model(**batch).loss.backward()

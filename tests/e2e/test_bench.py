@@ -1,20 +1,15 @@
 """Every contender of every theme of the bench runs: once, on the smallest model, and can train on afterwards.
 
-Each runs in a process of its own, as under ``launch/bench.py``, but forked from one that has its imports: that costs a
-second instead of ten. The command itself, with fresh processes, runs two of them.
+All of one number of ranks run in the same processes, one after the other: to import what they need takes longer. The
+command itself, with fresh processes, runs two of them.
 """
 
-import gc
 import importlib
 import json
 import math
-import multiprocessing
-import os
-import sys
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +23,7 @@ from benchmarks.harness.work import Contender
 from launch import bench
 from strategies.engine.memory import accelerator
 from trainer.dist.ranks import Ranks
-from trainer.dist.spawn import PRELOAD, run_world
+from trainer.dist.spawn import run_world
 
 pytestmark = [
     pytest.mark.slow,
@@ -39,53 +34,17 @@ pytestmark = [
 ]
 WORK = work.work("tiny", steps=1)
 BUDGET = "1500KiB"  # everything travels: 1468 KiB is the least
-CASES = [("offload", each) for each in work.contenders([], [BUDGET])] + [("recompute", each) for each in work.RECOMPUTE]
+CASES = [
+    *((1, "offload", each) for each in work.contenders([], [BUDGET])),
+    *((1, "recompute", each) for each in work.RECOMPUTE),
+    *((2, "offload", each) for each in work.OFFLOAD_OVER_RANKS),
+]
 # Compiled for real a contender takes a minute. One goes through the partitioner, which is what looks at the budget; the
 # others show only that the compiled module trains.
 BACKENDS = {"compile": "eager", "compile-budget-50": "eager", "compile-budget-20": "aot_eager_decomp_partition"}
 UPDATES = {"deepspeed-zero2", "deepspeed-zero3"}  # cannot forget gradients
 ROUNDS = {*UPDATES, "compile-budget-20"}  # round otherwise: DeepSpeed's kernel and the decompositions of a compiler
-LOADED = [
-    "deepspeed.runtime.engine", "deepspeed.runtime.zero.stage3", "deepspeed.runtime.zero.muon.muon_optimizer",
-    "launch.bench", "strategies.report.full_report", "strategies.engine.forward.routed_linear",
-    "torch._dynamo.backends.debugging", "torch._dynamo.convert_frame",
-    "torch._inductor.compile_fx", "torch.distributed.fsdp", "torch.utils.flop_counter",
-    "benchmarks.harness.child", "benchmarks.harness.linear", "benchmarks.harness.peers", "benchmarks.harness.recompute",
-    "trainer.run.plan_check", "trainer.planning.plan_for", "transformers.models.llama.modeling_llama",
-]  # fmt: skip
-
 Results = Mapping[str, Mapping[str, Any]]
-
-
-# --- in other processes ----------------------------------------------------------------------------------------------
-
-
-def lead(jobs: Sequence[tuple[str, Callable[[], Any]]], folder: Path) -> None:
-    """In a process without kernels or groups: import what the jobs need, then each in a fork, in turn."""
-    from trainer.dist.ranks import settle_environment
-
-    for number in (1, 2):
-        os.dup2(os.open(folder / "log", os.O_CREAT | os.O_APPEND | os.O_WRONLY), number)
-    settle_environment(Ranks(), 1)
-    for name in LOADED:
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # what is shared is not copied by a collection
-    for label, job in jobs:
-        pid = os.fork()
-        if pid == 0:
-            fork(job, folder / label)
-        os.waitpid(pid, 0)
-
-
-def fork(job: Callable[[], Any], out: Path) -> None:
-    torch.set_num_threads(1)
-    try:
-        out.write_text(json.dumps(job()))
-    except BaseException:
-        out.write_text(json.dumps({"failed": traceback.format_exc()}))
-    sys.stdout.flush()
-    os._exit(0)
 
 
 def measured(contender: Contender, todo: work.Work = WORK) -> dict[str, Any]:
@@ -94,8 +53,9 @@ def measured(contender: Contender, todo: work.Work = WORK) -> dict[str, Any]:
     from benchmarks.harness import child
     from benchmarks.harness.contenders import Unavailable
 
+    compiles = torch.compile
     if contender.label in BACKENDS:
-        torch.compile = partial(torch.compile, backend=BACKENDS[contender.label])
+        torch.compile = partial(compiles, backend=BACKENDS[contender.label])
     if contender.label.startswith("deepspeed"):
         stand_in_for_cpu_adam()
     module, name = contender.maker.split(":")
@@ -113,13 +73,13 @@ def measured(contender: Contender, todo: work.Work = WORK) -> dict[str, Any]:
     except Unavailable as error:
         return {"failed": child.reason(error)}
     finally:
-        maker.close = close
+        maker.close, torch.compile = close, compiles
 
 
-def measured_over_ranks(ranks: Ranks, contenders: Sequence[Contender]) -> Results:
+def measured_in_turn(ranks: Ranks, cases: Sequence[tuple[str, Contender]]) -> Results:
     """One after the other, in the same processes."""
     todo = replace(WORK, ranks=ranks.world_size)
-    return {contender.label: measured(contender, todo) for contender in contenders}
+    return {f"{theme} {each.label}": measured(each, todo) for theme, each in cases}
 
 
 def stand_in_for_cpu_adam() -> None:
@@ -143,7 +103,7 @@ def stand_in_for_cpu_adam() -> None:
     CPUAdamBuilder.load = lambda self, *rest, **more: kernel
 
 
-def linear_bench(folder: Path) -> Any:
+def linear_bench(ranks: Ranks, folder: str) -> None:
     """The theme ``linear`` with one small layer and the smallest model."""
     from benchmarks.harness import linear
 
@@ -154,37 +114,24 @@ def linear_bench(folder: Path) -> Any:
         mock.patch.dict(linear.MODELS, {"small": ((8, 6),)}),
         mock.patch.object(processes, "surroundings", lambda: around),
     ):
-        assert bench.main([*words.split(), "--out", str(folder)]) == 0
-    (made,) = folder.glob("*_linear_*")
-    return json.loads((made / "record.json").read_text())
-
-
-def results(jobs: Sequence[tuple[str, Callable[[], Any]]], folder: Path) -> Results:
-    """What the jobs answer, by label."""
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    process = context.Process(target=lead, args=(jobs, folder))
-    process.start()
-    process.join(300)
-    assert process.exitcode == 0, (folder / "log").read_text()[-4000:]
-    return {label: json.loads((folder / label).read_text()) for label, _ in jobs if (folder / label).exists()}
+        assert bench.main([*words.split(), "--out", folder]) == 0
 
 
 # --- tests -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def everything(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """All that runs in one process: to import what it needs takes as long as many contenders."""
-    jobs = [(f"{theme} {each.label}", partial(measured, each)) for theme, each in CASES]
-    folder = tmp_path_factory.mktemp("bench")
-    return results([*jobs, ("linear", partial(linear_bench, folder))], folder)
+@cache
+def runs(num_ranks: int) -> Results:
+    """What all contenders answer, by theme and label."""
+    todo = [case for ranks, *case in CASES if ranks == num_ranks]
+    found: Results = run_world(num_ranks, measured_in_turn, todo, deepspeed=num_ranks > 1)  # a single one opens its own
+    return found
 
 
-def check(contender: Contender, runs: Results) -> None:
-    """``contender`` trained like plain torch, was measured, and went on as if nothing had been measured."""
-    assert contender.label in runs, "it ended without a result"
-    run, plain = runs[contender.label], runs[work.PLAIN]
+@pytest.mark.parametrize(("num_ranks", "theme", "contender"), CASES, ids=lambda one: getattr(one, "label", one))
+def test_a_contender(num_ranks: int, theme: str, contender: Contender) -> None:
+    """It trained like plain torch, was measured, and went on as if nothing had been measured."""
+    run, plain = (runs(num_ranks)[f"{theme} {label}"] for label in (contender.label, work.PLAIN))
     if contender.label == "torchao":  # moves to CUDA and XPU only
         assert run["failed"] == "not installed" or "only supports CUDA" in run["failed"]
         return
@@ -201,23 +148,6 @@ def check(contender: Contender, runs: Results) -> None:
         assert all(math.isfinite(loss) for loss in run["after"]) and run["after"][-1] < run["losses"][0]
     else:
         assert run["after"] == pytest.approx(plain["after"], rel=tolerance, abs=0)
-
-
-@pytest.mark.parametrize(("theme", "contender"), CASES, ids=lambda one: getattr(one, "label", one))
-def test_one_rank(theme: str, contender: Contender, everything: Results) -> None:
-    prefix = f"{theme} "
-    check(contender, {label.removeprefix(prefix): run for label, run in everything.items() if label.startswith(prefix)})
-
-
-@pytest.fixture(scope="module")
-def over_ranks() -> Results:
-    found: Results = run_world(2, measured_over_ranks, work.OFFLOAD_OVER_RANKS)
-    return found
-
-
-@pytest.mark.parametrize("contender", work.OFFLOAD_OVER_RANKS, ids=lambda contender: contender.label)
-def test_offload_over_ranks(contender: Contender, over_ranks: Results) -> None:
-    check(contender, over_ranks)
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -238,9 +168,10 @@ def test_the_command(tmp_path: Path) -> None:
     assert only["host_peak_bytes"] > only["host_before_bytes"] > 1 << 20
 
 
-def test_linear(everything: Results) -> None:
-    record = everything["linear"]
-    assert "failed" not in record, record["failed"]
+def test_linear(tmp_path: Path) -> None:
+    run_world(1, linear_bench, str(tmp_path), deepspeed=False)
+    (made,) = tmp_path.glob("*_linear_*")
+    record = json.loads((made / "record.json").read_text())
     assert [case["shape"]["inputs"] for case in record["cases"]] == [8]
     assert {mode: len(seconds) for mode, seconds in record["steps"][0]["seconds"].items()} == {
         "plain": 1, "native": 1, "minimal": 1, "adaptive": 1,

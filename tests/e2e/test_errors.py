@@ -23,7 +23,7 @@ def without_torch(folder: Path, *arguments: str) -> Result:
     """The command where importing torch, or anything else that takes a second, is an error."""
     stubs = folder / "stubs"
     stubs.mkdir(exist_ok=True)
-    for name in ("torch", "transformers", "deepspeed", "datasets", "accelerate", "numpy"):
+    for name in ("torch", "transformers", "deepspeed", "datasets", "accelerate", "numpy", "peft"):
         (stubs / f"{name}.py").write_text(f"raise AssertionError('{name} is imported')\n")
     return run([PYTHON, *arguments], folder, PYTHONPATH=f"{stubs}{os.pathsep}{REPO}")
 

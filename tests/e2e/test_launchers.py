@@ -3,11 +3,10 @@
 Every line of the output is accounted for: what we print, what the launcher prints, and nothing else.
 """
 
-import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -113,29 +112,10 @@ def test_the_run_folder(finished: Finished) -> None:
     assert {path.name for path in (folder / "export").iterdir()} >= {
         "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
     }  # fmt: skip
-
-
-def test_the_metrics(finished: Finished) -> None:
-    records = metrics(finished.folder)
-    training = [record for record in records if "loss" in record]
-    assert [record["step"] for record in training] == list(range(1, STEPS + 1))
-    for record in training:
-        for key in ("loss", "learning_rate", "grad_norm", "tokens_per_s"):
-            assert isinstance(record[key], float) and math.isfinite(record[key]), (key, record)
-    evaluations = [record for record in records if "eval_loss" in record]
-    assert [record["step"] for record in evaluations] == [0, STEPS]
-    for record in evaluations:
-        assert math.isclose(record["eval_perplexity"], math.exp(record["eval_loss"]))
-    assert evaluations[1]["eval_loss"] < evaluations[0]["eval_loss"]
-
-
-def test_the_export_opens(finished: Finished) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model: Any = AutoModelForCausalLM.from_pretrained(finished.folder / "export")
-    tokenizer: Any = AutoTokenizer.from_pretrained(finished.folder / "export")
-    ids = tokenizer("the model reads", return_tensors="pt")
-    assert model.generate(**ids, max_new_tokens=3, do_sample=False).shape[1] == ids["input_ids"].shape[1] + 3
+    records = metrics(folder)
+    assert [record["step"] for record in records if "loss" in record] == list(range(1, STEPS + 1))
+    before, after = (record for record in records if "eval_loss" in record)
+    assert (before["step"], after["step"]) == (0, STEPS) and after["eval_loss"] < before["eval_loss"]
 
 
 weights: dict[int, dict[str, str]] = {}

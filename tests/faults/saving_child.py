@@ -1,4 +1,4 @@
-"""What processes of ``test_saving.py`` do: one measures memory, one is killed."""
+"""What processes of ``test_saving.py`` do: they measure their memory while they save or load."""
 
 import json
 import os
@@ -44,10 +44,6 @@ def main(out: Path, what: str, folder: Path, site: str) -> None:
     optimizer = begin(site)
     if what != "save":
         optimizer.save(folder)
-    if what == "kill":
-        print("saving again", flush=True)
-        while True:
-            optimizer.save(folder)
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts from here
     before = memory("VmRSS")
     getattr(optimizer, what)(folder)

@@ -17,8 +17,7 @@ from tests.helpers.tiny import LLAMA, run_config
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
 from trainer.run import checkpoint, saving
-from trainer.run.checkpoint import complete, to_resume, verified
-from trainer.run.manifest import Manifest
+from trainer.run.checkpoint import Manifest, complete, to_resume, verified
 
 OPERATIONS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate"}
 MOST = 400  # more than a save has

@@ -7,7 +7,7 @@ from typing import Any
 
 from strategies.core.sealed import digest_of, seal
 from tests.helpers.tiny import LLAMA, run_config
-from trainer.run.manifest import KIND, About, DataFacts, Manifest, ModelFacts
+from trainer.run.checkpoint import KIND, About, DataFacts, Manifest, ModelFacts
 
 CONTENT: Mapping[str, bytes] = {"model.safetensors": b"weights", "inner/optimizer.pt": b"moments", "empty": b""}
 

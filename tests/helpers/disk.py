@@ -13,15 +13,14 @@ import random
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-FOLLOWED = (
-    "open,openat,write,writev,pwrite64,ftruncate,truncate,rename,renameat,renameat2,unlink,unlinkat,mkdir,mkdirat,rmdir,"
-    "fsync,fdatasync,close,dup,dup2,dup3,fcntl,lseek,read,mmap,clone,clone3,fork,vfork"
-)
+OF_DESCRIPTORS = ("write", "writev", "pwrite64", "ftruncate", "fsync", "fdatasync", "lseek", "read", "mmap")
+OF_PATHS = "open,openat,truncate,rename,renameat,renameat2,unlink,unlinkat,mkdir,mkdirat,rmdir"
+FOLLOWED = f"{','.join(OF_DESCRIPTORS)},{OF_PATHS}"
 REFUSED = "creat,pwritev,pwritev2,link,linkat,symlink,symlinkat,copy_file_range,sendfile,splice,fallocate"
 ROOT = 0  # the folder's own number
 
@@ -84,16 +83,6 @@ class Sync:
 
 
 Call = Write | Cut | Name | Rename | Sync
-
-
-@dataclass
-class _Open:
-    """An open file; descriptors that were duplicated share it."""
-
-    path: Path
-    number: int | None  # None: not below the folder
-    appends: bool
-    position: int = 0
 
 
 @dataclass
@@ -208,26 +197,20 @@ def put(root: Path, state: dict[str, bytes | None]) -> None:
 
 
 def record(command: Sequence[str], root: Path, log: Path, cwd: Path, environment: dict[str, str]) -> Recorded:
-    """Run ``command``; the calls of it and its children that change what is below ``root``, which is empty before."""
-    strace = ["strace", "-f", "-o", str(log), "-xx", "-s", "100000000", "-e", f"trace={FOLLOWED},{REFUSED}"]
+    """Run ``command``; the calls of it and its children that change what is below ``root``, which is empty before.
+
+    ``-y`` shows the path of each descriptor, as it is at the call, so that nobody has to follow those.
+    """
+    strace = ["strace", "-f", "-y", "-o", str(log), "-xx", "-s", "100000000", "-e", f"trace={FOLLOWED},{REFUSED}"]
     subprocess.run([*strace, *command], cwd=cwd, env=environment, check=True, stdout=subprocess.DEVNULL)
-    lines = list(_whole_lines(log))
-    reader = _Reader(root, cwd, dict(_parents(lines)))
-    for process, line in lines:
-        reader.read(process, line)
+    reader = _Reader(root, cwd)
+    for line in _whole_lines(log):
+        reader.read(line)
     return reader.recorded
 
 
-def _parents(lines: Sequence[tuple[str, str]]) -> Iterator[tuple[str, tuple[str, bool]]]:
-    """Each process and thread with its parent, and whether they share descriptors. A child may be seen earlier."""
-    for process, line in lines:
-        match = CALL.match(line)
-        if match and match[1] in ("clone", "clone3", "fork", "vfork") and match[3].isdigit():
-            yield match[3], (process, "CLONE_FILES" in match[2])
-
-
-def _whole_lines(log: Path) -> Iterator[tuple[str, str]]:
-    """Process and call of each line; a call that others have interrupted is one line, where it returned."""
+def _whole_lines(log: Path) -> Iterator[str]:
+    """Each call; one that others have interrupted is one line, where it returned."""
     begun: dict[str, str] = {}
     with log.open() as lines:
         for text in lines:
@@ -236,48 +219,103 @@ def _whole_lines(log: Path) -> Iterator[tuple[str, str]]:
             if line.endswith("<unfinished ...>"):
                 begun[process] = line.removesuffix("<unfinished ...>").rstrip()
             elif line.startswith("<... "):
-                yield process, begun.pop(process) + line.partition(" resumed>")[2]
+                yield begun.pop(process) + line.partition(" resumed>")[2]
             else:
-                yield process, line
+                yield line
 
 
-CALL = re.compile(r"(\w+)\((.*)\)\s+= (-?\d+|0x[0-9a-f]+|\?)")
+CALL = re.compile(r"(\w+)\((.*)\)\s+= (\d+|0x[0-9a-f]+)")  # of those that succeeded
 STRING = re.compile(r'"((?:\\x[0-9a-f]{2})*)"')
+HELD = re.compile(r"<((?:\\x[0-9a-f]{2})*)>")
+
+
+def _bytes(found: Sequence[str]) -> list[bytes]:
+    return [bytes.fromhex(each.replace("\\x", "")) for each in found]
 
 
 class _Reader:
-    """Follows descriptors and paths, process by process."""
+    """Turns calls into what they change. A file has one position: who writes to it opened it last, or appends."""
 
-    def __init__(self, root: Path, cwd: Path, parents: Mapping[str, tuple[str, bool]]) -> None:
+    def __init__(self, root: Path, cwd: Path) -> None:
         self.recorded = Recorded(root)
-        self._cwd, self._parents = cwd, parents
-        self._tables: dict[str, dict[int, _Open]] = {}
+        self._cwd = cwd
+        self._positions: dict[int, int] = {}
+        self._appended: set[int] = set()
 
-    def read(self, process: str, line: str) -> None:
+    def read(self, line: str) -> None:
         match = CALL.match(line)
-        if match is None or match[3] == "?" or match[3].startswith("-"):
+        if match is None:
             return
         name, arguments, result = match[1], match[2], int(match[3], 0)
-        table = self._table(process)
-        handler = getattr(self, f"_{name}", None)
-        strings = [bytes.fromhex(found.replace("\\x", "")) for found in STRING.findall(arguments)]
-        plain = [each.strip() for each in STRING.sub('""', arguments).split(",")]
-        if handler is not None:
-            handler(table, plain, strings, result)
+        held = [Path(os.fsdecode(each)) for each in _bytes(HELD.findall(arguments))]
+        strings = _bytes(STRING.findall(arguments))
+        plain = [each.strip() for each in HELD.sub("", STRING.sub("", arguments)).split(",")]
+        if name in OF_DESCRIPTORS:
+            number = self._number(held[0]) if held else None
+            if number is not None:
+                self._of_descriptor(name, number, plain, b"".join(strings), result)
+            return
+        bases = held or [self._cwd]
+        paths = [Path(os.path.normpath(bases[min(at, len(bases) - 1)] / os.fsdecode(text)))
+                 for at, text in enumerate(strings)]  # fmt: skip
+        if name in REFUSED.split(","):
+            inside = [path for path in (*held, *paths) if self._number(path) is not None]
+            assert not inside, f"{inside[0]}: {name} is not followed"
+        else:
+            self._of_paths(name.removesuffix("2").removesuffix("at"), paths, arguments)
 
-    def _table(self, process: str) -> dict[int, _Open]:
-        if process not in self._tables:
-            parent, shares = self._parents.get(process, (None, False))
-            table = {} if parent is None else self._table(parent)
-            self._tables[process] = table if shares else dict(table)
-        return self._tables[process]
+    def _of_descriptor(self, name: str, number: int, plain: list[str], content: bytes, result: int) -> None:
+        calls, sizes = self.recorded.calls, self.recorded.sizes
+        match name:
+            case "fsync" | "fdatasync":
+                calls.append(Sync(number))
+            case "ftruncate":
+                self._resize(number, int(plain[1]))
+            case "lseek":
+                self._positions[number] = result
+            case "read":
+                self._positions[number] = self._positions.get(number, 0) + result
+            case "mmap":
+                writes = "PROT_WRITE" in plain[2] and "MAP_SHARED" in plain[3]
+                assert not writes, "written through memory, which is not followed"
+            case _:
+                at = sizes.get(number, 0) if number in self._appended else self._positions.get(number, 0)
+                offset = int(plain[-1]) if name == "pwrite64" else at
+                calls.append(Write(number, offset, content[:result]))
+                sizes[number] = max(sizes.get(number, 0), offset + result)
+                if name != "pwrite64":
+                    self._positions[number] = offset + result
 
-    # --- paths ---
+    def _of_paths(self, name: str, paths: list[Path], arguments: str) -> None:
+        entries, calls, places = self.recorded.entries, self.recorded.calls, [self._place(path) for path in paths]
+        place = places[0]
+        if name == "rename":
+            to = places[1]
+            assert (place is None) == (to is None), "a rename into the folder or out of it"
+            if place is not None and to is not None:
+                entry = entries[to[0]][to[1]] = entries[place[0]].pop(place[1])
+                calls.append(Rename(*place, *to, entry))
+        elif place is None:
+            return
+        elif name == "mkdir":
+            self._add(place, is_folder=True)
+        elif name in ("unlink", "rmdir"):
+            del entries[place[0]][place[1]]
+            calls.append(Name(*place, None))
+        elif name == "truncate":
+            self._resize(entries[place[0]][place[1]], int(arguments.rpartition(",")[2]))
+        else:
+            self._open(place, arguments)
 
-    def _path(self, table: dict[int, _Open], folder: str, text: bytes) -> Path:
-        named = Path(os.fsdecode(text))
-        base = self._cwd if folder == "AT_FDCWD" else table[int(folder)].path if int(folder) in table else self._cwd
-        return Path(os.path.normpath(base / named))
+    def _open(self, place: tuple[int, str], flags: str) -> None:
+        number = self.recorded.entries[place[0]].get(place[1])
+        if number is None:
+            number = self._add(place, is_folder=False)
+        elif "O_TRUNC" in flags:
+            self._resize(number, 0)
+        self._positions[number] = 0
+        if "O_APPEND" in flags:
+            self._appended.add(number)
 
     def _place(self, path: Path) -> tuple[int, str] | None:
         """The folder's number and the name in it; None for what is not below the root."""
@@ -291,7 +329,10 @@ class _Reader:
     def _number(self, path: Path) -> int | None:
         if path == self.recorded.root:
             return ROOT
-        place = self._place(path)
+        try:
+            place = self._place(path)
+        except KeyError:  # in a folder that is gone
+            return None
         return None if place is None else self.recorded.entries[place[0]].get(place[1])
 
     def _add(self, place: tuple[int, str], *, is_folder: bool) -> int:
@@ -303,123 +344,6 @@ class _Reader:
         recorded.calls.append(Name(*place, recorded.last))
         return recorded.last
 
-    # --- calls ---
-
-    def _openat(self, table: dict[int, _Open], plain: list[str], strings: list[bytes], result: int) -> None:
-        path, flags = self._path(table, plain[0], strings[0]), plain[2]
-        number = self._number(path)
-        place = self._place(path)
-        if number is None and place is not None and "O_CREAT" in flags:
-            number = self._add(place, is_folder=False)
-        elif number is not None and "O_TRUNC" in flags:
-            self._resize(number, 0)
-        table[result] = _Open(path, number, "O_APPEND" in flags)
-
-    def _open(self, table: dict[int, _Open], plain: list[str], strings: list[bytes], result: int) -> None:
-        self._openat(table, ["AT_FDCWD", *plain], strings, result)
-
-    def _close(self, table: dict[int, _Open], plain: list[str], strings: list[bytes], result: int) -> None:
-        table.pop(int(plain[0]), None)
-
-    def _dup(self, table: dict[int, _Open], plain: list[str], strings: list[bytes], result: int) -> None:
-        if int(plain[0]) in table:
-            table[result] = table[int(plain[0])]
-        else:
-            table.pop(result, None)
-
-    _dup2 = _dup3 = _dup
-
-    def _fcntl(self, table: dict[int, _Open], plain: list[str], strings: list[bytes], result: int) -> None:
-        if plain[1].startswith("F_DUPFD"):
-            self._dup(table, plain, strings, result)
-
-    def _lseek(self, table: dict[int, _Open], plain: list[str], strings: list[bytes], result: int) -> None:
-        if int(plain[0]) in table:
-            table[int(plain[0])].position = result
-
-    def _read(self, table: dict[int, _Open], plain: list[str], strings: list[bytes], result: int) -> None:
-        if int(plain[0]) in table:
-            table[int(plain[0])].position += result
-
-    def _write(self, table: dict[int, _Open], plain: list[str], strings: list[bytes], result: int) -> None:
-        held = table.get(int(plain[0]))
-        if held is None or held.number is None:
-            return
-        if held.appends:
-            held.position = self.recorded.sizes.get(held.number, 0)
-        self._put(held.number, held.position, b"".join(strings)[:result])
-        held.position += result
-
-    _writev = _write
-
-    def _pwrite64(self, table: dict[int, _Open], plain: list[str], strings: list[bytes], result: int) -> None:
-        held = table.get(int(plain[0]))
-        if held is not None and held.number is not None:
-            self._put(held.number, int(plain[-1]), b"".join(strings)[:result])
-
-    def _put(self, number: int, offset: int, content: bytes) -> None:
-        self.recorded.calls.append(Write(number, offset, content))
-        self.recorded.sizes[number] = max(self.recorded.sizes.get(number, 0), offset + len(content))
-
     def _resize(self, number: int, size: int) -> None:
         self.recorded.calls.append(Cut(number, size))
         self.recorded.sizes[number] = size
-
-    def _ftruncate(self, table: dict[int, _Open], plain: list[str], strings: list[bytes], result: int) -> None:
-        held = table.get(int(plain[0]))
-        if held is not None and held.number is not None:
-            self._resize(held.number, int(plain[1]))
-
-    def _truncate(self, table: dict[int, _Open], plain: list[str], strings: list[bytes], result: int) -> None:
-        number = self._number(self._path(table, "AT_FDCWD", strings[0]))
-        if number is not None:
-            self._resize(number, int(plain[1]))
-
-    def _mkdirat(self, table: dict[int, _Open], plain: list[str], strings: list[bytes], result: int) -> None:
-        place = self._place(self._path(table, plain[0], strings[0]))
-        if place is not None:
-            self._add(place, is_folder=True)
-
-    def _mkdir(self, table: dict[int, _Open], plain: list[str], strings: list[bytes], result: int) -> None:
-        self._mkdirat(table, ["AT_FDCWD"], strings, result)
-
-    def _unlinkat(self, table: dict[int, _Open], plain: list[str], strings: list[bytes], result: int) -> None:
-        place = self._place(self._path(table, plain[0], strings[0]))
-        if place is not None:
-            del self.recorded.entries[place[0]][place[1]]
-            self.recorded.calls.append(Name(*place, None))
-
-    def _unlink(self, table: dict[int, _Open], plain: list[str], strings: list[bytes], result: int) -> None:
-        self._unlinkat(table, ["AT_FDCWD"], strings, result)
-
-    _rmdir = _unlink
-
-    def _renameat(self, table: dict[int, _Open], plain: list[str], strings: list[bytes], result: int) -> None:
-        folders = (plain[0], plain[2]) if len(plain) > 3 else ("AT_FDCWD", "AT_FDCWD")
-        place, to = (self._place(self._path(table, *each)) for each in zip(folders, strings, strict=True))
-        assert (place is None) == (to is None), "a rename into the folder or out of it"
-        if place is not None and to is not None:
-            entries = self.recorded.entries
-            entry = entries[to[0]][to[1]] = entries[place[0]].pop(place[1])
-            self.recorded.calls.append(Rename(*place, *to, entry))
-
-    _rename = _renameat2 = _renameat
-
-    def _fsync(self, table: dict[int, _Open], plain: list[str], strings: list[bytes], result: int) -> None:
-        held = table.get(int(plain[0]))
-        if held is not None and held.number is not None:
-            self.recorded.calls.append(Sync(held.number))
-
-    _fdatasync = _fsync
-
-    def _mmap(self, table: dict[int, _Open], plain: list[str], strings: list[bytes], result: int) -> None:
-        held = table.get(int(plain[4])) if plain[4].isdigit() else None
-        writes = "PROT_WRITE" in plain[2] and "MAP_SHARED" in plain[3]
-        assert held is None or held.number is None or not writes, f"{held.path}: written through memory, not followed"
-
-    def _not_followed(self, table: dict[int, _Open], plain: list[str], strings: list[bytes], result: int) -> None:
-        held = [table.get(int(each)) for each in plain if each.isdigit()]
-        assert not any(each and each.number is not None for each in held), "a call that is not followed"
-
-    _copy_file_range = _sendfile = _splice = _fallocate = _pwritev = _pwritev2 = _not_followed
-    _linkat = _symlinkat = _link = _symlink = _creat = _not_followed

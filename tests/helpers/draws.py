@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -9,10 +10,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from strategies.core.facts import Home, Param
-from strategies.core.layout import ALIGN_BYTES, ITEM_BYTES, Bucket, Layout, Range, Site, ticks_of
+from strategies.core.layout import Bucket, Layout, Range, Site, ticks_of
+from strategies.planner import buckets
 from strategies.planner.weight_schedule import resident_ticks
 from tests.helpers.engine import groups_of
-from tests.helpers.models import Odd, Spec
+from tests.helpers.models import Odd, Spec, build
 from trainer.model.params import list_params
 
 ODD = st.sampled_from([1, 3, 17, 32])
@@ -77,35 +79,17 @@ def layouts(draw: st.DrawFn, params: tuple[Param, ...], accumulation: int, max_n
 @st.composite
 def bucket(draw: st.DrawFn, name: str, piece: list[Param], order: tuple[str, ...]) -> Bucket:
     """A bucket of ``piece``. It stays if one of its parameters is in use while other units run."""
-    units = tuple(dict.fromkeys(unit for param in piece for unit in (param.unit, *param.users)))
-    dtype, group = piece[0].dtype, piece[0].group
-    step = ALIGN_BYTES // ITEM_BYTES[dtype]
-    offsets, end = [], 0
-    for param in piece:
-        offsets.append(end)
-        end += -(-param.num_elements // step) * step
-    site = Site.NONE if group is None else draw(st.sampled_from([Site.DEVICE, Site.HOST, Site.STREAMED]))
+    made = buckets._bucket(name, piece, {unit: index for index, unit in enumerate(order)}, 1)
+    site = Site.NONE if made.group is None else draw(st.sampled_from([Site.DEVICE, Site.HOST, Site.STREAMED]))
     stays: tuple[Range, ...] = ()
     if not any(param.elsewhere for param in piece):
-        used = {step for unit in units for step in ticks_of(order)[unit]}
+        used = {step for unit in made.units for step in ticks_of(order)[unit]}
         here = used | draw(st.sets(st.integers(0, 2 * len(order) - 1)))
         stays = draw(st.sampled_from([(), *3 * [resident_ticks(here, 2 * len(order))]]))
-    return Bucket(
-        name=name,
-        units=units,
-        params=tuple(param.name for param in piece),
-        sizes=tuple(param.num_elements for param in piece),
-        offsets=tuple(offsets),
-        num_elements=end,
-        dtype=dtype,
-        group=group,
-        site=site,
-        resident_ticks=stays,
-        grad_home=Home.DEVICE if site in (Site.NONE, Site.DEVICE) else draw(st.sampled_from(Home)),
-    )
+    grad_home = Home.DEVICE if site in (Site.NONE, Site.DEVICE) else draw(st.sampled_from(Home))
+    return replace(made, site=site, resident_ticks=stays, grad_home=grad_home)
 
 
-def odd_model(spec: Spec, dtype: torch.dtype = torch.float32) -> Odd:
+def odd_model(spec: Spec, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The same model of ``spec`` each time."""
-    torch.manual_seed(0)
-    return Odd(spec).to(dtype)
+    return build(lambda: Odd(spec), dtype=dtype)

@@ -8,30 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from strategies.core.facts import Facts, Home, Param, UnitKind
 from strategies.core.layout import Bucket, Layout, Site
 from strategies.core.plan import Plan
+from strategies.core.protocol import MemoryRefusal
 from strategies.core.validate import check
 from strategies.engine import AdamW, StowOptimizer, UpdateRule, stow
 from strategies.engine.transfer.transfer import Transfer
 from strategies.planner import weight_schedule
 from strategies.planner.addresses import place
 from strategies.planner.buckets import block_bytes
-from tests.helpers.race_detector import RaceDetector
-from trainer.machine.probe import Machine, probe
+from tests.helpers.doubles import RaceDetector
+from trainer.machine.probe import probe
 from trainer.planning.plan_for import plan_for
 
 LR, DECAY = 1e-2, 0.1
 STEPS = 3
 Batches = Sequence[Mapping[str, Tensor]]
 Schedule = Callable[[torch.optim.Optimizer], Any]  # makes a learning-rate scheduler
-_machines: list[Machine] = []
+machine = cache(probe)
 
 
 @dataclass(slots=True)
@@ -75,9 +78,7 @@ def checkpointing(model: nn.Module, recompute: str) -> None:
         enable(gradient_checkpointing_kwargs={"use_reentrant": recompute == "reentrant"})
 
 
-def adamw(groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
-    """What the engine is compared with, unless a test says otherwise."""
-    return torch.optim.AdamW(groups, lr=LR, weight_decay=DECAY, fused=True)
+adamw = partial(torch.optim.AdamW, lr=LR, weight_decay=DECAY, fused=True)  # what the engine is compared with
 
 
 def plain(
@@ -259,6 +260,15 @@ class Made:
         return 0
 
 
+def least(model: nn.Module, **known: Any) -> Plan:
+    """The planner's plan at the smallest budget that it does not refuse."""
+    with pytest.raises(MemoryRefusal) as refused:
+        plan_for(model, gpu_memory="1KiB", **known)
+    plan = plan_for(model, gpu_memory=refused.value.needed, **known)
+    assert plan.place is not None and plan.place.addresses.num_bytes(Home.DEVICE) <= refused.value.needed
+    return plan
+
+
 def plan_of(
     model: nn.Module,
     *,
@@ -277,6 +287,9 @@ def plan_of(
     gather: str = "network",
     reduction: str = "exact",
     direct: bool = False,
+    copies: bool = True,
+    visit_slots: int = 2,
+    debug: bool = True,
 ) -> Made:
     """What the planner makes of these wishes; of those it has no word for, its layout changed by hand.
 
@@ -288,13 +301,12 @@ def plan_of(
         ranks: that share each bucket; ``split``: and the gradients that wait on the device; ``gather``: how they get
             each other's parts of weights; ``reduction``: how they add gradients.
         direct: gradients that wait on the host, for updates there, have no slot.
+        copies: weights that travel rest on the host in the dtype of compute, beside their masters.
     """
-    if not _machines:
-        _machines.append(probe())
     params = groups_of(model, groups)
     size = "auto"
     if bucket != "one":
-        facts = plan_for(model, params, max_grad_norm=max_norm, machine=_machines[0], world_size=1).facts
+        facts = plan_for(model, params, max_grad_norm=max_norm, machine=machine(), world_size=1).facts
         size = str(int({"half": 0.5, "several": 2}[bucket] * block_bytes(facts)))
     made = plan_for(
         model,
@@ -304,7 +316,7 @@ def plan_of(
         zero={"stage": 3} if ranks > 1 else None,
         max_grad_norm=max_norm,
         moments=moments,
-        machine=_machines[0],
+        machine=machine(),
         debug=True,
         site="device" if site == "mixed" else site,
         weights="resident" if weights == "resident" else "streamed",
@@ -326,8 +338,10 @@ def plan_of(
     blocks = {unit.name for unit in made.facts.units if unit.kind is UnitKind.BLOCK}
     of_blocks = [index for index, b in enumerate(buckets) if set(b.units) <= blocks]
     moving = {"resident": [], "travelling": of_blocks, "some": of_blocks[::2] + _ends(buckets, made.facts)}[weights]
-    bare = replace(made.layout, buckets=tuple(replace(b, resident_ticks=()) for b in buckets))
-    return Made.of(weight_schedule.window(bare, moving, int(prefetch)), made.facts.params, ranks)
+    assert bool(moving) is (weights != "resident")
+    buckets = tuple(replace(b, resident_ticks=()) for b in buckets)
+    bare = replace(made.layout, buckets=buckets, keeps_copies=copies, visit_slots=visit_slots)
+    return Made.of(weight_schedule.window(bare, moving, int(prefetch)), made.facts.params, ranks, debug=debug)
 
 
 def _ends(buckets: Sequence[Bucket], facts: Facts) -> list[int]:

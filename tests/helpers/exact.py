@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 
 from strategies.planner.greedy import issue
-from strategies.planner.packing import Packing, Piece, max_live
+from strategies.planner.packing import Packing, Piece
 from strategies.planner.packing import pack as quick
 from strategies.planner.problem import Eviction, Gap, Problem, memory
 from strategies.planner.simulate import reload_period
@@ -74,51 +74,22 @@ def _sets(problem: Problem) -> Iterator[tuple[Gap, ...]]:
 
 def pack(pieces: Sequence[Piece]) -> Packing:
     """The smallest arena."""
-    start = quick(pieces)
-    return start if start.arena == start.bound else _Branches(pieces, start).solve()
+    best = quick(pieces)
+    met = [
+        [any(a < d and c < b for a, b in piece.spans for c, d in other.spans) for other in pieces] for piece in pieces
+    ]
 
+    def branch(offsets: dict[int, int], lowest: int) -> None:
+        nonlocal best
+        if len(offsets) == len(pieces):
+            arena = max(offset + pieces[index].num_bytes for index, offset in offsets.items())
+            best = Packing(tuple(offsets[index] for index in range(len(pieces))), arena, best.bound)
+        for index, piece in enumerate(pieces):
+            below = (offset + pieces[other].num_bytes for other, offset in offsets.items() if met[index][other])
+            offset = max(below, default=0)
+            fits = lowest <= offset and offset + piece.num_bytes < best.arena
+            if index not in offsets and fits and best.arena > best.bound:
+                branch({**offsets, index: offset}, offset)
 
-class _Branches:
-    def __init__(self, pieces: Sequence[Piece], start: Packing) -> None:
-        self._pieces, self._best = pieces, start
-        self._bound = max_live(pieces)
-        steps = sorted({start for piece in pieces for start, _ in piece.spans})  # where alive bytes can be most
-        self._covers = [
-            [at for at, step in enumerate(steps) if any(low <= step < high for low, high in piece.spans)]
-            for piece in pieces
-        ]
-        self._floor = [0] * len(steps)  # the end of what is placed, per step
-        self._left = [sum(p.num_bytes for p, c in zip(pieces, self._covers, strict=True) if at in c)
-                      for at in range(len(steps))]  # fmt: skip
-        self._offsets = [-1] * len(pieces)
-
-    def solve(self) -> Packing:
-        """The best of all packings."""
-        self._branch(0, 0)
-        return self._best
-
-    def _branch(self, placed: int, lowest: int) -> None:
-        if placed == len(self._pieces):
-            self._best = Packing(tuple(self._offsets), max(self._floor, default=0), self._bound)
-            return
-        seen = set()
-        for index, piece in enumerate(self._pieces):
-            cover = self._covers[index]
-            offset = max((self._floor[at] for at in cover), default=0)
-            if self._offsets[index] >= 0 or offset < lowest or piece in seen:
-                continue
-            seen.add(piece)
-            before = [self._floor[at] for at in cover]
-            self._offsets[index] = offset
-            for at in cover:
-                self._floor[at], self._left[at] = offset + piece.num_bytes, self._left[at] - piece.num_bytes
-            # What is left lies on top of what is placed, at no less than this offset.
-            if all(
-                max(f, offset if r else 0) + r < self._best.arena for f, r in zip(self._floor, self._left, strict=True)
-            ):
-                self._branch(placed + 1, offset)
-            for at, floor in zip(cover, before, strict=True):
-                self._floor[at], self._left[at] = floor, self._left[at] + piece.num_bytes
-            self._offsets[index] = -1
-            if self._best.arena == self._bound:
-                return
+    branch({}, 0)
+    return best

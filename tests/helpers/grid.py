@@ -11,11 +11,10 @@ import torch
 from strategies.engine.transfer.transfer import Transfer
 from strategies.planner.cuts import Schedule
 from strategies.planner.hybrid import pipeline_clock
-from tests.helpers.doubles import Delayed, Vacant
+from tests.helpers.doubles import Delayed, RaceDetector, Vacant
 from tests.helpers.engine import STEPS, Result, checkpointing, differences, plain, plan_of, stowed
 from tests.helpers.models import build, on, tokens
 from tests.helpers.pairwise import Row, Table
-from tests.helpers.race_detector import RaceDetector
 
 NORMS: Mapping[str, float] = {"in-backward": 0.0, "off": 0.0, "tight": 0.05, "loose": 1e6}
 TRANSFERS: Mapping[str, type[Transfer]] = {
@@ -60,18 +59,8 @@ IN_STAGES = _table(
 
 
 def title(row: Row) -> str:
-    """A row as one word."""
-    words = {"tied": "tied", "groups": "groups", "accumulation": "x", "prefetch": "ahead"}
-    named = {"park": "grads-", "recompute": "recompute-", "bucket": ""}
-    parts = []
-    for name, level in row.items():
-        if name == "tied":
-            parts += [words[name]] if level else []
-        elif name in words:
-            parts.append(f"{words[name]}{level}" if name == "accumulation" else f"{level}{words[name]}")
-        elif (name, level) not in {("recompute", "none"), ("transfer", "at-once"), ("bucket", "one")}:
-            parts.append(f"{named.get(name, '')}{level}")
-    return "-".join(parts)
+    """A row in one line."""
+    return ", ".join(str(level) if isinstance(level, str) else f"{name} {level}" for name, level in row.items())
 
 
 @cache

@@ -6,7 +6,7 @@ sizes, parameters of the root. They are called as the others are, with ids and l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -36,12 +36,15 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def build(kind: str, *, tied: bool = False, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A model of ``kind`` with the same random weights each time, in training mode."""
+def build(kind: str | Callable[[], nn.Module], *, tied: bool = False, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A model of ``kind``, or what that makes, with the same random weights each time, in training mode."""
     torch.manual_seed(0)
-    if kind in ODD:
-        return Odd(ODD[kind]).to(dtype).train()
-    model = Mixture(tied) if kind == "experts" else _from_hub(kind, tied, dtype)
+    if not isinstance(kind, str):
+        model = kind()
+    elif kind in ODD:
+        model = Odd(ODD[kind])
+    else:
+        model = Mixture(tied) if kind == "experts" else _from_hub(kind, tied, dtype)
     return model.to(dtype).train()
 
 
@@ -97,6 +100,43 @@ def tokens(kind: str, count: int) -> list[dict[str, Tensor]]:
     shape = {"mixtral": (1, 3), "experts": (1, 3), "wide": (1, 256)}.get(kind, (2, 8))
     ids = [torch.randint(2, VOCAB, shape, generator=generator) for _ in range(count)]
     return [{"input_ids": one, "labels": one} for one in ids]
+
+
+class Block(nn.Module):
+    """Of ``Net``. ``spare`` is used if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+        self.spare = nn.Linear(WIDTH, WIDTH)
+        self.uses_spare = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return x + self.spare(x) if self.uses_spare else x
+
+
+class Net(nn.Module):
+    """Blocks in a row; each call is counted, and a class may add ``more`` to its loss."""
+
+    def __init__(self, block: Callable[[], nn.Module] = Block) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.layers = nn.ModuleList(block() for _ in range(LAYERS))
+        self.calls = 0
+
+    def hidden(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
+        self.calls += 1
+        logits = self.head(self.hidden(self.embed(input_ids)))
+        return SimpleNamespace(loss=F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()) + self.more())
+
+    def more(self) -> Tensor | float:
+        return 0.0
 
 
 class Mixture(nn.Module):

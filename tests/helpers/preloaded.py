@@ -8,7 +8,7 @@ import importlib
 
 NAMES = (
     "pytest", "unittest.mock", "trainer.dist.preloaded", "tests.helpers.engine", "tests.helpers.grid",
-    "tests.helpers.moves", "tests.helpers.models", "tests.helpers.masters",
+    "tests.helpers.moves", "tests.helpers.models",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "opt", "mixtral", "gpt_neox", "qwen3")),
 )  # fmt: skip
 

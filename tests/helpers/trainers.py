@@ -66,15 +66,24 @@ def lora() -> Any:
     return LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"])
 
 
-def stock(wrap: Wrap, folder: str, **more: Any) -> Any:
-    """``transformers.Trainer``."""
+IDS = [[2 + (7 * row + place * place) % 100 for place in range(12)] for row in range(32)]
+ROWS = [{"input_ids": ids, "labels": ids} for ids in IDS]
+
+
+def stock(
+    wrap: Wrap,
+    folder: str,
+    base: type | None = None,
+    rows: Any = ROWS,
+    optimizers: Callable[[Any], tuple[Any, Any]] = lambda model: (None, None),
+    **more: Any,
+) -> Any:
+    """``transformers.Trainer``, or a class of its kind."""
     import transformers
 
-    ids = [[2 + (7 * row + place * place) % 100 for place in range(12)] for row in range(32)]
-    rows = [{"input_ids": one, "labels": one} for one in ids]
-    return wrap(transformers.Trainer)(
-        llama(), arguments(transformers.TrainingArguments, folder, **more), train_dataset=rows, eval_dataset=rows[:6]
-    )
+    model, given = llama(), arguments(transformers.TrainingArguments, folder, **more)
+    made = wrap(base or transformers.Trainer)
+    return made(model, given, train_dataset=rows, eval_dataset=ROWS[:6], optimizers=optimizers(model))
 
 
 def sft(wrap: Wrap, folder: str, **more: Any) -> Any:

@@ -18,8 +18,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from tests.helpers.engine import checkpointing
-
-VOCAB, WIDTH, LAYERS = 64, 32, 4
+from tests.helpers.models import LAYERS, VOCAB, WIDTH, Block, Net, build
 
 
 @dataclass
@@ -42,27 +41,25 @@ class Sealed:
         return self._hidden()
 
 
-class Block(nn.Module):
-    """Residual; ``form`` says what is odd about it."""
+class Branch(Block):
+    """``form`` says what is odd about it."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
         self.form, self.kept = form, []
-        self.first, self.up = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 48)
-        self.down, self.norm = nn.Linear(48, WIDTH), nn.LayerNorm(WIDTH)
 
     def body(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(self.first(x)))))
+        return super().forward(x)
 
     def forward(self, x: Any, handed: Tensor | None = None) -> Any:
         hidden = x if isinstance(x, Tensor) else x.hidden
         if self.form == "early":  # an auxiliary loss that is made before the output and leaves by an attribute
-            self.kept = [self.first(hidden).pow(2).mean()]
+            self.kept = [self.spare(hidden).pow(2).mean()]
         out = self.body(hidden)
         if self.form in ("late", "output unused"):
-            self.kept = [self.up(self.first(out)).pow(2).mean()]
+            self.kept = [self.up(self.spare(out)).pow(2).mean()]
         if self.form == "handed on":  # T5's position bias: made by the first block, given back by all
-            handed = self.first(hidden) if handed is None else handed
+            handed = self.spare(hidden) if handed is None else handed
             return self.body(hidden + handed), handed
         if self.form == "dataclass":
             return State(out)
@@ -78,21 +75,17 @@ FORMS = ("plain", "early", "late", "output unused", "handed on", "dataclass", "s
          "in pairs")  # fmt: skip
 
 
-class Branches(nn.Module):
+class Branches(Net):
     """Blocks of one form.
 
-    Besides those of ``Block``: "shared" (all blocks use one layer outside of them), "in pairs" (with ``recompute``: two
-    blocks are recomputed as one segment, whose inner border nobody sees).
+    Besides those of ``Branch``: "shared" (all blocks use one layer outside of them), "in pairs" (with ``recompute``:
+    two blocks are recomputed as one segment, whose inner border nobody sees).
     """
 
     def __init__(self, form: str, recompute: str = "none") -> None:
-        super().__init__()
+        super().__init__(lambda: Branch("sealed" if form == "in pairs" else form))
         self.form, self.recompute = form, recompute
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.layers = nn.ModuleList(Block("sealed" if form == "in pairs" else form) for _ in range(LAYERS))
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
-        self.common = nn.Linear(WIDTH, WIDTH)
-        self.probe = nn.Linear(WIDTH, 1)
+        self.common, self.probe = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
         x: Any = self.embed(input_ids)
@@ -124,8 +117,7 @@ class Branches(nn.Module):
 
 def branches(form: str, recompute: str = "none") -> nn.Module:
     """The same weights each time."""
-    torch.manual_seed(0)
-    return Branches(form, recompute).train()
+    return build(lambda: Branches(form, recompute))
 
 
 def text(count: int) -> list[dict[str, Tensor]]:

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from strategies.core.plan import Home, Plan
-from strategies.core.protocol import MemoryRefusal
 from strategies.engine import StowOptimizer, stow
 from strategies.planner.step_cost import evictions_of, problem_of, traffic
 from strategies.planner.tasks import build_tasks
 from strategies.planner.weight_schedule import ASSUMED
-from tests.helpers.live import Everything
+from tests.helpers.engine import least
+from tests.helpers.live import Live
 from tests.helpers.tiny import GPT2, LLAMA
 from trainer.model.build import load_config
 from trainer.planning.plan_for import plan_for
@@ -45,11 +45,7 @@ MANY_WORDS = MODELS["llama"] | {"vocab_size": 4096}
 def plan_of(model: Any, options: Mapping[str, Any], norm: float | None = 1.0) -> Plan:
     """``LEAST``: at the budget that a refusal names."""
     known: dict[str, Any] = {"batch": (ROWS, LENGTH), "max_grad_norm": norm}
-    if options == LEAST:
-        with pytest.raises(MemoryRefusal) as refused:
-            plan_for(model, gpu_memory="1KiB", **known)
-        options = {"gpu_memory": refused.value.needed}
-    return plan_for(model, **known, **options)
+    return least(model, **known) if options == LEAST else plan_for(model, **known, **options)
 
 
 def model_of(config: Mapping[str, Any]) -> Any:
@@ -67,7 +63,7 @@ def train(model: Any, plan: Plan, steps: int = 3) -> tuple[StowOptimizer, int]:
     ids = torch.randint(1, 100, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[0, -2:] = 0  # plan_for(batch=(rows, tokens)) counts padded rows
-    live = Everything()
+    live = Live()
     for step in range(steps):
         with live if step == steps - 1 else nullcontext():
             loss = model(input_ids=ids, labels=ids, attention_mask=mask).loss

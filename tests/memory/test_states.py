@@ -1,15 +1,10 @@
 """Bytes of the training state that two real ranks hold after two steps, against the plan, kind by kind.
 
-What is held is found by walking tensors, each storage once: the model's parameters; the tensors that the innermost
-torch optimizer keeps moments for, where they are not the model's own (master weights); the moments; and whatever else
-DeepSpeed's optimizer holds on to, which must fit into the buffers that the plan reserves.
+Each storage counts once: parameters; what the innermost torch optimizer keeps moments for, where that is not the
+model's own (masters); moments; and whatever else DeepSpeed's optimizer holds, which must fit into the plan's buffers.
 
-[Padding] Equality is up to rounding, whose bound follows from who rounds:
-* the plan rounds the share of each unit up to whole elements: less than 1 element per unit;
-* stages 1 and 2 lay an optimizer group out flat and pad it so that every share starts at a multiple of 2 elements
-  (``nccl_start_alignment_factor``): less than 2 elements per group and rank, so less than 2 x ranks where whole;
-* stage 3 splits every tensor by itself and rounds its share up: less than 1 element per tensor.
-The sizes of the model are odd, so that all of this happens.
+[Padding] Sizes are odd, so that all who round do: the plan, the share of each unit up to whole elements; stages 1 and
+2, each flat group up to a multiple of 2 elements per rank (``nccl_start_alignment_factor``); stage 3, each tensor.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

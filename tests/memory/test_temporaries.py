@@ -18,7 +18,7 @@ from strategies.core.peak import backward_peak, forward_peak
 from strategies.core.plan import CHUNKS, Kind, Plan
 from strategies.core.registry import find
 from strategies.engine.forward import chunked_loss
-from tests.helpers.live import Everything
+from tests.helpers.live import Live
 from tests.helpers.models import causal, padded
 from trainer.machine.probe import probe
 from trainer.planning.plan_for import plan_for
@@ -70,7 +70,7 @@ def measured(model: nn.Module, *, lands: bool) -> tuple[int, int, int]:
     model.zero_grad()
     for param in model.parameters() if lands else ():
         param.register_post_accumulate_grad_hook(lambda own: setattr(own, "grad", None))
-    with Everything() as live:
+    with Live() as live:
         loss = model(**inputs).loss
         saved, forward, live.peak = live.num_bytes, live.peak, 0
         loss.backward()

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
+@pytest.fixture(scope="package", autouse=True)
+def _one_thread() -> Iterator[None]:
     """Models this small gain nothing from a second thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -15,13 +15,11 @@ from strategies.core.plan import INPUT
 from strategies.engine.forward.activations import HostRoom, Sent, arena_of_saved, flat
 from strategies.engine.forward.checkpointing import checkpoint_blocks, recompute, room_of
 from strategies.engine.transfer.transfer import Event, Lane, Transfer
-from tests.helpers.doubles import Delayed
-from tests.helpers.race_detector import RaceDetector
+from tests.helpers.doubles import Delayed, RaceDetector
 from tests.parity.test_recompute import POLICIES, decided, facts_of, made, micro_batches, plainly, steps, unequal
 
 CPU = torch.device("cpu")
 HOSTED = ("full, on the host", "selective, on the host")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def quiet(room: HostRoom) -> bool:
@@ -191,16 +189,20 @@ def rows(number: int) -> Tensor:
     return torch.randn(number, 6, requires_grad=True)
 
 
-@pytest.mark.parametrize("loop", [retained, two_forwards, half, abandoned, evaluated, partly, of_any_length])
-def test_loops(loop: Loop) -> None:
-    """What people do with graphs; the numbers drawn are the same."""
-    plain, model = Stack(), Stack()
-    room = hosting(model)
+def alike(plain: nn.Module, model: nn.Module, loop: Loop) -> bool:
+    """Whether ``loop`` leaves both the same gradients; the numbers drawn are the same."""
     for one in (plain, model):
         torch.manual_seed(4)
         loop(one)
-    assert all(torch.equal(a, b) for a, b in zip(grads(plain), grads(model), strict=True))
-    assert quiet(room)
+    return all(torch.equal(a, b) for a, b in zip(grads(plain), grads(model), strict=True))
+
+
+@pytest.mark.parametrize("loop", [retained, two_forwards, half, abandoned, evaluated, partly, of_any_length])
+def test_loops(loop: Loop) -> None:
+    """What people do with graphs."""
+    plain, model = Stack(), Stack()
+    room = hosting(model)
+    assert alike(plain, model, loop) and quiet(room)
     assert room._transfer is not None and room._transfer.races == []  # type: ignore[attr-defined]  # it is watched
 
 
@@ -213,29 +215,24 @@ def test_the_wait_of_slots_is_needed() -> None:
 
 
 def test_an_error_in_the_middle_leaves_nothing_behind() -> None:
-    class Broken(RuntimeError): ...
-
-    def raising(*_: object) -> None:
-        raise Broken
-
+    """And no graph, even where the model is dropped before it runs again."""
     model = Stack()
     room = hosting(model)
-    hooks: Sequence[Callable[[], Any]] = (
-        lambda: model.layers[2].first.register_forward_pre_hook(raising),
-        lambda: model.layers[2].first.register_full_backward_hook(raising),
-    )
-    for hook in hooks:
-        handle = hook()
-        with pytest.raises(Broken):
+    inner = model.layers[2].first
+    for register in (inner.register_forward_pre_hook, inner.register_full_backward_hook):
+        handle = register(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
             model(rows(4)).sum().backward()
         handle.remove()
     model.zero_grad()
-    plain = Stack()
-    for one in (plain, model):
-        torch.manual_seed(4)
-        one(torch.ones(2, 6, requires_grad=True)).sum().backward()
-    assert all(torch.equal(a, b) for a, b in zip(grads(plain), grads(model), strict=True))
-    assert quiet(room)
+    assert alike(Stack(), model, lambda one: one(rows(2)).sum().backward()) and quiet(room)
+    inner.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(rows(4))
+    dropped = weakref.ref(room)
+    del model, inner, room, register, handle
+    gc.collect()
+    assert dropped() is None
 
 
 def test_slots_do_not_pile_up() -> None:
@@ -255,10 +252,7 @@ def test_what_finds_no_slot_is_not_sent(caplog: pytest.LogCaptureFixture) -> Non
     """An input stays, a product is made again; a graph that is dropped takes all with it."""
     plain, model = Stack(), Stack()
     room = hosting(model, 7 * ALIGN_BYTES)
-    for one in (plain, model):
-        torch.manual_seed(4)
-        one(rows(4)).sum().backward()
-    assert all(torch.equal(a, b) for a, b in zip(grads(plain), grads(model), strict=True))
+    assert alike(plain, model, lambda one: one(rows(4)).sum().backward())
     assert room.num_refused > 0
     assert sum("is not sent to the host" in message for message in caplog.messages) == 1
     gc.collect()
@@ -294,25 +288,10 @@ def test_a_saved_tensor_may_not_be_written_to(num_bytes: int, what: str) -> None
     hosting(model, num_bytes)
     Careless.careless = True
     if what == "product" and not num_bytes:
-        for one in (plain, model):
-            torch.manual_seed(4)
-            one(changed(rows(4))).sum().backward()
-        assert all(torch.equal(a, b) for a, b in zip(grads(plain), grads(model), strict=True))
+        assert alike(plain, model, lambda one: one(changed(rows(4))).sum().backward())
     else:
         with pytest.raises(RuntimeError, match="activation_offloading: false"):
             model(changed(rows(4))).sum().backward()
-
-
-def test_an_error_leaves_no_graph_behind() -> None:
-    """Not even where the model is dropped before it runs again."""
-    model = Stack()
-    room = weakref.ref(hosting(model))
-    model.layers[3].first.register_forward_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        model(rows(4))
-    del model
-    gc.collect()
-    assert room() is None
 
 
 def test_memory_is_given_up_after_the_next_block() -> None:

@@ -4,6 +4,7 @@ Weights travel and nothing is updated among them (a frozen base), which is what 
 different by design: the engine looks for finished ones at borders only, the simulator at once.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -57,6 +58,24 @@ def known(facts: Facts, rates: Rates) -> Facts:
     return replace(facts, run=run, machine=replace(GPU, rates=rates))
 
 
+def driven(
+    model: nn.Module, plan: Plan, problem: Problem, clock: Clocked, reads: Callable[[str], object] = lambda unit: None
+) -> tuple[float, dict[Lane, int]]:
+    """Seconds of the last step by the clock, and its bytes."""
+    optimizer: Any = stow(model, plan, rule=AdamW(lr=1e-3), device="cpu", transfer=clock, beside=False)
+    drive(optimizer.engine, clock, *by_unit(problem), reads)
+    ends = []
+    for batch in tokens("llama", STEPS):
+        before = len(clock.log)
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ends.append(max(clock.now[Lane.COMPUTE], clock.now[Lane.UP]))
+    moved = {lane: sum(one.num_bytes for one in clock.log[before:] if one.lane is lane) for lane in Lane}
+    optimizer.close()
+    return ends[-1] - ends[-2], moved
+
+
 FACTORS = {"prefetch": ("auto", 0, 1), "factor": (0.3, 1.5, 4.0), "spare_blocks": (0, 1, 2)}
 
 
@@ -72,22 +91,11 @@ def test_a_plan_takes_the_simulated_seconds(prefetch: int | str, factor: float, 
     problem = problem_of(plan.facts, plan.layout, rates_of(plan))
     outcome = simulate(problem, list(evictions_of(problem, plan.layout)), iterations=5)
 
-    clock = Clocked(rates_of(plan))
-    optimizer: Any = stow(model, plan, rule=AdamW(lr=1e-3), device="cpu", transfer=clock, beside=False)
-    drive(optimizer.engine, clock, *by_unit(problem))
-    ends, copies = [], []
-    for batch in tokens("llama", STEPS):
-        before = len(clock.log)
-        model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        ends.append(max(clock.now[Lane.COMPUTE], clock.now[Lane.UP]))
-        copies.append(sum(one.num_bytes for one in clock.log[before:] if one.lane is Lane.UP))
-    assert ends[-1] - ends[-2] == pytest.approx(outcome.period, rel=1e-9)
+    period, copied = driven(model, plan, problem, Clocked(rates_of(plan)))
     moved = sum(problem.weights[e.gap.weight].num_bytes for e in evictions_of(problem, plan.layout))
-    assert copies[-1] == moved
+    assert period == pytest.approx(outcome.period, rel=1e-9)
+    assert copied[Lane.UP] == moved
     assert outcome.busy[Resource.UP] == pytest.approx(moved * factor / block)
-    optimizer.close()
     assert all(torch.isfinite(param).all() for param in model.parameters())
 
 
@@ -107,7 +115,6 @@ def test_what_waits_on_the_host_takes_the_simulated_seconds(factor: float, polic
 
     clock = Clocked(rates_of(plan))
     recompute(model, plan, clock)
-    optimizer: Any = stow(model, plan, rule=AdamW(lr=1e-3), device="cpu", transfer=clock, beside=False)
     room, blocks = room_of(model), [unit.name for unit in plan.facts.units if unit.kind is UnitKind.BLOCK]
     assert room is not None
 
@@ -117,20 +124,11 @@ def test_what_waits_on_the_host_takes_the_simulated_seconds(factor: float, polic
             assert sent is None or sent.tensor is not None, "it has not begun to come up"
             clock.wait(Lane.COMPUTE, sent.up if sent else None)
 
-    drive(optimizer.engine, clock, *by_unit(problem), reads)
-    ends, moved = [], []
-    for batch in tokens("llama", STEPS):
-        before = len(clock.log)
-        model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        ends.append(clock.now[Lane.COMPUTE])
-        moved.append({lane: sum(one.num_bytes for one in clock.log[before:] if one.lane is lane) for lane in Lane})
-    assert ends[-1] - ends[-2] == pytest.approx(outcome.period, rel=1e-9)
+    period, moved = driven(model, plan, problem, clock, reads)
+    assert period == pytest.approx(outcome.period, rel=1e-9)
     assert (outcome.period > problem.compute_seconds * 1.01) is (factor > 1)
     sent = sum(step.hosted_bytes for step in problem.ticks)
-    assert sent > 0 and moved[-1][Lane.UP] == moved[-1][Lane.DOWN] == sent
-    optimizer.close()
+    assert sent > 0 and moved[Lane.UP] == moved[Lane.DOWN] == sent
 
 
 def by_unit(problem: Problem) -> tuple[dict[str, float], dict[str, float]]:

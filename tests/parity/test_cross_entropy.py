@@ -2,6 +2,8 @@
 
 import gc
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from strategies.engine import stow
 from strategies.engine.forward import chunked_loss
 from strategies.engine.tensors.nested import same_bits
 from tests.helpers.models import causal
+from trainer.config.sections import LoraSection
 from trainer.machine.probe import probe
 from trainer.model.build import with_lora
 from trainer.planning.plan_for import plan_for
@@ -95,46 +98,42 @@ def test_bits_for_any_number_of_rows(words: int, dtype: torch.dtype) -> None:
                     assert all(same_bits(*pair) for pair in zip(mine, theirs, strict=True)), case
 
 
-@pytest.mark.parametrize(("name", "dtype"), zip(MODELS, [torch.float32, torch.bfloat16] * 2, strict=True))
-def test_models_have_the_same_loss_and_gradients(name: str, dtype: torch.dtype) -> None:
-    model = model_of(name, dtype)
-    plan = compose({"cross_entropy": CHUNKED}, plan_of(model).facts)
-    assert plan.keep("head").policy == CHUNKS
-    inputs = [batch(), {**batch(), "num_items_in_batch": torch.tensor(50)}]
-    plain = [results(model, each) for each in inputs]
-    CHUNKED.apply(model, plan)
-    assert model.loss_function is chunked_loss.causal_lm_loss
-    for before, each in zip(plain, inputs, strict=True):
-        assert_same(before, results(model, each))
-    if name == "untied":
-        sliced = {**batch(), "logits_to_keep": 20}
-        sliced["labels"] = sliced["labels"][:, -20:]
-        mine = results(model, sliced)
-        chunked_loss.set_native(model)
-        assert_same(results(model, sliced), mine)
-
-
 def plan_of(model: nn.Module, **options: Any) -> Any:
     return plan_for(model, batch=batch(), max_grad_norm=None, machine=MACHINE, **options)
 
 
-def test_under_autocast() -> None:
-    model = model_of("tied")
+def in_chunks(model: nn.Module) -> None:
     plan = compose({"cross_entropy": CHUNKED}, plan_of(model).facts)
-    with torch.autocast("cpu", torch.bfloat16):
-        plain = results(model, batch())
-        CHUNKED.apply(model, plan)
-        assert_same(plain, results(model, batch()))
+    assert plan.keep("head").policy == CHUNKS
+    CHUNKED.apply(model, plan)
 
 
-def test_lora_has_its_loss_inside() -> None:
-    from trainer.config.sections import LoraSection
+def lora() -> Any:
+    return with_lora(model_of("untied"), LoraSection(r=2, target_modules=["q_proj"]))
 
-    model: Any = with_lora(model_of("untied"), LoraSection(r=2, target_modules=["q_proj"]))
-    plain = results(model, batch())
-    CHUNKED.apply(model, compose({"cross_entropy": CHUNKED}, plan_of(model).facts))
-    assert model.get_base_model().loss_function is chunked_loss.causal_lm_loss
-    assert_same(plain, results(model, batch()))
+
+CASES: Mapping[str, tuple[Callable[[], Any], AbstractContextManager[Any]]] = {
+    **{name: (partial(model_of, name, dtype), nullcontext())
+       for name, dtype in zip(MODELS, [torch.float32, torch.bfloat16] * 2, strict=True)},
+    "adapters": (lora, nullcontext()),
+    "autocast": (partial(model_of, "tied"), torch.autocast("cpu", torch.bfloat16)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_models_have_the_same_loss_and_gradients(case: str) -> None:
+    make, context = CASES[case]
+    model = make()
+    inputs = [batch(), {**batch(), "num_items_in_batch": torch.tensor(50)}]
+    if case == "untied":
+        inputs.append({**batch(), "logits_to_keep": 20, "labels": batch()["labels"][:, -20:]})
+    with context:
+        plain = [results(model, each) for each in inputs]
+        in_chunks(model)
+        inner = model.get_base_model() if case == "adapters" else model
+        assert inner.loss_function is chunked_loss.causal_lm_loss
+        for before, each in zip(plain, inputs, strict=True):
+            assert_same(before, results(model, each))
 
 
 # --- the memory of the logits ----------------------------------------------------------------------------------------
@@ -153,17 +152,18 @@ def gradient(hidden: Tensor, loss: Tensor, **options: Any) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("held", ["tensor", "view", "detached", "nothing"])
-def test_logits_that_others_read_are_not_overwritten(held: str) -> None:
+@pytest.mark.parametrize(
+    "hold", [lambda logits: logits, lambda logits: logits[3:], Tensor.detach, None], ids=["it", "view", "detached", "-"]
+)
+def test_logits_that_others_read_are_not_overwritten(hold: Callable[[Tensor], Tensor] | None) -> None:
     hidden, logits, loss = logits_and_loss()
     before, address, written = logits.detach().clone(), logits.data_ptr(), []
     logits.register_hook(lambda grad: written.append(grad.data_ptr() == address))
-    own = {"tensor": logits, "view": logits[3:], "detached": logits.detach(), "nothing": None}[held]
+    own = hold(logits) if hold else None
     del logits
     gradient(hidden, loss)
-    assert written == [held == "nothing"]
-    if own is not None:
-        assert same_bits(own.detach(), before[3:] if held == "view" else before)
+    assert written == [hold is None]
+    assert hold is None or own is None or same_bits(own.detach(), hold(before))
 
 
 def test_a_node_that_saved_the_logits_reads_them_unchanged() -> None:
@@ -247,10 +247,8 @@ def test_another_release_with_another_loss_is_left(monkeypatch: pytest.MonkeyPat
 
 
 def test_small_logits_are_left_by_default_and_the_plan_says_so() -> None:
-    model = model_of("untied")
-    plan = plan_of(model)
-    assert plan.keep("head").policy == "none"
-    assert plan.idle["cross_entropy"].startswith("the logits have 87.0 KiB in fp32, less than 64.0 MiB")
+    said = plan_of(model_of("untied")).idle["cross_entropy"]
+    assert said.startswith("the logits have 87.0 KiB in fp32, less than 64.0 MiB")
 
 
 def test_stow_does_what_the_plan_decided_and_undoes_it() -> None:

@@ -2,39 +2,59 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.helpers.models import build, tokens
-from tests.helpers.sides import LAYOUTS, both_sides, everything, stowed, train, unequal
+from tests.helpers.models import build
+from tests.helpers.sides import (
+    BATCHES,
+    LAYOUTS,
+    Plain,
+    Script,
+    everything,
+    ground,
+    refused,
+    same,
+    stowed,
+    train,
+    training,
+    unequal,
+)
 
-BATCHES = tokens("llama", 8)
-
-
-def llama() -> nn.Module:
-    return build("llama")
-
+llama = partial(build, "llama")
 
 # --- the optimizer's state dict --------------------------------------------------------------------------------------
 
 
-def test_a_state_dict_with_other_ids() -> None:
+def other_ids(model: nn.Module, optimizer: Any) -> list[Any]:
     """Saved parameters are ours in the order of their groups, whatever they are called, as in torch's optimizers."""
+    losses = train(model, optimizer, BATCHES[:2])
+    state, names = copy.deepcopy(optimizer.state_dict()), [name for name, _ in model.named_parameters()]
+    state["state"] = {names[index]: value for index, value in reversed(state["state"].items())}
+    for group in state["param_groups"]:
+        group["params"] = [names[index] for index in group["params"]]
+    losses += train(model, optimizer, BATCHES[2:4])
+    optimizer.load_state_dict(state)
+    return losses + train(model, optimizer, BATCHES[4:6])
 
-    def script(model: nn.Module, optimizer: Any) -> list[float]:
-        losses = train(model, optimizer, BATCHES[:2])
-        state, names = copy.deepcopy(optimizer.state_dict()), [name for name, _ in model.named_parameters()]
-        state["state"] = {names[index]: value for index, value in reversed(state["state"].items())}
-        for group in state["param_groups"]:
-            group["params"] = [names[index] for index in group["params"]]
-        losses += train(model, optimizer, BATCHES[2:4])
-        optimizer.load_state_dict(state)
-        return losses + train(model, optimizer, BATCHES[4:6])
 
-    both_sides(llama, script, LAYOUTS)
+def from_plain_and_back(model: nn.Module, optimizer: Any) -> list[Any]:
+    """Weights and state of torch's optimizer; and those again, after two steps."""
+    other = ground.put(llama())
+    plain = Plain(other, 0.0)
+    train(other, plain, BATCHES[:2])
+    model.load_state_dict(other.state_dict())
+    optimizer.load_state_dict(plain.state_dict())
+    losses = train(model, optimizer, BATCHES[2:3])
+    state, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    losses += train(model, optimizer, BATCHES[4:6])
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    return losses + train(model, optimizer, BATCHES[3:4])
 
 
 @pytest.mark.parametrize(
@@ -73,9 +93,9 @@ def assigned(model: nn.Module, optimizer: Any) -> list[Any]:
     return []
 
 
-def read_after_a_write(model: nn.Module, optimizer: Any) -> list[Any]:
+def read_after_a_write(model: Any, optimizer: Any) -> list[Any]:
     """By state dicts of both kinds, forward, and a view from before."""
-    view = model.model.layers[1].mlp.up_proj.weight.data.t()  # type: ignore[union-attr, index]
+    view = model.model.layers[1].mlp.up_proj.weight.data.t()
     model(**BATCHES[7])
     halved(model)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
@@ -97,87 +117,75 @@ def loaded(model: nn.Module, optimizer: Any) -> list[Any]:
     return [param.clone() for param in model.parameters()]
 
 
-def nested(model: nn.Module, optimizer: Any) -> list[Any]:
-    block = model.model.layers[1]  # type: ignore[union-attr, index]
+def nested(model: Any, optimizer: Any) -> list[Any]:
+    block = model.model.layers[1]
     with optimizer.present([*block.parameters(), *block.parameters()]):
-        halved(block)  # type: ignore[arg-type]
+        halved(block)
     seen = [param.clone() for param in block.parameters()]
-    halved(block)  # type: ignore[arg-type]
+    halved(block)
     return seen
 
 
-def gradients(model: nn.Module, optimizer: Any) -> list[Any]:
+def gradients(model: Any, optimizer: Any) -> list[Any]:
     with torch.enable_grad():
         model(**BATCHES[6]).loss.backward()
     halved(model)
-    return [(param.grad * param).sum().item() for param in model.parameters()]  # type: ignore[operator]
+    return [(param.grad * param).sum().item() for param in model.parameters()]
 
 
 INSIDE = [assigned, read_after_a_write, read_before_a_write, loaded, nested, gradients]
 
 
-@pytest.mark.parametrize("inside", INSIDE, ids=lambda inside: inside.__name__)
-def test_inside_present_weights_are_plain(inside: Callable[[nn.Module, Any], list[Any]]) -> None:
+def inside_present(inside: Script) -> Script:
+    """Weights are plain there."""
+
     def script(model: nn.Module, optimizer: Any) -> list[Any]:
-        seen: list[Any] = train(model, optimizer, BATCHES[:2])
+        seen = [*train(model, optimizer, BATCHES[:2])]
         with optimizer.present(model.parameters()), torch.no_grad():
-            seen += inside(model, optimizer)
+            seen.append(inside(model, optimizer))
         optimizer.step()
         optimizer.zero_grad()
         return seen + train(model, optimizer, BATCHES[2:4])
 
-    both_sides(llama, script, LAYOUTS)
+    return script
 
 
-def test_views_from_before_present() -> None:
+def views_from_before(model: nn.Module, optimizer: Any) -> list[Any]:
     """They show what is written inside, in the middle of a block, too, and with those of another class."""
+    views, seen = list[Any](), list[Any]()
+    up, norm = (model.get_submodule(f"model.layers.1.{name}") for name in ("mlp.up_proj", "input_layernorm"))
+    hook = up.register_forward_hook(lambda *_: views.extend([up.weight.view(-1), norm.weight.view(-1)]))
+    train(model, optimizer, BATCHES[:1])
+    hook.remove()
 
-    def script(model: nn.Module, optimizer: Any) -> list[Any]:
-        views: list[Any] = []
-        seen: list[Any] = []
-        up, norm = (model.get_submodule(f"model.layers.1.{name}") for name in ("mlp.up_proj", "input_layernorm"))
-        hook = up.register_forward_hook(lambda *_: views.extend([up.weight.view(-1), norm.weight.view(-1)]))
-        train(model, optimizer, BATCHES[:1])
-        hook.remove()
+    def look(*_: Any) -> None:
+        seen.extend([views[0].sum().item(), torch.cat([*views[:2], up.weight.view(-1)]).sum().item()])
 
-        def look(*_: Any) -> None:
-            seen.extend([views[0].sum().item(), torch.cat([*views[:2], up.weight.view(-1)]).sum().item()])
-
-        hook = up.register_forward_hook(look)
-        with optimizer.present(model.parameters()), torch.no_grad():
-            halved(model)
+    hook = up.register_forward_hook(look)
+    for shown in (model, up):
+        with optimizer.present(shown.parameters()), torch.no_grad():
+            halved(shown)
             look()
             model(**BATCHES[7])
-        with optimizer.present(up.parameters()), torch.no_grad():
-            halved(up)
-            look()
-            model(**BATCHES[7])
-        hook.remove()
-        return seen + train(model, optimizer, BATCHES[1:3])
-
-    both_sides(llama, script, LAYOUTS)
+    hook.remove()
+    return seen + train(model, optimizer, BATCHES[1:3])
 
 
-def test_a_graph_from_before_present() -> None:
+def a_graph_from_before(model: nn.Module, optimizer: Any) -> list[Any]:
     """It goes on where weights were only read, and is refused where they were written to, as elsewhere."""
-
-    def script(model: nn.Module, optimizer: Any) -> list[Any]:
-        losses = train(model, optimizer, BATCHES[:1])
-        for write in (False, True):
-            loss = model(**BATCHES[1]).loss
-            with optimizer.present(model.parameters()), torch.no_grad():
-                if write:
-                    halved(model)
-                    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|updated since"):
-                        loss.backward()
-                else:
-                    loss.backward()
-            if not write:
-                optimizer.step()
-            optimizer.zero_grad()
-        return losses + train(model, optimizer, BATCHES[2:4])
-
-    both_sides(llama, script, LAYOUTS)
+    losses = train(model, optimizer, BATCHES[:1])
+    loss = model(**BATCHES[1]).loss
+    with optimizer.present(model.parameters()):
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    loss = model(**BATCHES[1]).loss
+    with optimizer.present(model.parameters()), torch.no_grad():
+        halved(model)
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation|updated since"):
+            loss.backward()
+    optimizer.zero_grad()
+    return losses + train(model, optimizer, BATCHES[2:4])
 
 
 @pytest.mark.parametrize("call", ["step", "close"])
@@ -197,14 +205,11 @@ def test_what_present_refuses(call: str) -> None:
 
 
 def test_present_where_the_plan_updates_in_backward() -> None:
-    model = llama()
-    optimizer = stowed(model, "host, one ahead", in_backward=True)
-    train(model, optimizer, BATCHES[:1])
-    with (
-        optimizer.present(model.parameters()),
-        pytest.raises(RuntimeError, match=r"backward inside of .* and the plan updates there"),
-    ):
-        model(**BATCHES[1]).loss.backward()
+    def script(model: nn.Module, optimizer: Any) -> None:
+        with optimizer.present(model.parameters()):
+            model(**BATCHES[1]).loss.backward()
+
+    refused(llama, script, r"backward inside of .* and the plan updates there", in_backward=True)
 
 
 def test_masters_follow_what_is_loaded_inside_present() -> None:
@@ -253,16 +258,16 @@ class Split(nn.Linear):
 class Outside(nn.Module):
     """Saves what a module around it owns."""
 
-    def __init__(self, around: list[nn.Module]) -> None:
+    def __init__(self, around: list[Any]) -> None:
         super().__init__()
         self.around = around
 
     def get_extra_state(self) -> Any:
-        return self.around[0].own.detach().sum()  # type: ignore[union-attr, operator]
+        return self.around[0].own.detach().sum()
 
 
 def with_a_say() -> nn.Module:
-    model = llama()
+    model: Any = llama()
     for index, kind in enumerate((Turned, Split, nn.Linear, nn.Linear)):
         model.get_submodule(f"model.layers.{index}.mlp").up_proj = kind(32, 64)
     model.lm_head = Split(32, 64)
@@ -272,24 +277,29 @@ def with_a_say() -> nn.Module:
     return model
 
 
-def test_modules_that_have_a_say_in_their_state_dict() -> None:
-    def script(model: nn.Module, optimizer: Any) -> list[Any]:
-        seen: list[Any] = []
+def state_dicts_with_a_say(model: Any, optimizer: Any) -> list[Any]:
+    """Training goes on after an error while one is made."""
 
-        def look(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            seen.append(module.weight.detach().sum().item())  # type: ignore[union-attr, operator]
-            with torch.no_grad():
-                module.bias.clamp_(-0.01, 0.01)  # type: ignore[union-attr, operator]
+    def stop(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        raise ZeroDivisionError
 
-        model.get_submodule("model.layers.3.mlp.up_proj").register_state_dict_pre_hook(look)
-        for batch in BATCHES[:3]:
-            seen.append(train(model, optimizer, [batch]))
-            seen.append({name: value.clone() for name, value in model.state_dict().items()})
-            assert all(type(value) is torch.Tensor for value in model.state_dict().values())
-            assert model.state_dict(keep_vars=True)["lm_head.kernel"] is model.lm_head.bias
-        return list(seen)
+    def look(module: Any, prefix: str, keep_vars: bool) -> None:
+        seen.append(module.weight.detach().sum().item())
+        with torch.no_grad():
+            module.bias.clamp_(-0.01, 0.01)
 
-    both_sides(with_a_say, script, LAYOUTS)
+    seen = train(model, optimizer, BATCHES[:1])
+    hook = model.get_submodule("model.layers.0.mlp.up_proj").register_state_dict_pre_hook(stop)
+    with pytest.raises(ZeroDivisionError):
+        model.state_dict()
+    hook.remove()
+    model.get_submodule("model.layers.3.mlp.up_proj").register_state_dict_pre_hook(look)
+    for batch in BATCHES[1:3]:
+        seen += train(model, optimizer, [batch])
+        seen.append({name: value.clone() for name, value in model.state_dict().items()})
+        assert all(type(value) is torch.Tensor for value in model.state_dict().values())
+        assert model.state_dict(keep_vars=True)["lm_head.kernel"] is model.lm_head.bias
+    return list(seen)  # which later looks add to
 
 
 def test_what_is_made_of_copies_does_not_keep_them() -> None:
@@ -304,47 +314,35 @@ def test_what_is_made_of_copies_does_not_keep_them() -> None:
     assert found.data_ptr() == bucket.weight_of(index).data_ptr()
 
 
-def test_an_error_while_a_state_dict_is_made() -> None:
-    """Training goes on."""
-
-    def script(model: nn.Module, optimizer: Any) -> list[float]:
-        def stop(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            raise ValueError("stop")
-
-        losses = train(model, optimizer, BATCHES[:1])
-        hook = model.get_submodule("model.layers.0.mlp.up_proj").register_state_dict_pre_hook(stop)
-        with pytest.raises(ValueError, match="stop"):
-            model.state_dict()
-        hook.remove()
-        return losses + train(model, optimizer, BATCHES[1:4])
-
-    both_sides(with_a_say, script, LAYOUTS)
-
-
 # --- gradients -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("divisor", [2, 0.25, torch.tensor(-8.0)], ids=str)
-def test_gradients_are_divided_by_powers_of_two(divisor: Any) -> None:
-    def script(model: nn.Module, optimizer: Any) -> list[Any]:
-        seen: list[Any] = []
-        for batch in BATCHES[:3]:
-            model(**batch).loss.backward()
-            for param in model.parameters():
-                param.grad /= divisor
-                seen.append(param.grad.sum().item())  # type: ignore[union-attr]
-            optimizer.step()
-            optimizer.zero_grad()
-        return seen
+def divided(divisor: Any) -> Script:
+    def between(model: Any, optimizer: Any) -> list[Any]:
+        for param in model.parameters():
+            param.grad /= divisor
+        return [param.grad.sum().item() for param in model.parameters()]
 
-    both_sides(llama, script, LAYOUTS)
+    return training(between)
 
 
 @pytest.mark.parametrize("divisor", [3, 0.0, float("inf"), torch.ones(1)], ids=str)
 def test_other_divisions_of_gradients_are_refused(divisor: Any) -> None:
     """To multiply by the inverse would give other bits."""
-    model = llama()
-    stowed(model, "host, one ahead")
-    model(**BATCHES[0]).loss.backward()
-    with pytest.raises(RuntimeError, match="it can be read, and multiplied by one factor"):
-        model.get_parameter("lm_head.weight").grad.div_(divisor)  # type: ignore[union-attr]
+    refused(llama, divided(divisor), "it can be read, and multiplied by one factor")
+
+
+SAME: dict[str, Callable[[], None]] = {
+    "a state dict with other ids": same(llama, other_ids, LAYOUTS),
+    "a state dict of torch's, and back": same(llama, from_plain_and_back, LAYOUTS),
+    **{f"{inside.__name__} inside of present": same(llama, inside_present(inside), LAYOUTS) for inside in INSIDE},
+    "views from before present": same(llama, views_from_before, LAYOUTS),
+    "a graph from before present": same(llama, a_graph_from_before, LAYOUTS),
+    "modules that have a say in their state dict": same(with_a_say, state_dicts_with_a_say, LAYOUTS),
+    **{f"gradients divided by {each}": same(llama, divided(each)) for each in (2, 0.25, torch.tensor(-8.0))},
+}
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_the_same(case: str) -> None:
+    SAME[case]()

@@ -5,28 +5,25 @@ two levels of the grid meet in one of them, in ``make test-all`` any three. Comp
 moments and update counts. Everything runs with the engine's own checks on.
 """
 
-import dataclasses
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import cycle
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from strategies.core import layout
-from strategies.core.layout import Item, Site
-from strategies.engine import SGD, AdamW, stow
+from strategies.core.layout import Item, Layout, Site
+from strategies.engine import SGD, AdamW, UpdateRule, stow
 from strategies.engine.updating import updates
-from strategies.planner.addresses import place, slot_pools
-from tests.helpers.doubles import Delayed, Vacant
+from strategies.planner.addresses import slot_pools
+from tests.helpers.doubles import Delayed, RaceDetector, Vacant
 from tests.helpers.engine import DECAY, LR, STEPS, checkpointing, differences, plain, plan_of, stowed
 from tests.helpers.grid import BF16, FORBIDDEN, FP32, IN_STAGES, expected, run, title
 from tests.helpers.models import build, tokens
 from tests.helpers.pairwise import Row, Table
-from tests.helpers.race_detector import RaceDetector
 
 # Layouts for what does not depend on the grid.
 LAYOUTS: Mapping[str, dict[str, Any]] = {
@@ -38,10 +35,7 @@ LAYOUTS: Mapping[str, dict[str, Any]] = {
     "streamed, travelling": {"site": "streamed", "weights": "travelling", "prefetch": 0, "park": "host"},
     "mixed": {"site": "mixed", "weights": "some", "park": "host"},
 }
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Each site has two layouts, so that it meets both.
 layouts_and_dtypes = pytest.mark.parametrize(
@@ -102,21 +96,30 @@ def test_weights_come_ahead_in_a_backward_that_follows_another(monkeypatch: pyte
     assert late[1:] == [0, 0], late
 
 
+def special(
+    model: str, dtype: torch.dtype, loop: Mapping[str, Any], is_special: Callable[[Layout], bool], **where: Any
+) -> None:
+    """Copies late and watched, in a layout that is what it is meant to be."""
+    batches = tokens(model, STEPS * loop["accumulation"])
+    wanted = plain(build(model, dtype=dtype), batches, **loop)
+    for transfer in (Delayed(), RaceDetector()):
+        plan = plan_of(build(model, dtype=dtype), **where, **loop)
+        assert is_special(plan.layout)
+        assert differences(wanted, stowed(build(model, dtype=dtype), plan, batches, transfer=transfer, **loop)) == []
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("site", ["host", "streamed", "mixed"])
 def test_slots_of_several_sizes(site: str, accumulation: int) -> None:
     """Embedding and head, which are larger than blocks, pass through slots of their own."""
-    loop: dict[str, Any] = {"accumulation": accumulation, "max_norm": 0.05}
-    batches = tokens("words", STEPS * accumulation)
-    wanted = plain(build("words"), batches, **loop)
-    for transfer in (Delayed(), RaceDetector()):
-        plan = plan_of(build("words"), site=site, weights="some", bucket="half", park="host", **loop)
-        made = dataclasses.replace(plan.layout, visit_slots=3)
-        plan = dataclasses.replace(plan, layout=made, place=SimpleNamespace(addresses=place(made), debug=True))
+    several = [Item.GRAD, *[Item.VISIT] * (site == "streamed"), *[Item.ARRIVAL] * (accumulation > 1)]
+
+    def has_several(made: Layout) -> bool:
         pools = Counter(pool.item for pool in slot_pools(made))
-        several = [Item.GRAD, *[Item.VISIT] * (site == "streamed"), *[Item.ARRIVAL] * (accumulation > 1)]
-        assert all(pools[item] > 1 for item in several)
-        assert differences(wanted, stowed(build("words"), plan, batches, transfer=transfer, **loop)) == []
+        return all(pools[item] > 1 for item in several)
+
+    where: dict[str, Any] = {"site": site, "weights": "some", "bucket": "half", "park": "host", "visit_slots": 3}
+    special("words", torch.float32, {"accumulation": accumulation, "max_norm": 0.05}, has_several, **where)
 
 
 def test_backward_does_not_bring_an_embedding() -> None:
@@ -148,29 +151,22 @@ def test_backward_does_not_bring_an_embedding() -> None:
 )
 def test_gradients_without_slots(model: str, where: str, dtype: torch.dtype, accumulation: int) -> None:
     """They go down from where backward made them, one by one; some experts get none."""
-    loop: dict[str, Any] = {"accumulation": accumulation, "max_norm": 0.05, "groups": 2}
-    batches = tokens(model, STEPS * accumulation)
-    wanted = plain(build(model, dtype=dtype), batches, **loop)
-    for transfer in (Delayed(), RaceDetector()):
-        plan = plan_of(build(model, dtype=dtype), **{**LAYOUTS[where], "park": "host"}, direct=True, **loop)
-        assert any(bucket.grad_direct for bucket in plan.layout.buckets)
-        assert differences(wanted, stowed(build(model, dtype=dtype), plan, batches, transfer=transfer, **loop)) == []
+    loop = {"accumulation": accumulation, "max_norm": 0.05, "groups": 2}
+    there = {**LAYOUTS[where], "park": "host", "direct": True}
+    special(model, dtype, loop, lambda made: any(bucket.grad_direct for bucket in made.buckets), **there)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("where", [name for name in LAYOUTS if "travelling" in name])
 def test_masters_as_the_only_copy(where: str, accumulation: int) -> None:
     """Weights that travel are rounded as they are fetched, unless a gradient needs the copy's place."""
-    loop: dict[str, Any] = {"accumulation": accumulation, "max_norm": 0.05}
-    batches, dtype = tokens("llama", STEPS * accumulation), torch.bfloat16
-    wanted = plain(build("llama", dtype=dtype), batches, **loop)
-    for transfer in (Delayed(), RaceDetector()):
-        plan = plan_of(build("llama", dtype=dtype), **LAYOUTS[where], **loop)
-        made = dataclasses.replace(plan.layout, keeps_copies=False)
-        plan = dataclasses.replace(plan, layout=made, place=SimpleNamespace(addresses=place(made), debug=True))
-        rounded = sum(layout.rounded_to_fetch(bucket, made) for bucket in made.buckets)
-        assert bool(rounded) is (accumulation > 1 and "device" not in where)
-        assert differences(wanted, stowed(build("llama", dtype=dtype), plan, batches, transfer=transfer, **loop)) == []
+    rounds = accumulation > 1 and "device" not in where
+
+    def is_rounded(made: Layout) -> bool:
+        return any(layout.rounded_to_fetch(bucket, made) for bucket in made.buckets) is rounds
+
+    loop = {"accumulation": accumulation, "max_norm": 0.05}
+    special("llama", torch.bfloat16, loop, is_rounded, **LAYOUTS[where], copies=False)
 
 
 # --- the test itself -------------------------------------------------------------------------------------------------
@@ -217,55 +213,39 @@ def test_a_difference_of_one_bit_is_found() -> None:
 # --- other rules and schedules ---------------------------------------------------------------------------------------
 
 
-@layouts_and_dtypes
-@pytest.mark.parametrize(("accumulation", "max_norm"), [(1, 0.05), (3, 0.0)])
-def test_sgd(where: dict[str, Any], dtype: torch.dtype, accumulation: int, max_norm: float) -> None:
-    """A rule without state."""
-    loop: dict[str, Any] = {"accumulation": accumulation, "max_norm": max_norm, "groups": 2}
-    batches, model = tokens("llama", STEPS * accumulation), build("llama", dtype=dtype)
-    make = partial(torch.optim.SGD, lr=LR, weight_decay=DECAY)
-    wanted = plain(build("llama", dtype=dtype), batches, make=make, **loop)
-    plan = plan_of(model, moments=0, in_backward=max_norm == 0, **where, **loop)
-    found = stowed(model, plan, batches, rule=SGD(lr=LR, weight_decay=DECAY), transfer=Delayed(), **loop)
-    assert differences(wanted, found) == []
+def schedule(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+SGDS: dict[str, Any] = {"make": partial(torch.optim.SGD, lr=LR, weight_decay=DECAY)}
+UNFUSED: dict[str, Any] = {"make": partial(torch.optim.AdamW, lr=LR, weight_decay=DECAY)}
+RULES: Mapping[str, tuple[dict[str, Any], UpdateRule, dict[str, Any]]] = {  # plainly, stowed, both
+    "sgd, clipped": (SGDS, SGD(lr=LR, weight_decay=DECAY), {"max_norm": 0.05}),
+    "sgd, accumulated": (SGDS, SGD(lr=LR, weight_decay=DECAY), {"accumulation": 3}),
+    "adamw as torch takes it by default": (
+        UNFUSED, AdamW(lr=LR, weight_decay=DECAY, fused=False), {"max_norm": 0.05},
+    ),
+    # Each update is made with the rate that was set when ``step`` was called, in some layouts during backward.
+    "a schedule": ({}, AdamW(lr=LR, weight_decay=DECAY), {"schedule": schedule}),
+    # A parameter larger than a chunk is updated in several calls, and counted once.
+    "in chunks": ({}, AdamW(lr=LR, weight_decay=DECAY), {"max_norm": 0.05}),
+}  # fmt: skip
 
 
 @layouts_and_dtypes
-def test_adamw_as_torch_takes_it_by_default(where: dict[str, Any], dtype: torch.dtype) -> None:
-    loop: dict[str, Any] = {"max_norm": 0.05, "groups": 2}
-    batches, model = tokens("gpt2", STEPS), build("gpt2", dtype=dtype)
-    make = partial(torch.optim.AdamW, lr=LR, weight_decay=DECAY)
-    wanted = plain(build("gpt2", dtype=dtype), batches, make=make, **loop)
-    rule = AdamW(lr=LR, weight_decay=DECAY, fused=False)
-    found = stowed(model, plan_of(model, **where, **loop), batches, rule=rule, transfer=Delayed(), **loop)
-    assert differences(wanted, found) == []
-
-
-@layouts_and_dtypes
-def test_a_schedule_that_steps_while_updates_are_pending(where: dict[str, Any], dtype: torch.dtype) -> None:
-    """Each update is made with the rate that was set when ``step`` was called, in some layouts during backward."""
-
-    def schedule(optimizer: torch.optim.Optimizer) -> Any:
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-
-    batches, model = tokens("llama", 2 * STEPS), build("llama", dtype=dtype)
-    wanted = plain(build("llama", dtype=dtype), batches, groups=2, schedule=schedule)
-    plan = plan_of(model, groups=2, in_backward=dtype is torch.float32, **where)
-    found = stowed(model, plan, batches, groups=2, schedule=schedule, transfer=Delayed())
-    assert differences(wanted, found) == []
-    assert differences(wanted, plain(build("llama", dtype=dtype), batches, groups=2))
-
-
-@layouts_and_dtypes
-def test_updates_in_chunks(where: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A parameter larger than a chunk is updated in several calls, and counted once."""
-    loop: dict[str, Any] = {"max_norm": 0.05, "groups": 2}
-    batches, model = tokens("llama", STEPS), build("llama", dtype=dtype)
-    wanted = plain(build("llama", dtype=dtype), batches, **loop)
-    monkeypatch.setattr(updates, "HOST_CHUNK", 192)
-    monkeypatch.setattr(layout, "SCRATCH_ELEMENTS", 384)
-    found = stowed(model, plan_of(model, **where, **loop), batches, transfer=Delayed(), **loop)
-    assert differences(wanted, found) == []
+@pytest.mark.parametrize("rule", RULES)
+def test_rules(rule: str, where: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    plainly, ours, given = RULES[rule]
+    loop = {"max_norm": 0.0, "accumulation": 1, "groups": 2, **given}
+    batches, model = tokens("gpt2", STEPS * loop["accumulation"]), build("gpt2", dtype=dtype)
+    wanted = plain(build("gpt2", dtype=dtype), batches, **plainly, **loop)
+    if rule == "in chunks":
+        monkeypatch.setattr(updates, "HOST_CHUNK", 192)
+        monkeypatch.setattr(layout, "SCRATCH_ELEMENTS", 384)
+    planned = {name: value for name, value in loop.items() if name != "schedule"}
+    in_backward = not loop["max_norm"] and ("sgd" in rule or dtype is torch.float32)
+    plan = plan_of(model, moments=len(ours.names), in_backward=in_backward, **where, **planned)
+    assert differences(wanted, stowed(model, plan, batches, rule=ours, transfer=Delayed(), **loop)) == []
 
 
 # --- what the helpers say is what is tested --------------------------------------------------------------------------
@@ -277,17 +257,13 @@ def test_layouts_are_what_they_are_called() -> None:
     assert {bucket.site for bucket in made.buckets} == {Site.DEVICE, Site.HOST, Site.STREAMED}
     moving = {unit for bucket in made.buckets for unit in bucket.units if not bucket.resident}
     assert moving >= {"embedding", "head", "model.layers.0"} and "model.layers.1" not in moving
-    per_block = {
-        size: len([b for b in plan_of(model, bucket=size).layout.buckets if "model.layers.0" in b.units])
-        for size in ("half", "one")
-    }
-    assert per_block["half"] > per_block["one"] == 1
+    half, one = (plan_of(model, bucket=size).layout.buckets for size in ("half", "one"))
+    assert [sum("model.layers.0" in bucket.units for bucket in buckets) > 1 for buckets in (half, one)] == [True, False]
     several = plan_of(model, bucket="several", weights="travelling", prefetch=0)
     assert [len(b.units) for b in several.layout.buckets if not b.resident] == [2, 2]
-    assert shared(several) == {1}
-    assert shared(plan_of(model, weights="travelling", prefetch=0)) == {3}
     # A bucket that all blocks use shares its place with none of theirs.
     alike = plan_of(model, groups=2, weights="travelling", prefetch=0)
+    assert [shared(each) for each in (several, plan_of(model, weights="travelling", prefetch=0))] == [{1}, {3}]
     assert 0 in shared(alike)
 
 

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from strategies.core.layout import Item
 from strategies.engine import stow
 from strategies.engine.transfer.transfer import Transfer
-from tests.helpers.doubles import Delayed
+from tests.helpers.doubles import Delayed, RaceDetector
 from tests.helpers.draws import layouts, odd_model, params_of, specs
 from tests.helpers.engine import Made, differences, groups_of, plain, plan_of, stowed
 from tests.helpers.models import Spec, build, odd_batches
-from tests.helpers.race_detector import RaceDetector
 
 STEADY: dict[str, Any] = {
     "deadline": None,
@@ -34,7 +33,6 @@ loops = st.fixed_dictionaries(
         "groups": st.sampled_from([1, 2]),
     }
 )
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def trainable(spec: Spec) -> bool:
@@ -44,8 +42,9 @@ def trainable(spec: Spec) -> bool:
     return bool(loss.requires_grad) and len({id(group) for group in groups_of(model, 2) if group["params"]}) == 2
 
 
-def both(spec: Spec, data: st.DataObject, loop: dict[str, Any], dtype: torch.dtype) -> list[str]:
-    """Train ``spec`` both ways; what differs."""
+@settings(max_examples=80, **STEADY)
+@given(specs(), loops, st.sampled_from([*3 * [torch.float32], torch.bfloat16]), st.data())
+def test_any_layout_of_any_model(spec: Spec, loop: dict[str, Any], dtype: torch.dtype, data: st.DataObject) -> None:
     assume(trainable(spec))
     batches = odd_batches(3 * loop["accumulation"])
     model = odd_model(spec, dtype)
@@ -53,19 +52,7 @@ def both(spec: Spec, data: st.DataObject, loop: dict[str, Any], dtype: torch.dty
     layout = data.draw(layouts(params, loop["accumulation"], loop["max_norm"]))
     transfer: Transfer = data.draw(st.sampled_from([Delayed, RaceDetector]))()
     wanted = plain(odd_model(spec, dtype), batches, **loop)
-    return differences(wanted, stowed(model, Made.of(layout, params), batches, transfer=transfer, **loop))
-
-
-@settings(max_examples=60, **STEADY)
-@given(specs(), loops, st.data())
-def test_any_layout_of_any_model(spec: Spec, loop: dict[str, Any], data: st.DataObject) -> None:
-    assert both(spec, data, loop, torch.float32) == []
-
-
-@settings(max_examples=20, **STEADY)
-@given(specs(), loops, st.data())
-def test_any_layout_of_any_model_in_bf16(spec: Spec, loop: dict[str, Any], data: st.DataObject) -> None:
-    assert both(spec, data, loop, torch.bfloat16) == []
+    assert differences(wanted, stowed(model, Made.of(layout, params), batches, transfer=transfer, **loop)) == []
 
 
 @pytest.mark.parametrize("spec", [{"shares": (2, 0), "calls": (0, 1, 2)}, {"calls": (0, 1, 0)}], ids=["layer", "block"])

@@ -1,36 +1,54 @@
-"""The engine on two real ranks: a step is skipped by all or by none, and weights stay the same everywhere."""
+"""Loops on two real ranks, with the engine's buckets whole on each or shared: the bits of torch's data parallelism or
+of one process, and a step is skipped by all or by none.
 
+A world of ranks lives for all loops of the table; each returns what is wrong.
+"""
+
+import copy
+import time
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from strategies.engine import AdamW, stow
-from tests.helpers.masters import Masters
+from strategies.engine.transfer.transfer import Lane, Transfer
+from strategies.engine.updating.updates import Updates
+from tests.helpers.doubles import Delayed, RaceDetector
+from tests.helpers.engine import DECAY, LR, STEPS, differences, plain, plan_of, stowed
 from tests.helpers.models import build, tokens
+from tests.helpers.sides import Plain, copies, unequal
+from tests.parity.test_engine_shares import everyones, finish, stowed_on, unlike
+from tests.parity.test_frozen_later import STEPS as FREEZING_STEPS
+from tests.parity.test_frozen_later import freezing
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
 from trainer.planning.plan_for import plan_for
 
 pytestmark = pytest.mark.ranks
+WHOLE: dict[str, Any] = {"weights": "streamed", "prefetch": 0, "gradients": "device"}
+RULE = AdamW(lr=LR, weight_decay=DECAY)
 
 
-def one_bad_rank(ranks: Ranks, max_norm: float, dtype: torch.dtype, zero: dict[str, int] | None) -> dict[str, Any]:
-    """Three steps; in the second, one rank alone has a gradient that is not finite.
+def one_bad_rank(ranks: Ranks, max_norm: float, dtype: torch.dtype, zero: dict[str, int] | None) -> list[str]:
+    """In the second of three steps one rank alone has a gradient that is not finite: no rank makes that step.
 
     Nobody says that there are two ranks, and they begin with different weights.
     """
     model: Any = build("llama", dtype=dtype)
     if ranks.rank == 1:
-        torch.nn.init.normal_(model.lm_head.weight)
+        nn.init.normal_(model.lm_head.weight)
     plan = plan_for(model, max_grad_norm=max_norm, site="host", weights="streamed", prefetch=1, zero=zero)
-    optimizer = stow(model, plan, rule=AdamW(lr=1e-2), device="cpu")
+    optimizer = stow(model, plan, rule=RULE, device="cpu")
     with pytest.raises(ValueError, match="averages gradients over the ranks itself: do not wrap it"):
-        torch.nn.parallel.DistributedDataParallel(model)
-    start = model.state_dict()["lm_head.weight"].clone()
+        DistributedDataParallel(model)
+    wrong = unequal(build("llama", dtype=dtype).state_dict(), copies(model))
     weights = []
     for step, batch in enumerate(tokens("llama", 3)):
         loss = model(**batch).loss
@@ -39,74 +57,40 @@ def one_bad_rank(ranks: Ranks, max_norm: float, dtype: torch.dtype, zero: dict[s
             optimizer.clip_grad_norm_(max_norm)
         optimizer.step()
         optimizer.zero_grad()
-        weights.append({name: value.clone() for name, value in model.state_dict().items()})
-    flat = torch.cat([value.reshape(-1) for value in weights[-1].values()])
-    both = [torch.empty_like(flat) for _ in range(ranks.world_size)]
-    dist.all_gather(both, flat)
+        weights.append(copies(model))
+    first, second = everyones(ranks, weights[-1])
     optimizer.close()
-    return {
-        "started as the first": bool(torch.equal(start, build("llama", dtype=dtype).state_dict()["lm_head.weight"])),
-        "skipped": optimizer.skipped,
-        "alike": bool(torch.equal(*both)),
-        "kept": all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0]),
-        "trained": any(not torch.equal(weights[1][name], weights[2][name]) for name in weights[0]),
-        "finite": bool(flat.isfinite().all()),
-    }
+    wrong += unequal(first, second) + unequal(weights[0], weights[1])
+    wrong += [name for name, value in first.items() if not value.isfinite().all()]
+    return wrong + ([] if unequal(weights[1], weights[2]) and optimizer.skipped == 1 else ["the other steps"])
 
 
-BAD: dict[str, Any] = {
-    "whole, fp32": (0.0, torch.float32, None),
-    "whole, bf16, clipped": (1.0, torch.bfloat16, None),
-    "shared, bf16": (0.0, torch.bfloat16, {"stage": 3}),
-    "shared, fp32, clipped": (1.0, torch.float32, {"stage": 3}),
-}
-
-
-def one_bad_rank_in_each(ranks: Ranks) -> dict[str, dict[str, Any]]:
-    return {name: one_bad_rank(ranks, *case) for name, case in BAD.items()}
-
-
-def test_one_rank_that_is_not_finite_stops_the_step_of_all() -> None:
-    for name, found in run_world(2, one_bad_rank_in_each).items():
-        assert found.pop("skipped") == 1, name
-        assert all(found.values()), (name, found)
-
-
-def skipping(ranks: Ranks, max_norm: float, site: str, dtype: torch.dtype) -> list[float]:
-    """Each rank leaves out another block, in turn; against torch's data parallelism, in bf16 with fp32 masters."""
-    import copy
-
-    plain: Any = build("llama", dtype=dtype)
-    model = copy.deepcopy(plain)
-    plan = plan_for(model, max_grad_norm=max_norm, site=site, weights="streamed", prefetch=0, gradients="device")
-    ours = stow(model, plan, rule=AdamW(), device="cpu")
-    mixed = dtype is not torch.float32
-    theirs: Any = Masters(plain, 1e-3, max_norm) if mixed else torch.optim.AdamW(plain.parameters(), fused=True)
-    parallel = torch.nn.parallel.DistributedDataParallel(plain, find_unused_parameters=True)
-    unequal = []
-    for step, batch in enumerate(tokens("llama", 4)):
-        norms = [0.0, 0.0]
-        for net, bare, optimizer in ((parallel, plain, theirs), (model, model, ours)):
-            all_blocks = bare.model.layers
-            left_out = all_blocks[(step + ranks.rank) % len(all_blocks)]
-            bare.model.layers = torch.nn.ModuleList(block for block in all_blocks if block is not left_out)
+def leaving_out(
+    ranks: Ranks, site: str, max_norm: float = 0.05, dtype: torch.dtype = torch.float32, shared: bool = False
+) -> list[Any]:
+    """Ranks leave out a block, another one in each step: each its own, or, with shared buckets, all the same, whose
+    last update may not have been computed; against torch's data parallelism, in bf16 with fp32 masters."""
+    plain, model = build("llama", dtype=dtype), build("llama", dtype=dtype)
+    watch = RaceDetector()
+    if shared:
+        ours = stowed_on(ranks, model, site, transfer=watch, prefetch=0)
+    else:
+        plan = plan_for(model, max_grad_norm=max_norm, site=site, **WHOLE)
+        ours = stow(model, plan, rule=RULE, device="cpu", transfer=watch)
+    theirs, parallel = Plain(plain, max_norm), DistributedDataParallel(plain, find_unused_parameters=True)
+    norms: list[list[float]] = [[], []]
+    for step, batch in enumerate(tokens("llama", 8)[ranks.rank :: 2]):
+        for number, (net, bare, optimizer) in enumerate(((parallel, plain, theirs), (model, model, ours))):
+            inner: Any = bare.model
+            blocks, left_out = inner.layers, (step + (1 if shared else ranks.rank)) % 4
+            inner.layers = nn.ModuleList(block for index, block in enumerate(blocks) if index != left_out)
             net(**batch).loss.backward()
-            bare.model.layers = all_blocks
-            if max_norm and not mixed:
-                norms.append(float(torch.nn.utils.clip_grad_norm_(bare.parameters(), max_norm)))
+            inner.layers = blocks
+            if max_norm:
+                norms[number].append(float(optimizer.clip_grad_norm_(max_norm)))
             optimizer.step()
             optimizer.zero_grad()
-        unequal.append(norms[-2] - norms[-1])
-    state = model.state_dict()
-    return [*unequal, *(float((value - state[name]).abs().max()) for name, value in plain.state_dict().items())]
-
-
-@pytest.mark.parametrize(
-    ("max_norm", "site", "dtype"),
-    [(0.0, "host", torch.float32), (1.0, "streamed", torch.float32), (1.0, "host", torch.bfloat16)],
-)
-def test_ranks_that_leave_out_blocks(max_norm: float, site: str, dtype: torch.dtype) -> None:
-    assert set(run_world(2, skipping, max_norm, site, dtype)) == {0.0}
+    return [*watch.races, *unlike(model, plain.state_dict()), *(["norms"] if norms[0] != norms[1] else [])]
 
 
 class Averaging(nn.Module):
@@ -136,27 +120,22 @@ class Blocks(nn.Module):
         return x.square().mean()
 
 
-def buffers(ranks: Ranks, accumulation: int) -> list[float]:
-    """Against torch's data parallelism: losses, evaluation by the model itself, and the state, of both ranks.
+def buffers(ranks: Ranks, accumulation: int) -> list[str]:
+    """As torch shares them: losses, evaluation by the model itself, and the state.
 
     The last window is one micro-batch short, as at the end of an epoch, and followed by another step.
     """
-    import copy
-
-    plain = Blocks()
+    plain = build(Blocks)
     model = copy.deepcopy(plain)
-    plan = plan_for(model, max_grad_norm=0.0, accumulation=accumulation, site="host", weights="streamed", prefetch=0)
-    ours = stow(model, plan, rule=AdamW(), device="cpu")
-    theirs = torch.optim.AdamW(plain.parameters(), fused=True)
-    parallel = nn.parallel.DistributedDataParallel(plain)
+    plan = plan_for(model, max_grad_norm=0.0, accumulation=accumulation, site="host", **WHOLE)
+    ours, theirs = stow(model, plan, rule=RULE, device="cpu"), Plain(plain, 0.0)
     seen: list[list[float]] = []
-    for net, bare, optimizer in ((parallel, plain, theirs), (model, model, ours)):
+    for net, bare, optimizer in ((DistributedDataParallel(plain), plain, theirs), (model, model, ours)):
         torch.manual_seed(1 + ranks.rank)
         found: list[float] = []
         for last in [accumulation, accumulation, accumulation - 1 or 1, accumulation]:
             for micro_batch in range(1, last + 1):
-                averages = net is model or micro_batch == last
-                with nullcontext() if averages else parallel.no_sync():
+                with net.no_sync() if net is not model and micro_batch < last else nullcontext():
                     loss = net(torch.randn(4, 8))
                     loss.backward()
                 found.append(loss.item())
@@ -166,13 +145,133 @@ def buffers(ranks: Ranks, accumulation: int) -> list[float]:
             with torch.no_grad():
                 found.append(bare(torch.ones(1, 8)).item())
             bare.train()
-        state = bare.state_dict()
-        seen.append(found + torch.cat([state[name].flatten().double() for name in sorted(state)]).tolist())
-    unlike = torch.tensor(seen[0]).sub(torch.tensor(seen[1])).abs()
-    dist.all_reduce(unlike, dist.ReduceOp.MAX)
-    return [float(value) for value in unlike]
+        seen.append(found)
+    return [*unequal(plain.state_dict(), copies(model)), *(["losses"] if seen[0] != seen[1] else [])]
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_buffers_are_shared_as_torch_does(accumulation: int) -> None:
-    assert set(run_world(2, buffers, accumulation)) == {0.0}
+def summed_first(ranks: Ranks) -> list[str]:
+    """Two micro-batches per rank: they are summed before the ranks are, as torch's data parallelism does."""
+    batches = tokens("llama", STEPS * 2 * ranks.world_size)
+    mine = [batches[at] for at in range(len(batches)) if at // 2 % ranks.world_size == ranks.rank]
+    parallel: Any = DistributedDataParallel(build("llama"))
+    optimizer, norms = torch.optim.AdamW(parallel.parameters(), lr=LR, weight_decay=DECAY, fused=True), []
+    for step in range(STEPS):
+        with parallel.no_sync():
+            (parallel(**mine[2 * step]).loss / 2).backward()
+        (parallel(**mine[2 * step + 1]).loss / 2).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parallel.parameters(), 0.05)))
+        optimizer.step()
+        optimizer.zero_grad()
+    model, loop = build("llama"), {"accumulation": 2, "max_norm": 0.05}
+    plan = plan_of(model, site="host", weights="travelling", ranks=ranks.world_size, **loop)
+    found = stowed(model, plan, mine, transfer=Delayed(), **loop)
+    wrong = [name for name, param in parallel.module.named_parameters() if not torch.equal(param, found.tensors[name])]
+    return wrong + (["norms"] if norms != found.norms else [])
+
+
+def between(ranks: Ranks) -> list[str]:
+    """A model whose blocks share weights; its state dict is read between backward and step."""
+    model, batches = build("shared"), tokens("shared", 2 * ranks.world_size)
+    wanted = plain(build("shared"), batches, accumulation=ranks.world_size, max_norm=0.05)
+    ours, changed = stowed_on(ranks, model), list[str]()
+    for batch in batches[ranks.rank :: ranks.world_size]:
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        model(**batch).loss.backward()
+        changed += unlike(model, before)
+        finish(ours)
+    return changed + unlike(model, wanted.tensors)
+
+
+def read_by_the_first(ranks: Ranks) -> list[str]:
+    """What is wrong with the state dict that the first rank keeps for a checkpoint, and with what the other one has."""
+    model = build("llama")
+    optimizer = stowed_on(ranks, model)
+    whole, gathered = model.state_dict(), optimizer.gathered(keep=ranks.rank == 0)
+    assert all(value.numel() for value in model.state_dict().values())
+    if ranks.rank:
+        return [name for name, value in gathered.items() if value.numel()]
+    return [name for name, value in whole.items() if not torch.equal(value, gathered[name])]
+
+
+def frozen_later(ranks: Ranks, **where: Any) -> list[str]:
+    """Some parameters are frozen for two steps."""
+    batches, model = tokens("llama", FREEZING_STEPS * 2), freezing(build("llama"))
+    alone: Any = freezing(build("llama"))
+    alone.accumulation = 2
+    wanted = plain(alone, batches, accumulation=2, max_norm=0.05)
+    plan = plan_of(model, **where, max_norm=0.05, ranks=2)
+    shared = stowed(model, plan, batches[ranks.rank :: 2], transfer=Delayed(), max_norm=0.05)
+    wanted.losses = shared.losses = []
+    return differences(wanted, shared)
+
+
+class SlowReader(Transfer):
+    """Copies up take their time while ``slow``."""
+
+    slow = False
+
+    def _copy(self, lane: Lane, target: Any, source: Any) -> None:
+        if self.slow and lane is Lane.UP:
+            time.sleep(0.1)
+        super()._copy(lane, target, source)
+
+
+def common_memory(ranks: Ranks, dtype: torch.dtype, weights: str) -> list[str]:
+    """The first rank is late to write what the second one reads, and the second late to read what the first replaces:
+    it still evaluates, between the norm and the step, when the first one has gone on.
+    """
+    updates: Any = Updates
+    compute = updates._compute_on_host
+
+    def late(self: Updates, *args: Any) -> Any:
+        time.sleep(0.01 * ranks.is_first)
+        return compute(self, *args)
+
+    model, batches, seen = build("llama", dtype=dtype), tokens("llama", 2 * STEPS), []
+    transfer = SlowReader()
+    with patch.object(updates, "_compute_on_host", late):
+        optimizer = stowed_on(ranks, model, weights=weights, transfer=transfer, gather="host")
+        assert any(bucket.sources for bucket in optimizer.engine.buckets)
+        for batch in batches[ranks.rank :: 2]:
+            model(**batch).loss.backward()
+            optimizer.clip_grad_norm_(0.05)
+            transfer.slow = not ranks.is_first
+            with torch.no_grad():
+                seen.append(float(model(**batches[0]).loss))
+            transfer.slow = False
+            optimizer.step()
+            optimizer.zero_grad()
+        wrong = unlike(model, plain(build("llama", dtype=dtype), batches, accumulation=2, max_norm=0.05).tensors)
+    first, second = everyones(ranks, seen)
+    return [*wrong, *(["losses"] if first != second else [])]
+
+
+LOOPS: Mapping[str, Callable[[Ranks], list[Any]]] = {
+    "one bad rank": partial(one_bad_rank, max_norm=0.0, dtype=torch.float32, zero=None),
+    "one bad rank, bf16, clipped": partial(one_bad_rank, max_norm=1.0, dtype=torch.bfloat16, zero=None),
+    "one bad rank, bf16, shared": partial(one_bad_rank, max_norm=0.0, dtype=torch.bfloat16, zero={"stage": 3}),
+    "one bad rank, clipped, shared": partial(one_bad_rank, max_norm=1.0, dtype=torch.float32, zero={"stage": 3}),
+    "blocks left out": partial(leaving_out, site="host", max_norm=0.0),
+    "blocks left out, clipped, streamed": partial(leaving_out, site="streamed"),
+    "blocks left out, clipped, bf16": partial(leaving_out, site="host", dtype=torch.bfloat16),
+    **{f"a block left out by all, {site}": partial(leaving_out, site=site, shared=True)
+       for site in ("host", "streamed", "device")},
+    "buffers": partial(buffers, accumulation=1),
+    "buffers, accumulated": partial(buffers, accumulation=3),
+    "summed first": summed_first,
+    "read between backward and step": between,
+    "one copy for a checkpoint": read_by_the_first,
+    "frozen later": partial(frozen_later, site="device", weights="travelling", prefetch=1),
+    "frozen later, on the host": partial(frozen_later, site="host", weights="travelling", park="host"),
+    "frozen later, streamed": partial(frozen_later, site="streamed", park="host", prefetch=0),
+    "common memory": partial(common_memory, dtype=torch.float32, weights="travelling"),
+    "common memory, resident": partial(common_memory, dtype=torch.bfloat16, weights="resident"),
+}  # fmt: skip
+
+
+def loops(ranks: Ranks) -> dict[str, list[Any]]:
+    return {name: everyones(ranks, loop(ranks)) for name, loop in LOOPS.items()}
+
+
+def test_loops() -> None:
+    assert run_world(2, loops) == {name: [[], []] for name in LOOPS}

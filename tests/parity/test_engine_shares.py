@@ -17,14 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from strategies.core.plan import Plan
+from strategies.core.protocol import MemoryRefusal
 from strategies.engine import AdamW, stow
 from strategies.engine.memory.common_host import CommonHost
 from strategies.engine.ranks.shares import Shares
-from strategies.engine.transfer.transfer import Lane, Transfer
 from strategies.engine.updating.updates import Updates
 from strategies.planner.step_cost import problem_of, traffic
 from strategies.planner.weight_schedule import ASSUMED
-from tests.helpers.doubles import Delayed, Vacant
+from tests.helpers.doubles import Delayed, RaceDetector, Vacant
 from tests.helpers.engine import (
     DECAY,
     LR,
@@ -37,12 +38,9 @@ from tests.helpers.engine import (
     plan_of,
     stowed,
 )
-from tests.helpers.grid import ENGINE, NORMS, title
-from tests.helpers.models import build, on, tokens
+from tests.helpers.grid import ENGINE, NORMS, batches_on, title
+from tests.helpers.models import build, causal, on, tokens
 from tests.helpers.pairwise import Row, Table
-from tests.helpers.race_detector import RaceDetector
-from tests.parity.test_frozen_later import STEPS as FREEZING_STEPS
-from tests.parity.test_frozen_later import freezing
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
 from trainer.planning.plan_for import plan_for
@@ -105,9 +103,7 @@ def both(ranks: Ranks, row: Row, device: str = "cpu", turn: int = 0, **how: Any)
     case: dict[str, Any] = dict(row)
     count, norm, groups = ranks.world_size, NORMS[case["clip"]], case["groups"]
     steps = STEPS - bool(turn % 3)  # in the second all that the first has left is read; two of three cases end there
-    batches = [
-        {key: value.to(device) for key, value in batch.items()} for batch in tokens(case["model"], steps * count)
-    ]
+    batches = batches_on(device, case["model"], steps * count)
     alone: list[Result | None] = [None]
     if ranks.rank == turn % count:
         alone = [plain(on(device, made(case)), batches, accumulation=count, max_norm=norm, groups=groups)]
@@ -266,143 +262,6 @@ def finish(optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
-def summed_first(ranks: Ranks) -> list[str]:
-    """Two micro-batches per rank: they are summed before the ranks are, as torch's data parallelism does."""
-    batches = tokens("llama", STEPS * 2 * ranks.world_size)
-    mine = [batches[at] for at in range(len(batches)) if at // 2 % ranks.world_size == ranks.rank]
-    parallel: Any = nn.parallel.DistributedDataParallel(build("llama"))
-    optimizer, norms = torch.optim.AdamW(parallel.parameters(), lr=LR, weight_decay=DECAY, fused=True), []
-    for step in range(STEPS):
-        with parallel.no_sync():
-            (parallel(**mine[2 * step]).loss / 2).backward()
-        (parallel(**mine[2 * step + 1]).loss / 2).backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(parallel.parameters(), 0.05)))
-        optimizer.step()
-        optimizer.zero_grad()
-    model, loop = build("llama"), {"accumulation": 2, "max_norm": 0.05}
-    plan = plan_of(model, site="host", weights="travelling", ranks=ranks.world_size, **loop)
-    found = stowed(model, plan, mine, transfer=Delayed(), **loop)
-    wrong = [name for name, param in parallel.module.named_parameters() if not torch.equal(param, found.tensors[name])]
-    return wrong + (["norms"] if norms != found.norms else [])
-
-
-def between(ranks: Ranks) -> list[str]:
-    """A model whose blocks share weights; its state dict is read between backward and step."""
-    model, batches = build("shared"), tokens("shared", 2 * ranks.world_size)
-    wanted = plain(build("shared"), batches, accumulation=ranks.world_size, max_norm=0.05)
-    ours, changed = stowed_on(ranks, model), list[str]()
-    for batch in batches[ranks.rank :: ranks.world_size]:
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        model(**batch).loss.backward()
-        changed += unlike(model, before)
-        finish(ours)
-    return changed + unlike(model, wanted.tensors)
-
-
-def skipping(ranks: Ranks, site: str) -> list[str]:
-    """All ranks leave out the same block, another one in each step, whose last update may not have been computed."""
-    plain, model = build("llama"), build("llama")
-    parallel: Any = nn.parallel.DistributedDataParallel(plain, find_unused_parameters=True)
-    theirs = torch.optim.AdamW(plain.parameters(), lr=LR, weight_decay=DECAY, fused=True)
-    ours = stowed_on(ranks, model, site, transfer=RaceDetector(), prefetch=0)
-    for step, batch in enumerate(tokens("llama", 8)[ranks.rank :: 2]):
-        for net, bare, optimizer in ((parallel, plain, theirs), (model, model, ours)):
-            blocks: Any = bare.model.layers
-            bare.model.layers = nn.ModuleList(block for index, block in enumerate(blocks) if index != (step + 1) % 4)
-            net(**batch).loss.backward()
-            bare.model.layers = blocks
-            if optimizer is theirs:
-                torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
-            optimizer.step()
-            optimizer.zero_grad()
-    return [*ours.engine.transfer.races, *unlike(model, plain.state_dict())]
-
-
-def read_by_the_first(ranks: Ranks) -> list[str]:
-    """What is wrong with the state dict that the first rank keeps for a checkpoint, and with what the other one has."""
-    model = build("llama")
-    optimizer = stowed_on(ranks, model)
-    whole, gathered = model.state_dict(), optimizer.gathered(keep=ranks.rank == 0)
-    assert all(value.numel() for value in model.state_dict().values())
-    if ranks.rank:
-        return [name for name, value in gathered.items() if value.numel()]
-    return [name for name, value in whole.items() if not torch.equal(value, gathered[name])]
-
-
-def frozen_later(ranks: Ranks, **where: Any) -> list[str]:
-    """Some parameters are frozen for two steps."""
-    batches, model = tokens("llama", FREEZING_STEPS * 2), freezing(build("llama"))
-    alone: Any = freezing(build("llama"))
-    alone.accumulation = 2
-    wanted = plain(alone, batches, accumulation=2, max_norm=0.05)
-    plan = plan_of(model, **where, max_norm=0.05, ranks=2)
-    shared = stowed(model, plan, batches[ranks.rank :: 2], transfer=Delayed(), max_norm=0.05)
-    wanted.losses = shared.losses = []
-    return differences(wanted, shared)
-
-
-class SlowReader(Transfer):
-    """Copies up take their time while ``slow``."""
-
-    slow = False
-
-    def _copy(self, lane: Lane, target: Any, source: Any) -> None:
-        if self.slow and lane is Lane.UP:
-            time.sleep(0.1)
-        super()._copy(lane, target, source)
-
-
-def common_memory(ranks: Ranks, dtype: torch.dtype, weights: str) -> list[str]:
-    """The first rank is late to write what the second one reads, and the second late to read what the first replaces:
-    it still evaluates, between the norm and the step, when the first one has gone on.
-    """
-    updates: Any = Updates
-    compute = updates._compute_on_host
-
-    def late(self: Updates, *args: Any) -> Any:
-        time.sleep(0.01 * ranks.is_first)
-        return compute(self, *args)
-
-    model, batches, seen = build("llama", dtype=dtype), tokens("llama", 2 * STEPS), []
-    transfer = SlowReader()
-    with patch.object(updates, "_compute_on_host", late):
-        optimizer = stowed_on(ranks, model, weights=weights, transfer=transfer, gather="host")
-        assert any(bucket.sources for bucket in optimizer.engine.buckets)
-        for batch in batches[ranks.rank :: 2]:
-            model(**batch).loss.backward()
-            optimizer.clip_grad_norm_(0.05)
-            transfer.slow = not ranks.is_first
-            with torch.no_grad():
-                seen.append(float(model(**batches[0]).loss))
-            transfer.slow = False
-            optimizer.step()
-            optimizer.zero_grad()
-        wrong = unlike(model, plain(build("llama", dtype=dtype), batches, accumulation=2, max_norm=0.05).tensors)
-    first, second = everyones(ranks, seen)
-    return [*wrong, *(["losses"] if first != second else [])]
-
-
-LOOPS: Mapping[str, Callable[[Ranks], list[str]]] = {
-    "summed first": summed_first,
-    "read between backward and step": between,
-    **{f"a block that no rank runs, {site}": partial(skipping, site=site) for site in ("host", "streamed", "device")},
-    "one copy for a checkpoint": read_by_the_first,
-    "frozen later": partial(frozen_later, site="device", weights="travelling", prefetch=1),
-    "frozen later, on the host": partial(frozen_later, site="host", weights="travelling", park="host"),
-    "frozen later, streamed": partial(frozen_later, site="streamed", park="host", prefetch=0),
-    "common memory": partial(common_memory, dtype=torch.float32, weights="travelling"),
-    "common memory, resident": partial(common_memory, dtype=torch.bfloat16, weights="resident"),
-}
-
-
-def loops(ranks: Ranks) -> dict[str, list[Any]]:
-    return {name: everyones(ranks, loop(ranks)) for name, loop in LOOPS.items()}
-
-
-def test_loops() -> None:
-    assert run_world(2, loops) == {name: [[], []] for name in LOOPS}
-
-
 # --- refused ---------------------------------------------------------------------------------------------------------
 
 
@@ -431,10 +290,10 @@ def other_loss(ranks: Ranks) -> str:
     return str(caught.value)
 
 
-def alone(ranks: Ranks, stage: int) -> str:
+def alone(ranks: Ranks) -> str:
     """After a step the first rank reads a weight, and then runs forward without gradients while the others train."""
     model: Any = build("llama")
-    plan: Any = plan_for(model, max_grad_norm=0.05, world_size=2, zero={"stage": stage}, site="host")
+    plan: Any = plan_for(model, max_grad_norm=0.05, world_size=2, zero={"stage": 3}, site="host")
     optimizer = stow(model, plan, groups_of(model, 1), device="cpu")
     batch = tokens("llama", 1)[0]
     model(**batch).loss.backward()
@@ -471,17 +330,10 @@ def apart(ranks: Ranks) -> str:
     [
         (other_path, "through the model: at one time rank 0 ran model.layers.2, and rank 1 ran model.layers.1. "),
         (other_loss, "at one time rank 0 goes back through model.layers.2, and rank 1 did nothing. "),
-        (
-            partial(alone, stage=1),
-            "rank 0 began a forward without gradients, and rank 1 began a forward with gradients. ",
-        ),
-        (
-            partial(alone, stage=3),
-            "rank 0 began a forward without gradients, and rank 1 began a forward with gradients. ",
-        ),
+        (alone, "rank 0 began a forward without gradients, and rank 1 began a forward with gradients. "),
         (apart, "strategies.offload.gather: rank 0 cannot read the memory of another one (another file): "),
     ],
-    ids=["other path", "other loss", "alone, stage 1", "alone, stage 3", "another machine"],
+    ids=["other path", "other loss", "alone", "another machine"],
 )
 def test_refused(what: Callable[[Ranks], str], line: str) -> None:
     assert line in run_world(2, what)
@@ -503,22 +355,45 @@ def moved(ranks: Ranks) -> list[str]:
         model: Any = build("llama", dtype=dtype)
         options: dict[str, Any] = {"site": site, "gather": gather, "zero": {"stage": stage}}
         options |= {"weights": "streamed", "prefetch": 1} if stage == 3 else {}
-        batch = tokens("llama", 1)[0]
-        plan = plan_for(model, batch=tuple(batch["input_ids"].shape), max_grad_norm=0.05, world_size=2, **options)
-        assert plan.layout is not None
-        optimizer, seen = stow(model, plan, device="cpu"), []
-        transfer = optimizer.engine.transfer
-        for _ in range(4):
-            before = transfer.bytes_up, transfer.bytes_down
-            model(**batch).loss.backward()
-            finish(optimizer)
-            seen.append((transfer.bytes_up - before[0], transfer.bytes_down - before[1]))
-        predicted = traffic(plan.facts, plan.layout, plan.facts.machine.rates or ASSUMED)
-        if not seen[2] == seen[3] == predicted:
-            wrong.append(f"{dtype} {options}: {seen[2:]}, not {predicted}")
-        optimizer.close()
+        plan = plan_for(model, batch=(2, 8), max_grad_norm=0.05, world_size=2, **options)
+        wrong += [f"{dtype} {options}: {each}" for each in unlike_predicted(model, plan)]
     return wrong
+
+
+def unlike_predicted(model: Any, plan: Plan) -> list[str]:
+    """The bytes of the third and fourth step, if they are others than predicted."""
+    assert plan.layout is not None
+    optimizer, seen, batch = stow(model, plan, device="cpu"), [], tokens("llama", 1)[0]
+    transfer = optimizer.engine.transfer
+    for _ in range(4):
+        before = transfer.bytes_up, transfer.bytes_down
+        model(**batch).loss.backward()
+        finish(optimizer)
+        seen.append((transfer.bytes_up - before[0], transfer.bytes_down - before[1]))
+    optimizer.close()
+    predicted = traffic(plan.facts, plan.layout, plan.facts.machine.rates or ASSUMED)
+    return [] if seen[2] == seen[3] == predicted else [f"{seen[2:]}, not {predicted}"]
 
 
 def test_bytes_over_the_link_of_a_rank_are_those_that_are_predicted() -> None:
     assert run_world(2, moved) == []
+
+
+def moved_of_tied(ranks: Ranks) -> list[str]:
+    """The same of a table that two units use, and that travels at the least budget."""
+    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6}
+    wrong = []
+    for gather in ("host", "network"):
+        model = causal("llama", **sizes, num_attention_heads=4, tie_word_embeddings=True)
+        options: dict[str, Any] = {"gather": gather, "zero": {"stage": 3}, "world_size": 2, "batch": (2, 8)}
+        with pytest.raises(MemoryRefusal) as refused:
+            plan_for(model, max_grad_norm=0.05, gpu_memory="1KiB", **options)
+        plan = plan_for(model, max_grad_norm=0.05, gpu_memory=refused.value.needed, **options)
+        table = plan.layout.buckets[0]  # type: ignore[union-attr]
+        assert table.units == ("embedding", "head") and not table.resident
+        wrong += unlike_predicted(model, plan)
+    return wrong
+
+
+def test_bytes_over_the_link_of_a_tied_table_are_those_that_are_predicted() -> None:
+    assert run_world(2, moved_of_tied) == []

@@ -1,5 +1,6 @@
 """A parameter that is frozen after ``stow`` is left alone, as in plain training, and trains on when it is unfrozen."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,20 +8,19 @@ import torch
 from torch import nn
 
 from strategies.engine.transfer.transfer import Transfer
-from tests.helpers.doubles import Delayed
-from tests.helpers.engine import differences, plain, plan_of, stowed
+from tests.helpers.doubles import Delayed, RaceDetector
 from tests.helpers.models import build, tokens
-from tests.helpers.race_detector import RaceDetector
+from tests.helpers.sides import CPU, both_sides, plainly, train
 
-PLANS: dict[str, dict[str, Any]] = {
-    "device": {"site": "device"},
-    "device, travelling": {"site": "device", "weights": "travelling", "prefetch": 1},
-    "host": {"site": "host", "park": "host"},
-    "host, direct": {"site": "host", "park": "host", "direct": True},
-    "host, travelling": {"site": "host", "weights": "travelling", "bucket": "half"},
-    "streamed": {"site": "streamed", "weights": "travelling", "park": "host", "prefetch": 0},
-    "in backward": {"site": "streamed", "in_backward": True},
-}
+PLANS: list[dict[str, Any]] = [
+    {"site": "device"},
+    {"site": "device", "weights": "travelling", "prefetch": 1},
+    {"site": "host", "park": "host"},
+    {"site": "host", "park": "host", "direct": True},
+    {"site": "host", "weights": "travelling", "bucket": "half"},
+    {"site": "streamed", "weights": "travelling", "park": "host", "prefetch": 0},
+]
+IN_BACKWARD: list[dict[str, Any]] = [{"site": "streamed", "in_backward": True}]
 # One parameter of a bucket, all of one, and what is used outside of blocks.
 FROZEN = ("model.layers.0.self_attn.k_proj.", "model.layers.1.", "lm_head.", "model.embed_tokens.")
 STEPS, FROM, UNTIL = 5, 1, 3
@@ -47,31 +47,29 @@ def freezing(model: nn.Module, *, after: bool = False) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    ("dtype", "accumulation", "after", "transfer"),
-    [
-        (torch.float32, 1, False, RaceDetector),
-        (torch.bfloat16, 2, False, Delayed),
-        (torch.float32, 1, True, Delayed),
-    ],
-    ids=["fp32", "bf16", "after forward"],
-)
-@pytest.mark.parametrize("where", PLANS.values(), ids=PLANS)
-@pytest.mark.usefixtures("one_thread")
-def test_frozen_and_unfrozen(
-    where: dict[str, Any], dtype: torch.dtype, accumulation: int, after: bool, transfer: type[Transfer]
-) -> None:
-    loop: dict[str, Any] = {"accumulation": accumulation, "max_norm": 0.0 if "in_backward" in where else 0.05}
-    batches = tokens("llama", STEPS * accumulation)
+def clips(model: Any, optimizer: Any) -> float:
+    return float(optimizer.clip_grad_norm_(0.05))
 
-    def made() -> Any:
-        model: Any = freezing(build("llama", dtype=dtype), after=after)
-        model.accumulation = accumulation
-        return model
 
-    wanted = plain(made(), batches, **loop)
-    counts = {int(value) for name, value in wanted.tensors.items() if name.endswith(" step")}
-    assert counts == {STEPS, STEPS - 2 - after}
-    model = made()
-    found = stowed(model, plan_of(model, **where, **loop), batches, transfer=transfer(), **loop)
-    assert differences(wanted, found) == []
+def made(dtype: torch.dtype = torch.float32, accumulation: int = 1, after: bool = False) -> nn.Module:
+    model: Any = freezing(build("llama", dtype=dtype), after=after)
+    model.accumulation = accumulation
+    return model
+
+
+CASES: dict[str, tuple[Any, int, type[Transfer]]] = {
+    "fp32": (made, 1, RaceDetector),
+    "bf16": (partial(made, torch.bfloat16, 2), 2, Delayed),
+    "after forward": (partial(made, after=True), 1, Delayed),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_frozen_and_unfrozen(case: str) -> None:
+    make, count, transfer = CASES[case]
+    for plans, between, norm in ((PLANS, clips, 0.05), (IN_BACKWARD, None, 0.0)):
+        script = partial(train, batches=tokens("llama", STEPS * count), between=between, passes=(count,))
+        how: dict[str, Any] = {"max_norm": norm, "accumulation": count, "transfer": transfer, "beside": True}
+        both_sides(make, script, plans, **how)
+    counts = {int(value) for name, value in plainly(make, script, 0.0, True, CPU)[1].items() if name.endswith(" step")}
+    assert counts == {STEPS, STEPS - 2 - (case == "after forward")}

@@ -1,108 +1,104 @@
 """The model trains like any other: every way in which people use a model, an optimizer and a loop, against plain."""
 
-import logging
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.helpers.models import build, tokens
-from tests.helpers.sides import LAYOUTS, TWO, both_sides, everything, ground, stowed, train, unequal
+from tests.helpers.models import build
+from tests.helpers.sides import BATCHES, LAYOUTS, TWO, Layout, Script, refused, same, stowed, train, training
 
-BATCHES = tokens("llama", 8)
-layouts = pytest.mark.parametrize("layout", TWO)
-
-
-def llama() -> nn.Module:
-    return build("llama")
-
-
-# --- errors ----------------------------------------------------------------------------------------------------------
+llama, in_bf16 = partial(build, "llama"), partial(build, "llama", dtype=torch.bfloat16)
 
 
 class Stop(Exception):
     """Raised by hooks."""
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("block", [0, 2])
-def test_an_error_in_the_middle(where: str, block: int) -> None:
-    def script(model: nn.Module, optimizer: Any) -> list[float]:
+def stopped(where: str, block: int) -> Script:
+    """An error in the middle of a step."""
+
+    def stop(*_: object) -> None:
+        raise Stop
+
+    def script(model: Any, optimizer: Any) -> list[Any]:
         losses = train(model, optimizer, BATCHES[:1])
-
-        def stop(*_: object) -> None:
-            raise Stop
-
         layer = model.get_submodule(f"model.layers.{block}.mlp")
-        if where == "forward":
-            hook = layer.register_forward_pre_hook(stop)
-        else:
-            hook = layer.down_proj.weight.register_hook(stop)  # type: ignore[union-attr, operator]
+        hooked = layer.register_forward_pre_hook if where == "forward" else layer.down_proj.weight.register_hook
+        hook = hooked(stop)
         with pytest.raises(Stop):
             model(**BATCHES[1]).loss.backward()
         hook.remove()
         optimizer.zero_grad()
         return losses + train(model, optimizer, BATCHES[2:5])
 
-    both_sides(llama, script, LAYOUTS, max_norm=0.5)
+    return script
 
 
-# --- numbers that are not finite -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "wishes",
-    [
-        {"site": "device"},
-        {"site": "streamed", "weights": "travelling"},
-        {"site": "mixed", "weights": "some", "park": "host"},
-        {"site": "host", "weights": "travelling", "in_backward": True, "park": "host"},
-    ],
-    ids=lambda wishes: ", ".join(map(str, wishes.values())),
-)
-@pytest.mark.parametrize(("max_norm", "dtype"), [(0.0, torch.bfloat16), (0.0, torch.float32), (1.0, torch.bfloat16)])
-def test_a_step_that_is_not_finite_is_skipped(
-    wishes: dict[str, Any], max_norm: float, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Because of one infinite gradient; of all where updates begin in backward, which know no norm."""
-    in_backward = "in_backward" in wishes
-    max_norm = 0.0 if in_backward else max_norm
-    model = build("llama", dtype=dtype)
-    optimizer = stowed(model, wishes, max_norm=max_norm)
-    train(model, optimizer, BATCHES[:1])
-    before = everything(model, optimizer)
+def not_finite(model: nn.Module, optimizer: Any) -> list[Any]:
+    """Because of one infinite gradient a step is skipped."""
     param = model.get_parameter("model.layers.2.mlp.up_proj.weight")
-    hook = param.register_hook(lambda grad: grad.index_fill(0, torch.tensor([3]), float("inf")))
-    with caplog.at_level(logging.WARNING):
-        (model(**BATCHES[1]).loss * (float("inf") if in_backward else 1.0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        optimizer.drain()
+    losses = train(model, optimizer, BATCHES[:1])
+    hook = param.register_hook(lambda grad: grad.index_fill(0, torch.tensor([3]).to(grad.device), float("inf")))
+    losses += train(model, optimizer, BATCHES[1:2])
     hook.remove()
-    assert unequal(before, everything(model, optimizer)) == []
+    optimizer.drain()
     assert optimizer.skipped == 1
+    return losses + train(model, optimizer, BATCHES[2:4])
+
+
+def with_lora() -> nn.Module:
+    peft = pytest.importorskip("peft")
+    made: nn.Module = peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    return made
+
+
+def in_autocast(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss: Tensor = model(**batch).loss
+    return loss
+
+
+fewer = training(steps=8, passes=(3, 2, 1, 2))  # than the plan has
+UNCLIPPED: list[Layout] = [{"site": "device"}, "streamed", {"site": "mixed", "weights": "some", "park": "host"}]
+SAME: dict[str, Callable[[], None]] = {
+    "stopped in forward": same(llama, stopped("forward", 2), LAYOUTS, max_norm=0.5),
+    "stopped in backward": same(llama, stopped("backward", 2), LAYOUTS, max_norm=0.5),
+    "stopped at the end of backward": same(llama, stopped("backward", 0), LAYOUTS, max_norm=0.5),
+    "not finite": same(llama, not_finite, UNCLIPPED),
+    "not finite, bf16": same(in_bf16, not_finite, UNCLIPPED),
+    "not finite, clipped": same(in_bf16, not_finite, UNCLIPPED, max_norm=1.0),
+    "fewer passes than planned": same(llama, fewer, LAYOUTS, max_norm=0.5, accumulation=3, park="host"),
+    "fewer, on the device": same(llama, fewer, LAYOUTS, max_norm=0.5, accumulation=3, park="device"),
+    "adapters": same(with_lora, training(steps=4), TWO, max_norm=0.5),
+    "autocast": same(llama, training(loss_of=in_autocast), LAYOUTS, max_norm=0.5),
+    "clipped by the plan": same(llama, training(), LAYOUTS, max_norm=0.05),
+}
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_the_same(case: str) -> None:
+    SAME[case]()
+
+
+def test_a_skipped_step_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = llama()
+    not_finite(model, stowed(model, "streamed"))
     assert "this step was skipped (1 so far)" in caplog.text
-    train(model, optimizer, BATCHES[2:4])
-    other = build("llama", dtype=dtype)
-    never = stowed(other, wishes, max_norm=max_norm)
-    train(other, never, [BATCHES[0], *BATCHES[2:4]])
-    assert unequal(everything(other, never), everything(model, optimizer)) == []
-    assert (optimizer.skipped, never.skipped) == (1, 0)
 
 
 @pytest.mark.parametrize("in_backward", [True, False])
 def test_updates_begin_in_backward_where_nothing_is_clipped(in_backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = llama()
-    wishes = {"site": "host", "weights": "travelling", "park": "host", "in_backward": in_backward}
-    optimizer = stowed(model, wishes)
+    optimizer = stowed(model, "host, one ahead", in_backward=in_backward)
     begun: list[str] = []
-    submit = optimizer.engine.updates.submit
-    monkeypatch.setattr(
-        optimizer.engine.updates, "submit", lambda bucket, job: (begun.append(bucket.name), submit(bucket, job))
-    )
+    updates, submit = optimizer.engine.updates, optimizer.engine.updates.submit
+    monkeypatch.setattr(updates, "submit", lambda bucket, job: (begun.append(bucket.name), submit(bucket, job)))
     model(**BATCHES[0]).loss.backward()
     before = list(begun)
     optimizer.step()
@@ -112,51 +108,20 @@ def test_updates_begin_in_backward_where_nothing_is_clipped(in_backward: bool, m
         assert before[0] != begun[-1] and len(before) > len(begun) // 2
 
 
-# --- accumulation ----------------------------------------------------------------------------------------------------
-
-
-def test_fewer_passes_than_planned() -> None:
-    def script(model: nn.Module, optimizer: Any) -> list[float]:
-        losses = []
-        for window in (BATCHES[:3], BATCHES[3:5], BATCHES[5:6], BATCHES[6:8]):
-            for batch in window:
-                loss = model(**batch).loss
-                loss.backward()
-                losses.append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
-        return losses
-
-    for park in ("host", "device"):
-        both_sides(llama, script, LAYOUTS, accumulation=3, park=park, max_norm=0.5)
-
-
-# --- models ----------------------------------------------------------------------------------------------------------
-
-
-def with_lora() -> nn.Module:
-    peft = pytest.importorskip("peft")
-    made: nn.Module = peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    return made
-
-
-@layouts
-def test_lora(layout: str) -> None:
-    both_sides(with_lora, lambda model, optimizer: train(model, optimizer, BATCHES[:4]), [layout], max_norm=0.5)
+def test_frozen_weights_take_nothing_but_their_place() -> None:
+    """No gradient, no state, no copy down."""
     model = with_lora()
-    optimizer = stowed(model, layout)
-    frozen = {b.name for b in optimizer.engine.layout.buckets if b.group is None}
-    assert frozen and not all(b.resident for b in optimizer.engine.layout.buckets if b.name in frozen)
-    for bucket in optimizer.engine.buckets:
-        if bucket.name in frozen:
-            assert bucket.grad is None and bucket.parked is None and bucket.moments == [] and bucket.steps is None
+    optimizer = stowed(model, "host, one ahead")
+    frozen = [bucket for bucket in optimizer.engine.buckets if bucket.spec.group is None]
+    assert frozen and not all(bucket.spec.resident for bucket in frozen)
+    for bucket in frozen:
+        assert bucket.grad is None and bucket.parked is None and bucket.moments == [] and bucket.steps is None
     base = {id(param) for param in model.parameters() if not param.requires_grad}
-    downs: list[torch.Tensor] = []
+    downs: list[Tensor] = []
     transfer, copy = optimizer.engine.transfer, optimizer.engine.transfer.copy
 
-    def watched(lane: Any, target: torch.Tensor, source: torch.Tensor) -> None:
-        if lane.value == "down":
-            downs.append(target)
+    def watched(lane: Any, target: Tensor, source: Tensor) -> None:
+        downs.extend([target] if lane.value == "down" else [])
         copy(lane, target, source)
 
     transfer.copy = watched
@@ -164,69 +129,16 @@ def test_lora(layout: str) -> None:
     optimizer.drain()
     trained = sum(bucket.spec.weight_bytes for bucket in optimizer.engine.buckets if bucket.spec.group is not None)
     assert 0 < transfer.bytes_down <= 2 * 4 * trained  # gradient, weight and moments, twice
-    for bucket in optimizer.engine.buckets:
-        if bucket.name in frozen and bucket.copy is not None:
-            start, end = bucket.copy.data_ptr(), bucket.copy.data_ptr() + bucket.copy.nbytes
-            assert not any(start <= target.data_ptr() < end for target in downs)
+    for rests in (bucket.copy for bucket in frozen if bucket.copy is not None):
+        start, end = rests.data_ptr(), rests.data_ptr() + rests.nbytes
+        assert not any(start <= target.data_ptr() < end for target in downs)
     assert base == {id(param) for param in model.parameters() if not param.requires_grad}
 
 
-def test_autocast() -> None:
-    def script(model: nn.Module, optimizer: Any) -> list[float]:
-        losses = []
-        for batch in BATCHES[:4]:
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model(**batch).loss
-            loss.backward()
-            losses.append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
-        return losses
-
-    both_sides(llama, script, LAYOUTS, max_norm=0.5)
-
-
-# --- the optimizer ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("max_norm", [0.05, 1e6])
-def test_the_plan_clips_if_nobody_does(max_norm: float) -> None:
-    both_sides(llama, lambda model, optimizer: train(model, optimizer, BATCHES[:3]), LAYOUTS, max_norm=max_norm)
-
-
-def test_groups_cannot_be_added() -> None:
-    optimizer = stowed(llama(), "streamed")
-    with pytest.raises(RuntimeError, match="cannot be added"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-    with pytest.raises(ValueError, match="closures"):
-        optimizer.step(lambda: 0.0)
-
-
-def test_state_dict_of_the_optimizer() -> None:
-    """Round trip, and from a plain optimizer's."""
-    import copy
-
-    model = ground.put(llama())
-    plain = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
-    train(model, plain, BATCHES[:2])
-    state, weights = copy.deepcopy(plain.state_dict()), copy.deepcopy(model.state_dict())
-    train(model, plain, BATCHES[2:4])
-    for layout in LAYOUTS:
-        other = llama()
-        optimizer = stowed(other, layout)
-        other.load_state_dict(weights)
-        optimizer.load_state_dict(state)
-        train(other, optimizer, BATCHES[2:3])
-        middle, middle_weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(other.state_dict())
-        train(other, optimizer, BATCHES[4:6])  # somewhere else, and back
-        other.load_state_dict(middle_weights)
-        optimizer.load_state_dict(middle)
-        train(other, optimizer, BATCHES[3:4])
-        assert unequal(model.state_dict(), other.state_dict()) == []
-        for (_, ours), theirs in zip(other.named_parameters(), model.parameters(), strict=True):
-            found = {key: value.clone() for key, value in optimizer.state_of(ours).items()}
-            assert unequal(found, {key: plain.state[theirs][key] for key in found}) == []
-        optimizer.close()
+def test_groups_and_closures() -> None:
+    group = {"params": [nn.Parameter(torch.zeros(2))]}
+    refused(llama, lambda _, optimizer: optimizer.add_param_group(group), "cannot be added")
+    refused(llama, lambda _, optimizer: optimizer.step(lambda: 0.0), "closures")
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -235,15 +147,15 @@ def test_state_dict_of_the_optimizer() -> None:
 class Largest(TorchDispatchMode):
     """The addresses and sizes of all results of operations that are no views of ``arenas``."""
 
-    def __init__(self, arenas: list[torch.Tensor]) -> None:
+    def __init__(self, arenas: list[Tensor]) -> None:
         super().__init__()
         self._arenas = [(arena.data_ptr(), arena.data_ptr() + arena.nbytes) for arena in arenas]
         self.sizes: list[tuple[int, str]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        known = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        for made in (leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)):
+        known = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for made in (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)):
             start = made.untyped_storage().data_ptr()
             inside = any(low <= start < high for low, high in self._arenas)
             if not inside and start not in known:
@@ -257,19 +169,18 @@ def test_nothing_grows() -> None:
     The gradients that autograd makes, one parameter at a time, are the largest.
     """
     for layout in LAYOUTS:
-        model = build("llama")
+        model = llama()
         optimizer = stowed(model, layout, max_norm=1.0, bucket="one")
-        arena = optimizer.engine.arena
+        engine = optimizer.engine
         train(model, optimizer, BATCHES[:2])
-        memories = [arena._device, arena._host.memory]
-        places = [memory.data_ptr() for memory in memories]
-        homes = [bucket.weight.data_ptr() for bucket in optimizer.engine.buckets]
-        blocks = [b.weight_bytes for b in optimizer.engine.layout.buckets if "layers" in b.name]
+        memories = [engine.arena._device, engine.arena._host.memory]
+        places = [memory.data_ptr() for memory in (*memories, *(bucket.weight for bucket in engine.buckets))]
+        blocks = [b.weight_bytes for b in engine.layout.buckets if "layers" in b.name]
         largest_parameter = max(param.numel() * 4 for param in model.parameters())
         with Largest(memories) as seen:
             train(model, optimizer, BATCHES[2:4])
             optimizer.drain()
         assert max(seen.sizes)[0] <= largest_parameter < min(blocks), max(seen.sizes)
-        assert [arena._device.data_ptr(), arena._host.memory.data_ptr()] == places
-        assert [bucket.weight.data_ptr() for bucket in optimizer.engine.buckets] == homes
+        memories = [engine.arena._device, engine.arena._host.memory]
+        assert [memory.data_ptr() for memory in (*memories, *(bucket.weight for bucket in engine.buckets))] == places
         optimizer.close()

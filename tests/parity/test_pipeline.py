@@ -19,6 +19,7 @@ from strategies.backends.pipeline_gradients import StageGradients
 from strategies.backends.pipelining import Pipeline
 from strategies.backends.stages import CannotCut, Stage, form_of
 from strategies.planner.cuts import Schedule
+from tests.helpers.models import causal
 from tests.helpers.releases import needs_to_return
 from tests.helpers.tiny import LLAMA, run_config
 from trainer.dist.ranks import Ranks
@@ -37,12 +38,7 @@ SMALL = {
 
 
 def model_of(kind: str, **config: Any) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SMALL, **config}))
-    made.config.use_cache = False
-    return made
+    return causal(kind, use_cache=False, **{**SMALL, **config})
 
 
 def micro_batches(step: int, count: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -256,44 +252,38 @@ def test_parts_draw_numbers_of_their_own() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_layers_that_are_left_out_at_random_are_refused() -> None:
-    """A stage whose first block is left out would go on with zeros, and a trial without dropout does not see it."""
-    opt = {**SMALL, "model_type": "opt", "ffn_dim": 128, "layerdrop": 0.1}
-    del opt["intermediate_size"]
-    with pytest.raises(ConfigError, match=r"opt cannot be cut into stages: model.config.layerdrop is on"):
-        form_of_stages(run_config(opt, strategies=STAGES))
+OPT = {"model_type": "opt", "ffn_dim": 128, **{key: SMALL[key] for key in SMALL if key != "intermediate_size"}}
+APART = {**OPT, "tie_word_embeddings": False}
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    # A stage whose first block is left out would go on with zeros, and a trial without dropout does not see it.
+    "left out at random": ({**OPT, "layerdrop": 0.1}, {}, "opt cannot be cut into stages: model.config.layerdrop"),
+    "tied head": ({**LLAMA, "tie_word_embeddings": True}, {"offload": {}}, "its head is tied to the embedding"),
+    # OPT defines its last norm in front of its blocks.
+    "planned in another stage than it runs in": (
+        APART, {"offload": {}}, "model.decoder.final_layer_norm is defined on one side of the blocks",
+    ),
+}  # fmt: skip
 
 
-def test_a_tied_head_is_refused_beside_offload() -> None:
-    tied = run_config({**LLAMA, "tie_word_embeddings": True}, strategies={**STAGES, "offload": {}})
-    with pytest.raises(ConfigError, match="its head is tied to the embedding"):
-        form_of_stages(tied)
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str) -> None:
+    model, others, line = REFUSED[case]
+    with pytest.raises(ConfigError, match=line):
+        form_of_stages(run_config(model, strategies={**STAGES, **others}))
+
+
+def test_what_is_refused_beside_offload_goes_without() -> None:
+    assert form_of_stages(run_config(APART, strategies=STAGES)) is not None
     assert form_of_stages(run_config(LLAMA, strategies={**STAGES, "offload": {}})) is not None
 
 
-def test_a_module_that_is_planned_in_another_stage_than_it_runs_in_is_refused_beside_offload() -> None:
-    """OPT defines its last norm in front of its blocks."""
-    opt = {**SMALL, "model_type": "opt", "ffn_dim": 128, "tie_word_embeddings": False}
-    del opt["intermediate_size"]
-    assert form_of_stages(run_config(opt, strategies=STAGES)) is not None
-    with pytest.raises(ConfigError, match=r"model.decoder.final_layer_norm is defined on one side of the blocks"):
-        form_of_stages(run_config(opt, strategies={**STAGES, "offload": {}}))
-
-
 def test_blocks_that_need_more_than_hidden_states_are_refused() -> None:
-    model = model_of("llama")
-
-    def add_embedding(module: Any, given: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor:
-        return output + model.model.embed_tokens(torch.ones(1, 1, dtype=torch.long))
-
-    model.model.layers[2].register_forward_hook(add_embedding, with_kwargs=True)
-    with pytest.raises(CannotCut, match="results differ"):
-        form_of(model, next(micro_batches(0, 2)))
-    twice = model_of("llama")
-
-    def first_again(module: Any, given: Any, kwargs: Any, output: torch.Tensor) -> Any:
-        return twice.model.layers[0](output, **kwargs)
-
-    twice.model.layers[1].register_forward_hook(first_again, with_kwargs=True)
-    with pytest.raises(CannotCut, match="does not run each block once"):
-        form_of(twice, next(micro_batches(0, 2)))
+    model, twice = model_of("llama"), model_of("llama")
+    token = torch.ones(1, 1, dtype=torch.long)
+    for changed, at, hook, line in (
+        (model, 2, lambda module, given, kwargs, out: out + model.model.embed_tokens(token), "results differ"),
+        (twice, 1, lambda module, given, kwargs, out: twice.model.layers[0](out, **kwargs), "not run each block once"),
+    ):
+        changed.model.layers[at].register_forward_hook(hook, with_kwargs=True)
+        with pytest.raises(CannotCut, match=line):
+            form_of(changed, next(micro_batches(0, 2)))

@@ -5,6 +5,7 @@ link, a slow link keeps weights at home.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,13 +15,13 @@ from strategies.core.compose import compose
 from strategies.core.facts import Facts
 from strategies.core.layout import Site, ticks_of, uses
 from strategies.core.plan import Home, Plan
-from strategies.core.protocol import MemoryRefusal, Refusal
+from strategies.core.protocol import Refusal
 from strategies.core.registry import find
 from strategies.planner.weight_schedule import ASSUMED
-from tests.helpers.doubles import Delayed
-from tests.helpers.engine import STEPS, differences, plain, stowed
+from tests.helpers.doubles import Delayed, RaceDetector
+from tests.helpers.engine import STEPS, least
 from tests.helpers.models import build, tokens
-from tests.helpers.race_detector import RaceDetector
+from tests.helpers.sides import both_sides, train
 from trainer.planning.plan_for import plan_for
 
 SHARES = (1.0, 0.6, 0.45, 0.35, 0.25, 0.2)  # of what training takes with everything on the device
@@ -64,9 +65,9 @@ TWICE: dict[str, Any] = {"accumulation": 2, "max_norm": 0.0}
     ids=["slow cpu-clipped", "slow link-x2", "many words-balanced-clipped"],
 )
 def test_every_budget_trains_the_same_bits(model: str, machine: str, loop: dict[str, Any]) -> None:
-    batches = tokens(model, STEPS * loop["accumulation"])
-    wanted = plain(build(model), batches, **loop)
-    known = facts_of(build(model), machine, loop)
+    make, batches = partial(build, model), tokens(model, STEPS * loop["accumulation"])
+    script = partial(train, batches=batches, passes=(loop["accumulation"],))
+    known = facts_of(make(), machine, loop)
     most = planned(known, "1TiB", site="device").peak(Home.DEVICE)
     sites, travelling, fitted, direct = set[Site](), 0, 0, 0
     for number, share in enumerate(SHARES):
@@ -79,8 +80,8 @@ def test_every_budget_trains_the_same_bits(model: str, machine: str, loop: dict[
         travelling += any(not bucket.resident for bucket in plan.layout.buckets)
         direct += any(bucket.grad_direct for bucket in plan.layout.buckets)
         fitted += 1
-        transfer = (Delayed, RaceDetector)[number % 2]()
-        assert differences(wanted, stowed(build(model), plan, batches, transfer=transfer, **loop)) == []
+        how: dict[str, Any] = {"max_norm": loop["max_norm"], "transfer": (Delayed, RaceDetector)[number % 2]}
+        both_sides(make, script, [lambda _, plan=plan: plan], beside=True, **how)
     assert fitted >= 4 and travelling >= 1
     assert Site.HOST in sites and (direct > 0 or model != "words")
     if loop["max_norm"]:  # without clipping the CPU's updates are hidden here, and the device's are not
@@ -105,14 +106,10 @@ def test_an_embedding_that_backward_reads_is_there_for_it(kind: type[nn.Embeddin
         model.model.embed_tokens.__class__ = kind
         return model
 
-    known: dict[str, Any] = {"batch": (2, 8), "max_grad_norm": 0.05}
-    with pytest.raises(MemoryRefusal) as refused:
-        plan_for(made(), gpu_memory="1KiB", **known)
-    plan = plan_for(made(), gpu_memory=refused.value.needed, **known)
+    plan = least(made(), batch=(2, 8), max_grad_norm=0.05)
     assert plan.layout is not None
     embedding = plan.layout.buckets[0]
     assert embedding.looked_up is (kind is nn.Embedding) and not embedding.resident
     assert (plan.layout.num_ticks - 1 in uses(embedding, ticks_of(plan.layout.units))) is (kind is Computing)
-    batches = tokens("words", STEPS)
-    wanted = plain(made(), batches, max_norm=0.05)
-    assert differences(wanted, stowed(made(), plan, batches, transfer=Delayed(), max_norm=0.05)) == []
+    script = partial(train, batches=tokens("words", STEPS))
+    both_sides(made, script, [lambda _: plan], max_norm=0.05, beside=True)

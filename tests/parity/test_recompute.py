@@ -6,7 +6,7 @@ block only looks at what may be kept; from the second on it is kept.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,18 @@ from torch import Tensor, nn
 
 from strategies.core.compose import compose
 from strategies.core.facts import Facts
-from strategies.core.plan import INPUT, Home, Plan
+from strategies.core.plan import Home, Plan
 from strategies.core.registry import find
-from strategies.engine import stow
-from strategies.engine.forward.activations import HostRoom, arena_of_saved
 from strategies.engine.forward.checkpointing import checkpoint_blocks, checkpointed, recompute
 from tests.helpers.doubles import Delayed
 from tests.helpers.engine import STEPS, differences, plain, plan_of, stowed
 from tests.helpers.models import Odd, Spec, build, causal, odd_batches, tokens
 from tests.helpers.pairwise import Table
 from tests.helpers.releases import needs_stage_3
+from tests.helpers.sides import both_sides
+from tests.helpers.sides import train as train_steps
 from tests.helpers.tiny import MODELS
-from tests.helpers.zoo import hub, text
+from tests.helpers.zoo import branches, hub, text
 from trainer.config.sections import RunConfig
 from trainer.dist.spawn import run_world
 from trainer.machine.probe import probe
@@ -51,10 +51,7 @@ POLICIES: Mapping[str, Mapping[str, Any]] = {
 ENDS = ("none", "full")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MACHINE = probe()
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 
 
 def made(name: str, dropout: bool, attention: str, dtype: torch.dtype) -> Any:
@@ -148,15 +145,16 @@ LAYOUTS: tuple[Mapping[str, Any], ...] = (
 def test_with_offload(name: str, number: int) -> None:
     """Weights come and go around a block that runs again; policies and dtypes take turns with the layouts."""
     dtype = (torch.float32, torch.bfloat16)[(number + len(name)) % 2]
+    where, make = LAYOUTS[number], partial(build, name, dtype=dtype)
+    count = where.get("accumulation", 1)
+    script = partial(train_steps, batches=tokens(name, STEPS * count), passes=(count,))
     for policy in ("selective", ("full", "full, every 2nd", "selective, on the host")[number]):
-        where = {**LAYOUTS[number]}
-        loop = {"accumulation": where.get("accumulation", 1), "max_norm": where.get("max_norm", 0.0)}
-        batches = tokens(name, STEPS * loop["accumulation"])
-        wanted = plain(build(name, dtype=dtype), batches, **loop)
-        model = build(name, dtype=dtype)
-        _recompute(model, name, policy)
-        found = stowed(model, plan_of(model, **where), batches, transfer=Delayed(), **loop)
-        assert differences(wanted, found) == [], policy
+
+        def plan(model: nn.Module, policy: str = policy) -> Any:
+            _recompute(model, name, policy)
+            return plan_of(model, **where)
+
+        both_sides(make, script, [plan], max_norm=where.get("max_norm", 0.0), beside=True)
 
 
 def test_in_a_plain_loop() -> None:
@@ -177,16 +175,10 @@ def test_in_a_plain_loop() -> None:
 def _recompute(model: nn.Module, name: str, policy: str) -> None:
     if name == "experts":  # data decide which of them run, so that no fake run can count
         kept = ["linear 0", "linear 1", "linear 2"] if policy.startswith("selective") else []
-        blocks = [f"layers.{index}" for index in range(0, 4, POLICIES[policy].get("every", 1))]
-        room, hosted = None, dict[str, list[str]]()
-        if POLICIES[policy].get("activation_offloading"):
-            room = HostRoom(
-                [model.get_submodule(name) for name in blocks], arena_of_saved(1 << 20, torch.device("cpu")), Delayed()
-            )
-            hosted = {name: [INPUT, *kept] for name in blocks}
-        checkpoint_blocks(model, dict.fromkeys(blocks, kept), hosted, room)
-        return
-    recompute(model, decided(_facts(name, next(model.parameters()).dtype), POLICIES[policy]), Delayed())
+        every = POLICIES[policy].get("every", 1)
+        checkpoint_blocks(model, {f"layers.{index}": kept for index in range(0, 4, every)})
+    else:
+        recompute(model, decided(_facts(name, next(model.parameters()).dtype), POLICIES[policy]), Delayed())
 
 
 @cache
@@ -304,52 +296,18 @@ def test_names_stay() -> None:
         checkpoint_blocks(model, {"transformer.h.0": []})
 
 
-class WithAuxiliaryLoss(nn.Module):
-    """A block that leaves a loss in an attribute: backward begins with nodes that no border announces."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
-        self.loss = out.square().mean()
-        return out
-
-
-class Auxiliary(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(WithAuxiliaryLoss() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return torch.stack([x.mean(), *(layer.loss for layer in self.layers)]).sum()  # type: ignore[misc]
-
-
 def test_a_replay_does_not_see_the_engine_at_work() -> None:
-    """Products are kept, and what the engine does when a replay begins is none of the operators that it looks for."""
+    """Products are kept, and what the engine does when a replay begins is none of the operators that it looks for.
 
-    def train(recomputed: bool) -> list[Any]:
-        torch.manual_seed(0)
-        model = Auxiliary()
-        inputs = torch.randn(4, 4, 8)
-        plan = plan_for(
-            model, batch={"x": inputs[0]}, max_grad_norm=1.0, machine=MACHINE, recompute={"policy": "selective"},
-            site="host", weights="streamed", prefetch=0,
-        )  # fmt: skip
-        if recomputed:
-            recompute(model, plan)
-            assert all(checkpointed(layer) for layer in model.layers)
-        optimizer = stow(model, plan, device="cpu")
-        losses = []
-        for x in inputs:
-            loss = model(x)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses + [value.tolist() for value in model.state_dict().values()]
+    Blocks leave a loss in an attribute: backward begins with nodes that no border announces.
+    """
+    options: dict[str, Any] = {"batch": text(1)[0], "max_grad_norm": None, "machine": MACHINE}
+    options |= {"site": "host", "weights": "streamed", "prefetch": 0, "update_in_backward": False}
 
-    assert train(recomputed=True) == train(recomputed=False)
+    def plan(model: nn.Module) -> Plan:
+        made = plan_for(model, recompute={"policy": "selective"}, **options)
+        recompute(model, made)
+        assert all(checkpointed(layer) for layer in model.layers)
+        return made
+
+    both_sides(partial(branches, "late"), partial(train_steps, batches=text(4)), [plan])

@@ -9,9 +9,9 @@ from torch import nn
 
 from strategies.engine import SGD, AdamW, StowOptimizer, stow
 from strategies.engine.transfer.transfer import Transfer
-from tests.helpers.engine import DECAY, LR, Batches, Result, differences, groups_of, plan_of
+from tests.helpers.engine import DECAY, LR, Batches, groups_of, plan_of
 from tests.helpers.models import build, tokens
-from tests.helpers.sides import CPU, ground
+from tests.helpers.sides import BATCHES, copies, everything, ground, train, unequal
 
 BEFORE, AFTER = 2, 3
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -31,13 +31,8 @@ CASES = [
 ]
 
 
-def begin(kind: str, dtype: torch.dtype, layout: str, clip: float = 1.0) -> tuple[nn.Module, StowOptimizer]:
-    model = build(kind, dtype=dtype)
-    return model, stowed(model, layout, clip)
-
-
-def stowed(model: nn.Module, layout: str, clip: float = 1.0, transfer: Transfer | None = None) -> StowOptimizer:
-    plan: Any = plan_of(model, groups=2, max_norm=clip, **LAYOUTS[layout])
+def stowed(model: nn.Module, layout: str, transfer: Transfer | None = None) -> StowOptimizer:
+    plan: Any = plan_of(model, groups=2, max_norm=1.0, **LAYOUTS[layout])
     rule = AdamW(lr=LR, weight_decay=DECAY)
     return stow(ground.feed(model), plan, groups_of(model, 2), rule, device=ground.device, transfer=transfer)
 
@@ -46,43 +41,25 @@ def schedule(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
 
-def steps(model: nn.Module, optimizer: StowOptimizer, scheduler: Any, batches: Batches, result: Result) -> None:
-    for batch in batches:
-        loss = model(**batch).loss
-        loss.backward()
-        result.losses.append(loss.item())
-        result.norms.append(optimizer.clip_grad_norm_(1.0).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-
-
-def left(model: nn.Module, optimizer: StowOptimizer, result: Result) -> Result:
-    for name, weight in model.state_dict().items():
-        result.tensors[name] = weight.detach().to(CPU, copy=True)
-    for name, param in model.named_parameters():
-        if param.requires_grad:
-            state = optimizer.state_of(param)
-            result.tensors |= {f"{name} {key}": value.to(CPU, copy=True) for key, value in state.items()}
-    return result
+def steps(model: nn.Module, optimizer: StowOptimizer, scheduler: Any, batches: Batches) -> list[Any]:
+    """Losses and norms."""
+    return train(model, optimizer, batches, lambda _, its: its.clip_grad_norm_(1.0).item(), lambda *_: scheduler.step())
 
 
 @pytest.mark.parametrize(("first", "second", "dtype"), CASES)
 def test_resumed_under_another_layout(first: str, second: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    batches = tokens("llama", BEFORE + AFTER)
-    model, optimizer = begin("llama", dtype, first)
-    scheduler, whole = schedule(optimizer), Result()
-    steps(model, optimizer, scheduler, batches[:BEFORE], whole)
-    model.save_pretrained(tmp_path / "model")  # type: ignore[operator]
+    model: Any = build("llama", dtype=dtype)
+    optimizer = stowed(model, first)
+    scheduler = schedule(optimizer)
+    steps(model, optimizer, scheduler, BATCHES[:BEFORE])
+    model.save_pretrained(tmp_path / "model")
     optimizer.save(tmp_path / "optimizer")
     counts = scheduler.state_dict()
-    whole.losses, whole.norms = [], []
-    steps(model, optimizer, scheduler, batches[BEFORE:], whole)
-    left(model, optimizer, whole)
+    whole = steps(model, optimizer, scheduler, BATCHES[BEFORE : BEFORE + AFTER])
 
-    fresh = type(model).from_pretrained(tmp_path / "model", dtype=dtype).train()  # type: ignore[attr-defined]
+    fresh = type(model).from_pretrained(tmp_path / "model", dtype=dtype).train()
     fresh.to(dtype)  # as the first one was made: tables of positions, too
-    resumed, result = stowed(fresh, second, transfer=ground.transfer()), Result()
+    resumed = stowed(fresh, second, ground.transfer())
     again = schedule(resumed)
     resumed.load(tmp_path / "optimizer")
     again.load_state_dict(counts)
@@ -90,26 +67,22 @@ def test_resumed_under_another_layout(first: str, second: str, dtype: torch.dtyp
     if dtype is torch.bfloat16:
         for name, param in fresh.named_parameters():
             assert torch.equal(fresh.state_dict()[name].cpu(), resumed.state_of(param)["master"].bfloat16().cpu())
-    steps(fresh, resumed, again, batches[BEFORE:], result)
-    assert differences(whole, left(fresh, resumed, result)) == []
+    assert steps(fresh, resumed, again, BATCHES[BEFORE : BEFORE + AFTER]) == whole
+    assert unequal(everything(model, optimizer), everything(fresh, resumed)) == []
 
 
 def test_a_parameter_without_gradient_stays_uncounted(tmp_path: Path) -> None:
     """Experts that no token chose have no state in the files, and the counts differ from one parameter to the next."""
-    batches = tokens("experts", 4)
-    model, optimizer = begin("experts", torch.float32, "host, travelling")
-    whole = Result()
-    steps(model, optimizer, schedule(optimizer), batches[:1], whole)
+    batches, model, fresh = tokens("experts", 4), build("experts"), build("experts")
+    optimizer, resumed = stowed(model, "host, travelling"), stowed(fresh, "mixed")
+    train(model, optimizer, batches[:1])
     optimizer.save(tmp_path / "optimizer")
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    expected = left(model, optimizer, Result())
-    counts = {int(value) for name, value in expected.tensors.items() if name.endswith(" step")}
-    assert counts == {0, 1}
-    fresh, resumed = begin("experts", torch.float32, "mixed")
-    steps(fresh, resumed, schedule(resumed), batches[1:3], Result())  # so that there is something to overwrite
+    weights, expected = copies(model), everything(model, optimizer)
+    assert {int(value) for name, value in expected.items() if name.endswith(" step")} == {0, 1}
+    train(fresh, resumed, batches[1:3])  # so that there is something to overwrite
     fresh.load_state_dict(weights)
     resumed.load(tmp_path / "optimizer")
-    assert differences(expected, left(fresh, resumed, Result())) == []
+    assert unequal(expected, everything(fresh, resumed)) == []
 
 
 def test_a_rule_without_state(tmp_path: Path) -> None:
@@ -119,11 +92,8 @@ def test_a_rule_without_state(tmp_path: Path) -> None:
         return model, stow(ground.feed(model), plan, rule=SGD(lr=0.5), device=ground.device)
 
     model, optimizer = begun("host, travelling")
-    for batch in tokens("llama", 2):
-        model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, BATCHES[:2])
     optimizer.save(tmp_path / "optimizer")
     other, loaded = begun("streamed")
     loaded.load(tmp_path / "optimizer")
-    assert differences(left(model, optimizer, Result()), left(other, loaded, Result())) == []
+    assert unequal(everything(model, optimizer), everything(other, loaded)) == []

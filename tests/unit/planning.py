@@ -24,26 +24,20 @@ def blocks(
     return Problem(tuple(steps), items, link, budget)
 
 
-def uneven(seed: int, counts: tuple[int, ...] = (3, 4, 5)) -> Problem:
+def uneven(seed: int, counts: tuple[int, ...] = (3, 4, 5), kind: str = "uneven", byte: int = 100) -> Problem:
     """Blocks that are all different, with a budget that something must leave for."""
-    random = Random(f"uneven {seed}")
+    random = Random(f"{kind} {seed}")
     count = random.choice(counts)
-    weights = [random.randint(100, 1000) for _ in range(count)]
+    weights = [random.randint(byte, 10 * byte) for _ in range(count)]
     forward = [random.uniform(0.5, 2) for _ in range(count)]
     backward = [seconds * random.uniform(1.5, 3.2) for seconds in forward]
-    saved = [random.randint(0, 600) for _ in range(count)]
+    saved = [random.randint(0, 6 * byte) for _ in range(count)]
     return _budgeted(blocks(weights, forward, backward, saved, Link(0, 1, 1), 0), random)
 
 
 def coarse(seed: int, counts: tuple[int, ...] = (3, 4, 5)) -> Problem:
     """Uneven blocks of few bytes each: many ties."""
-    random = Random(f"coarse {seed}")
-    count = random.choice(counts)
-    weights = [random.randint(1, 10) for _ in range(count)]
-    forward = [random.uniform(0.5, 2) for _ in range(count)]
-    backward = [seconds * random.uniform(1.5, 3.2) for seconds in forward]
-    saved = [random.randint(0, 6) for _ in range(count)]
-    return _budgeted(blocks(weights, forward, backward, saved, Link(0, 1, 1), 0), random)
+    return uneven(seed, counts, "coarse", 1)
 
 
 def halved(problem: Problem) -> Problem:

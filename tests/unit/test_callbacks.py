@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerControl, TrainerState
+from transformers import BatchEncoding, TrainerControl, TrainerState
 
 from strategies.core.sizes import human_duration, human_number
 from strategies.engine.memory import accelerator
@@ -124,7 +124,7 @@ def test_meter_adds_perplexity_and_leaves_the_unknown_out() -> None:
     assert set(logs) - {"device_peak_bytes"} == {"loss", "tokens", "host_peak_bytes"}
 
 
-def test_a_fresh_run_empties_the_file_which_stays_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_of_metrics_is_one_history_in_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run/metrics.jsonl"
     monkeypatch.setattr(callbacks.time, "time", lambda: 12.3456)
     file = MetricsFile(path)
@@ -140,20 +140,14 @@ def test_a_fresh_run_empties_the_file_which_stays_json(tmp_path: Path, monkeypat
         {"step": 1, "epoch": 0.5, "time": 12.346, "loss": "nan", "grad_norm": "inf", "x": "-inf"},
         {"step": 2, "epoch": 0.5, "time": 12.346, "loss": 1.5, "grad_norm": 0.5, "note": "a\nb"},
     ]
-
-
-def test_resume_drops_records_beyond_the_step_and_a_torn_line(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    file = MetricsFile(path)
-    fire(file, "on_train_begin", state(0))
-    for step in (0, 10, 20, 30):
-        fire(file, "on_log", state(step), logs={"loss": float(step)})
+    for step in (20, 30):
+        fire(file, "on_log", state(step), logs={"loss": 1.0})
     with path.open("a") as torn:
         torn.write('{"step": 35, "los')
-    fire(file, "on_train_begin", state(20))
+    fire(file, "on_train_begin", state(20))  # resumed: records beyond the step and a torn line go
     fire(file, "on_log", state(30), logs={"loss": 0.5})
-    assert [(record["step"], record["loss"]) for record in read(path)] == [(0, 0.0), (10, 10.0), (20, 20.0), (30, 0.5)]
-    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert [(record["step"], record["loss"]) for record in read(path)] == [(1, "nan"), (2, 1.5), (20, 1.0), (30, 0.5)]
+    assert [entry.name for entry in path.parent.iterdir()] == ["metrics.jsonl"]
 
 
 def test_sample_runs_on_every_rank_and_is_shown_by_one(
@@ -184,15 +178,11 @@ def test_a_model_that_cannot_generate_ends_nothing(capsys: pytest.CaptureFixture
 
 
 def test_continuation_is_greedy_without_the_prompt_and_restores_the_mode() -> None:
-    class Tokens(dict[str, torch.Tensor]):
-        def to(self, device: object) -> "Tokens":
-            return self
-
     class Tokenizer:
         pad_token_id, eos_token_id = None, 9
 
-        def __call__(self, text: str, return_tensors: str) -> Tokens:
-            return Tokens(input_ids=torch.tensor([[1, 2]]))
+        def __call__(self, text: str, return_tensors: str) -> BatchEncoding:
+            return BatchEncoding({"input_ids": torch.tensor([[1, 2]])})
 
         def decode(self, ids: torch.Tensor, skip_special_tokens: bool) -> str:
             return " ".join(map(str, ids.tolist()))

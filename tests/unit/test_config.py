@@ -15,9 +15,9 @@ from pydantic import ValidationError
 from trainer.config.arguments import OWN, RENAMED, TrainingSection
 from trainer.config.check import elsewhere, known_keys
 from trainer.config.doc import pages
-from trainer.config.load import json_schema, load, merged
+from trainer.config.load import json_schema, load
 from trainer.config.sections import DataSection, ModelSection, RunConfig
-from trainer.config.yaml_file import parse, write
+from trainer.config.yaml_file import parse
 from trainer.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,12 +114,6 @@ def test_overrides_win_and_the_last_counts(file: Path) -> None:
     assert load(file, ["strategies.zero=null"]).strategies == {}  # off already
     assert load(file, ["strategies.zero.stage=3"]).strategies["zero"].model_dump() == {"stage": 3}
     assert load(file, ["data.columns.text=body", "training.report_to=[wandb]"]).data.columns == {"text": "body"}
-
-
-def test_merged_leaves_its_arguments_alone() -> None:
-    under, over = {"a": {"b": 1, "c": 2}}, {"a": {"b": None, "d": 3}}
-    assert merged(under, over) == {"a": {"c": 2, "d": 3}}
-    assert (under, over) == ({"a": {"b": 1, "c": 2}}, {"a": {"b": None, "d": 3}})
 
 
 def test_frozen_and_checked_in_python_too(file: Path) -> None:
@@ -251,11 +245,3 @@ def test_any_overrides(overrides: list[str], tmp_path: Path) -> None:
         load(path, overrides)
     except ConfigError as error:
         assert all(line.isprintable() for line in error.lines)
-
-
-@FUZZ
-@given(tree=st.dictionaries(st.text(max_size=4), trees, max_size=3))
-def test_written_yaml_is_read_back(tree: dict[str, Any]) -> None:
-    value, document = parse(write(tree), "x")
-    if not document.problems:  # integers beyond 64 bits are refused
-        assert repr(value) == repr(tree)

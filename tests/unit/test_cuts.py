@@ -14,7 +14,7 @@ from strategies.core.plan import Plan, Reserve
 from strategies.core.protocol import Refusal, Strategy
 from strategies.core.registry import find
 from strategies.planner.cuts import Schedule, cut, work
-from strategies.report.rank_grid import picture
+from strategies.report.plan_table import grid_picture
 from tests.helpers.fakes import block, facts
 from trainer.run.saving import estimated_bytes
 
@@ -145,7 +145,7 @@ def test_refusals() -> None:
 
 
 def test_the_picture_of_the_grid() -> None:
-    assert picture(Grid(stages=2, replicas=2, tensor=2)) == [
+    assert grid_picture(Grid(stages=2, replicas=2, tensor=2)) == [
         "ranks: pipeline 2 x data 2 x tensor 2",
         "           data 0  data 1",
         "  stage 0  0 = 1   2 = 3",
@@ -154,5 +154,5 @@ def test_the_picture_of_the_grid() -> None:
         "  = exchange in every layer; | send hidden states and their gradients; ranks of a row add up gradients once "
         "per step",
     ]
-    assert picture(Grid(replicas=8)) == []
-    assert len(picture(Grid(64, 16, 1))) < 25
+    assert grid_picture(Grid(replicas=8)) == []
+    assert len(grid_picture(Grid(64, 16, 1))) < 25

@@ -51,6 +51,7 @@ def case(name: str, files: dict[str, str | bytes], section: dict[str, Any], *lin
 OK = {"text": "hello there"}
 PAIR = {"prompt": "p" * 40, "completion": "c" * 40}
 MARKS = "{% generation %} ... {% endgeneration %}"
+WHOLE = parquet(text=[f"row {n}" for n in range(5000)])
 FORMATS = "text, prompt+completion, messages, instruction+output, input_ids"
 
 CASES = [
@@ -66,14 +67,10 @@ CASES = [
         "say which with data.columns, e.g. {text: text}"),
     case("field missing in a row", {"d.jsonl": jsonl(OK, {"id": 3})}, {},
         "d.jsonl:2: field 'text' is missing; found: id"),
-    case("null", {"d.jsonl": jsonl(*[OK] * 6, {"text": None})}, {},
-        "d.jsonl:7: field 'text' is null; every row needs a string"),
-    case("null in a mapped column", {"d.jsonl": jsonl({"b": None})}, {"columns": {"text": "b"}},
-        "d.jsonl:1: field 'text' (column 'b') is null; every row needs a string"),
+    case("wrong type in a mapped column", {"d.jsonl": jsonl({"b": 7})}, {"columns": {"text": "b"}},
+        "d.jsonl:1: field 'text' (column 'b') is an integer; every row needs a string"),
     case("empty cell in csv", {"d.csv": "prompt,completion\na,b\nc,\n"}, {},
         "d.csv:2: field 'completion' is null; every row needs a string"),
-    case("wrong type", {"d.jsonl": jsonl(OK, {"text": 7})}, {},
-        "d.jsonl:2: field 'text' is an integer; every row needs a string"),
     case("half a surrogate pair", {"d.jsonl": '{"text": "a \\ud800"}\n'}, {},
         "d.jsonl:1: field 'text' holds half a surrogate pair (\\ud800 to \\udfff), which is no character"),
     case("a number of 5000 digits", {"d.jsonl": f'{{"text": {"1" * 5000}}}'}, {},
@@ -97,6 +94,8 @@ CASES = [
         "d.csv:3: broken CSV: unexpected end of data"),
     case("truncated parquet", {"d.parquet": parquet(text=["a b"] * 99)[:-20]}, {},
         "d.parquet: not a whole Parquet file: it is truncated or damaged"),
+    case("damage inside parquet", {"d.parquet": WHOLE[:4] + b"\xff" * 200 + WHOLE[204:]}, {},
+        "d.parquet:1: the Parquet data is damaged from here on"),
     case("invalid utf-8 in txt", {"d.txt": b"one\ntwo \xff\n"}, {},
         "d.txt:2: byte 0xff is not valid UTF-8"),
     case("invalid utf-8 in jsonl", {"d.jsonl": b'{"text": "a b"}\n{"text": "\xe9"}\n'}, {},
@@ -117,8 +116,6 @@ CASES = [
         "d.jsonk: .jsonk is not a data format; allowed: .txt, .jsonl, .json, .csv, .parquet; did you mean '.json'?"),
     case("path not found, near", {"corpus.jsonl": jsonl(OK)}, {"path": "corpsu.jsonl"},
         "data.path: corpsu.jsonl does not exist; did you mean 'corpus.jsonl'?"),
-    case("path not found", {}, {"path": "zzz"},
-        "data.path: zzz does not exist; a hub name looks like owner/name"),
     case("eval path not found", {"d.jsonl": jsonl(OK)}, {"eval_path": "zzz"},
         "data.eval_path: zzz does not exist; a hub name looks like owner/name"),
     case("nothing to divide", {"d.jsonl": jsonl(PAIR)}, {"eval_fraction": 0.5},
@@ -227,14 +224,6 @@ def test_streaming_names_the_row_when_it_gets_there(tmp_path: Path, tokenizer: A
     prepared = prepare.prepare(section, tokenizer, VOCAB, 0, tmp_path / "prepared", lambda line: None)
     with pytest.raises(DataError, match=r"d\.jsonl:301: field 'text' is null; every row needs a string"):
         list(prepared.train)
-
-
-def test_damage_inside_a_parquet_file(tmp_path: Path, tokenizer: Any) -> None:
-    path = tmp_path / "d.parquet"
-    whole = parquet(text=[f"row {n}" for n in range(5000)])
-    path.write_bytes(whole[:4] + b"\xff" * 200 + whole[204:])
-    with pytest.raises(DataError, match=r"d\.parquet:1: the Parquet data is damaged from here on"):
-        prepare.prepare(DataSection(path=str(path)), tokenizer, VOCAB, 0, tmp_path / "p", lambda line: None)
 
 
 def test_split_missing_in_a_saved_data_set(tmp_path: Path) -> None:

@@ -251,12 +251,6 @@ def test_lone_text_keeps_its_end_for_evaluation(tokenizer: Any) -> None:
     assert train[0] + held[0] == "abc " * 100 + "<|eos|>" and len(held[0]) < len(train[0]) / 5
 
 
-def test_eval_path(tokenizer: Any) -> None:
-    write("e.csv", [{"text": "other words"}])
-    prepared = prepare(tokenizer, write("d.jsonl", documents(3)), eval_path="e.csv")
-    assert (len(prepared.train), decoded(tokenizer, prepared.eval)[0][0]) == (3, "other words<|eos|>")
-
-
 @pytest.mark.parametrize("packing", [False, True])
 def test_streaming_gives_the_same_rows(packing: bool, tokenizer: Any) -> None:
     options: dict[str, Any] = {"packing": packing, "max_length": 32, "eval_path": "d.jsonl"}
@@ -300,32 +294,21 @@ def test_second_call_opens_what_the_first_one_saved(tokenizer: Any, monkeypatch:
     assert [p.name for p in Path("prepared").iterdir()] == [first.fingerprint]
 
 
-def test_a_flipped_bit_in_a_row_is_noticed(tokenizer: Any) -> None:
-    """Arrow has no hash: the row would train with another token, or end the run with an IndexError."""
-    prepared = prepare(tokenizer, write("d.jsonl", documents(600)), eval_fraction=0.5)
-    rows, saved = list(prepared.train), Path("prepared", prepared.fingerprint, "train.arrow")
+@pytest.mark.parametrize("file", ["train.arrow", "manifest.json"])
+def test_damaged_data_is_made_anew(file: str, tokenizer: Any) -> None:
+    """Arrow has no hash: with a flipped bit the row would train with another token, or end the run with an error."""
+    path = write("d.jsonl", documents(600))
+    first = prepare(tokenizer, path, eval_fraction=0.5)
+    rows, saved = list(first.train), Path("prepared", first.fingerprint, file)
     content = bytearray(saved.read_bytes())
     content[len(content) // 2] ^= 64
     saved.write_bytes(content)
-    damaged(prepared.fingerprint, rows, "train.arrow", tokenizer)
-
-
-@pytest.mark.parametrize("content", [None, "{}"])
-def test_data_without_a_manifest_is_made_anew(content: str | None, tokenizer: Any) -> None:
-    prepared = prepare(tokenizer, write("d.jsonl", documents(600)), eval_fraction=0.5)
-    manifest = Path("prepared", prepared.fingerprint, "manifest.json")
-    manifest.unlink() if content is None else manifest.write_text(content)
-    damaged(prepared.fingerprint, list(prepared.train), "manifest.json", tokenizer)
-
-
-def damaged(name: str, rows: list[Any], file: str, tokenizer: Any) -> None:
-    """Preparing says what is damaged and makes the same rows again; the next call opens those."""
     said: list[str] = []
-    again = prepare(tokenizer, "d.jsonl", eval_fraction=0.5, said=said)
-    assert f"{name} is damaged (" in said[0] and file in said[0] and "made anew" in said[0]
-    assert again.fingerprint == name and list(again.train) == rows
+    again = prepare(tokenizer, path, eval_fraction=0.5, said=said)
+    assert f"{first.fingerprint} is damaged (" in said[0] and file in said[0] and "made anew" in said[0]
+    assert again.fingerprint == first.fingerprint and list(again.train) == rows
     said.clear()
-    prepare(tokenizer, "d.jsonl", eval_fraction=0.5, said=said)
+    prepare(tokenizer, path, eval_fraction=0.5, said=said)
     assert len(said) == 1 and "prepared already" in said[0]
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 
 from strategies.engine.forward.checkpointing import checkpoint_blocks
 
@@ -82,12 +81,6 @@ class Counting(Base):
         return 0.1 * self.calls
 
 
-class Spectral(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = parametrizations.spectral_norm(self.up)
-
-
 class Drawing(Base):
     """From a generator of its own."""
 
@@ -112,7 +105,6 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "through .data": PastCounters,
     "a buffer replaced": Replaced,
     "an attribute": Attribute,
-    "spectral norm": Spectral,
     "a counter": Counting,
     "torch.Generator": lambda: Drawing(torch.Generator().manual_seed(3), lambda made: torch.rand((), generator=made)),
     "random.Random": lambda: Drawing(random.Random(3), lambda made: made.random()),

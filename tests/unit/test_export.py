@@ -122,18 +122,6 @@ def test_a_compiled_model(tmp_path: Path) -> None:
     assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_merged_adapters(tmp_path: Path) -> None:
-    model = built(LLAMA, lora=LORA)
-    ids = torch.arange(8)[None]
-    train = loop(model)
-    logits = model.eval()(input_ids=ids).logits
-    receipt = export(train, _tokenizer(), tmp_path / "export", merge=True)
-    assert receipt is not None
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
-    assert not [name for name in again.state_dict() if "lora" in name]
-    assert torch.allclose(again(input_ids=ids).logits, logits, atol=1e-5)
-
-
 def test_adapters_with_other_values_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built().save_pretrained(tmp_path / "base")
     damage(monkeypatch, tensors_of(lambda tensors: tensors[min(tensors)][0, 0].add_(1), "adapter_model.safetensors"))

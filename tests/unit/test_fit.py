@@ -9,7 +9,6 @@ import yaml
 
 from launch.plan import main
 from strategies.core.facts import Home
-from strategies.report.fit_table import FitRow, lines
 from tests.helpers.tiny import run_config
 from trainer.config.load import load
 from trainer.dist.ranks import Ranks
@@ -18,7 +17,7 @@ from trainer.machine.probe import Machine
 from trainer.machine.profiles import profile
 from trainer.planning import fit
 from trainer.planning.facts import ENGINE_HOST_BYTES
-from trainer.planning.fit import Fit, config_of, explained, unwritten
+from trainer.planning.fit import Fit, FitRow, config_of, explained, lines, unwritten
 from trainer.planning.from_config import plan_of
 
 SIZES = {
@@ -153,21 +152,16 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert "planning full + offload on 1 rank" in said.err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
+def test_a_model_that_is_not_one(capsys: pytest.CaptureFixture[str]) -> None:
+    misspelt = ["model.config.model_type=llama", "model.config.hidden_sise=64"]
+    for arguments, says in (
         ([], "--fit: which model? Give --config FILE, --model NAME_OR_FOLDER, or model.config.model_type=llama "),
         (["--model", "./no/such/folder"], "model.name_or_path = './no/such/folder': there is no such folder"),
-        (
-            ["model.config.model_type=llama", "model.config.hidden_sise=64"],
-            "command line: model.config.hidden_sise = 64",
-        ),
-    ],
-)
-def test_a_model_that_is_not_one(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--fit", "--profile", "rtx4090-pcie4", *arguments]) == 2
-    said = capsys.readouterr()
-    assert said.err.splitlines()[-1].startswith(says) and said.out == ""
+        (misspelt, "command line: model.config.hidden_sise = 64"),
+    ):
+        assert main(["--fit", "--profile", "rtx4090-pcie4", *arguments]) == 2
+        said = capsys.readouterr()
+        assert said.err.splitlines()[-1].startswith(says) and said.out == ""
 
 
 def test_what_is_about_one_plan_is_not_ignored(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from strategies.planner.estimate import Estimate
 from strategies.planner.state_placement import OffloadRequest, StatePlacements
 from strategies.planner.step_cost import cost_of, plan_cost
 from strategies.planner.weight_schedule import ASSUMED, only_while_used
-from strategies.report import bucket_table
+from strategies.report.plan_table import bucket_lines
 from tests.helpers.fakes import GPU, run_facts
 from tests.helpers.layouts import facts_of, random_facts, transformer
 from tests.unit.test_placement_search import choose, options, request
@@ -138,11 +138,11 @@ def test_edits_are_ranked_and_honest() -> None:
 
 def test_the_bucket_table_says_site_travel_and_address() -> None:
     plan = plan_of(large(blocks=8), gpu_memory="5GiB", host_memory="1TiB")
-    text = bucket_table.lines(plan)
+    text = bucket_lines(plan)
     assert text[0].split("  ")[0] == "buckets" and "address on the device" in text[0]
     assert any("ticks ahead in forward" in line for line in text)
     assert any("by the CPU" in line for line in text)
-    assert bucket_table.lines(Plan.baseline(large(blocks=2))) == []
+    assert bucket_lines(Plan.baseline(large(blocks=2))) == []
     assert plan_cost(plan) is not None
 
 

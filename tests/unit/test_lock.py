@@ -4,8 +4,6 @@ import json
 import os
 import signal
 import socket
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,27 +48,26 @@ def test_of_many_starters_one_wins_every_time(tmp_path: Path) -> None:
     """All start at once, the winner stays until all others have ended; a lock that a winner leaves is taken again."""
     config = run_config(LLAMA, output_dir=tmp_path / "run")
     for _ in range(4):
-        go_read, go_write = os.pipe()
-        stay_read, stay_write = os.pipe()
+        go, stay = os.pipe(), os.pipe()
 
-        def starter(go: int = go_read, stay: int = stay_read, ends: tuple[int, int] = (go_write, stay_write)) -> None:
-            for end in ends:
-                os.close(end)
-            os.read(go, 1)
+        def starter(go: tuple[int, int] = go, stay: tuple[int, int] = stay) -> None:
+            os.close(go[1])
+            os.close(stay[1])
+            os.read(go[0], 1)
             with held(config):
-                os.read(stay, 1)
+                os.read(stay[0], 1)
 
         pids = [in_child(starter) for _ in range(6)]
-        os.close(go_write)  # all of them read the end of the pipe
+        os.close(go[1])  # all of them read the end of the pipe
         left = set(pids)
         while len(left) > 1:
             pid, status = os.waitpid(-1, 0)
             left.discard(pid)
             assert os.waitstatus_to_exitcode(status) == 2
-        os.close(stay_write)
+        os.close(stay[1])
         assert code_of(left.pop()) == 0
-        os.close(go_read)
-        os.close(stay_read)
+        os.close(go[0])
+        os.close(stay[0])
 
 
 def test_a_folder_that_a_refused_run_has_made_goes_again(tmp_path: Path) -> None:
@@ -104,38 +101,19 @@ def test_the_line_names_the_holder_and_a_killed_holder_is_forgotten(tmp_path: Pa
     assert [*tmp_path.iterdir()] == []
 
 
-@pytest.mark.parametrize("alive", [True, False])
-def test_a_lock_of_another_host_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alive: bool) -> None:
+def test_a_lock_of_another_host_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its holder touches it; one that nobody touches is of a host, or a container, that is gone."""
     monkeypatch.setattr(lock, "WATCHED_S", 0.4)
-    config, there = run_config(LLAMA, output_dir=tmp_path), {"pid": 1, "host": "node-7", "start": 0.0}
-    (tmp_path / NAME).write_text(json.dumps(there))
-    over = threading.Event()
-    if alive:
-        monkeypatch.setattr(lock, "TOUCHED_S", 0.05)
-        handle = os.open(tmp_path / NAME, os.O_RDWR)
-        thread = threading.Thread(target=lock._touch, args=(handle, over))
-        thread.start()
-        try:
-            assert "in use by another run: process 1 on node-7" in refused(config)
-        finally:
-            over.set()
-            thread.join()
-            os.close(handle)
-        assert json.loads((tmp_path / NAME).read_text()) == there
-    else:
-        with held(config):
-            assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
-
-
-def test_the_holder_touches_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "TOUCHED_S", 0.01)
-    with held(run_config(LLAMA, output_dir=tmp_path)):
-        os.utime(tmp_path / NAME, (0, 0))
-        deadline = time.monotonic() + 10
-        while (tmp_path / NAME).stat().st_mtime == 0 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert (tmp_path / NAME).stat().st_mtime > 0
+    monkeypatch.setattr(lock, "TOUCHED_S", 0.05)
+    config = run_config(LLAMA, output_dir=tmp_path)
+    with held(config):
+        there, here = (tmp_path / NAME).read_text(), socket.gethostname()
+        monkeypatch.setattr(socket, "gethostname", lambda: "node-7")
+        assert f"in use by another run: process {os.getpid()} on {here}" in refused(config)
+        assert (tmp_path / NAME).read_text() == there
+    (tmp_path / NAME).write_text(there)
+    with held(config):
+        assert json.loads((tmp_path / NAME).read_text())["host"] == "node-7"
 
 
 @pytest.mark.parametrize(

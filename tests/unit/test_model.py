@@ -122,13 +122,14 @@ def measured(section: Mapping[str, Any], saved_to: Path | None = None) -> tuple[
 
 
 def test_weights_exist_once_while_they_are_built_and_loaded(tmp_path: Path) -> None:
-    large = {**LLAMA, "hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 4096, "num_hidden_layers": 4}
+    # Most matrices have 64 MB: memory that this process has freed is never given to them.
+    large = {**LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 8192, "num_hidden_layers": 1}
     made(saved(tmp_path / "tiny"))  # what is loaded once is not the model's
-    random = in_fork(lambda: measured({"config": large, "tokenizer": "none"}, tmp_path / "saved"))
-    loaded = in_fork(lambda: measured({"name_or_path": str(tmp_path / "saved")}))
+    random = in_fork(lambda: measured({"config": large, "tokenizer": "none"}, tmp_path / "saved"), seconds=300)
+    loaded = in_fork(lambda: measured({"name_or_path": str(tmp_path / "saved")}), seconds=300)
     for grown, weights, _ in (random, loaded):
         assert weights > 250e6  # what else grows, 40 to 80 MB of threads and libraries, does not grow with it
-        assert 0.9 * weights < grown < 1.5 * weights
+        assert 0.8 * weights < grown < 1.5 * weights
     assert loaded[2] == random[2]
 
 

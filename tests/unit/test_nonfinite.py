@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests.helpers.tiny import LLAMA, run_config
@@ -33,6 +34,8 @@ def train(ranks: Ranks, config: RunConfig, bad_from: int, where: str) -> dict[st
     block = trainer.model.model.layers[1]
     if not hasattr(block, "mlp"):
         pass  # another stage has it
+    elif where == "weight":
+        torch.nn.init.constant_(block.mlp.down_proj.weight, float("nan"))
     elif where == "output":
         block.mlp.register_forward_hook(lambda module, inputs, output: spoil(output))
     else:
@@ -89,6 +92,13 @@ def test_a_gradient_alone(tmp_path: Path, strategies: dict[str, Any]) -> None:
     found = run_world(2 if "pipeline" in strategies else 1, train, config, 1, "gradient")
     assert "not finite first: the gradient of model.layers.1.mlp.down_proj.weight. " in found["said"]
     assert "there is no checkpoint yet" in found["said"]
+
+
+def test_a_weight_and_the_loss_in_the_log(tmp_path: Path) -> None:
+    config = run_config(LLAMA, output_dir=tmp_path, max_steps=9, logging_steps=1, per_device_train_batch_size=2)
+    found = run_world(1, train, config, 1, "weight")
+    assert "step 1: " in found["said"] and "first: the weight model.layers.1.mlp.down_proj.weight. " in found["said"]
+    assert '"loss": "nan"' in (tmp_path / "metrics.jsonl").read_text().splitlines()[0]
 
 
 def test_one_bad_step_ends_nothing_with_the_engine(tmp_path: Path) -> None:

@@ -22,9 +22,8 @@ from strategies.core.validate import validate
 from strategies.planner.exchanges import from_host
 from strategies.planner.weight_schedule import ASSUMED
 from strategies.report import full_report, plan_json
-from strategies.report.bucket_table import _travels, lines
 from strategies.report.plan_json import PlanFile
-from strategies.report.plan_table import rows, table
+from strategies.report.plan_table import _travels, bucket_lines, rows, table
 from tests.helpers.fakes import CPU, block, facts, run_facts
 from tests.helpers.layouts import bucket, layout, random_facts, transformer
 from tests.helpers.models import build
@@ -205,14 +204,14 @@ def test_a_fast_reduction_needs_no_memory_to_receive_gradients() -> None:
     assert replace(fast.layout, reduction="exact") == exact.layout
     size = human(largest)
     said = f"gradients of 4 ranks are added: exact, in the order of ranks; {size} of the device receive them"
-    assert lines(exact)[-1] == said
-    assert lines(fast)[-1].endswith(
+    assert bucket_lines(exact)[-1] == said
+    assert bucket_lines(fast)[-1].endswith(
         f"added: fast, on their way, which saves {size} of the device; a sum differs from the exact one by at most "
         f"3.6e-07 of the sizes of its parts (float32)"
     )
     two = plan_of(transformer(world_size=2), stage=3, reduction="fast")
-    assert lines(two)[-1].endswith("by nothing, since two numbers have one sum")
-    assert lines(plan_of(one, stage=3, reduction="fast"))[-1].startswith("reduction: fast has no effect")
+    assert bucket_lines(two)[-1].endswith("by nothing, since two numbers have one sum")
+    assert bucket_lines(plan_of(one, stage=3, reduction="fast"))[-1].startswith("reduction: fast has no effect")
 
 
 def test_the_bucket_table_says_when_weights_travel() -> None:

@@ -42,37 +42,30 @@ def test_what_is_built_needs_no_compiler(slim: Path) -> None:
     deepspeed_ops.refuse_what_cannot_be_built()
 
 
-def test_the_lock_of_a_build_that_was_killed_goes(slim: Path) -> None:
-    """Torch would wait for whoever holds it; whoever builds has it open."""
+@pytest.mark.parametrize("what", ["lock", "buffer"])
+@pytest.mark.usefixtures("slim")
+def test_what_a_killed_run_has_left_goes(what: str, tmp_path: Path) -> None:
+    """Torch would wait for whoever holds a lock; whoever builds has it open. Buffers are memory."""
     lock = deepspeed_ops.cache_folder() / deepspeed_ops.SHM.name / "lock"
-    lock.parent.mkdir(parents=True)
-    held = os.open(lock, os.O_CREAT | os.O_EXCL)  # as torch's FileBaton does
-    os.utime(lock, (0, 0))
-    deepspeed_ops.clear_abandoned_builds()
-    assert lock.exists(), "somebody is building"
-    os.close(held)
-    os.utime(lock)
-    deepspeed_ops.clear_abandoned_builds()
-    assert lock.exists(), "somebody may have begun just now"
-    os.utime(lock, (0, 0))
-    deepspeed_ops.clear_abandoned_builds()
-    assert not lock.exists()
-    deepspeed_ops.clear_abandoned_builds()
-
-
-def test_buffers_that_nobody_has_open_go(tmp_path: Path) -> None:
-    """They are memory, and DeepSpeed deletes none: hundreds of short runs filled a machine's."""
     mine, others = (tmp_path / f"deepspeed_allreduce_buffer_{user}_127.0.0.1_29500_0" for user in (os.getuid(), 12345))
+    file = lock if what == "lock" else mine
+    lock.parent.mkdir(parents=True)
     others.touch()
-    held = os.open(mine, os.O_CREAT)
-    for file in (mine, others):
-        os.utime(file, (0, 0))
-    deepspeed_ops.clear_abandoned_buffers(tmp_path)
-    assert mine.exists(), "a run uses it"
+    os.utime(others, (0, 0))
+
+    def clear() -> None:
+        deepspeed_ops.clear_abandoned_builds()
+        deepspeed_ops.clear_abandoned_buffers(tmp_path)
+
+    held = os.open(file, os.O_CREAT | os.O_EXCL)  # as torch's FileBaton does
+    os.utime(file, (0, 0))
+    clear()
+    assert file.exists(), "somebody has it"
     os.close(held)
-    os.utime(mine)
-    deepspeed_ops.clear_abandoned_buffers(tmp_path)
-    assert mine.exists(), "its run may have begun just now"
-    os.utime(mine, (0, 0))
-    deepspeed_ops.clear_abandoned_buffers(tmp_path)
-    assert not mine.exists() and others.exists()
+    os.utime(file)
+    clear()
+    assert file.exists(), "somebody may have begun just now"
+    os.utime(file, (0, 0))
+    clear()
+    clear()
+    assert not file.exists() and others.exists()

@@ -12,6 +12,7 @@ from tests.helpers.zoo import hub
 from trainer.config.sections import ModelSection
 from trainer.model.build import load_config
 from trainer.model.params import decay_groups, list_params
+from trainer.planning.plan_for import count_live
 
 
 def test_what_an_embedding_only_looks_up() -> None:
@@ -21,6 +22,12 @@ def test_what_an_embedding_only_looks_up() -> None:
     assert looked_up == {f"{name}_embeddings.weight" for name in ("word", "position", "token_type")}
     tied = list_params(build("llama", tied=True), {}, lambda _: "float32")
     assert [(param.users, param.looked_up) for param in tied if "embed" in param.name] == [(("head",), True)]
+
+
+def test_a_tied_head_reads_the_embedding_in_a_module_of_its_own() -> None:
+    """Seen in a forward on fake tensors, which replace a parameter under all its names."""
+    counted = count_live(build("llama", tied=True), (2, 8), [])
+    assert [param.name for param in counted.params if param.elsewhere] == []
 
 
 def test_what_is_in_use_while_blocks_run() -> None:

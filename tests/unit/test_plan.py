@@ -51,6 +51,17 @@ def test_baseline_bytes() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(("ways", "params"), [(1, 6 * 4 + 14 * 2), (3, 2 * 4 + 5 * 2)])
+def test_frozen_parameters_have_a_size_of_their_own(ways: int, params: int) -> None:
+    """Each kind of them is divided over the ranks and rounded up; nothing else is kept of frozen ones."""
+    plan = Plan.baseline(facts(block(0, 20, num_trainable=6), trained_bytes=4, frozen_bytes=2))
+    divided = (replace(plan.share("layers.0", kind), ways=ways) for kind in (Kind.PARAM, Kind.GRAD))
+    plan = plan.amend(divided, by="test")
+    assert {kind: plan.num_bytes("layers.0", kind) for kind in Kind} == {
+        Kind.PARAM: params, Kind.GRAD: 24 // ways, Kind.MASTER: 0, Kind.MOMENT: 48
+    }  # fmt: skip
+
+
 # Amending
 
 

@@ -11,11 +11,10 @@ from launch import doctor
 from strategies.core.facts import HOST_UPDATE_BYTES, Precision, Rates
 from strategies.planner.weight_schedule import ASSUMED
 from trainer.errors import ExitCode
-from trainer.machine import network, profiles, rates
-from trainer.machine.network import measure_network
+from trainer.machine import profiles, rates
 from trainer.machine.probe import GIB, cores, probe
 from trainer.machine.profiles import MachineKey, StoredRates, one_line
-from trainer.machine.rates import Effort
+from trainer.machine.rates import Effort, measure_network
 from trainer.machine.timing import duplex_factor, fit_line
 from trainer.planning.facts import machine_facts
 
@@ -89,19 +88,11 @@ def test_rates_by_precision() -> None:
     assert some_rates(gemm_bf16_flops_per_s=None).gemm_flops(Precision.BF16) == 50e12
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"up_bytes_per_s": 0},
-        {"device_bytes_per_s": float("nan")},
-        {"gemm_bf16_flops_per_s": float("inf")},
-        {"link_latency_s": -1e-9},
-    ],
-    ids=str,
-)
-def test_rates_that_cannot_be(changes: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=next(iter(changes))):
-        some_rates(**changes)
+def test_rates_that_cannot_be() -> None:
+    wrong = {"up_bytes_per_s": 0, "device_bytes_per_s": float("nan"), "link_latency_s": -1e-9}
+    for name, value in {**wrong, "gemm_bf16_flops_per_s": float("inf")}.items():
+        with pytest.raises(ValueError, match=name):
+            some_rates(**{name: value})
 
 
 # --- files -------------------------------------------------------------------------------------------------------
@@ -120,19 +111,11 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert profiles.load(tmp_path / "none.json", HERE) == StoredRates()
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"device": "cpu"}, "measured with device card, here cpu;"),
-        ({"torch": "2.14.0"}, "measured with torch 2.13.0+cu130, here 2.14.0;"),
-        ({"cpu": "Xeon", "cores": 8}, "measured with cpu AMD EPYC 26 2, here Xeon, cores 16, here 8;"),
-    ],
-)
-def test_foreign_and_stale_files_are_ignored(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_foreign_and_stale_files_are_ignored(tmp_path: Path) -> None:
     path = stored_file(tmp_path)
-    found = profiles.load(path, {**HERE, **changes})
-    assert found.rates is None
-    assert found.ignored == f"{path} is ignored: {said} to measure again: {profiles.COMMAND}"
+    found = profiles.load(path, {**HERE, "cpu": "Xeon", "cores": 8})
+    said = "measured with cpu AMD EPYC 26 2, here Xeon, cores 16, here 8; to measure again: "
+    assert found == StoredRates(ignored=f"{path} is ignored: {said}{profiles.COMMAND}")
 
 
 def broken(**changes: Any) -> str:
@@ -145,17 +128,15 @@ def broken(**changes: Any) -> str:
     [
         ("", "not a machine profile: Expecting value"),
         ("[1, 2]", "not a machine profile: "),
-        ("\udcff\udcfe", "not a machine profile: "),
         ("{}", "not a machine profile: 'format' is missing"),
         (broken(format=1), "its format is 1, this is 2"),
-        (broken(rates={**asdict(some_rates()), "speed": 1.0}), "not a machine profile: "),
         (broken(rates={**asdict(some_rates()), "duplex_factor": 7.0}), "not a machine profile: duplex_factor = 7.0"),
     ],
-    ids=range(7),
+    ids=range(5),
 )
 def test_broken_files_are_ignored_with_one_line(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "machine.json"
-    path.write_bytes(text.encode(errors="surrogateescape"))
+    path.write_text(text)
     found = profiles.load(path, HERE)
     assert found.rates is None and found.ignored.startswith(f"{path} is ignored: {said}")
     assert profiles.load(tmp_path, HERE).ignored.startswith(f"{tmp_path} is ignored: Is a directory;")
@@ -187,11 +168,10 @@ def test_facts_take_what_was_measured_then_a_named_card_then_nothing(
     assert machine_facts(here, 1).rates is None and "device NVIDIA H100" in profiles.known_rates(here).ignored
 
 
-def test_a_named_machine_does_not_look_at_files(tmp_path: Path) -> None:
-    path = tmp_path / "machine.json"
-    path.write_text("broken")
+def test_a_named_machine_does_not_look_at_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiles, "stored_at", lambda: pytest.fail("looked"))
     for name, machine in profiles.PROFILES.items():
-        assert profiles.known_rates(machine, path) == StoredRates(machine.rates), name
+        assert profiles.known_rates(machine) == StoredRates(machine.rates), name
 
 
 @pytest.mark.parametrize("name", [name for name in profiles.PROFILES if name != "cpu"])
@@ -251,16 +231,6 @@ def test_rows_of_the_doctor() -> None:
     )  # fmt: skip
 
 
-def test_time_runs_out_gently() -> None:
-    """After ``hurry_after_s`` every number gets one repetition after the one that does not count."""
-    import torch
-
-    calls: list[int] = []
-    clock = rates.Stopwatch(replace(TINY, seconds=10.0, hurry_after_s=0.0), torch.device("cpu"))
-    clock.seconds(lambda: calls.append(1))
-    assert len(calls) == 2
-
-
 # --- network -----------------------------------------------------------------------------------------------------
 
 
@@ -274,5 +244,5 @@ def test_exchanges_of_ranks_are_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     assert rate is not None and 1e6 < rate < 1e12
     plan_rates = some_rates(net_bytes_per_s=rate)
     assert plan_rates.exchange_bytes_per_s() == rate and f"exchanges {rate / 1e9:.3g} GB/s" in one_line(plan_rates)
-    monkeypatch.setattr(network, "cores", lambda: (1, 1))
+    monkeypatch.setattr(rates, "cores", lambda: (1, 1))
     assert measure_network(1 << 20, 0.01, print) is None, "one rank has no exchanges"

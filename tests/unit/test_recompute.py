@@ -16,7 +16,7 @@ from strategies.core.protocol import Refusal
 from strategies.core.registry import find
 from strategies.engine.forward.checkpointing import Names, OutputRecorder, checkpoint_blocks, checkpointed, draws
 from strategies.planner.step_cost import plan_cost
-from strategies.report import full_report, recompute_table
+from strategies.report import full_report
 from strategies.report.plan_table import rows, table
 from tests.helpers.fakes import GPU, block, choosing, embedding, facts, head
 from tests.unit.test_step_cost import FAST
@@ -193,7 +193,7 @@ def test_without_rates_offload_comes_first() -> None:
 
 def test_the_report_has_bytes_and_milliseconds_per_policy() -> None:
     plan = planned(about(rates=replace(FAST, device_bytes_per_s=1e9)), policy="full", every=2)
-    rows = {row["policy"]: row for row in recompute_table.to_json(plan)}
+    rows = {row["policy"]: row for row in full_report.recompute_rows(plan)}
     assert [rows[name]["kept_bytes"] for name in rows] == [36 * MIB, 12 * MIB, 4 * MIB, 20 * MIB]
     assert rows["full"]["freed_bytes"] == 32 * MIB
     assert rows["this plan"]["blocks"] == 2
@@ -201,7 +201,7 @@ def test_the_report_has_bytes_and_milliseconds_per_policy() -> None:
     lines = full_report.text(plan, None).splitlines()
     assert [line.split()[:3] for line in lines[-2:]] == [["full", "4", "4.0"], ["this", "plan", "2"]]
     sent = planned(about(), policy="selective", activation_offloading=True)
-    row = recompute_table.to_json(sent)[-1]
+    row = full_report.recompute_rows(sent)[-1]
     assert [row[name] // MIB for name in ("kept_bytes", "hosted_bytes", "freed_bytes")] == [3, 9, 33]
     assert "9.0 MiB" in full_report.text(sent, None).splitlines()[-1]
     unknown = planned(about(), policy="full")

@@ -9,9 +9,6 @@ from launch import plan as plan_command
 from tests.e2e.commands import write_jsonl
 from trainer.config.load import load
 from trainer.dist.ranks import Ranks
-from trainer.errors import ConfigError
-from trainer.machine.probe import probe
-from trainer.planning.from_config import plan_of
 from trainer.run import run
 
 CONFIG = """\
@@ -120,17 +117,3 @@ def test_the_folder_of_the_run(write: Callable[..., Path], capsys: pytest.Captur
     (path.parent / "run").write_text("a file")
     line = trained(path, capsys)
     assert line.startswith(f'{path}:4: training.output_dir = "') and "is a file" in line
-
-
-def test_configs_are_equal_wherever_they_were_written(write: Callable[..., Path]) -> None:
-    path = write("  zero: {stage: 2}")
-    again = path.with_name("again.yaml")
-    again.write_text(load(path).dump())
-    assert load(again) == load(path) != load(path, ["strategies.zero.stage=1"])
-
-
-def test_without_a_file_the_line_is_the_same_but_for_the_location(write: Callable[..., Path]) -> None:
-    config = load(write("  offload: {gpu_memory: 100KiB, site: host}"))
-    with pytest.raises(ConfigError) as refused:
-        plan_of(type(config).model_validate(dict(config)), Ranks(), probe())
-    assert refused.value.lines[0].startswith('strategies.offload.gpu_memory = "100KiB": ')

@@ -92,39 +92,6 @@ def test_training_goes_on(tmp_path: Path) -> None:
     assert verified(tmp_path / f"checkpoint-{STEPS}")
 
 
-def full_disk(ranks: Ranks, config: RunConfig, full_at: int) -> list[list[str]]:
-    """What every rank has said after a run in which the disk is full while one save is sealed."""
-    import torch.distributed
-
-    from trainer.run import saving
-    from trainer.run import trainer as trainer_file
-
-    said: list[str] = []
-    trainer_file.write_line, commit = said.append, saving.commit
-
-    def failing(written: Path, folder: Path, manifest: Any) -> None:
-        if folder.name == f"checkpoint-{full_at}":
-            saving.remove_quietly(written.parent)
-            raise OSError(28, "No space left on device")
-        commit(written, folder, manifest)
-
-    saving.commit = failing
-    said.append(f"newest: {train(trainer_of(ranks, config)).newest}")
-    found: list[list[str]] = [[] for _ in range(ranks.world_size)]
-    torch.distributed.all_gather_object(found, said)
-    return found
-
-
-def test_a_seal_that_fails_is_one_line(tmp_path: Path) -> None:
-    """All ranks know it, and the checkpoint before is as it was."""
-    found = run_world(2, full_disk, config_in(tmp_path), STEPS)
-    error = "[Errno 28] No space left on device; older ones are as they were; the next save tries again"
-    line, newest = f"{tmp_path}/checkpoint-{STEPS} was not saved: {error}", f"newest: checkpoint-{SAVE}"
-    assert found == [[line, newest], [newest]]
-    assert there(tmp_path) == [f"checkpoint-{SAVE}"]
-    assert verified(tmp_path / f"checkpoint-{SAVE}")
-
-
 def interrupted(ranks: Ranks, config: RunConfig) -> list[str]:
     """What is left if Ctrl-C comes while the run waits for a seal."""
     from trainer.run import saving

@@ -180,12 +180,9 @@ def test_who_is_a_launcher(command: str, expected: bool) -> None:
     assert is_launcher(command.split()) is expected
 
 
-def test_a_shell_or_a_test_is_no_launcher() -> None:
-    assert launchers() == [] and not one_is_gone([])
-
-
 def test_the_end_of_any_launcher_above_is_noticed() -> None:
     above = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert launchers() == [] and not one_is_gone([]), "a shell or a test is none"
     chain = [(pid, started_at(pid) or 0.0) for pid in (os.getppid(), above.pid)]
     assert not one_is_gone(chain)
     above.kill()

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from strategies.engine.forward.blocks import find_blocks
 from tests.helpers.tiny import GPT2, LLAMA, MIXTRAL, run_config
 from trainer.model import temporaries
-from trainer.model.counting import fake_tensors, materialise
-from trainer.model.stubs import find_alike
+from trainer.model.stubs import fake_tensors, find_alike, materialise
 from trainer.planning.facts import ModelCount, count_model
 
 DEPTH = 7

@@ -16,8 +16,7 @@ from trainer.config.sections import RunConfig
 from trainer.data.packing import MASKED, rows, whole
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
-from trainer.run.nonfinite import NonFinite
-from trainer.verify.verify import compare, full_weights
+from trainer.verify.verify import compare, full_weights, run_on
 
 Row = Mapping[str, Sequence[int]]
 STEP: Mapping[str, Any] = {"max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant"}
@@ -35,18 +34,11 @@ def prepared(config: RunConfig, ranks: Ranks, train: Sequence[Row], evaluation: 
     from datasets import Dataset
 
     from trainer.data.prepare import Prepared
-    from trainer.machine.probe import probe
-    from trainer.planning.from_config import plan_of
-    from trainer.run import order
-    from trainer.run.stage_trial import form_of_stages
-    from trainer.verify.verify import _tokenizer
 
     held_out = Dataset.from_list([dict(row) for row in evaluation]) if evaluation else None
-    data = Prepared(Dataset.from_list([dict(row) for row in train]), held_out, "test", "input_ids")
-    machine = probe()
-    plan = plan_of(config, ranks, machine)
-    folder, form = Path(config.training.output_dir), form_of_stages(config)
-    return order.Run(config, ranks, folder, _tokenizer(), data, machine, plan, form=form)
+    return run_on(
+        Prepared(Dataset.from_list([dict(row) for row in train]), held_out, "test", "input_ids"), config, ranks
+    )
 
 
 def logged(trainer: Any, key: str) -> list[float]:
@@ -178,27 +170,6 @@ def test_packed_training_is_unpacked_training(tmp_path: Path, base: Mapping[str,
 # What is logged
 
 
-def train_on_nan(ranks: Ranks, config: RunConfig) -> dict[str, list[float]]:
-    """Losses of a model that has one weight which is no number."""
-    from trainer.run import order
-
-    trainer: Any = order.make_trainer(prepared(config, ranks, UNEVEN))
-    with torch.no_grad():
-        trainer.model.model.norm.weight[1] = float("nan")
-    with pytest.raises(NonFinite, match=r"step 1: .*not finite first: the weight model.norm.weight"):
-        trainer.train()
-    trainer.accelerator.free_memory()
-    return {"loss": logged(trainer, "loss"), "grad_norm": logged(trainer, "grad_norm")}
-
-
-@pytest.mark.ranks
-def test_a_loss_that_is_no_number_is_logged_as_it_is(tmp_path: Path) -> None:
-    config = run_config(LLAMA, output_dir=tmp_path, max_steps=3, logging_steps=1, per_device_train_batch_size=8)
-    found = run_world(1, train_on_nan, config)
-    assert len(found["loss"]) == 1 and np.isnan(found["loss"][0])
-    assert '"loss": "nan"' in (tmp_path / "metrics.jsonl").read_text().splitlines()[0]
-
-
 @pytest.mark.ranks
 def test_stage_0_clips_as_torch_does_and_logs_the_norm(tmp_path: Path) -> None:
     def found(stage: int | None, limit: float) -> dict[str, Any]:
@@ -215,44 +186,3 @@ def test_stage_0_clips_as_torch_does_and_logs_the_norm(tmp_path: Path) -> None:
     assert min(stage_0["grad_norm"]) > 0.05  # clipping had something to do
     assert compare(unclipped["weights"], stage_0["weights"]) != []
     assert unclipped["grad_norm"][0] == stage_0["grad_norm"][0]  # the norm is logged where nothing is clipped, too
-
-
-# The memory engine
-
-
-def stowed_and_stock(ranks: Ranks, config: RunConfig) -> dict[str, Any]:
-    """The same steps by our Trainer with the engine, and by Hugging Face's."""
-    import transformers
-
-    from trainer.run import order
-
-    run = prepared(config, ranks, UNEVEN)
-    trainer: Any = order.make_trainer(run)
-    trainer.train()
-    assert trainer.stowed is not None and trainer.accelerator.stowed is trainer.optimizer
-    assert trainer.model_wrapped is trainer.model
-    ours = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    trainer.stowed.close()
-
-    stock_model = order.make_model(run)
-    stock: Any = transformers.Trainer(
-        model=stock_model,
-        args=order.make_arguments(run),
-        train_dataset=run.prepared.train,
-        data_collator=trainer.data_collator,
-    )
-    stock.train()
-    norms, their_norms = logged(trainer, "grad_norm"), logged(stock, "grad_norm")
-    return {"ours": ours, "theirs": stock_model.state_dict(), "norms": norms, "their norms": their_norms}
-
-
-@pytest.mark.ranks
-def test_the_engine_is_left_alone(tmp_path: Path) -> None:
-    config = run_config(
-        LLAMA, output_dir=tmp_path, max_steps=3, logging_steps=1, per_device_train_batch_size=2, learning_rate=1e-2,
-        gradient_accumulation_steps=2, max_grad_norm=0.05, strategies=OFFLOADED,
-    )  # fmt: skip
-    found = run_world(1, stowed_and_stock, config)
-    assert compare(found["theirs"], found["ours"]) == []
-    assert found["norms"] == found["their norms"]
-    assert min(found["norms"]) > 0.05  # it has clipped

@@ -1,6 +1,6 @@
 """What the copy of ``launch/verify.py`` is made to move, and what the command says of it; nothing is trained here."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,7 +54,6 @@ def facts_of(config: RunConfig) -> Facts:
     [
         ({"site": "host", "gradients": "device"}, {}, [TRAVEL, ON_HOST, WAIT_DEVICE]),
         ({"site": "streamed", "weights": "streamed", "gradients": "host"}, {}, [TRAVEL, STREAMED, WAIT_HOST]),
-        ({"site": "device", "weights": "streamed"}, {}, [TRAVEL, ON_DEVICE]),
         ({"site": "host", "weights": "streamed", "bucket_size": "10GiB"}, {}, [TRAVEL, ON_HOST]),
         ({"site": "host", "weights": "streamed"}, {"gradient_accumulation_steps": 2, "bf16": True}, [TRAVEL, ON_HOST]),
         ({"site": "host", "weights": "resident"}, {}, [ON_HOST]),
@@ -97,20 +96,20 @@ OTHER = [Difference("lm_head.weight", relative=1e-3, num_different=3, num_elemen
 ALL = [TRAVEL, ON_HOST, WAIT_HOST, WAIT_DEVICE]
 
 
-def said(
-    checks: list[Check],
-    options: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    **training: Any,
-) -> tuple[int, list[str]]:
-    def given(self: Offloaded) -> Iterator[Check]:
-        assert self.copies
-        return iter(checks)
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, list[str]]]:
+    """The exit code and the lines of the command where these are the checks."""
 
-    monkeypatch.setattr(Offloaded, "checks", given)
-    code = command.report(offloading(options, **training), 1, 2)
-    return code, capsys.readouterr().out.splitlines()
+    def of(checks: list[Check], options: dict[str, Any], **training: Any) -> tuple[int, list[str]]:
+        def given(self: Offloaded) -> Iterator[Check]:
+            assert self.copies
+            return iter(checks)
+
+        monkeypatch.setattr(Offloaded, "checks", given)
+        code = command.report(offloading(options, **training), 1, 2)
+        return code, capsys.readouterr().out.splitlines()
+
+    return of
 
 
 def check(differences: list[Difference], shows: list[str], up: int = 1 << 20, tolerance: float = 0.0) -> Check:
@@ -120,26 +119,14 @@ def check(differences: list[Difference], shows: list[str], up: int = 1 << 20, to
 HOST = {"site": "host", "weights": "streamed"}
 
 
-def test_equal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    code, lines = said([check(SAME, ALL)], HOST, monkeypatch, capsys)
-    assert code == 0 and lines[-1] == "bitwise equal"
-    assert lines[0].startswith("the plan of this config: 10 buckets; ") and TRAVEL in lines[0] and ON_HOST in lines[0]
-    assert lines[-2] == (
-        f"gpu_memory 2MiB: weights of 6 of 8 buckets travelled; {', '.join(ALL)}; 1.0 MiB up and 512.0 KiB down the "
-        f"link; against plain training: bitwise equal"
-    )
-    code, lines = said([check(SAME, ALL)], {}, monkeypatch, capsys)
-    assert code == 0 and lines[-1] == "bitwise equal"
-    assert lines[0].endswith("all stays on the device, nothing would move; the copy is made to move")
-
-
-def test_one_run_that_differs_is_not_equal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_run_that_differs_is_not_equal(said: Any) -> None:
     """In bf16 plain training may differ by more than that; the engine may not differ from itself."""
     checks = [check(SAME, ALL), check(OTHER, ALL), check(OTHER, ALL, tolerance=2e-2)]
-    code, lines = said(checks, HOST, monkeypatch, capsys, bf16=True)
+    code, lines = said(checks, HOST, bf16=True)
     assert (code, lines[-1]) == (1, "NOT equal: 1.0e-03 of the largest weight, 0e+00 is declared")
     assert lines[-2] == "lm_head.weight: 3 of 9 differ, at most 1.0e-03"
-    code, lines = said([checks[0], checks[2]], HOST, monkeypatch, capsys, bf16=True)
+    code, lines = said([checks[0], checks[2]], {}, bf16=True)
+    assert lines[0].endswith("all stays on the device, nothing would move; the copy is made to move")
     assert code == 0 and lines[-1].startswith("equal within the declared 2e-02: the engine computes with bf16 weights")
 
 
@@ -154,12 +141,10 @@ def test_ranks_that_share_the_engine_declare_its_tolerance() -> None:
         assert command.declared(shared, 4)[0] == 1e-4
 
 
-def test_equality_is_not_claimed_of_what_did_not_happen(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, lines = said([check(SAME, ALL), check(SAME, ALL, up=0)], HOST, monkeypatch, capsys)
+def test_equality_is_not_claimed_of_what_did_not_happen(said: Any) -> None:
+    code, lines = said([check(SAME, ALL), check(SAME, ALL, up=0)], HOST)
     assert code == 1 and lines[-1].startswith("nothing crossed the link in a run in which something should have")
-    code, lines = said([check(SAME, [ON_HOST, WAIT_HOST, WAIT_DEVICE])], HOST, monkeypatch, capsys)
+    code, lines = said([check(SAME, [ON_HOST, WAIT_HOST, WAIT_DEVICE])], HOST)
     assert (code, lines[-1]) == (1, f"NOT shown, since it does not occur in the copy: {TRAVEL}")
 
 
@@ -184,25 +169,21 @@ def test_strategies_that_are_not_offload_are_not_made_to_move(
     ]
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_what_is_compared_with_what(bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bf16 the engine first with itself, its optimizer kept, then one run with plain training and SGD."""
+def test_in_bf16_the_engine_is_compared_with_itself_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its optimizer kept; then one run with plain training and SGD."""
     runs: list[tuple[Any, bool]] = []
     moved = {"num_buckets": 8, "num_left": 6, "shows": ALL, "up_bytes": 1, "down_bytes": 1}
 
     def train(self: Offloaded, options: Any, *, keep_optimizer: bool) -> dict[str, Any]:
         runs.append((options, keep_optimizer))
-        return {"weights": {"w": torch.ones(1)}, "state": {"w exp_avg": torch.ones(1)}, "moved": moved}
+        ours = {"state": {"w exp_avg": torch.ones(1)}, "moved": moved} if options is not None else {}
+        return {"weights": {"w": torch.ones(1)}, **ours}
 
     monkeypatch.setattr(Offloaded, "_run", train)
     monkeypatch.setattr(verify, "repeatable", lambda train: train())
-    config = offloading(HOST, bf16=bf16)
+    config = offloading(HOST, bf16=True)
     checked = Offloaded(config, plan_of(config, Ranks(), probe()), 1, 2, 2e-2)
     found = [(check.against.partition(",")[0], check.tolerance) for check in checked.checks()]
     num = len(checked.copies)
-    if bf16:
-        assert found == [("the engine with all on the device", 0.0)] * num + [("plain training", 2e-2)]
-        assert runs[0] == (verify.RESIDENT, True) and runs[num + 1] == (None, False) and not runs[-1][1]
-    else:
-        assert found == [("plain training", 2e-2)] * num and runs[0] == (None, True)
-        assert all(keep for _, keep in runs)
+    assert found == [("the engine with all on the device", 0.0)] * num + [("plain training", 2e-2)]
+    assert runs[0] == (verify.RESIDENT, True) and runs[num + 1] == (None, False) and not runs[-1][1]

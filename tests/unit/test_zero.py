@@ -16,7 +16,7 @@ from strategies.core.registry import find
 from strategies.planner.zero_bytes import MAX_BUCKET
 from tests.helpers.fakes import CPU, block, embedding, facts, fake, head
 from tests.helpers.releases import needs_stage_3
-from tests.helpers.tiny import LLAMA, run_config
+from tests.helpers.tiny import GPT2, LLAMA, run_config
 from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError
 from trainer.planning.from_config import check_options
@@ -156,10 +156,13 @@ def test_reserved_buffers_as_labelled_sums() -> None:
 
 @needs_stage_3
 @pytest.mark.ranks
-def test_stage_3_trains_adapters_on_a_frozen_base_bit_for_bit() -> None:
-    """Behind a frozen embedding no gradient reaches the first block's input; see ``backends/deepspeed.py``."""
-    lora = {"lora": {"r": 3, "target_modules": ["q_proj", "down_proj"]}}
-    config = run_config(LLAMA, stage=3, model=lora, max_grad_norm=0.0, learning_rate=1e-2)
+@pytest.mark.parametrize(("model", "modules"), [(LLAMA, ["q_proj", "down_proj"]), (GPT2, ["c_attn", "c_fc"])])
+def test_stage_3_trains_adapters_on_a_frozen_base_bit_for_bit(model: dict[str, Any], modules: list[str]) -> None:
+    """Behind a frozen embedding no gradient reaches the first block's input; see ``backends/deepspeed.py``. GPT-2 keeps
+    its matrices the other way round.
+    """
+    lora = {"lora": {"r": 3, "target_modules": modules}}
+    config = run_config(model, stage=3, model=lora, max_grad_norm=0.0, learning_rate=1e-2)
     assert verify(config, num_ranks=2, steps=3) == []
 
 

@@ -1,9 +1,8 @@
 """The ``training`` section: the names of Hugging Face's TrainingArguments, with types and ranges.
 
-TrainingArguments is a plain dataclass: it accepts ``learning_rate: fast`` and an accumulation of 0, and fails much
-later. Every name of it is either a field here, or refused with what to write instead (``foreign.yaml``); a test
-compares both with the installed dataclass. Refused is what the plan or another section decides (``deepspeed``), what
-hides errors (``logging_nan_inf_filter``), and what breaks exact resuming (``ignore_data_skip``).
+Every name of that dataclass is either a field here, or refused with what to write instead (``foreign.yaml``); a test
+compares both with the installed one. Refused is what the plan or another section decides (``deepspeed``), what hides
+errors (``logging_nan_inf_filter``), and what breaks exact resuming (``ignore_data_skip``).
 """
 
 from __future__ import annotations
@@ -13,7 +12,9 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from trainer.config.wording import Allowed
+
+class Allowed(str):
+    """Metadata that describes a type whose generated words would be clumsy: ``Annotated[..., Allowed("...")]``."""
 
 
 class Section(BaseModel):

@@ -1,7 +1,6 @@
 """Everything wrong with a tree of plain values as a config, each with what may be written.
 
-A validation library explains its own steps ("Input should be a valid integer, unable to parse"), while the user wants
-to know what may be written here. So pydantic says only whether a value is valid; the words are computed from its field.
+Pydantic says only whether a value is valid; the words, what may be written here, are computed from its field.
 
 Most configs are rewritten from another framework's. The hint for an unknown key is the first of these that matches: for
 a name of another framework (``foreign.yaml``), our name for it; for one of our own keys in the wrong section, its full
@@ -12,24 +11,33 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import GenericAlias
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from strategies.core.registry import available, find
-from trainer.config.conflicts import conflicts
+from trainer.config.arguments import Allowed
+from trainer.config.conflicts import MISSING, Fault, conflicts
 from trainer.config.sections import SECTIONS, RunConfig, flat
-from trainer.config.wording import MISSING, Fault, allowed, choices, inner_model
 from trainer.config.yaml_file import Key, leaves, read
 from trainer.errors import nearest
 
 TOP = ("extends", *RunConfig.model_fields)
+PLAIN: Mapping[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    Any: "anything",
+}
+BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
 
 
 def check(tree: dict[str, Any], whole: bool = True) -> list[Fault]:
@@ -100,25 +108,20 @@ def _must_be(field: FieldInfo, value: object) -> str:
 
 
 def _strategies(section: object) -> Iterator[Fault]:
-    if section is None:
-        return
     if not isinstance(section, dict):
-        yield Fault(("strategies",), section, "must be a section: indented 'name: {options}' lines")
+        if section is not None:
+            yield Fault(("strategies",), section, "must be a section: indented 'name: {options}' lines")
         return
     for name, options in section.items():
         key = ("strategies", name)
         if name not in available():
-            yield Fault(key, options, _not_a_strategy(key))
+            hint = foreign(key)
+            more = nearest(name, available()) or (f"; {hint}" if hint else "")
+            yield Fault(key, options, f"not a strategy; available: {', '.join(available())}{more}")
         elif options is None:
             yield Fault(key, None, "on or off? write {} to switch it on as it is, or remove the line")
         else:
             yield from _section(find(name), options, key)
-
-
-def _not_a_strategy(key: Key) -> str:
-    hint = foreign(key)
-    more = nearest(key[1], available()) or (f"; {hint}" if hint else "")
-    return f"not a strategy; available: {', '.join(available())}{more}"
 
 
 def _unknown(key: Key, value: object, siblings: Sequence[str]) -> Iterator[Fault]:
@@ -184,3 +187,50 @@ def unknown_key(key: Key, siblings: Sequence[str]) -> str:
         return f"unknown key; did you mean '{leaves[near[0]]}'?"
     known = f"known here: {', '.join(siblings)}" if len(siblings) <= 20 else "see docs/config.md"
     return f"unknown key; {known}"
+
+
+# --- what may be written ---------------------------------------------------------------------------------------------
+
+
+def allowed(annotation: Any, metadata: Iterable[object] = ()) -> str:
+    """What may be written for this type, worded to follow "must be"."""
+    marks = [mark for item in metadata for mark in (item.metadata if isinstance(item, FieldInfo) else [item])]
+    for mark in marks:
+        if isinstance(mark, Allowed):
+            return str(mark)
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return allowed(inner[0], [*inner[1:], *marks])
+    if origin in (Union, types.UnionType):
+        return " or ".join(allowed(part) for part in inner if part is not type(None))
+    if origin is Literal:
+        return f"one of {', '.join(map(str, inner))}" if len(inner) > 1 else str(inner[0])
+    if origin is list:
+        return f"a list, each {allowed(inner[0])}"
+    if origin is dict:
+        words = allowed(inner[1])
+        return "a mapping" if words == PLAIN[Any] else f"a mapping, each {words}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"a mapping with {', '.join(annotation.model_fields)}"
+    if any(getattr(mark, "min_length", None) for mark in marks):
+        return "non-empty text"
+    kind = PLAIN.get(annotation, f"a {getattr(annotation, '__name__', 'value')}")
+    limits = [(sign, getattr(mark, name, None)) for mark in marks for name, sign in BOUNDS]
+    bounds = " and ".join(f"{sign} {limit}" for sign, limit in limits if limit is not None)
+    return f"{kind} {bounds}".rstrip()
+
+
+def choices(annotation: Any) -> tuple[Any, ...]:
+    """The values that the Literals of a type list, inside unions and lists too."""
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    return tuple(choice for part in get_args(annotation) for choice in choices(part))
+
+
+def inner_model(annotation: Any) -> type[BaseModel] | None:
+    """The model that a mapping for this field is validated with, or None."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) in (Union, types.UnionType, Annotated):
+        return next((found for part in get_args(annotation) if (found := inner_model(part))), None)
+    return None

@@ -1,18 +1,27 @@
 """Combinations of keys that cannot be run, although each key alone is valid.
 
-Most of them would train for an hour and then fail (no evaluation data), or would run and mean something else. A check
-yields the key to report, and what would work. A key that is itself wrong has the value ``WRONG``, which makes every
-comparison false, so that one mistake is never reported twice. Checks therefore compare, and do not say ``not``.
+A check yields the key to report, and what would work. A key that is itself wrong has the value ``WRONG``, which makes
+every comparison false, so that one mistake is never reported twice. Checks therefore compare, and do not say ``not``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from strategies.core.protocol import Requirement
 from strategies.core.registry import available, find
-from trainer.config.wording import MISSING, Fault
+from trainer.config.yaml_file import Key
+
+MISSING = object()  # the value of a key that is not there
+
+
+class Fault(NamedTuple):
+    """A key, its value (or MISSING), and what is wrong with it."""
+
+    key: Key
+    value: object
+    what: str
 
 
 class Wrong:

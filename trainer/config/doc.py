@@ -14,18 +14,15 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from strategies.core.registry import available, find
-from trainer.config.check import elsewhere
+from trainer.config.check import allowed, elsewhere, inner_model
 from trainer.config.sections import SECTIONS
-from trainer.config.wording import allowed, inner_model
 
 BEGIN, END = "<!-- keys: written by `python -m trainer.config.doc` -->\n", "<!-- end of keys -->\n"
 
 
 def pages(docs: Path) -> Iterator[tuple[Path, str]]:
-    """Each page in the folder ``docs`` with generated tables, and the text that it should have.
-
-    Raises:
-        ValueError: a page does not have the two marks.
+    """Each page in the folder ``docs`` with generated tables, and the text that it should have. ValueError if a page
+    does not have the two marks.
     """
     written = {docs / "config.md": _whole_config()}
     written |= {docs / "strategies" / f"{name}.md": _keys(find(name)) for name in available()}

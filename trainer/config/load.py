@@ -1,9 +1,8 @@
 """Load a config file and overrides into a ``RunConfig``, or raise one error that lists everything wrong.
 
-There are three layers, each a nested mapping with the location of every key: the base named by ``extends:``, the file,
-and the overrides. Later layers win key by key; null removes what an earlier layer set. A base extends nothing, so that
-at most two files have to be read to find a value. Nothing heavy is imported, so that a bad config fails in a fraction
-of a second, before torch is loaded.
+There are three layers: the base named by ``extends:``, the file, and the overrides. Later layers win key by key; null
+removes what an earlier layer set. A base extends nothing, so that at most two files have to be read to find a value.
+Nothing heavy is imported, so that a bad config fails in a fraction of a second, before torch is loaded.
 
     configs/x.yaml:12: training.learning_rte = 0.01: unknown key; did you mean 'learning_rate'?
 """
@@ -19,8 +18,8 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from strategies.core.registry import available, find
 from trainer.config.check import check
+from trainer.config.conflicts import MISSING, Fault
 from trainer.config.sections import SECTIONS, RunConfig
-from trainer.config.wording import MISSING, Fault
 from trainer.config.yaml_file import (
     COMMAND_LINE,
     ConfigProblem,
@@ -42,10 +41,8 @@ EXTENDS = "Path of one other config, relative to this file, whose keys apply whe
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The config in the file at ``path``, changed by ``overrides`` such as ``training.learning_rate=1e-4``.
-
-    Raises:
-        ConfigError: with one line per problem, in the order of the file.
+    """The config in the file at ``path``, changed by ``overrides`` such as ``training.learning_rate=1e-4``. Raises
+    ConfigError with one line per problem, in the order of the file.
     """
     path = Path(path)
     file = _read(path, Location(printable(str(path))))

@@ -1,8 +1,7 @@
 """The sections of a config as types: ``model``, ``data``, ``training`` and ``strategies``.
 
 Name, type, range, default and meaning of each key are stated once, here and in ``trainer.config.arguments``; error
-lines, the JSON schema and ``docs/config.md`` are derived from that. The section of a strategy has the fields of the
-class in its file. Only the config is checked here; whether a path exists or a model has a certain module is later.
+lines, the JSON schema and ``docs/config.md`` are derived from that. A strategy's section has the fields of its class.
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, PrivateAttr, SerializeAsAny, model_validator
 
 from strategies.core.protocol import Strategy
-from trainer.config.arguments import Count, NonEmpty, Ratio, Section, TrainingSection, option
+from trainer.config.arguments import Allowed, Count, NonEmpty, Ratio, Section, TrainingSection, option
 from trainer.config.conflicts import WRONG, Values, conflicts
-from trainer.config.wording import Allowed
 from trainer.config.yaml_file import Key, Location, dotted, error_line, location_of, write
 from trainer.errors import ConfigError
 

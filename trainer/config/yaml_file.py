@@ -1,9 +1,9 @@
 """Read YAML by the 1.2 core schema, with the line of every key.
 
-PyYAML reads ``1e-4`` as text, ``no`` as false and ``010`` as eight, and silently keeps the last of two equal keys. Each
-of these can spoil a training run. Refused, each with its line: duplicate keys, tags (``!!python/...`` included),
-aliases (a small file cannot expand into a huge one), keys that are not text, integers beyond 64 bits, and more than one
-document. All that leaves the rest of the file readable is collected; a syntax error ends the reading.
+PyYAML reads ``1e-4`` as text, ``no`` as false and ``010`` as eight, and silently keeps the last of two equal keys.
+Refused, each with its line: duplicate keys, tags (``!!python/...`` included), aliases (a small file cannot expand into
+a huge one), keys that are not text, integers beyond 64 bits, and more than one document. All that leaves the rest of
+the file readable is collected; a syntax error ends the reading.
 """
 
 from __future__ import annotations
@@ -23,17 +23,25 @@ COMMAND_LINE = "command line"
 LONGEST_VALUE = 60  # characters of a value that an error line repeats
 LARGEST_INTEGER = 2**63
 
-# Tag, pattern, and the characters that such a scalar may begin with; "" stands for an empty one.
-SCHEMA: tuple[tuple[str, str, Sequence[str]], ...] = (
-    ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", ("~", "n", "N", "")),
-    ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("tag:yaml.org,2002:int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
-    (
-        "tag:yaml.org,2002:float",
-        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-        "-+.0123456789",
+
+def _integer(text: str) -> int:
+    number = int(text, 0) if text.startswith(("0o", "0x")) else int(text)
+    if not -LARGEST_INTEGER <= number < LARGEST_INTEGER:
+        raise ValueError(text)
+    return number
+
+
+TEXT, CONTAINERS = "tag:yaml.org,2002:str", ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+FLOAT = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+# Pattern, the characters that such a scalar may begin with ("" stands for an empty one), and its value.
+SCALARS: Mapping[str, tuple[str, Sequence[str], Callable[[str], object]]] = {
+    "tag:yaml.org,2002:null": (r"~|null|Null|NULL|", ("~", "n", "N", ""), lambda text: None),
+    "tag:yaml.org,2002:bool": (r"true|True|TRUE|false|False|FALSE", "tTfF", lambda text: text.lower() == "true"),
+    "tag:yaml.org,2002:int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789", _integer),
+    "tag:yaml.org,2002:float": (
+        FLOAT, "-+.0123456789", lambda text: float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
     ),
-)
+}  # fmt: skip
 
 # Part of PyYAML's message, and the message that we show instead.
 SYNTAX: tuple[tuple[str, str], ...] = (
@@ -122,30 +130,13 @@ class _Dumper(yaml.SafeDumper):
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
         # Unusual line breaks (U+0085, U+2028) have to be escaped, which needs double quotes.
-        return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if data.isprintable() else '"')
+        return self.represent_scalar(TEXT, data, style=None if data.isprintable() else '"')
 
 
 _Dumper.add_representer(str, _Dumper.represent_str)
-for _tag, _pattern, _first in SCHEMA:
+for _tag, (_pattern, _first, _) in SCALARS.items():
     for _each in (_Loader, _Dumper):
         _each.add_implicit_resolver(_tag, re.compile(f"(?:{_pattern})\\Z"), _first)
-
-
-def _integer(text: str) -> int:
-    number = int(text, 0) if text.startswith(("0o", "0x")) else int(text)
-    if not -LARGEST_INTEGER <= number < LARGEST_INTEGER:
-        raise ValueError(text)
-    return number
-
-
-SCALARS: Mapping[str, Callable[[str], object]] = {
-    "tag:yaml.org,2002:null": lambda text: None,
-    "tag:yaml.org,2002:bool": lambda text: text.lower() == "true",
-    "tag:yaml.org,2002:int": _integer,
-    "tag:yaml.org,2002:float": lambda text: float(re.sub(r"\.(?=inf|nan)", "", text.lower())),
-    "tag:yaml.org,2002:str": str,
-}
-CONTAINERS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 
 
 @dataclass
@@ -163,19 +154,20 @@ class Document:
 
     def value_of(self, node: yaml.Node, key: Key) -> Any:
         """The value of a node; the locations of keys in it and the problems are added to those of the document."""
-        if node.tag not in (*SCALARS, *CONTAINERS):
+        if node.tag not in (TEXT, *SCALARS, *CONTAINERS):
             return self._refuse(node, key, node.tag, "tags (!name) are not read; write a plain value")
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, key)
         if isinstance(node, yaml.SequenceNode):
             return [self.value_of(item, (*key, str(index))) for index, item in enumerate(node.value)]
-        try:
-            value = SCALARS[node.tag](node.value)
-        except (ValueError, KeyError):
-            return self._refuse(node, key, node.value, "not a number that fits into 64 bits")
-        if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
-            return self._refuse(node, key, value, "half of a character; write the character itself")
-        return value
+        if node.tag != TEXT:
+            try:
+                return SCALARS[node.tag][2](node.value)
+            except (ValueError, KeyError):  # or the tag of a container
+                return self._refuse(node, key, node.value, "not a number that fits into 64 bits")
+        if re.search("[\ud800-\udfff]", node.value):
+            return self._refuse(node, key, node.value, "half of a character; write the character itself")
+        return node.value
 
     def _mapping(self, node: yaml.MappingNode, key: Key) -> dict[str, Any]:
         tree: dict[str, Any] = {}
@@ -183,7 +175,7 @@ class Document:
             name = name_node.value if isinstance(name_node, yaml.ScalarNode) else "?"
             inner = (*key, name)
             line = name_node.start_mark.line + 1
-            if name_node.tag != "tag:yaml.org,2002:str" or re.search("[\ud800-\udfff]", name):
+            if name_node.tag != TEXT or re.search("[\ud800-\udfff]", name):
                 self._refuse(name_node, key, name, "a key must be text; put it in quotes")
                 continue
             first = self.locations.setdefault(inner, Location(self.file, line))

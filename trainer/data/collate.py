@@ -17,32 +17,24 @@ import torch
 
 from trainer.data.packing import MASKED
 
+MULTIPLE = 8
 # Of the largest logit. Rounding errors are a thousand times smaller, a leak is a hundred times larger.
 _TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
 class Collator:
-    """Makes a dict of int64 tensors [rows, length] of rows; length is a multiple of ``pad_to_multiple_of``.
-
-    Args:
-        packing: rows have ``position_ids``; no ``attention_mask`` is made.
-        flatten: one row [1, rows * length]; for packing with flash attention.
-    """
+    """Makes a dict of int64 tensors [rows, length] of rows; length is a multiple of ``MULTIPLE``."""
 
     pad_token_id: int
-    packing: bool
-    pad_to_multiple_of: int = 8
-    flatten: bool = False
+    packing: bool  # rows have ``position_ids``; no ``attention_mask`` is made
+    flatten: bool = False  # one row [1, rows * length]; for packing with flash attention
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         longest = max(len(row["input_ids"]) for row in rows)
-        length = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
+        length = -(-longest // MULTIPLE) * MULTIPLE
         shape = (len(rows), length)
-        batch = {
-            "input_ids": torch.full(shape, self.pad_token_id),
-            "labels": torch.full(shape, MASKED),
-        }
+        batch = {"input_ids": torch.full(shape, self.pad_token_id), "labels": torch.full(shape, MASKED)}
         third = "position_ids" if self.packing else "attention_mask"
         batch[third] = torch.zeros(shape, dtype=torch.long)
         for index, row in enumerate(rows):
@@ -58,10 +50,8 @@ class Collator:
 
 
 def packing_supported(model: torch.nn.Module) -> str | None:
-    """Why the model cannot be trained on packed rows, or None if it can.
-
-    Runs a float32 copy on two packed rows and on their four documents one by one, and compares the logits. To be
-    called with a small model of the same architecture, on the CPU.
+    """Why the model (a small one of the same architecture, on the CPU) cannot be trained on packed rows, or None: a
+    float32 copy runs on two packed rows and on their four documents one by one, and the logits are compared.
     """
     name = type(model).__name__
     if "position_ids" not in inspect.signature(model.forward).parameters:

@@ -4,12 +4,11 @@ The format is recognised by the columns; ``data.columns`` maps our names to thos
 
 A row of strings is a list of segments, trained on or not, and each segment is tokenised *alone*. So no token straddles
 the boundary between prompt and completion, the mask is exact, and a prompt has the tokens that it has in generation.
-(With a SentencePiece tokenizer a completion starts a new word; write completions without a leading space.) Long text is
-also cut into segments, at line ends, to bound the memory of the tokenizer, which needs a hundred bytes per token.
+Long text is also cut into segments, at line ends, to bound the memory of the tokenizer (a hundred bytes per token).
 
 A label is the token itself, or -100 if it is not trained on; the model shifts labels. The first label is always -100,
-as in a packed row. ``eos`` follows text and completions and is trained on, or generation would not stop; a chat
-template writes its own. A bad row gives a line of text instead of an exception, so that several can be reported.
+as in a packed row. ``eos`` follows text and completions and is trained on; a chat template writes its own. A bad row
+gives a line of text instead of an exception, so that several can be reported.
 """
 
 from __future__ import annotations
@@ -68,10 +67,8 @@ Encoded = Document | str | None
 
 
 def detect(options: DataSection, source: Source) -> tuple[Format, dict[str, str]]:
-    """The format of a source and the column of each of its fields.
-
-    Raises:
-        DataError: no format fits, or several do, or ``columns`` names a missing column, or files have other fields.
+    """The format of a source and the column of each of its fields. Raises DataError if no format fits, or several do,
+    or ``columns`` names a missing column, or files have other fields.
     """
     first = source.tables[0]
     given: dict[str, str] = {str(name): column for name, column in options.columns.items()}

@@ -1,14 +1,13 @@
 """From the config's ``data`` section to rows: read, tokenise, split, pack, save once.
 
-``prepare`` writes the rows as Arrow into ``folder/<fingerprint>/`` and maps them into memory, so a second run, a
-resumed run and every other rank open the same bytes, and the host holds no copy. The fingerprint is a sha256 over what
-decides the rows (options, tokenizer, contents of the files, seed), not over paths, times or versions of libraries;
-streamed files count by size and time. The folder has a manifest with the hash of every file
-(``strategies/core/sealed.py``); data that is damaged is made anew, with one line that says so.
+``prepare`` writes the rows as Arrow into ``folder/<fingerprint>/`` and maps them into memory, so that a second run and
+every other rank open the same bytes. The fingerprint is a sha256 over what decides the rows (options, tokenizer,
+contents of the files, seed), not over paths, times or versions of libraries; streamed files count by size and time. The
+folder is sealed (``strategies/core/sealed.py``); data that is damaged is made anew, with one line that says so.
 
-Every row becomes a tokenised document in a temporary Arrow file. Documents are split into training and evaluation
-*before* they are cut or packed, so that no document is on both sides. Streaming does the same document by document:
-nothing is saved except evaluation data, packing sees a window of documents, and a bad row ends the run when it is read.
+Documents are split into training and evaluation *before* they are cut or packed, so that none is on both sides.
+Streaming does the same document by document: nothing is saved except evaluation data, packing sees a window of
+documents, and a bad row ends the run when it is read.
 """
 
 from __future__ import annotations
@@ -79,7 +78,6 @@ def prepare(
     """The run's data: opened if it is in ``folder``, otherwise prepared and saved there.
 
     Args:
-        vocab_size: of the model; a larger token id is an error.
         seed: of the split into training and evaluation documents.
         opened: called with the hashes of sources and tokenizer and the fingerprint before any row is made; may refuse.
         compares: compare saved data with its manifest; the first rank of a machine does so for the others.
@@ -305,18 +303,17 @@ def _stream(source: Source, encoder: Encoder) -> IterableDataset:
 
 def _stream_rows(source: Source, encoder: Encoder) -> Iterator[dict[str, Tokens]]:
     """Rows one by one; documents of one window may be packed together."""
-    for window in _batched(_stream_documents(source, encoder), _WINDOW if encoder.options.packing else 1):
+    documents = (_streamed(result) for result in _encode(encoder, source, None) if result is not None)
+    for window in _batched(documents, _WINDOW if encoder.options.packing else 1):
         arrays = [(np.array(d.ids, np.int32), np.array(d.labels, np.int32)) for d in window]
         spans = packing.whole([len(ids) for ids, _ in arrays])
         yield from _rows(encoder, spans, arrays.__getitem__)
 
 
-def _stream_documents(source: Source, encoder: Encoder) -> Iterator[Document]:
-    for result in _encode(encoder, source, None):
-        if isinstance(result, str):
-            raise DataError(result)
-        if result is not None:
-            yield result
+def _streamed(result: Document | str) -> Document:
+    if isinstance(result, str):
+        raise DataError(result)
+    return result
 
 
 def _batched(items: Iterable[T], size: int) -> Iterator[list[T]]:

@@ -30,31 +30,23 @@ def render(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, index: int = 
         if "position_ids" in row:
             lines.append(f"--- document at token {start}, positions 0 to {stop - start - 1}")
         lines.append(_document(ids[start:stop], labels[start:stop], tokenizer, colour))
-    if colour:
-        lines.append(f"{_GREEN}trained on{_PLAIN}, {_DIM}masked{_PLAIN}; | ends a token")
-    else:
-        lines.append("outside brackets: trained on; [masked: ...]: read, not trained on; | ends a token")
-    return "\n".join(lines)
+    plain = "outside brackets: trained on; [masked: ...]: read, not trained on"
+    legend = f"{_GREEN}trained on{_PLAIN}, {_DIM}masked{_PLAIN}" if colour else plain
+    return "\n".join([*lines, f"{legend}; | ends a token"])
 
 
 def _document(ids: Sequence[int], labels: Sequence[int], tokenizer: PreTrainedTokenizerBase, colour: bool) -> str:
-    parts = []
-    for masked, run in groupby(zip(ids, labels, strict=True), key=lambda pair: pair[1] == MASKED):
-        text = _text([token for token, _ in run], tokenizer)
-        if colour:
-            parts.append(f"{_DIM if masked else _GREEN}{text}{_PLAIN}")
-        else:
-            parts.append(f"[masked: {text}]" if masked else text)
-    return "".join(parts) if colour else " ".join(parts)
+    trained, masked = (f"{_GREEN}{{}}{_PLAIN}", f"{_DIM}{{}}{_PLAIN}") if colour else ("{}", "[masked: {}]")
+    runs = groupby(zip(ids, labels, strict=True), key=lambda pair: masked if pair[1] == MASKED else trained)
+    parts = [shown.format(_text([token for token, _ in run], tokenizer)) for shown, run in runs]
+    return ("" if colour else " ").join(parts)
 
 
 def _text(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
     hidden = len(ids) - _HEAD - _TAIL
+    pieces = _pieces(ids[:_HEAD] if hidden > 0 else ids, tokenizer)
     if hidden > 0:
-        head, tail = _pieces(ids[:_HEAD], tokenizer), _pieces(ids[-_TAIL:], tokenizer)
-        pieces = [*head, f" ... {hidden} more tokens ... ", *tail]
-    else:
-        pieces = _pieces(ids, tokenizer)
+        pieces += [f" ... {hidden} more tokens ... ", *_pieces(ids[-_TAIL:], tokenizer)]
     return "|".join(pieces).replace("\n", "\\n\n")
 
 

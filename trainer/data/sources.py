@@ -1,11 +1,10 @@
 """Rows of data from files, folders, Python's documentation (``pydoc``) or the hub, each with its place: ``a.jsonl:7``.
 
 Local files are read here row by row and not by a table builder of ``datasets``, which infers one schema for all files,
-and reports a broken row by its block; reading is ten to a hundred times faster than tokenising. The number in a place
-is the line in .jsonl and .txt files, and the row counted from 1 in .json, .csv (without the header) and .parquet files.
-A .txt file is one document. A folder consists of all its data files in name order, or of the files of one split if
-their names begin with train, test or validation. A row that cannot be read is a value (``problem``), so that several
-can be reported at once; a file that cannot be read is a DataError.
+and reports a broken row by its block. The number in a place is the line in .jsonl and .txt files, and the row counted
+from 1 in .json, .csv (without the header) and .parquet files. A .txt file is one document. A folder consists of all
+its data files in name order, or of the files of one split if their names begin with train, test or validation. A row
+that cannot be read is a value (``problem``), so that several are reported at once; else it is a DataError.
 """
 
 import csv
@@ -200,10 +199,9 @@ class Files:
                 yield Row(f"{path}:{number}", values, problem)
 
     def identity(self, exact: bool) -> list[str]:
-        names = [str(path.relative_to(self.root.parent)) for path in self.paths]
         stats = [(path, path.stat()) for path in self.paths]
         marks = [size_and_hash(path)[1] if exact else f"{stat.st_size} {stat.st_mtime_ns}" for path, stat in stats]
-        return [f"{name} {mark}" for name, mark in zip(names, marks, strict=True)]
+        return [f"{path.relative_to(self.root.parent)} {mark}" for path, mark in zip(self.paths, marks, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -266,14 +264,9 @@ Source = Files | Pydoc | Arrow
 
 
 def open_source(path: str, name: str | None, split: str, streaming: bool, key: str = "data.") -> Source:
-    """The source that ``path`` names: a file, a folder, ``pydoc``, or a hub name ``owner/name``.
-
-    Args:
-        name: the hub subset, or ``text`` or ``pairs`` for pydoc.
-        key: prefix of the config keys of this source, for messages.
-
-    Raises:
-        DataError: nothing is there, or it cannot be read.
+    """The source that ``path`` names: a file, a folder, ``pydoc`` (``name``: ``text`` or ``pairs``), or a hub name
+    ``owner/name`` (``name``: its subset). Raises DataError if nothing is there, or it cannot be read; ``key`` is the
+    prefix of the config keys of this source.
     """
     local = Path(path).expanduser()
     suffix = local.suffix.lower()
@@ -303,7 +296,8 @@ def _folder(folder: Path, split: str, key: str) -> Source:
     files = sorted(path for path in folder.rglob("[!.]*") if path.suffix.lower() in _READERS and path.is_file())
     if not files:
         raise DataError(f"{folder}: the folder holds no data file; allowed: {', '.join(SUFFIXES)}")
-    splits = {path: _split_of(path.relative_to(folder)) for path in files}
+    words = {path: _SPLIT_WORD.search(path.relative_to(folder).with_suffix("").as_posix().lower()) for path in files}
+    splits = {path: _SPLIT_ALIASES.get(word[1], word[1]) if word else None for path, word in words.items()}
     named = [path for path in files if splits[path]]
     if named and len(named) < len(files):
         other = next(path for path in files if not splits[path])
@@ -316,11 +310,6 @@ def _folder(folder: Path, split: str, key: str) -> Source:
     if not named and split != "train":
         raise DataError(f"{key}split: {split!r}: no file name in {folder} says which split it is")
     return Files(folder, tuple(files))
-
-
-def _split_of(path: Path) -> str | None:
-    found = _SPLIT_WORD.search(path.with_suffix("").as_posix().lower())
-    return _SPLIT_ALIASES.get(found[1], found[1]) if found else None
 
 
 def _saved(folder: Path, split: str, key: str) -> Source:

@@ -46,11 +46,8 @@ def load(
     folder: Path,
     texts: Iterable[str],
 ) -> PreTrainedTokenizerBase:
-    """The run's tokenizer, with a pad token: that of the model, of ``spec``, or one trained on ``texts``.
-
-    Raises:
-        ConfigError: there is no such tokenizer.
-        DataError: there is no text to train on.
+    """The run's tokenizer, with a pad token: that of the model, of ``spec``, or one trained on ``texts``. ConfigError
+    if there is no such tokenizer, DataError if there is no text to train on.
     """
     if spec is not None and not isinstance(spec, str):
         return trained(spec.vocab_size, folder, texts)

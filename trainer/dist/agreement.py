@@ -24,7 +24,6 @@ from strategies.core.sealed import digest_of
 from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError, ExitCode, UserError
 
-ABSENT = "not set"
 T = TypeVar("T")
 
 
@@ -51,18 +50,12 @@ class Agreement:
         return [json.loads(text) for text in texts]
 
     def on_first(self, rank: int, work: Callable[[], T]) -> T:
-        """What ``work`` returns on the first rank, on all of them; a collective.
-
-        Raises:
-            UserError: what ``work`` has raised, on every rank.
-        """
+        """What ``work`` returns, or the UserError that it raises, on the first rank, on all of them; a collective."""
         return self.by_some(rank == 0, work)[0]
 
     def by_some(self, does: bool, work: Callable[[], T]) -> list[T]:
-        """What ``work`` returns on each rank that ``does`` it, in their order, on all ranks; a collective.
-
-        Raises:
-            UserError: what ``work`` has raised on the first of them that failed, on every rank.
+        """What ``work`` returns on each rank that ``does`` it, in their order, on all ranks; a collective. All raise
+        the UserError of the first of them that failed.
         """
         if self._group is None:
             return [work()]
@@ -79,11 +72,7 @@ class Agreement:
         return [each[0] for each in said if each]
 
     def refuse_different(self, config: Mapping[str, Any]) -> None:
-        """Check that all ranks have the same config, ``config`` as dotted keys; a collective.
-
-        Raises:
-            ConfigError: they have not; the line names the keys that differ, with both values.
-        """
+        """Raise ConfigError, naming keys and values, if ranks have other configs (as dotted keys); a collective."""
         if len(set(self.gathered(digest_of(config)))) > 1:
             raise ConfigError(differences(self.gathered({key: json.dumps(value) for key, value in config.items()})))
 
@@ -100,7 +89,7 @@ def differences(configs: list[Mapping[str, str]]) -> str:
     """One line that names the keys in which a rank differs from the first, and who has which value."""
     shown = []
     for key in sorted(set().union(*configs)):
-        values = [config.get(key, ABSENT) for config in configs]
+        values = [config.get(key, "not set") for config in configs]
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if other is not None:
             shown.append(f"{key} = {values[0]} on rank 0, {values[other]} on rank {other}")

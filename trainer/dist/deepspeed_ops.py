@@ -1,14 +1,12 @@
-"""DeepSpeed's compiled extensions: which are needed, whether they are built, and where they are cached.
+"""DeepSpeed's compiled extensions: which are needed, whether they are built, and what killed runs have left of them.
 
 DeepSpeed compiles its C++ at first use, silently, for a minute or two. So a run says beforehand what will be built,
 about how long that takes and where it is cached; without a compiler it ends before anything is prepared.
 
 A build that is killed leaves its lock, and the next one would wait for it without end. A builder keeps the lock file
-open, so a lock that no process of this machine has open is deleted. Processes of other machines are not seen: two first
-runs with a common home directory may compile the same extension twice.
-
-On CPUs DeepSpeed's collectives for inference keep 66 MiB per rank under ``/dev/shm`` and never delete them. Our runs
-have none (``ranks.settle_environment``), and delete what others, or older releases, have left.
+open, so a lock that no process of this machine has open is deleted. On CPUs DeepSpeed's collectives for inference keep
+66 MiB per rank under ``/dev/shm`` and never delete them: our runs have none (``ranks.settle_environment``), and delete
+what others have left.
 """
 
 from __future__ import annotations
@@ -99,20 +97,16 @@ def _delete_abandoned(files: Iterable[Path], age_s: float) -> None:
 
     Not younger ones: who has made one may have started after the processes were listed.
     """
-    seen = {file: stat for file in files if (stat := _stat(file)) and time.time() - stat.st_mtime > age_s}
-    if not seen:
-        return
-    opened = _opened()
-    for file, before in seen.items():
-        if file.resolve() not in opened and (now := _stat(file)) and now.st_ino == before.st_ino:
-            file.unlink(missing_ok=True)
-
-
-def _stat(file: Path) -> os.stat_result | None:
-    """None: its owner has just removed it."""
-    with suppress(OSError):
-        return file.stat()
-    return None
+    old: dict[Path, int] = {}
+    for file in files:
+        with suppress(OSError):  # its owner has just removed it
+            if time.time() - (found := file.stat()).st_mtime > age_s:
+                old[file] = found.st_ino
+    opened = _opened() if old else set()
+    for file, number in old.items():
+        with suppress(OSError):
+            if file.resolve() not in opened and file.stat().st_ino == number:
+                file.unlink()
 
 
 def _opened() -> set[Path]:

@@ -128,11 +128,7 @@ def name_device(ranks: Ranks, kind: str, *, on_cpu: bool) -> None:
 
 
 def collectives_of(kind: str) -> str:
-    """The backend of collectives for a kind of device.
-
-    Raises:
-        ConfigError: torch has no such backend.
-    """
+    """The backend of collectives for a kind of device. Raise ConfigError if torch has none."""
     import torch.distributed
 
     try:
@@ -159,14 +155,11 @@ def spare_peer_access() -> None:
 @contextmanager
 def process_group(ranks: Ranks, timeout_s: int, *, single: bool, on_cpu: bool = False) -> Iterator[Watchdog | None]:
     """The job's default group, closed at the end in any case, with torch's backend for the device; and its watchdog.
+    Raise ConfigError if the port at which the ranks meet is in use.
 
     Args:
         timeout_s: how long a collective may wait for a peer.
         single: open a group for one rank too (DeepSpeed's engine needs one).
-        on_cpu: train on the CPU although there is an accelerator.
-
-    Raises:
-        ConfigError: the port at which the ranks meet is in use.
     """
     if ranks.world_size == 1 and not single:
         for name in describe(ranks):

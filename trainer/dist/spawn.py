@@ -30,13 +30,11 @@ def run_world(
     num_ranks: int, work: Callable[..., Any], *args: Any, timeout_s: float = 300.0, deepspeed: bool = True
 ) -> Any:
     """Run ``work(ranks, *args)`` in ``num_ranks`` processes with one process group; returns rank 0's result.
+    Raise WorldError if a rank ended with an error, by a signal, or not in time.
 
     Args:
         work: a module-level function; ``torch.save`` must be able to write its result.
         deepspeed: open DeepSpeed's communication as well, which on CPUs compiles an extension at first use.
-
-    Raises:
-        WorldError: a rank ended with an error, by a signal, or not in time.
     """
     accelerated = accelerator.kind() is not None
     if not accelerated:

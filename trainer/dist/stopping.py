@@ -1,15 +1,13 @@
 """What asks a run to stop from outside: SIGTERM, SIGUSR1, a closed terminal (SIGHUP), and the end of its launcher.
 
-Problem. A machine that is taken away says so with a signal, some seconds before; so does a terminal that is closed. By
-default the signal ends the process, and everything since the last checkpoint is lost. A handler in Python does not help
-while the process waits for another rank in C++: Python calls it only when that wait is over.
-
-So the signal is also written into a socket, by the interpreter's own handler in C, and a thread reads it there at once:
+By default a signal ends the process, and all since the last checkpoint is lost. A handler in Python does not help
+while the process waits for another rank in C++: Python calls it only when that wait is over. So the signal is also
+written into a socket, by the interpreter's own handler in C, and a thread reads it there at once:
 
 * while the run is *preparing*, ``Stopped`` is raised in the main thread; if that is stuck in C++, the thread ends the
   process after ``STUCK_S``. Nothing is saved, there is nothing yet;
 * while it is *training*, the request is noted, and acted on at the end of the step by all ranks together
-  (``trainer/run/preemption.py``). A save that is under way is finished;
+  (``trainer/run/run.py``). A save that is under way is finished;
 * while it is *ending* (the export), the request is noted, and the export is finished;
 * a second signal ends the process at once. A launcher often repeats what the process got itself, as with a signal to
   the whole group or job, so what comes within ``ECHO_S`` is the same request.

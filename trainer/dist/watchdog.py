@@ -64,11 +64,7 @@ class Peer:
             self.beat, self.changed_s = beat, now_s
 
     def fault(self, now_s: float, timeout_s: float, *, is_there: bool) -> str | None:
-        """What is wrong with the rank; None if nothing is.
-
-        Args:
-            is_there: whether its process lives, as far as that can be seen from this machine.
-        """
+        """What is wrong with the rank; None if nothing is. ``is_there``: its process, as far as can be seen."""
         if self.beat is not None and self.beat.left:
             return None
         doing = f"; it was {self.beat.doing}" if self.beat else ""
@@ -92,11 +88,7 @@ def interval_s(timeout_s: float) -> float:
 
 @dataclass(eq=False)
 class Watchdog:
-    """The thread of one rank; ``doing`` is what it says the rank does.
-
-    Args:
-        store: of the job; it is not used itself, since a wait on it would make the thread wait.
-    """
+    """The threads of one rank. The job's ``store`` is cloned: who waits on it would make these threads wait."""
 
     store: Any
     rank: int
@@ -131,11 +123,7 @@ class Watchdog:
             thread.join(2 * interval_s(self.timeout_s))
 
     def tell(self, why: str, where: str) -> None:
-        """End all ranks with exit code 13, for a reason that this rank has found. Does not return.
-
-        Args:
-            where: the traceback of what has failed, for the report.
-        """
+        """End all ranks with exit code 13, for a reason found by this one, and a traceback. Does not return."""
         self._where = where
         time.sleep(2 * interval_s(self.timeout_s))  # a silent rank says more than that it was waited for
         self._told = self._told or f"rank {self.rank}: {why}"
@@ -194,7 +182,8 @@ class Watchdog:
         self._told = why  # the other thread writes it into the store, unless that does not answer
         now_s = time.monotonic()
         heard = [f"rank {peer.rank}: {_heard(peer, now_s)}" for peer in self._peers]
-        _write_at_once(report(self.rank, self.world_size, why, self.doing, heard, self._where))
+        text = report(self.rank, self.world_size, why, self.doing, heard, self._where)
+        os.write(2, text.encode())  # in one piece, so that ranks are not mixed; streams of Python may be locked
         time.sleep(TELLING_S if self.rank == 0 else interval_s(self.timeout_s))
         os._exit(ExitCode.WATCHDOG)
 
@@ -220,8 +209,3 @@ def report(rank: int, world_size: int, why: str, doing: str, heard: Sequence[str
             stack = "".join(traceback.format_stack(frame)).rstrip().splitlines()
             lines += [f"  rank {rank}, thread {name}:", *(f"    {line}" for line in stack)]
     return "\n".join(lines) + "\n"
-
-
-def _write_at_once(text: str) -> None:
-    """In one piece, so that the ranks' reports are not mixed; other streams of Python may be locked."""
-    os.write(2, text.encode())

@@ -1,13 +1,11 @@
 """Measured compute time of each unit: of a few blocks before a run, or of all of them in its first steps.
 
 Marks are set at the borders of blocks, after the memory engine's own hooks, so that no unit's time includes waiting
-for weights. A block's forward lies between its hooks; its backward between the node that made its output and the
-gradient of its input. What lies before the first block and after the last is embedding and head. Recomputation in
-backward is subtracted as counted, since a plan may choose to recompute less or more.
+for weights. A block's backward lies between the node that made its output and the gradient of its input; what lies
+before the first block and after the last is embedding and head. Recomputation in backward is subtracted as counted.
 
-The times are in ``facts.json`` of the run folder, under ``measured``. They are valid for the same units, micro-batch,
-sequence, precision and device, and the next fresh run is planned with them. A plan never changes inside a run, so a
-resumed one uses the times that its plan was made with: ``unit_times`` in the same file.
+The times are in ``facts.json`` of the run folder, under ``measured``, and the next fresh run is planned with them. A
+plan never changes inside a run, so a resumed one uses the times that its plan was made with: ``unit_times`` there.
 """
 
 from __future__ import annotations
@@ -40,16 +38,11 @@ LEAST = 1e-9  # seconds; a unit that takes no time would divide by zero
 
 @dataclass(slots=True)
 class UnitClock:
-    """Marks of one micro-batch, by name: ``start``, ``in``/``out`` of each block, ``end``, ``back`` and ``done``.
-
-    Attributes:
-        device: where the blocks compute.
-        marks: seconds on a CPU, otherwise a ``torch.Event``, which may be far ahead of the device.
-    """
+    """Marks of one micro-batch, by name: ``start``, ``in``/``out`` of each block, ``end``, ``back`` and ``done``."""
 
     blocks: Mapping[str, nn.Module]
     device: torch.device
-    marks: dict[tuple[str, str], Any] = field(default_factory=dict)
+    marks: dict[tuple[str, str], Any] = field(default_factory=dict)  # seconds on a CPU, otherwise torch events
 
     def mark(self, what: str, name: str = "") -> None:
         """Set a mark now, unless there is one of this name already."""
@@ -140,14 +133,10 @@ def without_again(found: UnitTimes, facts: Facts) -> UnitTimes:
 def key_of(facts: Facts) -> dict[str, Any]:
     """What the times are valid for."""
     run = facts.run
-    return {
-        # The saved bytes tell attention kernels apart.
-        "units": [[unit.name, unit.num_params, unit.num_trainable, unit.saved_bytes] for unit in facts.units],
-        "micro_batch": run.micro_batch,
-        "sequence": run.sequence,
-        "precision": run.precision.value,
-        "device": facts.machine.name,
-    }
+    # The saved bytes tell attention kernels apart.
+    units = [[unit.name, unit.num_params, unit.num_trainable, unit.saved_bytes] for unit in facts.units]
+    job = {"micro_batch": run.micro_batch, "sequence": run.sequence, "precision": run.precision.value}
+    return {"units": units, **job, "device": facts.machine.name}
 
 
 def store(folder: Path, facts: Facts, found: UnitTimes | None = None) -> None:
@@ -182,20 +171,15 @@ def lines(facts: Facts, found: UnitTimes) -> Iterator[str]:
             times = unit_seconds(replace(facts, unit_times=found), rates)[index]
             by_rates = unit_seconds(replace(facts, unit_times=None), rates)[index]
             counted = f" (counted {1e3 * by_rates[0]:.3g})", f" (counted {1e3 * by_rates[1]:.3g})"
-        yield (
-            f"  {kind.value:<9}  forward {1e3 * times[0]:.3g} ms{counted[0]}, "
-            f"backward {1e3 * times[1]:.3g} ms{counted[1]}"
-        )
+        forward, backward = (f"{1e3 * seconds:.3g} ms{by}" for seconds, by in zip(times, counted, strict=True))
+        yield f"  {kind.value:<9}  forward {forward}, backward {backward}"
 
 
 def measure(
     make: Callable[[int], nn.Module], facts: Facts, device: Any, say: Callable[[str], None]
 ) -> UnitTimes | None:
-    """Run a few blocks of the model forward and backward on ``device``, in the dtype of compute; the fastest of each.
-
-    Args:
-        make: builds the model with this many blocks, on the CPU.
-        say: called with each line of progress.
+    """Run a few blocks of the model, which ``make`` builds with so many on the CPU, forward and backward on ``device``
+    in the dtype of compute; the fastest of each.
     """
     import torch
 

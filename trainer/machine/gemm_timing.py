@@ -5,9 +5,8 @@ turn, more than caches hold. The routes of a shape take turns, and the least of 
 disturbs single rounds, and a machine that slows down does so for all routes. A route whose result differs too much from
 torch's own is left out.
 
-The file has the times by machine, libraries, threads and settings; those of others are kept, but not used. If it cannot
-be read, or has nothing for this machine, one line says so. With several ranks the first one reads and measures, and all
-take its timings.
+The file has the times by machine, libraries, threads and settings; those of others are kept, but not used. With several
+ranks the first one reads and measures, and all take its timings.
 """
 
 from __future__ import annotations
@@ -131,7 +130,7 @@ def load(path: Path) -> tuple[dict[str, list[Timed]], str]:
 
 
 def save(path: Path, place: str, timings: Sequence[Timed]) -> None:
-    """Add ``timings`` to those of ``place``."""
+    """Add ``timings`` to those of ``place``, or raise OSError."""
     measured, _ = load(path)
     known = {timed.shape: timed for timed in (*measured.get(place, []), *timings)}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -158,7 +157,7 @@ def measure(
         say(f"measuring linear layers, {reached} of {len(shapes)}: {shape}; {spent_s:.0f} of {budget_s:g} s")
         try:
             found.append(_timed(shape, prepare(shape), (budget_s - spent_s) / 2, clock))
-        except RuntimeError as error:  # no memory for the operands, no kernel for the dtype
+        except (RuntimeError, ValueError) as error:  # no memory for the operands, no kernel for the dtype, no numbers
             say(f"{shape} stays native, it could not be measured: {str(error).splitlines()[0]}")
     left = len(shapes) - reached
     rest = f"; {left} were not reached and stay native: raise strategies.linear.budget_s" if left else ""

@@ -1,12 +1,10 @@
 """The hardware of a machine as one frozen value: probed here, or named (``profiles.py``) to plan for another machine.
 
-Offload fails when *host* memory runs out, and in a container the obvious number is wrong: ``psutil`` reports the memory
-and cores of the whole machine, while the kernel kills by the cgroup's limit. So every host number is the smaller of
-what the machine has and what the cgroup leaves, over all its ancestors (a limit on any of them applies). Page cache
-that the kernel can drop at once (``inactive_file``) does not count as used; otherwise the model file that was just read
-would look like memory that is gone.
-
-A probe does not time anything: ``rates.py`` measures how fast the machine is.
+Offload fails when *host* memory runs out, and in a container ``psutil`` reports the memory and cores of the whole
+machine, while the kernel kills by the cgroup's limit. So every host number is the smaller of what the machine has and
+what the cgroup leaves, over all its ancestors (a limit on any of them applies). Page cache that the kernel can drop at
+once (``inactive_file``) does not count as used; otherwise the model file that was just read would look like memory that
+is gone.
 """
 
 from __future__ import annotations
@@ -44,16 +42,11 @@ class PeakFlops:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """One machine as seen by one process. Device numbers are per device, 0 where there is none.
-
-    Args:
-        device_kind: torch's type of device: ``cpu``, or that of the accelerator, as ``cuda`` or ``xpu``.
-        rates: of a named card. What was measured on this machine is in a file, see ``profiles.known_rates``.
-    """
+    """One machine as seen by one process. Device numbers are per device, 0 where there is none."""
 
     name: str
     origin: Literal["probed", "profile"]
-    device_kind: str
+    device_kind: str  # torch's: ``cpu``, or that of the accelerator, as ``cuda`` or ``xpu``
     num_devices: int = 0
     device_total_bytes: int = 0
     peak_flops: PeakFlops | None = None
@@ -61,7 +54,7 @@ class Machine:
     host_available_bytes: int
     physical_cores: int
     usable_cores: int
-    rates: Rates | None = None
+    rates: Rates | None = None  # of a named card; for those of others see ``profiles.known_rates``
 
 
 def _peak(bf16: float | None, fp32: float, fp16: float | None = None) -> PeakFlops:
@@ -152,10 +145,7 @@ def disk_free_bytes(folder: Path) -> int:
 
 
 def status_bytes(name: str) -> int:
-    """Resident memory of this process: ``VmHWM`` (peak) or ``VmRSS`` (now).
-
-    ``ru_maxrss`` would not do: it starts at what the parent process had when it started this one.
-    """
+    """Resident memory of this process: ``VmHWM`` (peak) or ``VmRSS``; ``ru_maxrss`` starts at the parent's."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 

@@ -1,8 +1,8 @@
 """How fast machines are: named ones, to plan for a machine that is elsewhere, and what was measured on this one.
 
-``launch/doctor.py --rates`` measures this machine (``rates.py``) and stores a file; ``known_rates`` reads it back. A
-file says what it was measured on. One from another machine or another torch, or one that cannot be read, is ignored,
-with one line that says why: a plan made with another machine's rates looks right but is wrong.
+``launch/doctor.py --rates`` measures this machine (``rates.py``) and stores a file; ``known_rates`` reads it back. One
+from another machine or another torch, or one that cannot be read, is ignored, with one line that says why: a plan made
+with another machine's rates looks right but is wrong.
 
 Sources of the named cards' rates. Whatever is not marked as published is an assumption; measuring replaces all of it.
 
@@ -63,13 +63,6 @@ class _Host(NamedTuple):
     dram: float
 
 
-class _Network(NamedTuple):
-    """What a card has to others: bytes per second each way over NVLink, and Gb/s to other machines, by data sheets."""
-
-    nvlink: float
-    gigabits: float
-
-
 def _pcie(gigatransfers: float, lanes: int = 16) -> float:
     """Bytes per second in one direction, after 128b/130b encoding and ``LINK_EFFICIENCY``."""
     return gigatransfers * 1e9 * lanes * 128 / 130 / 8 * LINK_EFFICIENCY
@@ -79,9 +72,7 @@ _PCIE4 = _Link(_pcie(16), (24 + 12) / 2 / 25)
 _PCIE5 = _Link(_pcie(32), 28.5e9 / _pcie(32))
 _PCIE4_X8 = _PCIE4._replace(bytes_per_s=_pcie(16, lanes=8))
 _SERVER, _DDR5, _DDR4, _SLICE = 150e9, 60e9, 40e9, 50e9
-
-
-_A100_SXM, _H100_SXM = _Network(300e9, 200), _Network(450e9, 400)
+_A100_SXM, _H100_SXM = (300e9, 200), (450e9, 400)
 
 
 def across(gigabits: float) -> float:
@@ -97,14 +88,11 @@ def _card(
     *,
     gemm: float,
     memory: float,
-    network: _Network | None = None,
+    network: tuple[float, float] | None = None,
 ) -> Machine:
-    """One card in a typical host.
-
-    Args:
-        device_gib: what torch reports, which is less than the name of the card says.
-        gemm: the share of the bf16 peak that matrix products reach.
-        memory: bytes per second of the data sheet.
+    """One card, with ``device_gib`` as torch reports it, in a typical host. ``gemm`` is the share of the bf16 peak that
+    matrix products reach, ``memory`` the bytes per second of the data sheet; ``network``, by data sheets, bytes per
+    second each way over NVLink, and Gb/s to other machines.
     """
     peaks = peak_flops(device)
     assert peaks is not None, f"{device} is not among the peaks"
@@ -134,9 +122,9 @@ def _card(
             update_fp32_params_per_s=update(2.2e9),
             update_bf16_params_per_s=update(1.4e9),
             device_bytes_per_s=memory * MEMORY_EFFICIENCY,
-            net_bytes_per_s=network and network.nvlink * NVLINK_EFFICIENCY,
+            net_bytes_per_s=network and network[0] * NVLINK_EFFICIENCY,
             net_latency_s=NVLINK_LATENCY_S if network else 1e-5,
-            net_across_bytes_per_s=network and across(network.gigabits),
+            net_across_bytes_per_s=network and across(network[1]),
             origin="profile",
         ),
     )
@@ -169,11 +157,7 @@ PROFILES: dict[str, Machine] = {
 
 
 def profile(name: str) -> Machine:
-    """The machine of that name, to plan for one that is elsewhere. Its numbers are assumptions.
-
-    Raises:
-        ConfigError: no profile has this name; the message lists them and suggests the nearest.
-    """
+    """The machine of that name, to plan for one that is elsewhere. ConfigError, with the nearest, if there is none."""
     if name in PROFILES:
         return PROFILES[name]
     hint = nearest(name.lower(), PROFILES, cutoff=0.3)
@@ -181,9 +165,8 @@ def profile(name: str) -> Machine:
 
 
 def sized(machine: Machine, device_bytes: int | None, host_bytes: int | None) -> Machine:
-    """``machine`` with other sizes of memory: of its device, and of what is free of its host; None: as it is.
-
-    With ``device_bytes`` a machine without an accelerator gets one, of which nothing else is known.
+    """``machine`` with other sizes of memory: of its device (it gets one if it has none, of which nothing else is
+    known), and of what is free of its host; None: as it is.
     """
     if device_bytes and machine.device_kind == "cpu":
         machine = replace(machine, name="a GPU", origin="profile", device_kind="cuda", num_devices=1, rates=None)
@@ -210,17 +193,12 @@ MachineKey = dict[str, str | int]  # what rates were measured on; they are valid
 
 @dataclass(frozen=True, slots=True)
 class StoredRates:
-    """The content of a file.
-
-    Args:
-        others_share: the share of the cores that other processes used during the measurement.
-        ignored: the line that says why the file is not used; empty if it is.
-    """
+    """The content of a file."""
 
     rates: Rates | None = None
     date: str = ""
-    others_share: float = 0.0
-    ignored: str = ""
+    others_share: float = 0.0  # of the cores, that other processes used during the measurement
+    ignored: str = ""  # why the file is not used
 
 
 def key_of(machine: Machine, root: Path = ROOT) -> MachineKey:
@@ -245,8 +223,8 @@ def _cpu_model(root: Path) -> str:
 def save(path: Path, key: MachineKey, stored: StoredRates, points: dict[str, Any]) -> None:
     """Write a file that ``load`` reads, atomically. ``points`` are the measurements that the rates were fitted to."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    found = {name: value for name, value in asdict(stored).items() if name != "ignored"}
-    content = {"format": FORMAT, "key": key, **found, "points": points}
+    content = {"format": FORMAT, "key": key, **asdict(stored), "points": points}
+    del content["ignored"]
     replace_file(path, json.dumps(content, indent=1) + "\n")
 
 
@@ -274,15 +252,11 @@ def _ignored(path: Path, reason: str) -> StoredRates:
     return StoredRates(ignored=f"{path} is ignored: {reason}; to measure again: {COMMAND}")
 
 
-def known_rates(machine: Machine, path: Path | None = None) -> StoredRates:
-    """The rates of ``machine``: a named one's profile, or what was measured here, or a profile of the same device.
-
-    Args:
-        path: of the file with measurements; None: the default one.
-    """
+def known_rates(machine: Machine) -> StoredRates:
+    """The rates of ``machine``: a named one's profile, or what was measured here, or a profile of the same device."""
     if machine.origin == "profile":
         return StoredRates(machine.rates)
-    stored = load(path or stored_at(), key_of(machine))
+    stored = load(stored_at(), key_of(machine))
     if stored.rates is not None:
         return stored
     named = next((each.rates for each in PROFILES.values() if each.name == machine.name), None)

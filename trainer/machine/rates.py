@@ -7,15 +7,18 @@
     update   the engine's AdamW on host memory, in the engine's chunk size and with its worker's threads
     together the same update while copies run in both directions: what all of them get of DRAM
     launch   one small operator after the other on the device, without waiting for it
-    network  exchanges of several ranks (``network.py``)
+    network  as many ranks as there are devices, or two processes without an accelerator, gather a buffer of which each
+             has a span, and send each other the spans of another one: the two exchanges of the engine
+             (``strategies/engine/ranks/shares.py``). Counted are the bytes that one rank sends while it receives as
+             many, of the slower kind. Between machines nothing is measured: one machine does not know the others.
 
 A plan lets updates and copies run together, so DRAM counts with what they reach together if they slow each other down.
 Without an accelerator two ordinary buffers stand in for the link, one core copies between them, and the lines say so;
 cores are then shared as well, and DRAM counts with its own rate.
 
-Each number comes from as many repetitions as fit into its share of the time, after a warm-up. Copies cycle through
-buffers larger than the caches, because a bucket of the engine is in no cache either. Two threads next to other work can
-lose nine tenths of their speed, which no statistic corrects; so the CPU time of other processes is printed.
+Copies cycle through buffers larger than the caches, because a bucket of the engine is in no cache either. Two threads
+next to other work can lose nine tenths of their speed, which no statistic corrects; so the CPU time of other processes
+is printed.
 """
 
 from __future__ import annotations
@@ -26,12 +29,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from strategies.core.commit import refuse_unwritable
@@ -41,7 +45,8 @@ from strategies.engine.transfer.transfer import Lane, transfer_for
 from strategies.engine.transfer.worker import Worker, spare_cores
 from strategies.engine.updating.optim import AdamW, Operands
 from strategies.engine.updating.updates import HOST_CHUNK
-from trainer.machine.network import measure_network
+from trainer.dist.ranks import Ranks
+from trainer.dist.spawn import WorldError, run_world
 from trainer.machine.probe import cores, host_memory, others_cpu_s, probe
 from trainer.machine.profiles import StoredRates, key_of, save
 from trainer.machine.timing import duplex_factor, fit_line, lower_quartile, seconds_per_call
@@ -57,15 +62,15 @@ QUEUE_S = 5e-3  # a device gets this much work at a time, so that launching it a
 SLOWED = 0.95  # less than this part of what works reach alone: they slow each other down
 LAUNCHED = 200  # operators that are launched for one timing
 CALL_BYTES, MOST_COPIES = 32 * MIB, 64  # copies are timed in rounds of this many bytes, or this many copies
+ON_CPU = 2  # processes that stand for ranks where there is no accelerator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """Seconds for each number, sizes, and the time after which every number gets one repetition only."""
+    """Seconds for each number, and sizes."""
 
     seconds: float = 0.4
     link_seconds: float = 0.15
-    hurry_after_s: float = 40.0
     smallest_bytes: int = MIB // 16
     largest_bytes: int = 256 * MIB
     num_params: int = 24 * MIB
@@ -76,22 +81,17 @@ class Effort:
 FULL = Effort()
 
 
-@dataclass(slots=True)
-class Stopwatch:
+class Stopwatch(NamedTuple):
     """Times work by repeating it for a share of the total time."""
 
     effort: Effort
     device: torch.device
-    began_s: float = field(default_factory=time.perf_counter)
 
     def seconds(self, work: Callable[[], object], share_s: float | None = None) -> float:
         """The lower quartile of the durations of ``work``, each until the device is idle."""
-        hurried = time.perf_counter() - self.began_s > self.effort.hurry_after_s
         once = partial(seconds_per_call, work, self.device)
         once()
         first_s = once()
-        if hurried:
-            return first_s
         share_s = self.effort.seconds if share_s is None else share_s
         times = max(1, int(QUEUE_S / first_s)) if self.device.type != "cpu" else 1
         samples, began_s = [once(times)], time.perf_counter()
@@ -100,17 +100,18 @@ class Stopwatch:
         return lower_quartile(samples)
 
 
-def measure_gemm(clock: Stopwatch, dtype: torch.dtype) -> Iterator[tuple[Shape, float]]:
+def measure_gemm(clock: Stopwatch, say: Say, precision: str, dtype: torch.dtype) -> list[tuple[Shape, float]]:
     """Shape and flop/s of each product."""
-    device = clock.device
-    for rows, summed, columns in clock.effort.shapes or (CPU_SHAPES if device.type == "cpu" else DEVICE_SHAPES):
+    device, found = clock.device, []
+    for shape in clock.effort.shapes or (CPU_SHAPES if device.type == "cpu" else DEVICE_SHAPES):
+        rows, summed, columns = shape
         left = torch.randn(rows, summed, device=device).to(dtype)
         right = torch.randn(columns, summed, device=device).to(dtype).t()  # as nn.Linear keeps it
         out = torch.empty(rows, columns, device=device, dtype=dtype)
-        yield (
-            (rows, summed, columns),
-            2 * rows * summed * columns / clock.seconds(partial(torch.mm, left, right, out=out)),
-        )
+        rate = 2 * rows * summed * columns / clock.seconds(partial(torch.mm, left, right, out=out))
+        say(f"  {precision} {' x '.join(map(str, shape))}: {rate / 1e12:.4g} Tflop/s")
+        found.append((shape, rate))
+    return found
 
 
 class CopyBench:
@@ -183,10 +184,8 @@ def measure_link(clock: Stopwatch, say: Say) -> tuple[float, dict[str, list[tupl
 
 
 def host_update(num_params: int, *, mixed: bool) -> Callable[[], None]:
-    """A clipped AdamW step on host memory, done as the engine's ``Updates`` does it.
-
-    Args:
-        mixed: gradients are bf16 and converted in a scratch buffer; the new bf16 weights overwrite the gradients.
+    """A clipped AdamW step on host memory, done as the engine's ``Updates`` does it. ``mixed``: gradients are bf16 and
+    converted in a scratch buffer; the new bf16 weights overwrite the gradients.
     """
     master, first, second = torch.randn(num_params), torch.zeros(num_params), torch.zeros(num_params)
     grads = torch.randn(num_params).mul_(1e-2)
@@ -211,13 +210,12 @@ def host_update(num_params: int, *, mixed: bool) -> Callable[[], None]:
     return update
 
 
-def measure_together(clock: Stopwatch, submit: Callable[[], Future[None]]) -> float:
-    """Bytes per second of DRAM while updates of ``effort.num_params``, which ``submit`` begins, and copies in both
-    directions run together.
+def measure_together(clock: Stopwatch, submit: Callable[[], Future[None]], update_s: float) -> float:
+    """Bytes per second of DRAM while updates of ``effort.num_params``, which ``submit`` begins and which take
+    ``update_s`` alone, and copies in both directions run together.
     """
     effort = clock.effort
-    size = min(effort.largest_bytes, CALL_BYTES)
-    updates = 1 + int(effort.seconds / clock.seconds(partial(_done, submit), 0.0))
+    size, updates = min(effort.largest_bytes, CALL_BYTES), 1 + int(effort.seconds / update_s)
     with closing(Worker(1)) as one, closing(Worker(1)) as other:
         link = CopyBench(clock.device, size, one, other)
         began_s, copied = time.perf_counter(), 0
@@ -229,23 +227,16 @@ def measure_together(clock: Stopwatch, submit: Callable[[], Future[None]]) -> fl
     return (copied + HOST_UPDATE_BYTES * updates * effort.num_params) / spent_s
 
 
-def _done(submit: Callable[[], Future[None]]) -> None:
-    submit().result()
-
-
 def shared_dram(alone: float, link: float, update: float, together: float) -> float:
-    """Bytes per second of DRAM: ``together``, if that is less than copies (``link``) and updates reach by themselves.
-
-    Otherwise nothing was slowed down, and it is at least its own rate, ``alone``.
+    """Bytes per second of DRAM: ``together``, if that is less than copies (``link``) and updates reach by themselves;
+    otherwise nothing was slowed down, and it is at least its own rate, ``alone``.
     """
     return together if together < SLOWED * (link + update) else max(alone, together)
 
 
 def measure_and_store(path: Path, say: Say) -> StoredRates:
-    """Measure this machine and its current device and store the rates in ``path``; ``say`` is called with progress.
-
-    Raises:
-        OSError: the file cannot be written. This is tried before measuring.
+    """Measure this machine and its current device and store the rates in ``path``. Raises OSError if it cannot be
+    written, which is tried before measuring.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     refuse_unwritable(path)
@@ -266,11 +257,8 @@ def measure(say: Say, effort: Effort) -> tuple[Rates, dict[str, Any]]:
     device = accelerator.current() or torch.device("cpu")
     clock, on_cpu = Stopwatch(effort, device), device.type == "cpu"
     say(f"matrix products on {'the CPU' if on_cpu else accelerator.name_of(device)}")
-    gemm: dict[str, list[tuple[Shape, float]]] = {"fp32": [], "bf16": []}
-    for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        for shape, rate in measure_gemm(clock, dtype):
-            say(f"  {precision} {' x '.join(map(str, shape))}: {rate / 1e12:.4g} Tflop/s")
-            gemm[precision].append((shape, rate))
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    gemm = {precision: measure_gemm(clock, say, precision, dtype) for precision, dtype in dtypes.items()}
     say("no accelerator: copies between two buffers, one core each" if on_cpu else "link, pinned memory")
     duplex, copies = measure_link(clock, say)
     up, down = fit_line(copies["up"]), fit_line(copies["down"])
@@ -282,11 +270,12 @@ def measure(say: Say, effort: Effort) -> tuple[Rates, dict[str, Any]]:
     threads = None if on_cpu else spare_cores()
     say(f"AdamW on host memory, {threads or torch.get_num_threads()} threads")
     with closing(Worker(threads)) as worker:
-        for precision in ("fp32", "bf16"):
+        for precision in dtypes:
             submit = partial(worker.submit, 0, host_update(effort.num_params, mixed=precision == "bf16"))
-            update[precision] = effort.num_params / clock.seconds(partial(_done, submit))
+            update_s = clock.seconds(partial(lambda begin: begin().result(), submit))
+            update[precision] = effort.num_params / update_s
             say(f"  {precision} gradients: {update[precision] / 1e9:.3g} G parameters/s")
-        memory["together"] = measure_together(clock, submit)
+        memory["together"] = measure_together(clock, submit, update_s)
     link = duplex * sum(fit.bytes_per_s for fit in (up, down))
     dram = shared_dram(memory["dram"], link, HOST_UPDATE_BYTES * update["bf16"], memory["together"])
     say(f"  beside copies in both directions: {memory['together'] / 1e9:.3g} GB/s of DRAM by all of them")
@@ -329,3 +318,42 @@ def measure_memory(clock: Stopwatch, say: Say) -> dict[str, float]:
     say(f"DRAM {found['dram_one_core'] / 1e9:.1f} GB/s by one core, {found['dram_all_cores'] / 1e9:.1f} by {usable}")
     say(f"device memory {found['device'] / 1e9:.1f} GB/s" + (", the same" if clock.device.type == "cpu" else ""))
     return found
+
+
+def measure_network(num_bytes: int, seconds: float, say: Say) -> float | None:
+    """Bytes per second that a rank sends while it receives as many, from buffers of ``num_bytes`` and ``seconds`` for
+    each of the two kinds of exchange; None if there is one device, or ranks do not start.
+    """
+    count = torch.accelerator.device_count() if accelerator.kind() else min(ON_CPU, cores()[1])
+    if count < 2 or not num_bytes:
+        return None
+    say(f"exchanges of {count} ranks, {num_bytes / MIB:.4g} MiB each")
+    try:
+        gather, scatter = run_world(count, exchange, num_bytes, seconds, deepspeed=False)
+    except WorldError as error:
+        say(f"  not measured: {str(error).splitlines()[-1]}")
+        return None
+    say(f"  gathered {gather / 1e9:.3g} GB/s, sent to owners {scatter / 1e9:.3g}")
+    return float(min(gather, scatter))
+
+
+def exchange(ranks: Ranks, num_bytes: int, seconds: float) -> list[float]:
+    """On each rank: the rates of gathering and of sending spans to their owners."""
+    device = accelerator.current() or torch.device("cpu")
+    share = num_bytes // 4 // ranks.world_size
+    whole, other = (torch.ones(share * ranks.world_size, device=device) for _ in range(2))
+    own = whole[ranks.rank * share : (ranks.rank + 1) * share]
+
+    def rate(work: Callable[[], object]) -> float:
+        seconds_per_call(work, device)
+        times = torch.tensor(max(1.0, seconds / seconds_per_call(work, device)), device=device)
+        dist.broadcast(times, 0)  # all ranks do it equally often
+        return (
+            4
+            * share
+            * (ranks.world_size - 1)
+            / lower_quartile([seconds_per_call(work, device) for _ in range(int(times))])
+        )
+
+    gathering = rate(lambda: dist.all_gather_into_tensor(whole, own))
+    return [gathering, rate(lambda: dist.all_to_all_single(other, whole))]

@@ -34,14 +34,11 @@ class LinkFit(NamedTuple):
 
 
 def fit_line(points: Sequence[tuple[int, float]]) -> LinkFit:
-    """Fit a line to points (bytes, seconds), robustly.
+    """Fit a line to points (bytes, seconds) of at least two sizes, else ValueError.
 
     Candidates are the lines through any two points, and through one point and the origin, with a latency of at least 0.
     The best has the least sum of ``abs(log(ratio))``: ratios, because sizes span three orders of magnitude and both
     ends count; not squared, so that one disturbed point does not bend the line.
-
-    Raises:
-        ValueError: the points have fewer than two sizes.
     """
     if len({size for size, _ in points}) < 2:
         raise ValueError(f"{len(points)} points of one size; a line needs two sizes")

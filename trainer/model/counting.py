@@ -11,24 +11,13 @@ that it reads and writes. Views cost nothing.
 Sparse tensors are refused, since their memory is not counted. The error is raised after the forward, because torch
 calls some operators (``prim.device``) at places where an exception would end the process.
 
-The forward may run on fake tensors (``fake_tensors``), which have no values. Some are given here:
-
-[Note: positions] Transformers looks at positions and masks and makes no mask for a batch that needs none; attention
-then saves less. So whole numbers that follow from real tensors or from ``arange`` keep their values. A mask among the
-inputs is given as a fake tensor, so a batch that has one counts as padded or packed, which saves the most.
-
-[Note: layer drop] Some models draw a number before each block and skip the block if it is small. A fake number has no
-value to compare; here it is 1, so that no block is skipped, which is the most expensive case.
-
-[Note: grouped matmul] Transformers runs the experts of a mixture through one grouped matmul. Torch's kernels take any
-float dtype, its fake version takes bf16 only and its flop counter does not know the operation. So both answers are
-given here: the output's shape, and two flop per row of tokens, column and summed element.
+Watched besides: the parameters that are read outside of the modules that own them, and the calls of linear layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Container, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -36,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry, shape_wrapper
@@ -47,61 +35,8 @@ from strategies.engine.forward.blocks import find_blocks
 from strategies.engine.forward.checkpointing import Names, stream_in
 from strategies.engine.forward.routed_linear import storage_of
 from strategies.engine.tensors.nested import tensors_in
-from trainer.model.params import EMBEDDING, HEAD, OutsideReads, units_by_name
+from trainer.model.params import EMBEDDING, HEAD, units_by_name
 from trainer.model.stubs import stubs
-
-MOST_POSITIONS = 1 << 20  # elements of a tensor of whole numbers that keeps its values
-
-
-@contextmanager
-def fake_tensors() -> Iterator[FakeTensorMode]:
-    """A mode in which tensors have shapes and dtypes but no values; see the notes in the module's docstring."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _Answers():
-        yield mode
-
-
-def materialise(model: nn.Module, without: Collection[str] = ()) -> None:
-    """Give a model on the meta device fake tensors on the CPU, but for blocks ``without``; inside of
-    ``fake_tensors()``.
-    """
-    made: dict[Tensor, Tensor] = {}  # tied ones stay tied
-    absent = tuple(f"{name}." for name in without)
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    for name, tensor in sorted(named, key=lambda each: each[0].startswith(absent)):
-        if tensor.device.type != "meta" or (name.startswith(absent) and tensor not in made):
-            continue
-        if tensor not in made:
-            fake = torch.empty_like(tensor, device="cpu", requires_grad=False)
-            made[tensor] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
-        path, _, own = name.rpartition(".")
-        setattr(model.get_submodule(path), own, made[tensor])
-
-
-class _Answers(TorchDispatchMode):
-    """Answers operators for which fake tensors have none; below autograd."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:  # more than half of all calls on fake tensors
-            return func(*args, **kwargs)
-        if func is torch.ops.aten._grouped_mm.default:
-            rows, weight = args[:2]
-            if weight.dim() == 3:
-                return rows.new_empty(rows.shape[0], weight.shape[2])
-            groups = args[2].shape[0]  # the gradient of the weights: tokens by tokens, for each expert
-            return rows.new_empty(groups, rows.shape[0], weight.shape[1])
-        if func is torch.ops.aten.rand.default and list(args[0]) == []:
-            return torch.tensor(1.0)  # a fake tensor that knows its value
-        read = list(tensors_in((args, kwargs)))
-        known = not any(isinstance(tensor, FakeTensor) for tensor in read)
-        if not known or not (read or func.overloadpacket is torch.ops.aten.arange):
-            return func(*args, **kwargs)
-        if func is not torch.ops.aten._local_scalar_dense.default:
-            out = func(*args, **kwargs)
-            if any(made.is_floating_point() or made.numel() > MOST_POSITIONS for made in tensors_in(out)):
-                return out
-        with unset_fake_temporarily():
-            return func(*args, **kwargs)
 
 
 def flop_formulas() -> dict[Any, Callable[..., int]]:
@@ -170,7 +105,8 @@ class Counter(TorchDispatchMode):
     """Context manager around one forward of ``model``: counts what is saved, and the operators of blocks.
 
     Attributes:
-        outside: watches which parameters are read outside of the modules that own them.
+        outside: parameters that are read outside of the modules that own them.
+        computing: modules that computed with a parameter of theirs, and did not look rows up only; None: nothing ran.
         flops: floating-point operations of the whole forward.
         saved: bytes that each unit saves, where there are any.
         outputs: what each block returned, without its graph.
@@ -189,7 +125,8 @@ class Counter(TorchDispatchMode):
         """
         super().__init__()
         self.model, self.weights, self.like = model, weights or dict(model.named_parameters()), like
-        self.outside = OutsideReads(model, weights)
+        self.outside = set[str]()
+        self.computing: set[str] | None = None
         self.flops = 0
         self.saved: dict[str, int] = {}
         self.outputs = dict(outputs)
@@ -200,8 +137,7 @@ class Counter(TorchDispatchMode):
         self._sparse = False
         self._flops_in = dict[str, int]()
         self._parameters = {tensor.untyped_storage()._cdata for tensor in self.weights.values()}
-        self._seen: dict[int, object] = {}  # keeps the storages alive, so that no address is used again
-        self._saved_in: dict[int, str] = {}  # the unit, by storage
+        self._saved: dict[int, tuple[str, object]] = {}  # unit, and the storage itself: its address is not used again
         self._inputs: dict[int, object] = {}
         self._running: list[str] = []
         self._outer_unit = EMBEDDING  # what is saved while no block runs belongs to it
@@ -209,11 +145,26 @@ class Counter(TorchDispatchMode):
         self._repeated: set[str] = set()  # blocks that ran more than once
         self._choices: dict[str, Choices] = {}
         self._checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+        self._owners: dict[int, set[str]] = {}  # by a weight's storage: the modules in which it may be read
+        self._names: dict[int, str] = {}  # by the same
+        self._inside: dict[str, int] = {}  # how many calls of each of these modules are running
+        units = units_by_name(model)
+        used = {param: self.weights.get(name, param) for name, param in model.named_parameters()}
+        for name, param in model.named_parameters(remove_duplicate=False):  # a tied one under all its names
+            storage = used[param].untyped_storage()._cdata
+            self._names.setdefault(storage, name)
+            owner = name.rpartition(".")[0] if units[name] in (EMBEDDING, HEAD) else units[name]
+            self._owners.setdefault(storage, set()).add(owner)
         layers = {path: module for path, module in model.named_modules() if storage_of(module) is not None}
         self._layers: dict[str, tuple[Any, list[tuple[int, bool]]]] = {path: (it, []) for path, it in layers.items()}
 
     def __enter__(self) -> Counter:
-        self._within = ExitStack()
+        self._within, self.computing = ExitStack(), set()
+        for name in {name for names in self._owners.values() for name in names}:
+            module = self.model.get_submodule(name)
+            self._within.callback(module.register_forward_pre_hook(partial(self._count, name, 1)).remove)
+            leaving = module.register_forward_hook(partial(self._count, name, -1), always_call=True)
+            self._within.callback(leaving.remove)
         hooks = [(block, partial(self._enter, name)) for name, block in self.blocks.items()]
         hooks += [(layer, partial(_see, calls)) for layer, calls in self._layers.values()]
         for module, before in hooks:
@@ -222,7 +173,6 @@ class Counter(TorchDispatchMode):
             self._within.callback(block.register_forward_hook(partial(self._leave, name)).remove)
         # Nothing is kept for a backward that never comes: a graph that held its own outputs would never be freed.
         self._within.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, _refuse_backward))
-        self._within.enter_context(self.outside.watching())
         self._within.enter_context(stubs(self.model, self.like, lambda name: self.outputs[self.like[name]]))
         super().__enter__()
         return self
@@ -243,7 +193,7 @@ class Counter(TorchDispatchMode):
                 self.flops += self._flops_in.get(other, 0)
         # Only for blocks that save something, ran once, and are not recomputed already.
         self._choices = {
-            name: run.choices(self.saved.get(name, 0), self._seen)
+            name: run.choices(self.saved.get(name, 0), self._saved)
             for name, run in forwards.items()
             if run.last_saved and name not in self._repeated and not self._checkpointed
         }
@@ -255,8 +205,8 @@ class Counter(TorchDispatchMode):
         if not all(map(_is_dense, (*inputs, *outputs))):
             self._sparse = True
             return out
-        asks = func is torch.ops.prim.device.default
-        self.outside.look(inputs, looks_up=asks or func is torch.ops.aten.embedding.default)
+        asks = func is torch.ops.prim.device.default  # more than half of all calls on fake tensors
+        self._look(inputs, looks_up=asks or func is torch.ops.aten.embedding.default)
         formula = None if asks else self._flop_of.get(func.overloadpacket)
         flops = 0 if formula is None else formula(*args, **kwargs, out_val=out)
         self.flops += flops
@@ -269,6 +219,20 @@ class Counter(TorchDispatchMode):
             kept = outputs if name is not None else []
             forward.calls.append((name, work, kept, [tensor._version for tensor in kept]))
         return out
+
+    def _count(self, name: str, by: int, *_: Any) -> None:
+        self._inside[name] = self._inside.get(name, 0) + by
+
+    def _look(self, inputs: Iterable[Tensor], *, looks_up: bool) -> None:
+        """Check the tensors that an operator reads, which may look rows up in them and do nothing else."""
+        for tensor in inputs:
+            storage = tensor.untyped_storage()._cdata
+            if storage in self._owners:
+                running = [name for name in self._owners[storage] if self._inside.get(name)]
+                if not running:
+                    self.outside.add(self._names[storage])
+                elif not looks_up and self.computing is not None:
+                    self.computing.update(running)
 
     def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._running.append(name)
@@ -296,9 +260,10 @@ class Counter(TorchDispatchMode):
     def _keep_input(self, hidden: Tensor) -> None:
         """Count a checkpointed block's input in the block; torch (up to 2.12) saves it just before the block runs."""
         storage = hidden.untyped_storage()
-        if self._saved_in.get(storage._cdata) in (EMBEDDING, HEAD):
-            self.saved[self._saved_in[storage._cdata]] -= storage.nbytes()
-            del self._seen[storage._cdata]
+        unit, _ = self._saved.get(storage._cdata, ("", None))
+        if unit in (EMBEDDING, HEAD):
+            self.saved[unit] -= storage.nbytes()
+            del self._saved[storage._cdata]
         self._save(hidden)
 
     def _save(self, tensor: Tensor) -> None:
@@ -309,10 +274,9 @@ class Counter(TorchDispatchMode):
         if self._running:
             forward = self._forwards[self._running[-1]]
             forward.last_saved = len(forward.calls)
-        if storage._cdata not in self._parameters and storage._cdata not in self._seen:
-            self._seen[storage._cdata] = storage
+        if storage._cdata not in self._parameters and storage._cdata not in self._saved:
             unit = self._running[-1] if self._running else self._outer_unit
-            self._saved_in[storage._cdata] = unit
+            self._saved[storage._cdata] = unit, storage
             self.saved[unit] = self.saved.get(unit, 0) + storage.nbytes()
 
     # --- what was counted --------------------------------------------------------------------------------------------
@@ -322,7 +286,7 @@ class Counter(TorchDispatchMode):
         linears = self.linears().values()
         listed = [[replace(it, unit="") for it in linears if it.unit == block] for block in (one, other)]
         counted = (self.saved, self._choices, self._flops_in)
-        reads = [name for name in self.outside.found if name.startswith((f"{one}.", f"{other}."))]
+        reads = [name for name in self.outside if name.startswith((f"{one}.", f"{other}."))]
         return not reads and listed[0] == listed[1] and all(each.get(one) == each.get(other) for each in counted)
 
     def units(self) -> tuple[Unit, ...]:

@@ -12,15 +12,13 @@ of a module that contains blocks (``masked_spec_embed`` of wav2vec2) stay as wel
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from strategies.core.facts import Param
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 EMBEDDING, HEAD = "embedding", "head"
 
@@ -45,18 +43,18 @@ def list_params(
     model: nn.Module,
     group_of: Mapping[str, int],
     dtype_of: Callable[[nn.Parameter], str],
-    outside: OutsideReads | None = None,
+    elsewhere: Iterable[str] = (),
+    computing: Container[str] | None = None,
 ) -> tuple[Param, ...]:
     """All parameters in order of registration.
 
     Args:
         group_of: index of the optimizer's group by parameter name; frozen parameters have none.
-        outside: what was seen in a forward, if one was watched.
+        elsewhere, computing: what ``counting.py`` saw in a forward, if one was watched.
     """
     from strategies.engine.forward.blocks import around_blocks
 
-    elsewhere = around_blocks(model) | (set() if outside is None else outside.found)
-    computing = None if outside is None else outside.computing
+    elsewhere = around_blocks(model).union(elsewhere)
     unit_of = units_by_name(model)
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -91,60 +89,6 @@ def _is_looked_up(
         return isinstance(module, nn.Embedding) and as_torch_does
 
     return all(only_looks_up(name.rpartition(".")[0]) for name in names if unit_of[name] == EMBEDDING)
-
-
-class OutsideReads:
-    """Finds the parameters that are read outside of the modules that own them, in one forward.
-
-    Args:
-        weights: tensors that replace the parameters of these names in the forward.
-
-    Attributes:
-        found: names of the parameters that were read outside of their modules.
-        computing: modules that computed with a parameter of theirs, and did not look rows up only; None: nothing ran.
-    """
-
-    def __init__(self, model: nn.Module, weights: Mapping[str, Tensor] | None = None) -> None:
-        self.found: set[str] = set()
-        self.computing: set[str] | None = None
-        self._model = model
-        self._running: Counter[str] = Counter()
-        self._owners: dict[int, set[str]] = {}  # the modules in which a storage may be read
-        self._names: dict[int, str] = {}
-        units = units_by_name(model)
-        for name, param in model.named_parameters(remove_duplicate=False):
-            storage = (weights or {}).get(name, param).untyped_storage()._cdata
-            self._names.setdefault(storage, name)
-            owner = name.rpartition(".")[0] if units[name] in (EMBEDDING, HEAD) else units[name]
-            self._owners.setdefault(storage, set()).add(owner)
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Context manager around the forward."""
-
-        def count(name: str, by: int) -> Any:
-            return lambda *_: self._running.update({name: by})
-
-        self.computing = set()
-        with ExitStack() as hooks:
-            for name in {name for names in self._owners.values() for name in names}:
-                module = self._model.get_submodule(name)
-                hooks.callback(module.register_forward_pre_hook(count(name, 1)).remove)
-                hooks.callback(module.register_forward_hook(count(name, -1), always_call=True).remove)
-            yield
-
-    def look(self, inputs: Iterable[Tensor], *, looks_up: bool = False) -> None:
-        """Check the tensors that an operator reads, which may look rows up in them and do nothing else."""
-        for tensor in inputs:
-            storage = tensor.untyped_storage()._cdata
-            owners = self._owners.get(storage)
-            if owners is None:
-                continue
-            running = [name for name in owners if self._running[name]]
-            if not running:
-                self.found.add(self._names[storage])
-            elif not looks_up and self.computing is not None:
-                self.computing.update(running)
 
 
 # The names in transformers.Trainer.get_decay_parameter_names, the same in 5.17 and 5.23. Asking it would load all of

@@ -1,6 +1,7 @@
-"""Stand-ins for blocks that are like others, so that counting a model does not take longer the deeper it is.
+"""Stand-ins with which a model is counted: fake tensors for its weights, and stubs for blocks that are like others.
 
-A stub makes an output of the right shape and does nothing else. Which blocks are alike is seen before any runs: same
+With stubs counting does not take longer the deeper a model is. A stub makes an output of the right shape and does
+nothing else. Which blocks are alike is seen before any runs: same
 class, same parameters, same attributes of all modules inside with the same numbers, flags and texts, as many hooks, and
 the same in the lists of the config that have an entry for each block. An attribute that is the block's own number
 (``layer_idx``) does not count.
@@ -8,6 +9,19 @@ the same in the lists of the config that have an entry for each block. An attrib
 Of those that are alike the first two and the last one run. The second one's numbers are taken for all in between; the
 first one saves what all share, such as masks. Whoever counts compares the second with the last, and lets all blocks
 run if they differ. Not seen: one in between that differs by what no attribute shows, as by a function in a list.
+
+Fake tensors have no values. Some are given here:
+
+[Note: positions] Transformers looks at positions and masks and makes no mask for a batch that needs none; attention
+then saves less. So whole numbers that follow from real tensors or from ``arange`` keep their values. A mask among the
+inputs is given as a fake tensor, so a batch that has one counts as padded or packed, which saves the most.
+
+[Note: layer drop] Some models draw a number before each block and skip the block if it is small. A fake number has no
+value to compare; here it is 1, so that no block is skipped, which is the most expensive case.
+
+[Note: grouped matmul] Transformers runs the experts of a mixture through one grouped matmul. Torch's kernels take any
+float dtype, its fake version takes bf16 only and its flop counter does not know the operation. So the output's shape is
+given here, and ``counting.py`` counts two flop per row of tokens, column and summed element.
 """
 
 from __future__ import annotations
@@ -15,20 +29,20 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from strategies.engine.forward.blocks import find_blocks
 from strategies.engine.forward.checkpointing import stream_in
 from strategies.engine.tensors.nested import tensors_in
 
-if TYPE_CHECKING:
-    from torch import nn
-
 PLAIN = (bool, int, float, str, type(None))
+MOST_POSITIONS = 1 << 20  # elements of a tensor of whole numbers that keeps its values
 
 
 def find_alike(model: nn.Module) -> list[list[str]]:
@@ -73,6 +87,55 @@ def _shown(value: Any) -> Hashable:
     if type(value) in PLAIN or (isinstance(value, list | tuple) and all(type(each) in PLAIN for each in value)):
         return repr(value)
     return type(value), len(value) if isinstance(value, dict) else 0
+
+
+@contextmanager
+def fake_tensors() -> Iterator[FakeTensorMode]:
+    """A mode in which tensors have shapes and dtypes but no values; see the notes in the module's docstring."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _Answers():
+        yield mode
+
+
+def materialise(model: nn.Module, without: Collection[str] = ()) -> None:
+    """Give a model on the meta device fake tensors on the CPU, but for blocks ``without``; inside ``fake_tensors()``."""
+    made: dict[Tensor, Tensor] = {}  # tied ones stay tied
+    absent = tuple(f"{name}." for name in without)
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    for name, tensor in sorted(named, key=lambda each: each[0].startswith(absent)):
+        if tensor.device.type != "meta" or (name.startswith(absent) and tensor not in made):
+            continue
+        if tensor not in made:
+            fake = torch.empty_like(tensor, device="cpu", requires_grad=False)
+            made[tensor] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+        path, _, own = name.rpartition(".")
+        setattr(model.get_submodule(path), own, made[tensor])
+
+
+class _Answers(TorchDispatchMode):
+    """Answers operators for which fake tensors have none; below autograd."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:  # more than half of all calls on fake tensors
+            return func(*args, **kwargs)
+        if func is torch.ops.aten._grouped_mm.default:
+            rows, weight = args[:2]
+            if weight.dim() == 3:
+                return rows.new_empty(rows.shape[0], weight.shape[2])
+            groups = args[2].shape[0]  # the gradient of the weights: tokens by tokens, for each expert
+            return rows.new_empty(groups, rows.shape[0], weight.shape[1])
+        if func is torch.ops.aten.rand.default and list(args[0]) == []:
+            return torch.tensor(1.0)  # a fake tensor that knows its value
+        read = list(tensors_in((args, kwargs)))
+        known = not any(isinstance(tensor, FakeTensor) for tensor in read)
+        if not known or not (read or func.overloadpacket is torch.ops.aten.arange):
+            return func(*args, **kwargs)
+        if func is not torch.ops.aten._local_scalar_dense.default:
+            out = func(*args, **kwargs)
+            if any(made.is_floating_point() or made.numel() > MOST_POSITIONS for made in tensors_in(out)):
+                return out
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
 
 
 class _Stub(torch.autograd.Function):

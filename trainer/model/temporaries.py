@@ -32,9 +32,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from strategies.core.facts import InChunks, Temporaries
 from strategies.engine.forward import chunked_loss
 from strategies.engine.tensors.nested import tensors_in
-from trainer.model.counting import Counter, materialise
+from trainer.model.counting import Counter
 from trainer.model.params import EMBEDDING, HEAD
-from trainer.model.stubs import find_alike, stubs
+from trainer.model.stubs import find_alike, materialise, stubs
 
 logger = logging.getLogger(__name__)
 Call = Callable[[], Any]  # one forward

@@ -1,8 +1,7 @@
 """The facts of a run that the planner may look at, without weights and without an accelerator.
 
 ``gather`` builds the configured model without storage, gives it fake tensors (shapes and dtypes) and runs it forward
-once. Torch's own dispatch decides what is saved for backward and how many floating-point operations there are, so the
-numbers come from the model and not from a formula, and an architecture never seen before is counted like any other. A
+once. Torch's own dispatch decides what is saved for backward and how many floating-point operations there are. A
 second run counts what else is there in forward and backward (``trainer/model/temporaries.py``). A 70 B model takes
 about one second (of blocks that are alike three run) and a few hundred megabytes. The counts are cached
 (``trainer/model/count_cache.py``). Facts of a live model come from ``plan_for.py``.
@@ -17,8 +16,7 @@ and value heads are grouped about a tenth: without a mask torch's fused attentio
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +33,7 @@ from strategies.core.facts import (
     UnitKind,
 )
 from strategies.core.linears import Linear
-from strategies.core.protocol import Axis, Requirement
+from strategies.core.protocol import Axis, Refusal, Requirement
 from trainer.errors import ConfigError, first_line
 from trainer.machine.profiles import known_rates
 from trainer.model import config_keys
@@ -83,11 +81,7 @@ def vocab_size_of(config: RunConfig) -> int | None:
 
 
 def gather(config: RunConfig, world_size: int, local_world_size: int, machine: Machine) -> Facts:
-    """All facts of a run on ``world_size`` ranks of ``machine``.
-
-    Raises:
-        ConfigError: the model cannot be described.
-    """
+    """All facts of a run on ``world_size`` ranks of ``machine``. ConfigError: the model cannot be described."""
     count = asked(counted(config), config)
     run = run_facts(config, world_size, accelerated=machine.device_kind != "cpu")
     here = machine_facts(machine, local_world_size, engine=Requirement.DEEPSPEED in requirements_of(config.strategies))
@@ -97,16 +91,17 @@ def gather(config: RunConfig, world_size: int, local_world_size: int, machine: M
 
 def check_model(config: RunConfig, built: Any) -> None:
     """Check the configured model by its configuration alone, before any weight and, where it is known, any data.
-
-    Raises:
-        ConfigError: a key cannot be meant, or a strategy cannot train such a model.
+    ConfigError: a key cannot be meant, or a strategy cannot train such a model.
     """
     config_keys.check(config, built)
     keys = built.get_text_config().to_dict()
-    found = [refused for each in config.strategies.values() for refused in each.refuses_model(keys)]
+    refuse(config, [refused for each in config.strategies.values() for refused in each.refuses_model(keys)])
+
+
+def refuse(config: RunConfig, found: Sequence[Refusal]) -> None:
+    """Raise ConfigError with a line for each refusal, which begins with file and line of its key."""
     if found:
-        errors = [config.error(refused.key, refused.value, refused.cure) for refused in found]
-        raise ConfigError(line for error in errors for line in error.lines)
+        raise ConfigError(config.error(each.key, each.value, each.cure).lines[0] for each in found)
 
 
 def products_again(config: RunConfig) -> bool:
@@ -134,10 +129,8 @@ def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) 
 
 
 def machine_facts(machine: Machine, local_world_size: int, *, engine: bool = False) -> MachineFacts:
-    """One rank's share of ``machine``. Without an accelerator its part of host memory is also its device.
-
-    Args:
-        engine: DeepSpeed's engine is used.
+    """One rank's share of ``machine``, with DeepSpeed's ``engine`` or without. Without an accelerator its part of host
+    memory is also its device.
     """
     host, rates = machine.host_available_bytes // local_world_size, known_rates(machine).rates
     if rates is not None:
@@ -154,10 +147,9 @@ def machine_facts(machine: Machine, local_world_size: int, *, engine: bool = Fal
 def asked(count: ModelCount, config: RunConfig) -> ModelCount:
     """``count`` with those lists that strategies of ``config`` require; they are counted once for all strategies."""
     required = requirements_of(config.strategies)
-    blocks = (
-        {unit.name for unit in count.units if unit.kind is UnitKind.BLOCK} if products_again(config) else set[str]()
-    )
-    linears = (replace(layer, recomputed=layer.unit in blocks) for layer in count.linears)
+    again = products_again(config)
+    blocks = {unit.name for unit in count.units if unit.kind is UnitKind.BLOCK}
+    linears = (replace(layer, recomputed=again and layer.unit in blocks) for layer in count.linears)
     return replace(
         count,
         params=count.params if Requirement.PARAMETERS in required else (),
@@ -181,23 +173,19 @@ def counted(config: RunConfig, *, masked: bool = True) -> ModelCount:
 
 def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
     """Build the configured model from fake tensors, run it forward, and backward where blocks differ, and count all
-    that any strategy may require.
-
-    Args:
-        masked: rows are padded or packed, so that attention needs a mask; flash attention never does.
-
-    Raises:
-        ConfigError: Transformers cannot build the model.
+    that any strategy may require. ``masked``: rows are padded or packed, so that attention needs a mask; flash
+    attention never does. Raises ConfigError if Transformers cannot build the model.
     """
     import torch
 
     from trainer.model import tensor_share
-    from trainer.model.counting import fake_tensors
+    from trainer.model.stubs import fake_tensors
     from trainer.model.temporaries import count
 
     precision = precision_of(config)
-    casts = precision is not Precision.FP32 and Requirement.COMPUTE_DTYPE in requirements_of(config.strategies)
-    compute = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(precision, torch.float32)
+    compute = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(precision)
+    casts = compute is not None and Requirement.COMPUTE_DTYPE in requirements_of(config.strategies)
+    autocast = None if casts else compute
     model: Any = _meta_model(config)
     whole = _whole(config)
     if whole is not None:
@@ -209,8 +197,7 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
         # As DeepSpeed does, adapters and buffers included; our engine leaves buffers, which are small.
         model.to(compute)
     with fake_tensors():
-        recomputes = run_facts(config, 1).recomputes
-        if recomputes:
+        if run_facts(config, 1).recomputes:
             # Release 5.23 renamed it and warns about the old name; the releases before know the old one only.
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         model.train()
@@ -222,10 +209,7 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
             inputs["position_ids"] = torch.zeros_like(ids) if masked else torch.arange(shape[1]).repeat(shape[0], 1)
         elif masked:
             inputs["attention_mask"] = torch.zeros_like(ids)
-        call = _call(model, inputs, config.training.label_smoothing_factor)
-        autocast = torch.autocast("cpu", compute) if precision is not Precision.FP32 and not casts else None
-        if autocast is not None:
-            call = _in_autocast(call, autocast)
+        call = _call(model, inputs, config.training.label_smoothing_factor, autocast)
         try:
             found = count(model, call)
         except (RuntimeError, IndexError) as error:
@@ -239,8 +223,8 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
         hidden_size=getattr(model.config.get_text_config(), "hidden_size", 0),
         trained_bytes=sizes[True],
         frozen_bytes=sizes[False],
-        params=list_params(model, decay_groups(model), lambda _: dtype, found.outside),
-        linears=tuple(found.linears(compute if autocast else None).values()),
+        params=list_params(model, decay_groups(model), lambda _: dtype, found.outside, found.computing),
+        linears=tuple(found.linears(autocast).values()),
         model_params=0 if whole is None else sum(unit.num_params for unit in whole.units),
         model_flops=0 if whole is None else whole.forward_flops,
         tied=tensor_share.is_tied(model),
@@ -255,56 +239,52 @@ def _whole(config: RunConfig) -> ModelCount | None:
     return counted(config.model_copy(update={"strategies": undivided}))
 
 
-def _call(model: Any, inputs: Mapping[str, Any], smoothing: float | None) -> Callable[[], Any]:
-    """One forward with its loss; smoothed labels are outside of the model, as in Transformers' Trainer."""
-    if not smoothing:
-        return lambda: model(**inputs)
-    from transformers.trainer_pt_utils import LabelSmoother
-
-    smoother, rest = LabelSmoother(epsilon=smoothing), {key: inputs[key] for key in inputs if key != "labels"}
-    return lambda: {"loss": smoother(model(**rest), inputs["labels"], shift_labels=True)}
-
-
-def _in_autocast(call: Callable[[], Any], autocast: AbstractContextManager[Any]) -> Callable[[], Any]:
-    """``call`` as Accelerate runs it in mixed precision: outputs are copied in fp32."""
-    from accelerate.utils import convert_to_fp32
+def _call(model: Any, inputs: Mapping[str, Any], smoothing: float | None, autocast: Any) -> Callable[[], Any]:
+    """One forward with its loss. Smoothed labels are outside of the model, as in Transformers' Trainer. With
+    ``autocast`` (a dtype or None) outputs are copied in fp32, as Accelerate does.
+    """
 
     def run() -> Any:
-        with autocast:
-            return convert_to_fp32(call())
+        if not smoothing:
+            return model(**inputs)
+        from transformers.trainer_pt_utils import LabelSmoother
 
-    return run
+        rest = {key: inputs[key] for key in inputs if key != "labels"}
+        return {"loss": LabelSmoother(smoothing)(model(**rest), inputs["labels"], shift_labels=True)}
+
+    def cast() -> Any:
+        import torch
+        from accelerate.utils import convert_to_fp32
+
+        with torch.autocast("cpu", autocast):
+            return convert_to_fp32(run())
+
+    return run if autocast is None else cast
 
 
 def _meta_model(config: RunConfig) -> PreTrainedModel:
-    """The configured model on the meta device: shapes and dtypes, no storage.
-
-    Not made of fake tensors from the start, because modules of fake tensors cannot be moved or cast, and peft does.
-    """
+    """The configured model on the meta device. Modules of fake tensors cannot be moved or cast, and peft does that."""
     import torch
     from transformers import AutoModelForCausalLM
 
     section = config.model
     hf_config = load_config(section, vocab_size_of(config))
     check_model(config, hf_config)
-    options = {"dtype": getattr(torch, section.dtype), "trust_remote_code": section.trust_remote_code}
     # A flash kernel that is not installed here saves what torch's fused attention saves.
     attention = "eager" if section.attn_implementation == "eager" else "sdpa"
+    options = {"dtype": getattr(torch, section.dtype), "trust_remote_code": section.trust_remote_code}
+    options["attn_implementation"] = attention
     with torch.device("meta"):
         try:
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                hf_config, attn_implementation=attention, **options
-            )
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config, **options)
         except ValueError as error:
             reason = str(error).splitlines()[0]
             if "does not support" not in reason:
                 raise ConfigError(f"model: {reason}") from None
             if section.attn_implementation == attention:
-                raise ConfigError(
-                    f"model.attn_implementation = {attention!r}: {hf_config.model_type} does not support it; "
-                    f"leave it out"
-                ) from None
-            model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager", **options)
+                what = f"{hf_config.model_type} does not support it; leave it out"
+                raise ConfigError(f"model.attn_implementation = {attention!r}: {what}") from None
+            model = AutoModelForCausalLM.from_config(hf_config, **options | {"attn_implementation": "eager"})
         except KeyError as error:  # looked up in a table of Transformers, as activation functions are
             raise ConfigError(f"model.config: Transformers knows no {error}") from None
         except RuntimeError as error:  # sizes whose product no machine can address

@@ -1,21 +1,20 @@
-"""Does it fit? Plans of a model in several ways of training, for one table (``strategies/report/fit_table.py``).
+"""``launch/plan.py --fit``: plans of a model in several ways of training, and what to write for each, as one table.
 
 All weights, and low-rank adapters; each as it is, with every strategy that saves memory (``Strategy.to_fit``), with all
 of those together, and over more ranks with the strategies that need them. Each row is a plan that ``plan_of`` makes of
 a config that can be written. What fits has its predicted peaks within 0.9 of the memory, which is what ``auto`` uses.
 
-Not counted: the network between ranks (no simulated step), and a model's weights while they are loaded into host
-memory, before the device or the engine takes them.
+If the planner refuses a plan, its row has the bytes that it said are needed. Not counted: the network between ranks (no
+simulated step), and a model's weights while they are loaded into host memory.
 
-The table also ends every refusal for memory (``explained``): those are raised where plans are made, and the table needs
-plans, so the command attaches it.
+The table also ends every refusal for memory (``explained``): the command attaches it, since it needs plans itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +25,7 @@ from strategies.core.registry import available, find
 from strategies.core.sizes import SHARE, human
 from strategies.planner.budget import device_budget
 from strategies.planner.step_cost import TOUCHED_BYTES, cost_of, empty, plan_cost
-from strategies.report import fit_table
-from strategies.report.fit_table import FitRow
+from strategies.report.table import table
 from trainer.config.load import build, load_tree
 from trainer.config.yaml_file import one_line
 from trainer.dist.ranks import Ranks
@@ -45,20 +43,17 @@ LORA_RANK = 16
 LORA_SECTION = {"r": LORA_RANK, "target_modules": "all-linear"}
 # Of a model without a config file. The tokenizer is not read; the vocabulary is the model's.
 ROWS, LENGTH, TOKENIZER = 1, 2048, "the-model's-own"
+HEADER = ("fits", "training", "ranks", "device", "host", "step", "lines, in place of these sections of the config")
+UNKNOWN = "-"
+SAME = 0.1  # relative difference of simulated seconds for which no strategy is worth writing
 Tree = dict[str, Any]
 
 
 def config_of(model: str | None, overrides: Sequence[str], *, accelerated: bool) -> RunConfig:
-    """The config of a model by name, folder or keys of ``model.config`` among ``overrides``, with default tokens.
-
-    Args:
-        accelerated: train in bf16, as one does on an accelerator.
-
-    Raises:
-        ConfigError: no model is named, or a key is wrong.
+    """The config of a model by name, folder or keys of ``model.config`` among ``overrides``, with default tokens; in
+    bf16 if ``accelerated``. Raises ConfigError if no model is named, or a key is wrong.
     """
-    named = any(each.startswith("model.config") for each in overrides)
-    if model is None and not named:
+    if model is None and not any(each.startswith("model.config") for each in overrides):
         raise ConfigError(
             "--fit: which model? Give --config FILE, --model NAME_OR_FOLDER, or model.config.model_type=llama "
             "model.config.hidden_size=4096 and the other sizes"
@@ -75,88 +70,93 @@ def unwritten(config: RunConfig) -> Tree:
     return tree | {"training": tree["training"] | {"bf16": False}}
 
 
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """One way of training: whether it trains all weights, the strategies that save memory, and the config as a tree."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitRow:
+    """One way of training, and what its plan needs."""
 
-    whole: bool
-    tree: Tree
-    names: tuple[str, ...] = ()
-    given: bool = False
+    whole: bool = True  # all weights are trained, not adapters
+    strategies: tuple[str, ...] = ()  # names of those that save memory
+    given: bool = False  # the config as it is, whatever they are
+    tree: Tree = field(default_factory=dict)  # the config
+    ranks: int = 1
+    needed: Mapping[Home, int] = field(default_factory=dict)  # bytes on one rank; a home is left out if not known
+    missing: Mapping[Home, int] = field(default_factory=dict)  # bytes beyond what may be used, where any are
+    refused: str = ""  # why there is no plan, if it is not for memory
+    seconds: float | None = None  # of a simulated step; None: unknown, or it does not fit
+    write: tuple[str, ...] = ()  # lines of YAML, one per section; none: the config as it is
 
-    def using(self, names: Sequence[str]) -> _Way:
+    @property
+    def training(self) -> str:
+        return "this config" if self.given else " + ".join(("full" if self.whole else "LoRA", *self.strategies))
+
+    @property
+    def fits(self) -> bool:
+        return not self.missing and not self.refused
+
+    @property
+    def lacks(self) -> str:
+        return ", ".join(f"{home.value} lacks {human(size)}" for home, size in self.missing.items())
+
+    def using(self, names: Sequence[str]) -> FitRow:
         """The same with these strategies, under the options with which they save memory."""
         options = {name: dict(find(name).to_fit or {}) for name in names}
-        return replace(self, names=tuple(names), tree=self.tree | {"strategies": self.tree["strategies"] | options})
+        tree = self.tree | {"strategies": self.tree["strategies"] | options}
+        return replace(self, strategies=tuple(names), tree=tree)
 
 
+@dataclass(frozen=True, slots=True)
 class Fit:
-    """The question for one config, as many ranks as are given and more, and one machine.
+    """The question for one config, as many ranks as are given and more, and one machine."""
 
-    Args:
-        written: what is in the user's file, which the lines of the table change; None: all of ``config``.
-        say: told of each plan before it is made.
-    """
-
-    def __init__(
-        self,
-        config: RunConfig,
-        ranks: Ranks,
-        machine: Machine,
-        *,
-        written: Tree | None = None,
-        say: Callable[[str], None] = lambda line: None,
-    ) -> None:
-        self._config, self._ranks, self._machine = config, ranks, machine
-        self._written, self._say = written or config.tree(), say
+    config: RunConfig
+    ranks: Ranks
+    machine: Machine
+    written: Tree | None = None  # in the user's file, which the lines of the table change; None: all of ``config``
+    say: Callable[[str], None] = lambda line: None  # told of each plan before it is made
 
     def lines(self, *, as_given: bool = False) -> list[str]:
         """The heading, the answer and the table. See ``rows``."""
         rows = self.rows(as_given=as_given)
-        return [*self.heading(), "", *fit_table.lines(rows)]
+        return [*self.heading(), "", *lines(rows)]
 
     def rows(self, *, as_given: bool = False) -> list[FitRow]:
-        """All rows.
-
-        Args:
-            as_given: the first one is the config as it is, if it has strategies.
-
-        Raises:
-            ConfigError: the model cannot be described.
+        """All rows; with ``as_given`` the first one is the config as it is, if it has strategies. Raises ConfigError if
+        the model cannot be described.
         """
         return [*self._here(as_given=as_given), *self._over_more_ranks()]
 
     def heading(self) -> list[str]:
         """Model, machine and its memory, tokens and precision, and how to change them."""
-        machine, section, training = self._machine, self._config.model, self._config.training
+        machine, section, training = self.machine, self.config.model, self.config.training
         name = section.name_or_path or (section.config or {})["model_type"]
-        memory = f"{human(machine.host_available_bytes // self._ranks.local_world_size)} of host memory per rank"
+        memory = f"{human(machine.host_available_bytes // self.ranks.local_world_size)} of host memory per rank"
         if machine.device_kind != "cpu":
             memory = f"{human(machine.device_total_bytes)} of device memory, {memory}; {SHARE} of each is used"
         steps = training.gradient_accumulation_steps
-        rows = f"{training.per_device_train_batch_size} x {self._config.data.max_length:,} tokens"
+        rows = f"{training.per_device_train_batch_size} x {self.config.data.max_length:,} tokens"
         return [
             f"does it fit? {name} on {machine.name}: {memory}",
-            f"each rank: {rows}{f', {steps} times per step' * (steps > 1)}, {precision_of(self._config).value}, "
+            f"each rank: {rows}{f', {steps} times per step' * (steps > 1)}, {precision_of(self.config).value}, "
             f"{training.optim}; change with training.per_device_train_batch_size=, data.max_length=, training.bf16=",
         ]
 
     def _here(self, *, as_given: bool) -> list[FitRow]:
         """Rows on the ranks that were asked for: each way that is not the same as one before it."""
-        config, rows = self._config, list[FitRow]()
+        config, rows = self.config, list[FitRow]()
         if as_given and config.strategies:
-            rows.append(self._row(_Way(config.model.lora is None, config.tree(), given=True), self._ranks))
+            given = FitRow(whole=config.model.lora is None, tree=config.tree(), given=True)
+            rows.append(self._row(given, self.ranks))
         names = [name for name in _saving() if not find(name).needs_ranks]
         for plain in _plain(config):
             for group in ([], *([name] for name in names), names):
-                row = self._row(plain.using(group), self._ranks)
+                row = self._row(plain.using(group), self.ranks)
                 if not any(_alike(row, other) for other in rows):
                     rows.append(row)
         return rows
 
     def _over_more_ranks(self) -> Iterator[FitRow]:
         """All weights over more ranks of this machine: what needs ranks alone if that fits, else with another one."""
-        whole, now = _plain(self._config)[0], self._ranks
+        whole, now = _plain(self.config)[0], self.ranks
         alone = [name for name in _saving() if not find(name).needs_ranks]
         for sharing in (name for name in _saving() if find(name).needs_ranks):
             ways = [whole.using([sharing]), *(whole.using([sharing, name]) for name in alone)]
@@ -171,38 +171,26 @@ class Fit:
                         break
                 yield min(rows, key=lambda row: (not row.fits, bool(row.refused), sum(row.missing.values())))
 
-    def _row(self, way: _Way, ranks: Ranks) -> FitRow:
-        """The row of one way.
-
-        Raises:
-            ConfigError: it is about the model, since no strategy is on.
-        """
-        row = FitRow(
-            whole=way.whole,
-            strategies=way.names,
-            given=way.given,
-            ranks=ranks.world_size,
-            write=changes(self._written, way.tree),
-        )
-        self._say(f"planning {row.training} on {row.ranks} rank{'s' * (row.ranks > 1)}")
-        if known_rates(self._machine).rates is None:
-            return self._planned(row, way, ranks, self._machine)
+    def _row(self, way: FitRow, ranks: Ranks) -> FitRow:
+        """``way`` with what its plan on ``ranks`` needs. Raises ConfigError about the model if no strategy is on."""
+        row = replace(way, ranks=ranks.world_size, write=changes(self.written or self.config.tree(), way.tree))
+        self.say(f"planning {row.training} on {row.ranks} rank{'s' * (row.ranks > 1)}")
+        if known_rates(self.machine).rates is None:
+            return self._planned(row, ranks, self.machine)
         # Without rates nothing is simulated, and a plan takes a tenth of the time. With rates saved tensors may wait on
         # the host, too: that makes room on the device for as many other bytes, so the host has to hold as much as
         # before, up to the sizes of slots.
-        without = replace(self._machine, origin="profile", rates=None)
-        quick = self._planned(row, way, ranks, without, only_host=True)
+        without = replace(self.machine, origin="profile", rates=None)
+        quick = self._planned(row, ranks, without, only_host=True)
         short = Home.HOST in quick.missing or quick.refused
-        return quick if short else self._planned(row, way, ranks, self._machine)
+        return quick if short else self._planned(row, ranks, self.machine)
 
-    def _planned(self, row: FitRow, way: _Way, ranks: Ranks, machine: Machine, *, only_host: bool = False) -> FitRow:
-        """``row`` with what ``plans_of`` finds; of stages, that which needs most.
-
-        Args:
-            only_host: how much the device is short of is not wanted.
+    def _planned(self, row: FitRow, ranks: Ranks, machine: Machine, *, only_host: bool = False) -> FitRow:
+        """``row`` with what ``plans_of`` finds; of stages, that which needs most. ``only_host``: how much the device is
+        short of is not wanted.
         """
         try:
-            plans = plans_of(build(way.tree).like(self._config), ranks, machine, say=lambda line: None)
+            plans = plans_of(build(row.tree).like(self.config), ranks, machine, say=lambda line: None)
             plan = max(plans, key=lambda each: each.peak(Home.DEVICE))
         except TooLargeError as short:
             home = Home(short.home)
@@ -210,7 +198,7 @@ class Fit:
                 return row
             return replace(row, needed={home: short.needed}, missing={home: short.needed - short.budget})
         except (ConfigError, ValueError) as error:  # pydantic's is a ValueError
-            if isinstance(error, ConfigError) and not way.names and not way.given:
+            if isinstance(error, ConfigError) and not row.strategies and not row.given:
                 raise
             return replace(row, refused=str(error).splitlines()[0])
         needed, missing = {home: plan.peak(home) for home in Home}, _missing(plan)
@@ -233,10 +221,9 @@ def _saving() -> list[str]:
     return sorted(names, key=lambda name: list(Phase).index(find(name).phase))
 
 
-def _plain(config: RunConfig) -> tuple[_Way, _Way]:
-    """Training of all weights, and of adapters, without strategies that save memory and without what they exclude.
-
-    Nor with those that divide one copy of the model over ranks, which ``launch/plan.py --search`` compares.
+def _plain(config: RunConfig) -> tuple[FitRow, FitRow]:
+    """Training of all weights, and of adapters, without strategies that save memory and what they exclude, and without
+    those that divide one copy of the model over ranks, which ``launch/plan.py --search`` compares.
     """
     tree = config.tree()
     dropped = {*_saving(), *(name for name, strategy in config.strategies.items() if strategy.divides())}
@@ -251,20 +238,16 @@ def _plain(config: RunConfig) -> tuple[_Way, _Way]:
         model["dtype"] = "float32"  # bf16 was for the frozen weights
     half = {"dtype": "bfloat16"} if config.training.bf16 and own is None else {}
     adapters = tree["model"] | {"lora": own or LORA_SECTION} | half
-    return _Way(True, tree | {"model": model}), _Way(False, tree | {"model": adapters})
+    return FitRow(tree=tree | {"model": model}), FitRow(whole=False, tree=tree | {"model": adapters})
 
 
 def _missing(plan: Plan) -> dict[Home, int]:
     """Bytes beyond what may be used of one rank's memory, by home. A CPU's device is its host memory."""
     machine = plan.facts.machine
     device, host = plan.peak(Home.DEVICE), plan.peak(Home.HOST)
-    if not machine.has_accelerator:
-        beyond = {Home.HOST: device + host - machine.host_bytes}
-    else:
-        beyond = {
-            Home.DEVICE: device - device_budget(machine),
-            Home.HOST: host - int(SHARE * machine.host_bytes),
-        }
+    beyond = {Home.HOST: device + host - machine.host_bytes}
+    if machine.has_accelerator:
+        beyond = {Home.DEVICE: device - device_budget(machine), Home.HOST: host - int(SHARE * machine.host_bytes)}
     return {home: size for home, size in beyond.items() if size > 0}
 
 
@@ -290,12 +273,62 @@ def _alike(row: FitRow, other: FitRow) -> bool:
 
 def changes(written: Tree, tree: Tree) -> tuple[str, ...]:
     """One line of YAML for each section that has to change; ``strategies`` as a whole, others key by key."""
-    changed_keys = {}
+    found = {}
     for section in ("model", "training"):
         old, new = written[section], tree[section]
         changed = {name: value for name, value in new.items() if name not in old or value != old[name]}
-        changed_keys[section] = changed | {name: None for name in old if name not in new}
-    found = {section: change for section, change in changed_keys.items() if change}
+        if changed := changed | {name: None for name in old if name not in new}:
+            found[section] = changed
     if tree["strategies"] != written["strategies"]:
         found["strategies"] = tree["strategies"]
     return tuple(one_line(section, value) for section, value in found.items())
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+
+def lines(rows: Sequence[FitRow]) -> list[str]:
+    """The answer, then one row per way of training; further lines to write are below their row."""
+    common = [line for line in rows[0].write if all(line in row.write for row in rows)]
+    cells = [cell for row in rows for cell in _cells(row, common)]
+    always = [f"in every row: {line}" for line in common]
+    return [*answers(rows), "", *table(HEADER, cells, {"ranks", "device", "host", "step"}), *always]
+
+
+def _cells(row: FitRow, common: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    needed = (human(row.needed[home]) if home in row.needed else UNKNOWN for home in (Home.DEVICE, Home.HOST))
+    says = "yes" if row.fits else f"no: {'refused' if row.refused else row.lacks}"
+    seconds = UNKNOWN if row.seconds is None else f"{row.seconds:.3g} s"
+    own = [line for line in row.write if line not in common]
+    first, *others = (f"({row.refused})",) if row.refused else own or ("as it is",)
+    yield (says, row.training, str(row.ranks), *needed, seconds, first)
+    for line in others:
+        yield ("", "", "", "", "", "", line)
+
+
+def answers(rows: Sequence[FitRow]) -> Iterator[str]:
+    """One line on training all weights, and one on adapters: what fits on as many ranks as there are, or what would."""
+    for whole, what in ((True, "full fine-tuning"), (False, "LoRA")):
+        some = [row for row in rows if row.whole is whole]
+        if some:
+            yield _answer(what, some)
+
+
+def _answer(what: str, rows: Sequence[FitRow]) -> str:
+    least = min(row.ranks for row in rows)
+    fitting = [row for row in rows if row.fits]
+    here = [row for row in fitting if row.ranks == least]
+    if here:
+        known = [row.seconds for row in here if row.seconds is not None]
+        fast = [row for row in here if row.seconds is None or row.seconds <= min(known) * (1 + SAME)]
+        best = fast[0]
+        seconds = "" if best.seconds is None else f", {best.seconds:.3g} s per step (simulated)"
+        return f"{what} fits: {best.training}{seconds}"
+    near = [row for row in rows if row.missing and row.ranks == least]
+    short = ""
+    if near:
+        # With fewer strategies the planner may have given up at one memory before it looked at the other.
+        best = max(near, key=lambda row: (len(row.strategies), -sum(row.missing.values())))
+        short = f"; nearest is {best.training}, {best.lacks}"
+    more = f"; on {fitting[0].ranks} ranks {fitting[0].training} fits" if fitting else ""
+    return f"{what} does not fit on {least} rank{'s' * (least > 1)}{short}{more}"

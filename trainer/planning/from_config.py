@@ -1,6 +1,5 @@
-"""Make the plan of a config: everything that ``launch/plan.py`` does. Planning imports no trainer.
-
-Refused: strategies that conflict, plans that do not fit, compiled models whose weights travel, unusable run folders.
+"""Make the plan of a config; planning imports no trainer. Refused: strategies that conflict, plans that do not fit,
+compiled models whose weights travel, unusable run folders.
 """
 
 from __future__ import annotations
@@ -40,13 +39,9 @@ def plan_of(
     tune: bool = False,
     say: Callable[[str], None] = print,
 ) -> Plan:
-    """The plan of a run.
-
-    On a single machine it uses the block times that an earlier run in the same folder measured; a run that ``resumes``
-    uses those that it started with.
-
-    Args:
-        tune: measure the matrix products of linear layers, if a strategy needs that and it has not been done yet.
+    """The plan of a run. With ``tune`` matrix products of linear layers are measured, if a strategy needs that and it
+    has not been done yet. On a single machine the block times are used that an earlier run in the same folder measured;
+    a run that ``resumes`` uses those that it started with.
 
     Raises:
         ConfigError: strategies conflict, or one cannot work with these facts; TooLargeError: memory is not enough.
@@ -71,11 +66,7 @@ def plan_of(
 
 
 def narrowed(config: RunConfig, whole: Facts, rank: int) -> Facts:
-    """The facts of the part of the model that ``rank`` has.
-
-    Raises:
-        Refusal: the model cannot be divided so.
-    """
+    """The facts of the part of the model that ``rank`` has. Raises Refusal if it cannot be divided so."""
     for strategy in in_order(config.strategies).values():
         whole = strategy.narrowed(whole, rank)
     return whole
@@ -109,22 +100,16 @@ def _located(config: RunConfig, refused: Conflict | Refusal) -> ConfigError:
         return ConfigError(config.located(f"strategies.{refused.second}", str(refused)))
     if not isinstance(refused, MemoryRefusal):
         return config.error(refused.key, refused.value, refused.cure)
-    short = refused
 
     def line() -> str:
-        return config.error(short.key, short.value, short.cure).lines[0]
+        return config.error(refused.key, refused.value, refused.cure).lines[0]
 
-    return TooLargeError(line, short.home.value, lambda: short.needed, short.budget)
+    return TooLargeError(line, refused.home.value, lambda: refused.needed, refused.budget)
 
 
 def check_options(config: RunConfig, world_size: int, *, installed: bool = True) -> None:
-    """Check what is known before data is read or the model is described: options that cannot work in such a run.
-
-    Args:
-        installed: also check the packages that are installed here; a plan may be for another machine.
-
-    Raises:
-        ConfigError: with a line for each that does not work.
+    """Raise ConfigError with a line for each option that cannot work in such a run, known before data is read or the
+    model is described; with ``installed`` also for packages here, while a plan may be for another machine.
     """
     found = list(refusals(config.strategies, facts.run_facts(config, world_size)))
     for strategy in in_order(config.strategies).values() if installed else ():
@@ -132,15 +117,11 @@ def check_options(config: RunConfig, world_size: int, *, installed: bool = True)
             strategy.check_installed()
         except Refusal as refused:
             found.append(refused)
-    if found:
-        raise ConfigError(line for refused in found for line in _located(config, refused).lines)
+    facts.refuse(config, found)
 
 
 def _refuse_compiled(config: RunConfig, plan: Plan) -> None:
-    """Raise ConfigError if the model is to be compiled and weights travel.
-
-    A compiled graph is specialised on the shapes and strides of weights, which change while a weight is off the device.
-    """
+    """Raise ConfigError if the model is compiled and weights travel: its graph relies on their shapes and strides."""
     names = (key.removeprefix("training.") for key in COMPILING)
     key = next((name for name in names if getattr(config.training, name)), None)
     travels = plan.layout is not None and not all(bucket.resident for bucket in plan.layout.buckets)
@@ -153,14 +134,9 @@ def _refuse_compiled(config: RunConfig, plan: Plan) -> None:
 
 
 def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[str], None]) -> Iterator[str]:
-    """Time a few blocks of the configured model on this machine and store the times in the run folder.
-
-    Yields:
-        Lines to print.
-
-    Raises:
-        ConfigError: no plan would use the times, the folder cannot be written, the model cannot be built, or nothing
-            could be measured.
+    """Time a few blocks of the configured model on this machine, and store the times in the run folder; yields lines to
+    print. Raises ConfigError: no plan would use the times, the folder cannot be written, the model cannot be built, or
+    nothing could be measured.
     """
     if Requirement.BLOCK_TIMES not in requirements_of(config.strategies):
         raise ConfigError("--measure: block times are for strategies.offload, which is not on")
@@ -218,25 +194,21 @@ def advice(config: RunConfig, plan: Plan) -> list[str]:
 
 
 def refuse_impossible(plan: Plan) -> None:
-    """Refuse a plan whose training state, or reserved host memory, alone is larger than the memory there is.
+    """Raise TooLargeError if the training state, or reserved host memory, alone is larger than the memory there is.
 
     Both are exact. What forward saves on the device is an estimate, so it does not refuse a run.
-
-    Raises:
-        TooLargeError: it does not fit.
     """
-    machine = plan.facts.machine
-    for home, has in ((Home.DEVICE, machine.device_bytes), (Home.HOST, machine.host_bytes)):
-        hosted = plan.hosted_bytes() if home is Home.HOST else 0  # part of the arena if there is one
-        needed = plan.states(home) + hosted if plan.addresses is None else plan.addresses.num_bytes(home)
-        if needed <= has:
-            continue
+    _refuse_larger(plan, Home.DEVICE, plan.facts.machine.device_bytes)
+    _refuse_larger(plan, Home.HOST, plan.facts.machine.host_bytes)
+
+
+def _refuse_larger(plan: Plan, home: Home, has: int) -> None:
+    hosted = plan.hosted_bytes() if home is Home.HOST else 0  # part of the arena if there is one
+    needed = plan.states(home) + hosted if plan.addresses is None else plan.addresses.num_bytes(home)
+    if needed > has:
         sent = hosted and needed - hosted <= has
         cure = "; write strategies.recompute.activation_offloading: false" if sent else ""
         who = "the training state and the tensors saved for backward need" if hosted else "the training state needs"
         what = f"{who} {human(needed)} on each rank's {home.value}, which has {human(has)}"
-        raise _too_large(f"{what}: {human(needed - has)} too much{cure}", home, needed, has)
-
-
-def _too_large(line: str, home: Home, needed: int, budget: int) -> TooLargeError:
-    return TooLargeError(lambda: line, home.value, lambda: needed, budget)
+        line = f"{what}: {human(needed - has)} too much{cure}"
+        raise TooLargeError(lambda: line, home.value, lambda: needed, has)

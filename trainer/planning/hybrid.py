@@ -26,7 +26,6 @@ from strategies.core.sizes import human
 from strategies.planner.activation_policy import by_policy
 from strategies.planner.cuts import Schedule, cut
 from strategies.planner.hybrid import keys
-from strategies.planner.hybrid.account import Chunked
 from strategies.planner.hybrid.cluster import Cluster, Wire
 from strategies.planner.hybrid.degrees import HERE, Degrees, Rule, Stowed
 from strategies.planner.hybrid.parts import Model, Models
@@ -65,7 +64,10 @@ def search(
     Raises:
         ConfigError: the model cannot be described, rates are unknown, or nothing fits: with what is missing.
     """
-    rates = _rates(machine)
+    rates = known_rates(machine).rates
+    if rates is None:
+        what = f"nothing is known of how fast {machine.name} is, and degrees are compared by seconds"
+        raise ConfigError(f"--search: {what}; give --profile, or measure this machine: {COMMAND}")
     cluster = cluster_of(rates, ranks, gigabits)
     tree = config.tree()
     run = run_facts(config, ranks.world_size)
@@ -77,16 +79,20 @@ def search(
     counted_at = time.process_time()
     facts = next(iter(known.values()))
     budgets = (strategy.budget(facts) for strategy in config.strategies.values())
+    in_chunks = config.strategies.get(keys.CHUNKS)
     options = Options(
         rules=(*HERE, *_refused(config, ranks)),
-        chunked=_chunked(config),
+        chunked=in_chunks.model_dump()["chunked"] if in_chunks is not None else None,
         device_bytes=min((size for size in budgets if size is not None), default=None),
     )
     answer = hybrid(known, cluster, sequences, options, in_stages)
     done = time.process_time()
     say(f"CPU seconds: {done - counted_at:.2f} to search, {counted_at - began:.2f} to count the model before")
     if not answer.best:
-        raise ConfigError(_nothing(machine, ranks, options.device_bytes, list(hybrid_table.nothing_fits(answer))))
+        size = human(options.device_bytes or machine.device_total_bytes or machine.host_available_bytes)
+        many = f"{ranks.world_size} rank{'s' * (ranks.world_size > 1)}"
+        line = f"--search: nothing fits on {many} of {machine.name} with {size}; nearest:"
+        raise ConfigError([line, *hybrid_table.nothing_fits(answer)])
     peak = machine.peak_flops.of(facts.run.precision.value) if machine.peak_flops else None
     flops = step_flops(facts) * sequences / facts.run.micro_batch
     scale = hybrid_table.Scale(
@@ -120,10 +126,8 @@ def more_ranks(models: Models, rates: Rates, cluster: Cluster, degrees: Degrees)
 def budget(
     config: RunConfig, ranks: Ranks, machine: Machine, gigabits: float | None, plans: Sequence[Plan], asked: Asked
 ) -> Iterator[str]:
-    """What a run with the ``plans`` of a config takes, one per stage.
-
-    Raises:
-        ConfigError: neither a rate nor a peak of the machine is known.
+    """What a run with the ``plans`` of a config takes, one per stage. ConfigError: the machine's rates and peak are
+    unknown.
     """
     shares, degrees = Shares(config, ranks, machine, lambda _: None), keys.read(config.tree(), ranks.world_size)
     whole, cost, rates = shares.whole, plan_cost(plans[0]), known_rates(machine).rates
@@ -156,11 +160,7 @@ def heading(config: RunConfig, ranks: Ranks, machine: Machine, cluster: Cluster,
 
 
 def cluster_of(rates: Rates, ranks: Ranks, gigabits: float | None) -> Cluster:
-    """The ranks and their network.
-
-    Raises:
-        ConfigError: machines are not full, or nothing is known of the network across them.
-    """
+    """The ranks and their network. ConfigError: machines are not full, or the network across them is unknown."""
     rate = rates.net_across_bytes_per_s if gigabits is None else across(gigabits)
     several = ranks.world_size > ranks.local_world_size
     if ranks.world_size % ranks.local_world_size:
@@ -176,14 +176,6 @@ def cluster_of(rates: Rates, ranks: Ranks, gigabits: float | None) -> Cluster:
     return Cluster(ranks.world_size, ranks.local_world_size, inside, outside)
 
 
-def _rates(machine: Machine) -> Rates:
-    rates = known_rates(machine).rates
-    if rates is None:
-        what = f"nothing is known of how fast {machine.name} is, and degrees are compared by seconds"
-        raise ConfigError(f"--search: {what}; give --profile, or measure this machine: {COMMAND}")
-    return rates
-
-
 def _blocks(degrees: Degrees, facts: Facts) -> list[int] | None:
     """The blocks of each stage, where they are not those that the pipeline would choose."""
     if degrees.stages == 1:
@@ -194,13 +186,6 @@ def _blocks(degrees: Degrees, facts: Facts) -> list[int] | None:
     parts = cut(facts.units, Schedule.ONE_F_ONE_B, degrees.stages).parts
     chosen = [sum(kinds[name] is UnitKind.BLOCK for name in part) for part in parts]
     return None if found == chosen else found
-
-
-def _chunked(config: RunConfig) -> Chunked:
-    """What the config says about the loss by chunks."""
-    asked = config.strategies.get(keys.CHUNKS)
-    found: Chunked = asked.model_dump()["chunked"] if asked is not None else None
-    return found
 
 
 def _refused(config: RunConfig, ranks: Ranks) -> Iterator[Rule]:
@@ -217,17 +202,9 @@ def _refused(config: RunConfig, ranks: Ranks) -> Iterator[Rule]:
                     yield keys.refused(offer, str(refusal))
 
 
-def _nothing(machine: Machine, ranks: Ranks, budget: int | None, nearest: list[str]) -> list[str]:
-    size = human(budget or machine.device_total_bytes or machine.host_available_bytes)
-    many = f"{ranks.world_size} rank{'s' * (ranks.world_size > 1)}"
-    return [f"--search: nothing fits on {many} of {machine.name} with {size}; nearest:", *nearest]
-
-
 class Shares:
-    """Counts the shares of one config's model.
-
-    Args:
-        say: told of each count before it is made.
+    """Counts the shares of one config's model; ``say`` is told of each count before. Raises ConfigError if the model
+    cannot be described.
     """
 
     def __init__(self, config: RunConfig, ranks: Ranks, machine: Machine, say: Say) -> None:
@@ -242,11 +219,7 @@ class Shares:
         return Models({(size, tensor): share}, self.in_stages([size]) if degrees.stages > 1 else None)
 
     def by_tensor(self, sequences: int) -> tuple[Known, list[str]]:
-        """Facts by micro-batch and tensor degree, and why degrees are not tried.
-
-        Raises:
-            ConfigError: the model cannot be described.
-        """
+        """Facts by micro-batch and tensor degree, and why degrees are not tried."""
         own = self.whole.run.micro_batch
         found, refused = Known({(own, 1): self.whole}), []
         sizes = [own, *(size for size in MICRO_BATCHES if sequences % size == 0 and size != own)]
@@ -261,11 +234,7 @@ class Shares:
         return found, refused
 
     def in_stages(self, sizes: Sequence[int]) -> dict[int, Facts]:
-        """Facts of a model in torch's pipeline, by micro-batch; none where it cannot be cut.
-
-        Raises:
-            ConfigError: the model cannot be described.
-        """
+        """Facts of a model in torch's pipeline, by micro-batch; none where it cannot be cut."""
         if sum(unit.kind is UnitKind.BLOCK for unit in self.whole.units) < 2:
             return {}
         return {size: self._share(keys.staged(self._tree), size) for size in sizes}

@@ -1,9 +1,8 @@
 """The plan as a picture: the simulated step over time above the device's memory, or the memory of a rank as bars.
 
-With a simulated step: four resources over a time axis; a resource is white while it is idle, and compute that is white
-waits for something. The memory curve is the arena and what forward has saved so far, during the ticks of the first
-pass. Without one (nothing is stowed, or the machine's rates are unknown): one bar per home that adds up to the
-predicted peak of a rank; ranks are alike. The red line is the budget.
+With a simulated step: resources over a time axis, white while they are idle. The memory curve is the arena and what
+forward has saved so far, during the ticks of the first pass. Without one (nothing is stowed, or the machine's rates are
+unknown): one bar per home that adds up to the predicted peak of a rank. The red line is the budget.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -36,36 +34,25 @@ COLOURS = {
     "new": (110, 160, 190),
 }
 PARTS = ((60, 100, 150), (196, 120, 40), (190, 160, 60), (150, 90, 150), (86, 140, 90), (170, 170, 170))
-Font: TypeAlias = ImageFont.FreeTypeFont | ImageFont.ImageFont
-
-
-class Limit(NamedTuple):
-    """Bytes of the device, and what they are called."""
-
-    num_bytes: int
-    name: str
+FONT = ImageFont.load_default(15)
+Limit = tuple[int, str]  # bytes of the device, and what they are called
+Pen = ImageDraw.ImageDraw
 
 
 def draw(plan: Plan, cost: StepCost | None, path: Path, *, model: str, budget: int | None = None) -> None:
-    """Write the picture to ``path``; the suffix says the format.
-
-    Args:
-        model: its name, for the title.
-        budget: bytes of the device that may be used; None: all that it has.
-
-    Raises:
-        OSError, ValueError: the file cannot be written, or its suffix is no picture's.
+    """Write the picture of a ``model`` of this name to ``path``. ``budget``: bytes of the device to be used, None:
+    all that it has. Raises OSError or ValueError: the file cannot be written, or its suffix is no picture's.
     """
     bars, rows = 2 * (BAR + MARGIN), ROW * len(_shown(cost)) + CURVE + AXIS + 3 * MARGIN
     image = Image.new("RGB", (WIDTH, TITLE + MARGIN + (bars if cost is None else rows)), "white")
-    pen, font = ImageDraw.Draw(image), ImageFont.load_default(15)
-    limit = Limit(budget, "budget") if budget is not None else Limit(plan.facts.machine.device_bytes, "device has")
+    pen = ImageDraw.Draw(image)
+    limit = (budget, "budget") if budget is not None else (plan.facts.machine.device_bytes, "device has")
     for index, line in enumerate(title(plan, cost, model)):
-        pen.text((MARGIN, 10 + 20 * index), line, INK, font)
+        pen.text((MARGIN, 10 + 20 * index), line, INK, FONT)
     if cost is None:
-        _bars(pen, font, plan, limit)
+        _bars(pen, plan, limit)
     else:
-        _step(pen, font, plan, cost, limit)
+        _step(pen, plan, cost, limit)
     image.save(path)
 
 
@@ -87,7 +74,7 @@ def axis(seconds: float) -> list[float]:
     return [step * index for index in range(int(seconds / step) + 1)]
 
 
-def _step(pen: ImageDraw.ImageDraw, font: Font, plan: Plan, cost: StepCost, limit: Limit) -> None:
+def _step(pen: Pen, plan: Plan, cost: StepCost, limit: Limit) -> None:
     """Resources, memory, and the time below both."""
     across = (WIDTH - LEFT - MARGIN) / cost.seconds
 
@@ -97,10 +84,10 @@ def _step(pen: ImageDraw.ImageDraw, font: Font, plan: Plan, cost: StepCost, limi
     floor = TITLE + ROW * len(_shown(cost)) + MARGIN + CURVE
     for time in axis(cost.seconds):
         pen.line((at(time), TITLE, at(time), floor + 5), GRID)
-        pen.text((at(time) - 10, floor + 8), f"{time:.3g} s", INK, font)
+        pen.text((at(time) - 10, floor + 8), f"{time:.3g} s", INK, FONT)
     for row, resource in enumerate(_shown(cost)):
         top = TITLE + row * ROW
-        pen.text((MARGIN, top + 14), resource.value, INK, font)
+        pen.text((MARGIN, top + 14), resource.value, INK, FONT)
         pen.rectangle((LEFT, top + 4, WIDTH - MARGIN, top + ROW - 8), outline=GRID)
         for event in cost.outcome.events:
             if event.resource is resource:
@@ -109,8 +96,8 @@ def _step(pen: ImageDraw.ImageDraw, font: Font, plan: Plan, cost: StepCost, limi
     for index, (word, colour) in enumerate(list(COLOURS.items())[:-1]):
         left = LEFT + 150 * index
         pen.rectangle((left, floor + AXIS, left + 12, floor + AXIS + 12), fill=colour)
-        pen.text((left + 18, floor + AXIS - 4), word, INK, font)
-    _memory(pen, font, plan, cost, at, floor, limit)
+        pen.text((left + 18, floor + AXIS - 4), word, INK, FONT)
+    _memory(pen, plan, cost, at, floor, limit)
 
 
 def _shown(cost: StepCost | None) -> list[Resource]:
@@ -121,27 +108,16 @@ def _shown(cost: StepCost | None) -> list[Resource]:
 def _busy(cost: StepCost) -> str:
     """The busy seconds of each resource besides compute, on one line."""
     out = cost.outcome
-    parts = [
-        f"{resource.value} {out.busy[resource]:.3g} s ({out.hidden[resource] / out.busy[resource]:.0%} hidden)"
-        for resource in Resource
-        if resource is not Resource.COMPUTE and out.busy[resource] > 0
-    ]
+    others = [each for each in Resource if each is not Resource.COMPUTE and out.busy[each] > 0]
+    parts = [f"{each.value} {out.busy[each]:.3g} s ({out.hidden[each] / out.busy[each]:.0%} hidden)" for each in others]
     return f"busy beside compute: {', '.join(parts) or 'nothing'}"
 
 
-def _memory(
-    pen: ImageDraw.ImageDraw,
-    font: Font,
-    plan: Plan,
-    cost: StepCost,
-    at: Callable[[float], float],
-    floor: int,
-    limit: Limit,
-) -> None:
+def _memory(pen: Pen, plan: Plan, cost: StepCost, at: Callable[[float], float], floor: int, limit: Limit) -> None:
     """Arena and saved tensors during the ticks of the first pass, and the line that they may not cross."""
     assert plan.addresses is not None
-    arena, peak = plan.addresses.num_bytes(Home.DEVICE), plan.peak(Home.DEVICE)
-    shown = limit.num_bytes if peak * 4 > limit.num_bytes else peak  # a far line would flatten the curve
+    arena, peak, (most, called) = plan.addresses.num_bytes(Home.DEVICE), plan.peak(Home.DEVICE), limit
+    shown = most if peak * 4 > most else peak  # a far line would flatten the curve
     scale = (CURVE - 30) / (1.08 * max(shown, peak))
 
     def level(num_bytes: int) -> float:
@@ -151,10 +127,10 @@ def _memory(
     for start, end, saved in saved_over_time(plan, cost):
         pen.rectangle((at(start), level(arena + saved), at(end), level(arena)), fill=SAVED)
     pen.line((LEFT, level(shown), WIDTH - MARGIN, level(shown)), RED, 2)
-    far = "" if shown == limit.num_bytes else f", far above the predicted peak {human(peak)}"
-    pen.text((LEFT + 4, level(shown) - 20), f"{limit.name} {human(limit.num_bytes)}{far}", RED, font)
-    pen.text((LEFT + 4, floor - 20), f"arena {human(arena)}", INK, font)
-    pen.text((MARGIN, floor - CURVE // 2), "memory", INK, font)
+    far = "" if shown == most else f", far above the predicted peak {human(peak)}"
+    pen.text((LEFT + 4, level(shown) - 20), f"{called} {human(most)}{far}", RED, FONT)
+    pen.text((LEFT + 4, floor - 20), f"arena {human(arena)}", INK, FONT)
+    pen.text((MARGIN, floor - CURVE // 2), "memory", INK, FONT)
 
 
 def parts(plan: Plan, home: Home) -> Iterator[tuple[str, int]]:
@@ -167,26 +143,25 @@ def parts(plan: Plan, home: Home) -> Iterator[tuple[str, int]]:
     yield "gradients and saved tensors, at the peak", plan.peak(home) - sum(size for _, size in standing)
 
 
-def _bars(pen: ImageDraw.ImageDraw, font: Font, plan: Plan, limit: Limit) -> None:
+def _bars(pen: Pen, plan: Plan, limit: Limit) -> None:
     """One bar per home, with its parts and the line that it may not cross."""
     for index, home in enumerate(Home):
-        has, name = limit if home is Home.DEVICE else Limit(plan.facts.machine.host_bytes, "host has")
+        has, name = limit if home is Home.DEVICE else (plan.facts.machine.host_bytes, "host has")
         peak, top = plan.peak(home), TITLE + MARGIN // 2 + index * (BAR + MARGIN)
         scale = (WIDTH - LEFT - 2 * MARGIN) / max(has, peak, 1)
-        pen.text((MARGIN, top + 14), home.value, INK, font)
-        left = float(LEFT)
-        words = LEFT
+        pen.text((MARGIN, top + 14), home.value, INK, FONT)
+        left, words = float(LEFT), LEFT
         for colour, (owner, size) in zip(PARTS, parts(plan, home), strict=False):
             pen.rectangle((left, top, left + size * scale, top + ROW - 8), fill=colour)
             left += size * scale
             if size:
                 text = f"{owner} {human(size)}"
                 pen.rectangle((words, top + ROW, words + 12, top + ROW + 12), fill=colour)
-                pen.text((words + 18, top + ROW - 4), text, INK, font)
-                words += 40 + int(font.getlength(text))
+                pen.text((words + 18, top + ROW - 4), text, INK, FONT)
+                words += 40 + int(FONT.getlength(text))
         line = LEFT + has * scale
         pen.line((line, top - 6, line, top + ROW - 2), RED, 2)
-        pen.text((LEFT, top + ROW + 16), f"peak {human(peak)}, {name} {human(has)}", RED, font)
+        pen.text((LEFT, top + ROW + 16), f"peak {human(peak)}, {name} {human(has)}", RED, FONT)
 
 
 def saved_over_time(plan: Plan, cost: StepCost) -> list[tuple[float, float, int]]:

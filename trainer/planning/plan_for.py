@@ -3,8 +3,6 @@
     plan = plan_for(model, gpu_memory="20GiB", batch=(4, 2048), max_grad_norm=1.0)
     optimizer = stow(model, plan)
 
-Backward's needs are counted in one forward on fake tensors, which leaves the model unchanged.
-
 ``max_grad_norm`` has no default, because it decides when updates may begin: a loop that clips although the plan does
 not, or the other way round, would not train as it says.
 """
@@ -77,14 +75,14 @@ def plan_for(
             tensors without values.
         Refusal: it does not fit.
     """
+    import torch.distributed as dist
+
     groups = _group_names(model, params)
     dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}
-    if dtypes - ITEM_BYTES.keys():
-        raise ValueError(
-            f"parameters of dtype {', '.join(sorted(dtypes - ITEM_BYTES.keys()))}: use float32 or bfloat16"
-        )
+    if others := sorted(dtypes - ITEM_BYTES.keys()):
+        raise ValueError(f"parameters of dtype {', '.join(others)}: use float32 or bfloat16")
     rows, tokens = _shape(batch)
-    ranks = world_size or _ranks()
+    ranks = world_size or (dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1)
     run = RunFacts(
         micro_batch=rows,
         sequence=tokens,
@@ -97,21 +95,10 @@ def plan_for(
     here = min(ranks, from_environment().local_world_size) if ranks > 1 else 1
     facts = count_live(model, batch, groups).facts(run, machine_facts(machine or probe(), here))
     options = {"gpu_memory": gpu_memory, "host_memory": host_memory, **offload}
-    strategies: dict[str, Mapping[str, Any]] = {"offload": options, "buffers": {"debug": debug}}
-    if recompute is not None:
-        strategies["recompute"] = recompute
-    if cross_entropy is not None:
-        strategies["cross_entropy"] = cross_entropy
-    if zero is not None:
-        strategies["zero"] = zero
-    return compose({name: find(name).model_validate(given) for name, given in strategies.items()}, facts)
-
-
-def _ranks() -> int:
-    """Ranks of the default process group; 1 without one."""
-    import torch.distributed as dist
-
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    strategies = {"offload": options, "buffers": {"debug": debug}, "recompute": recompute, "zero": zero}
+    strategies["cross_entropy"] = cross_entropy
+    asked = {name: find(name).model_validate(given) for name, given in strategies.items() if given is not None}
+    return compose(asked, facts)
 
 
 def _group_names(model: nn.Module, params: Groups | None) -> list[list[str]]:
@@ -152,22 +139,15 @@ def _unnamed(params: Iterable[Any]) -> list[Tensor]:
 
 
 def count_live(model: nn.Module, batch: Batch | None, groups: Sequence[Sequence[str]]) -> ModelCount:
-    """Count a live model, which is left unchanged. Every parameter is computed in its own dtype.
-
-    Args:
-        batch: keyword arguments of its forward; (rows, tokens) stands for ids, labels and, where it takes one, the
-            mask of padded rows, with which attention keeps the most. With None nothing is run.
-        groups: names of the optimizer's parameters, group by group; the others are frozen.
-
-    Raises:
-        CountingError: the forward fails on tensors without values.
+    """Count a live model, which is left unchanged. Every parameter is computed in its own dtype; those whose names are
+    not in ``groups`` are frozen. With no batch nothing is run. Raises CountingError.
     """
     from trainer.model.counting import Counter
 
     group_of = {name: index for index, names in enumerate(groups) for name in names}
     found = Counter(model) if batch is None else _counted(model, batch)
     dtype_of = {param: str(param.dtype).removeprefix("torch.") for param in model.parameters()}
-    params = list_params(model, group_of, dtype_of.__getitem__, found.outside)
+    params = list_params(model, group_of, dtype_of.__getitem__, found.outside, found.computing)
     largest = max((param.num_elements for param in params), default=0)
     return ModelCount(units=found.units(), largest_param=largest, params=params)
 
@@ -178,7 +158,7 @@ def _counted(model: nn.Module, batch: Batch) -> Counter:
     from torch.func import functional_call
     from torch.utils._pytree import tree_map_only
 
-    from trainer.model.counting import fake_tensors
+    from trainer.model.stubs import fake_tensors
     from trainer.model.temporaries import count
     from trainer.model.undisturbed import undisturbed
 
@@ -197,7 +177,9 @@ def _counted(model: nn.Module, batch: Batch) -> Counter:
 
 
 def _inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
-    """The keyword arguments of forward, with tensors on the model's device."""
+    """The keyword arguments of forward, with tensors on the model's device. (rows, tokens) stands for ids, labels and,
+    where it takes one, the mask of padded rows, with which attention keeps the most.
+    """
     import torch
 
     device = next(model.parameters()).device

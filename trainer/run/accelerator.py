@@ -19,6 +19,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import DistributedType
+from torch.nn.utils import clip_grad_norm_
 from torch.utils._pytree import tree_map_only
 
 from strategies.backends import tensor_shards
@@ -53,12 +54,9 @@ class StowAccelerator(Accelerator):
         return made if len(made) > 1 else made[0]
 
     def _prepare_stowed(self, arg: Any, kwargs: dict[str, Any]) -> Any:
-        from torch import nn
-        from torch.utils.data import DataLoader
-
-        if isinstance(arg, nn.Module):
+        if isinstance(arg, torch.nn.Module):
             return self.prepare_model(arg)
-        return super().prepare(arg, **kwargs) if isinstance(arg, DataLoader) else arg
+        return super().prepare(arg, **kwargs) if isinstance(arg, torch.utils.data.DataLoader) else arg
 
     def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None, *args: Any) -> Any:
         """As Accelerate's; copies of the model are given different rows, ranks of one copy the same."""
@@ -114,8 +112,6 @@ class StowAccelerator(Accelerator):
         if self.max_grad_norm is None or self.distributed_type is not DistributedType.DEEPSPEED:
             super().backward(loss, **kwargs)
             return
-        from torch.nn.utils import clip_grad_norm_
-
         engine = self.deepspeed_engine_wrapped.engine
         engine.set_gradient_accumulation_boundary(is_boundary=self.sync_gradients)
         engine.backward(loss, **kwargs)
@@ -135,10 +131,7 @@ class StowAccelerator(Accelerator):
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Any:
         """The norm before clipping. Gradients that the engine holds, or that were clipped in ``backward``, stay there.
-
-        Raises:
-            ValueError: with the memory engine: another norm, or parameters that have a gradient are left out, which
-                would be clipped together with the others.
+        With the engine raise ValueError for another norm, or if parameters that have a gradient are left out.
         """
         if self.stowed is not None:
             self.last_norm = self._clip_stowed(self.stowed, parameters, max_norm, norm_type)

@@ -1,19 +1,16 @@
 """What a run reports: a line and a JSON record per logging step, a sample of text, and where a rank is.
 
 Hugging Face's ``Trainer.log`` stores the record and hands it to the callbacks in turn, TensorBoard first. So our own
-numbers are put into it before, by ``Meter.add_to``, and line, file and TensorBoard show the same values.
+numbers are put into it before, by ``Meter.add_to``, and line, file and TensorBoard show the same values. Only the first
+rank writes; its peak memory stands for the others. A number that is not known is left out and never shown as 0.
 
-Tokens are counted here because ``include_num_input_tokens_seen`` gathers sizes over the ranks for every micro-batch,
-which makes the host wait for the device inside the step. One sum over the ranks per record gives the same number.
+Tokens are input positions of training batches, padding included. They are counted here because
+``include_num_input_tokens_seen`` gathers sizes over the ranks for every micro-batch, which makes the host wait for the
+device inside the step. One sum over the ranks per record gives the same number.
 
-- A token is an input position of a training batch, padding included, counted over all ranks. Seconds are training
-  seconds, without evaluation and saving.
-- MFU uses the arithmetic of the model, as torch counts it in one forward, times three for forward and backward, less
-  the gradients of frozen weights. For a Transformer in which nothing is frozen that is PaLM's 6N + 12*L*h*s per token
-  (arXiv 2204.02311, appendix B): dense attention, not halved for the causal mask, and without recomputation.
-- A number that is not known is left out of the line and never shown as 0.
-
-Only the first rank writes files and lines; its peak memory stands for the others.
+MFU uses the arithmetic of the model, as torch counts it in one forward, times three for forward and backward, less the
+gradients of frozen weights. For a Transformer in which nothing is frozen that is PaLM's 6N + 12*L*h*s per token (arXiv
+2204.02311, appendix B): dense attention, not halved for the causal mask, and without recomputation.
 """
 
 from __future__ import annotations
@@ -131,9 +128,7 @@ class StepSeen(TrainerCallback):
 
 class Watched(TrainerCallback):
     """Notes for the watchdog what the rank does. The last callback, so that what follows an event is what it says.
-
-    Args:
-        timeout_s: also for groups that libraries have made.
+    Groups that libraries have made get the timeout, too.
     """
 
     def __init__(self, watchdog: Watchdog | None, timeout_s: int) -> None:
@@ -233,7 +228,9 @@ class MetricsFile(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            rewind(self._path, state.global_step)
+            there = self._path.exists() and state.global_step > 0
+            lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines() if there else []
+            replace_file(self._path, "".join(line + "\n" for line in lines if _step_of(line) <= state.global_step))
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs:
@@ -242,14 +239,6 @@ class MetricsFile(TrainerCallback):
         line = json.dumps({key: _plain(value) for key, value in record.items()}, allow_nan=False)
         with self._path.open("a", encoding="utf-8") as file:  # closed, hence flushed, after each record
             file.write(line + "\n")
-
-
-def rewind(path: Path, step: int) -> None:
-    """Drop the records after ``step`` (all of them at step 0) and unreadable lines."""
-    if not path.exists():
-        return
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if step > 0 else []
-    replace_file(path, "".join(line + "\n" for line in lines if _step_of(line) <= step))
 
 
 def _step_of(line: str) -> float:

@@ -1,13 +1,15 @@
-"""Checkpoints on disk: which are good, which one is resumed, which are deleted, and what moves out of a new run's way.
+"""Checkpoints on disk: what one says about itself, which are good, which one is resumed, which are deleted.
 
 A kill, a full disk or a power cut leaves a folder that has the highest number and cannot be resumed; a flipped bit
-leaves one that can, with other weights. So a checkpoint is a folder with a manifest (``trainer/run/manifest.py``), and
-every byte of it is compared with that before it is resumed. ``auto`` takes the newest good one and says which newer
-ones are damaged and how; one that is named has to be good itself.
+leaves one that can, with other weights; and one of other data, another seed or batch trains on without a word. So
+``manifest.json`` (``strategies/core/sealed.py``) has the hash of every file, which is compared before a run resumes,
+and enough to compare the run that saved with that one (``resume_rules.py``). ``auto`` takes the newest good checkpoint
+and says which newer ones are damaged and how; one that is named has to be good itself.
 
 Invariant. At every moment a checkpoint that was complete is on the disk. The newest one whose weights are finite is
 never deleted. A folder ``checkpoint-N`` disappears in one step: it is renamed before it is deleted. Of a checkpoint
-that is a symbolic link nothing is deleted, not even the link.
+that is a symbolic link nothing is deleted, not even the link. A manifest has nothing from the clock or from paths that
+the config does not name: two runs that are the same have the same one at the same step.
 
 Refused: checkpoints of releases before there were manifests; starting anew because all checkpoints are damaged.
 """
@@ -18,26 +20,122 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from strategies.core import sealed
 from strategies.core.commit import EARLIER, remove, restore_earlier, sync
-from strategies.core.sealed import MANIFEST, Damaged
-from trainer.run import manifest
-from trainer.run.manifest import Manifest
+from strategies.core.sealed import MANIFEST, Damaged, digest_of
 
 if TYPE_CHECKING:
-    from trainer.config.sections import RunConfig
+    from transformers import PretrainedConfig
 
+    from trainer.config.sections import RunConfig
+    from trainer.data.prepare import Prepared
+
+KIND = "checkpoint"
+PACKAGES = ("deepstow", "torch", "transformers", "deepspeed", "accelerate", "peft")
+# Keys of a model's config that say where it came from, how it is written or what is done with it afterwards.
+_NOT_THE_MODEL = """
+    _name_or_path architectures auto_map dtype torch_dtype transformers_version use_cache _attn_implementation
+    _attn_implementation_autoset pad_token_id bos_token_id eos_token_id
+"""
 TRAINER_STATE = "trainer_state.json"
 FORMER_MARK = "complete.json"  # of releases that wrote no manifest
 FOLDER = re.compile(r"checkpoint-(\d+)")
 WRITING, DELETED = "checkpoints.writing", "checkpoints.deleted"  # what a kill leaves in them is no checkpoint
 KEY = "training.resume_from_checkpoint"
+
+
+class _Part(BaseModel):
+    """Strict and frozen: a manifest is what we wrote, or it is damaged."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class DataFacts(_Part):
+    """Which rows were trained on: ``sources`` and ``tokenizer`` are hashes of contents, whatever their paths."""
+
+    fingerprint: str
+    sources: str
+    tokenizer: str
+    rows: int | None = Field(description="None for a stream.")
+
+
+class ModelFacts(_Part):
+    """Hugging Face's config of the model, and a hash of the names and shapes of its parameters."""
+
+    config: dict[str, Any]
+    shapes: str
+
+
+class About(_Part):
+    """What is the same for all checkpoints of a run."""
+
+    config: dict[str, Any]
+    config_sha256: str
+    versions: dict[str, str]
+    world_size: int = Field(ge=1)
+    data: DataFacts
+    model: ModelFacts
+
+
+class Manifest(_Part):
+    """What a checkpoint says about itself; it is ``finite`` if no weight, no moment and no loss is NaN or infinite."""
+
+    step: int = Field(ge=0)
+    finite: bool
+    run: About
+
+
+def about(
+    config: RunConfig, prepared: Prepared, hf_config: PretrainedConfig, shapes: Mapping[str, Iterable[int]], ranks: int
+) -> About:
+    """What the checkpoints of a run have to say. ``hf_config`` is as it was loaded; the run may change its copy."""
+    tree = _plain(json.dumps(config.tree()))
+    rows = len(prepared.train) if hasattr(prepared.train, "__len__") else None
+    return About(
+        config=tree,
+        config_sha256=digest_of(tree),
+        versions=versions(),
+        world_size=ranks,
+        data=DataFacts(
+            fingerprint=prepared.fingerprint, sources=prepared.sources, tokenizer=prepared.tokenizer, rows=rows
+        ),
+        model=ModelFacts(config=plain_config(hf_config), shapes=digest_of_shapes(shapes)),
+    )
+
+
+def plain_config(hf_config: PretrainedConfig) -> dict[str, Any]:
+    """A model's config as JSON, without what does not decide what is computed."""
+    tree = _plain(hf_config.to_json_string(use_diff=False))
+    return {key: value for key, value in tree.items() if key not in _NOT_THE_MODEL.split()}
+
+
+def _plain(text: str) -> dict[str, Any]:
+    """A tree as JSON reads it, with text for infinity, which some configs have and JSON has not."""
+    tree: dict[str, Any] = json.loads(text, parse_constant=str)
+    return tree
+
+
+def digest_of_shapes(shapes: Mapping[str, Iterable[int]]) -> str:
+    """A hash of names and shapes, whatever their order."""
+    return digest_of({name: list(shape) for name, shape in shapes.items()})
+
+
+def versions() -> dict[str, str]:
+    """Names and versions of the packages that decide bits."""
+    found = dict.fromkeys(PACKAGES, "not installed")
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,24 +166,27 @@ def complete(output_dir: Path) -> list[Found]:
     found = []
     for path in folders(output_dir):
         with suppress(Damaged):
-            found.append(Found(path, _manifest(path)[1]))
+            found.append(Found(path, read(path)[1]))
     return found
 
 
-def _manifest(path: Path) -> tuple[sealed.Sealed, Manifest]:
-    found = manifest.read(path)
-    if FOLDER.fullmatch(path.name) and step_of(path) != found[1].step:
-        raise Damaged(f"its manifest is of step {found[1].step}")
-    return found
+def read(path: Path) -> tuple[sealed.Sealed, Manifest]:
+    """The manifest of a checkpoint; its files are not looked at. Raise Damaged if it has none."""
+    found = sealed.read(path, KIND)
+    try:
+        about = Manifest.model_validate(dict(found.about))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise Damaged(f"{MANIFEST} is of another release: {where}: {first['msg'].lower()}") from None
+    if FOLDER.fullmatch(path.name) and step_of(path) != about.step:
+        raise Damaged(f"its manifest is of step {about.step}")
+    return found, about
 
 
 def verified(path: Path) -> Found:
-    """The checkpoint in ``path``, compared with its manifest byte by byte.
-
-    Raises:
-        Damaged: with one line for all that is wrong.
-    """
-    seal, about = _manifest(path)
+    """The checkpoint in ``path``. Raise Damaged, in one line, if a byte of it is not what its manifest says."""
+    seal, about = read(path)
     lines = damage(path, seal, about)
     if lines:
         more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
@@ -110,10 +211,7 @@ def damage(path: Path, seal: sealed.Sealed, about: Manifest) -> list[str]:
 
 def prune(output_dir: Path, keep: int, written: int, best: Path | None) -> list[str]:
     """Delete checkpoints, by the one of step ``written``: not the ``keep`` newest up to it, not the best, and not the
-    newest finite one. Returns a line for each that is a symbolic link, of which nothing is deleted.
-
-    Raises:
-        OSError: one cannot be deleted.
+    newest finite one. Returns a line for each that is a symbolic link, of which nothing is deleted. May raise OSError.
     """
     past = [each for each in complete(output_dir) if each.step <= written]
     finite = [each for each in past if each.manifest.finite]
@@ -132,11 +230,7 @@ def prune(output_dir: Path, keep: int, written: int, best: Path | None) -> list[
 
 
 def clear(output_dir: Path) -> None:
-    """Put away what a kill has left: drafts, half-deleted checkpoints, and an earlier one under another name.
-
-    Raises:
-        OSError: something cannot be deleted or renamed.
-    """
+    """Put away what a kill has left: drafts, half-deleted checkpoints, earlier ones. May raise OSError."""
     remove(output_dir / WRITING)
     with suppress(OSError):  # what cannot be deleted now is in nobody's way
         remove(output_dir / DELETED)
@@ -149,10 +243,7 @@ def move_aside(things: Iterable[Path], output_dir: Path, *, overwrite: bool) -> 
     """Move what exists of ``things`` into a new ``earlier-N``, which is returned; delete it with ``overwrite``.
 
     Each is renamed in one step, so after a kill it is in one of both places, whole. Of a symbolic link the link moves,
-    and nothing is deleted through it.
-
-    Raises:
-        OSError: something cannot be renamed or deleted.
+    and nothing is deleted through it. May raise OSError.
     """
     there = [path for path in things if os.path.lexists(path)]
     if not there:
@@ -176,12 +267,8 @@ def move_aside(things: Iterable[Path], output_dir: Path, *, overwrite: bool) -> 
 
 
 def to_resume(config: RunConfig) -> tuple[Found | None, list[str]]:
-    """The checkpoint that ``training.resume_from_checkpoint`` stands for, compared with its manifest, and what to say.
-
-    None starts from the beginning.
-
-    Raises:
-        ConfigError: a checkpoint is required and there is none, the named one is not good, or none of several is.
+    """The checkpoint that ``training.resume_from_checkpoint`` stands for, compared with its manifest, and what to say;
+    None starts from the beginning. Raise ConfigError if one is required and none is good.
     """
     output_dir, wanted = Path(config.training.output_dir), config.training.resume_from_checkpoint
     if wanted is None or wanted is False:

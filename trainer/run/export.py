@@ -1,21 +1,17 @@
 """Export the trained model in Hugging Face's format, and check that the export is the trained model.
 
-``save_pretrained`` writes safetensors and the tokenizer into a draft folder. The draft is opened with
-``from_pretrained``, as a user would, and compared: all names and shapes, all values bit for bit, and the logits of a
-probe. Only then it replaces ``<output_dir>/export``, sealed with the step and the hash of every file.
-
-Weights that ranks divide are gathered to the first rank. Adapters (LoRA) are exported as adapters if their base can be
-loaded by name; on a base with random weights they are merged into it.
+``save_pretrained`` writes into a draft folder, which is opened with ``from_pretrained``, as a user would, and compared:
+all names and shapes, all values bit for bit, and the logits of a probe. Only then it replaces ``<output_dir>/export``,
+sealed with the step and the hash of every file. Adapters (LoRA) are exported as adapters if their base can be loaded by
+name; on a base with random weights they are merged into it.
 
 Invariant. A tied weight is in the file once, under every strategy. The config has the model's own ``use_cache`` and
 not the one that training sets. Python files that came with the model are in the folder; the check runs them only if
 ``model.trust_remote_code`` allowed that for the run. The live model is not changed, unless adapters are merged.
 
-Nothing that a run has finished is replaced. A restart script starts a run until it ends well, and once more after that:
-a run that is resumed at its last step, with a whole export of that step, ends at once. An export that is missing or
-damaged alone is made again, without a step of training; what was there moves to ``earlier-N``.
-
-Refused: an export that does not reload as the same model; weights that are not finite.
+Nothing that a run has finished is replaced. A restart script starts a run once more after it has ended: resumed at its
+last step, with a whole export of that step, it ends at once. If only the export is missing or damaged it is made again,
+without a step of training; what was there moves to ``earlier-N``.
 """
 
 from __future__ import annotations
@@ -74,21 +70,17 @@ def export(
     card: ModelCard | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> Receipt | None:
-    """Write the model to ``folder`` and check it; a collective. Only the first rank gets a receipt.
+    """Write the model to ``folder`` and check it; a collective. Only the first rank gets a receipt. Raise ExportError
+    if a weight is not finite, or a name, a shape, a value or a logit differs after reloading.
 
     Args:
         merge: merge adapters into the weights; for a base that cannot be loaded by name.
         trust_remote_code: run Python code that came with the model when it is reloaded.
         card: written as README.md.
-        about: what the manifest says; written last, with size and hash of every file.
-
-    Raises:
-        ExportError: a weight is not finite; a name, a shape, a value or a logit differs after reloading.
+        about: what the manifest says.
     """
-    model: Any = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
+    model: Any = trainer.accelerator.unwrap_model(trainer.whole, keep_torch_compile=False)
     probe, logits = probe_logits(trainer)
-    if trainer.pipeline is not None:
-        model = trainer.whole
     expected = shapes(model)
     gathered = {name.replace("_orig_mod.", ""): tensor for name, tensor in trainer.whole_state().items()}  # compiled
     state, has_adapters = tied_again(model, gathered), hasattr(model, "peft_config")
@@ -145,10 +137,7 @@ def refuse_not_finite(model: torch.nn.Module, state: Mapping[str, torch.Tensor])
 
 @contextmanager
 def config_as_it_came(model: Any) -> Iterator[None]:
-    """Inside, the model has a copy of its config, with its own ``use_cache``; ``save_pretrained`` changes the copy.
-
-    An export of adapters has no config of the model.
-    """
+    """Inside, the model has a copy of its config, with its own ``use_cache``; ``save_pretrained`` changes the copy."""
     if hasattr(model, "peft_config"):
         yield
         return
@@ -205,10 +194,8 @@ def check(
 ) -> Receipt:
     """Load the model from ``folder`` as a user would and compare it; ExportError names the first differences.
 
-    Tied weights are stored once, and the model has both names after loading, so names are compared on the model.
-
-    Args:
-        expected: shapes by name; if empty, names are not compared.
+    Tied weights are stored once, and the model has both names after loading, so names are compared on the model:
+    those that are ``expected``, with their shapes, if any are.
     """
     model, wrong = reload(folder, trust_remote_code=trust_remote_code)
     wrong += _different_names(expected, shapes(model)) if expected else []

@@ -2,14 +2,12 @@
 
 Two runs in one folder both succeed: their metrics are mixed, and each deletes the other's checkpoints and replaces its
 export. So the first rank holds a lock of the kernel on the file ``run.lock``, which ends with the process however that
-ends. What is in the file (pid, host and start of the process) is for people, and for the case that the kernel knows
-nothing of the other process, because it runs on another host of a network file system. The holder touches the file
-every few seconds: a lock of another host, or of a container that had another name, is in use if it is touched.
+ends. What is in the file is for people, and for the case that the other process runs on another host of a network file
+system, of which the kernel knows nothing. The holder touches the file every few seconds: a lock of another host, or of
+a container that had another name, is in use if it is touched within ``WATCHED_S``, and is taken over otherwise.
 
-Invariant. Of two starters exactly one gets the lock; the other one is refused before any data is read. A lock whose
-process has ended on this host is taken over, and so is one of another host that nobody touches for ``WATCHED_S``.
-
-Refused: a folder in which no file can be made. A symbolic link is not followed.
+Invariant. Of two starters exactly one gets the lock; the other one is refused before any data is read. A symbolic link
+in the place of the file is not followed.
 """
 
 from __future__ import annotations
@@ -57,15 +55,12 @@ class Holder:
 
 @contextmanager
 def held(config: RunConfig) -> Iterator[None]:
-    """Inside, this process alone runs in the config's folder.
-
-    Raises:
-        ConfigError: another run holds it, or the folder cannot be written.
-    """
+    """Inside, this process alone runs in the config's folder. Raise ConfigError if that cannot be."""
     folder = Path(config.training.output_dir)
     path = folder / NAME
     try:
-        made = _make(folder)
+        made = [each for each in (folder.absolute(), *folder.absolute().parents) if not each.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
         handle = _take(config, path)
     except OSError as error:
         what = f"cannot be written ({error.strerror}); name another folder"
@@ -100,13 +95,6 @@ def _is_touched(handle: int) -> bool:
         if os.fstat(handle).st_mtime_ns != before:
             return True
     return False
-
-
-def _make(folder: Path) -> list[Path]:
-    """Make the folder; returns those that were not there, the innermost first."""
-    missing = [path for path in (folder.absolute(), *folder.absolute().parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    return missing
 
 
 def _take(config: RunConfig, path: Path) -> int:

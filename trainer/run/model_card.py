@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.run.callbacks import perplexity
-from trainer.run.manifest import versions
+from trainer.run.checkpoint import versions
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard

@@ -13,6 +13,7 @@ then gradients in the order of backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -38,9 +39,6 @@ class StopNonFinite(TrainerCallback):
     """Checks the gradient norm before each update; not with the memory engine, which skips such steps itself.
 
     On an accelerator this waits for the device once per step, as Hugging Face's own filter of losses does.
-
-    Args:
-        ended: the error of a run that ends at a step, and why.
     """
 
     def __init__(self, trainer: PipelineTrainer, ended: Callable[[int, str], NonFinite]) -> None:
@@ -69,10 +67,8 @@ def _is_searching_scale(trainer: PipelineTrainer) -> bool:
 def first_not_finite(trainer: PipelineTrainer, gradient: str | None) -> str:
     """What was not finite first, in words; to be called on every rank, since a forward may be a collective.
 
-    Of a pipeline all stages look, and the first in the order of computing counts; in backward that is the last one.
-
-    Args:
-        gradient: the name of the parameter, if the engine knows it.
+    The engine knows the name of a parameter whose ``gradient`` was not. Of a pipeline all stages look, and the first in
+    the order of computing counts; in backward that is the last one.
     """
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
     gradients = iter([] if gradient is None else [f"the gradient of {gradient}"])
@@ -104,13 +100,10 @@ def _bad_outputs(model: nn.Module, forward: Callable[[], object]) -> Iterator[st
         if any(_is_bad(tensor) for tensor in tensors_in(output)) and not any(map(_is_bad, tensors_in(inputs))):
             found.append(f"the output of {name}" if name else "the loss")
 
-    handles = [module.register_forward_hook(partial(look, name)) for name, module in model.named_modules()]
-    try:
-        with torch.no_grad(), torch.random.fork_rng():
-            forward()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with torch.no_grad(), torch.random.fork_rng(), ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_hook(partial(look, name)))
+        forward()
     yield from found
 
 
@@ -123,15 +116,12 @@ def _bad_gradients(model: nn.Module, backward: Callable[[], object]) -> Iterator
             found.append(f"the gradient of {name}")
 
     model.zero_grad()
-    trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    handles = [param.register_post_accumulate_grad_hook(partial(look, name)) for name, param in trained]
-    try:
-        with torch.random.fork_rng():
-            backward()
-    finally:
-        for handle in handles:
-            handle.remove()
-        model.zero_grad()
+    with torch.random.fork_rng(), ExitStack() as hooks:
+        for name, param in model.named_parameters():
+            if param.requires_grad:
+                hooks.enter_context(param.register_post_accumulate_grad_hook(partial(look, name)))
+        backward()
+    model.zero_grad()
     yield from found
 
 

@@ -46,9 +46,8 @@ from trainer.model.shrink import VOCAB, shrink_model
 from trainer.planning import facts
 from trainer.planning.fit import explained
 from trainer.planning.from_config import advice, plans_of, refuse_impossible
-from trainer.run import manifest, resuming
+from trainer.run import checkpoint, resuming
 from trainer.run.callbacks import Meter, MetricsFile, ProgressLine, SampleText, StepSeen
-from trainer.run.manifest import About
 from trainer.run.plan_check import PlanCheck
 from trainer.run.resuming import Resumed
 from trainer.run.stage_trial import form_of_stages
@@ -133,12 +132,8 @@ def refuse_under_zero(config: RunConfig, stage: int | None) -> None:
 def read_data(
     config: RunConfig, folder: Path, resumed: Resumed | None = None, ranks: Ranks | None = None, *, quiet: bool
 ) -> tuple[PreTrainedTokenizerBase, Prepared]:
-    """The tokenizer and the tokenised data, made now or found in ``folder``.
-
-    Raises:
-        DataError: the data cannot be trained on.
-        ConfigError: the tokenizer cannot be loaded, or has more tokens than the model's vocabulary; or the run resumes
-            one with other contents.
+    """The tokenizer and the tokenised data, made now or found in ``folder``. Raise DataError if the data cannot be
+    trained on, and ConfigError if the tokenizer cannot be used, or the run resumes one with other contents.
     """
     section = config.model
     build.refuse_missing_folder(section)
@@ -306,26 +301,18 @@ def make_trainer(run: Run, together: Agreement | None = None) -> Trainer:
     return trainer
 
 
-def about(run: Run, model: PreTrainedModel) -> About:
-    """What every checkpoint of the run says about it.
-
-    Raises:
-        ConfigError: the run resumes one of a model with other parameters.
-    """
+def about(run: Run, model: PreTrainedModel) -> checkpoint.About:
+    """What every checkpoint of the run says about it. Raise ConfigError if it resumes one with other parameters."""
     named = (run.stage.whole if run.stage else model).named_parameters()
     shapes = {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in named}
     if run.resumed is not None:
         run.resumed.compare_shapes(shapes)
     hf_config = build.load_config(run.config.model, facts.vocab_size_of(run.config))
-    return manifest.about(run.config, run.prepared, hf_config, shapes, run.ranks.world_size)
+    return checkpoint.about(run.config, run.prepared, hf_config, shapes, run.ranks.world_size)
 
 
 def check_packing(config: RunConfig) -> None:
-    """Try packing on a small copy of the architecture.
-
-    Raises:
-        ConfigError: documents in one row see each other, or the model takes no positions.
-    """
+    """Raise ConfigError if documents in one row see each other in a small copy of the model, or it cannot pack."""
     if not config.data.packing:
         return
     small = shrink_model(build.load_config(config.model, VOCAB))

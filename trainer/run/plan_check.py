@@ -2,11 +2,9 @@
 
 After two steps every buffer exists and every kernel has had its workspace. Three counts of bytes can be measured
 exactly: the arenas of the memory engine, what autograd saves in one forward, and what crosses the link in one step.
-Saved bytes are predicted for micro-batches of full length; shorter ones save less, on the device and over the link. The
-plan has what a micro-batch with a mask saves. One without (full rows of one document each) saves less in attention and
-is compared with a count of its own, in units that keep everything. The peak of the process includes libraries, for
-which the prediction has a round number. Where the plan has a simulated step, seconds are compared, too: of forward and
-backward, and of the whole step.
+Saved bytes are predicted for micro-batches of full length with a mask. Shorter ones save less, on the device and over
+the link; one without a mask (full rows of one document each) saves less in attention, and is compared with a count of
+its own, in units that keep everything. For the libraries in the process's peak the prediction has a round number.
 
 Torch's hooks count what is saved in the first micro-batch of step 1. Blocks that ``strategies.recompute`` has changed
 report what they keep. Hugging Face's checkpointing, whose hooks are inside ours, is not counted, nor is ZeRO stage 3,
@@ -65,11 +63,9 @@ class Comparison:
 
     def cells(self) -> tuple[str, ...]:
         """The row as text."""
-        predicted, measured = (
-            human(int(number)) if self.unit == "bytes" else f"{number:.3g} s"
-            for number in (self.predicted, self.measured)
-        )
-        return (self.owner, predicted, measured, f"{100 * self.error:+.1f} %")
+        numbers = (self.predicted, self.measured)
+        shown = (human(int(number)) if self.unit == "bytes" else f"{number:.3g} s" for number in numbers)
+        return (self.owner, *shown, f"{100 * self.error:+.1f} %")
 
 
 @contextmanager
@@ -103,27 +99,27 @@ def count_saved(model: nn.Module) -> Iterator[dict[int, int]]:
 
 
 class TimedSteps:
-    """Seconds of forward and backward of steps ``FIRST`` to ``LAST``, as blocks are timed, and of these steps, whole.
+    """Seconds of forward and backward of ``steps``, as blocks are timed, and of these steps, whole.
 
     The median counts: while memory is touched for the first time and kernels choose their ways, a step takes up to a
     third longer. A shorter run is timed until its end. On an accelerator each border of a timed step waits for it.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+    def __init__(self, plan: Plan, steps: range) -> None:
+        self._plan, self._steps = plan, steps
         self._clock: UnitClock | None = None
         self._began_s = 0.0
         self._seconds: dict[int, float] = {}
         self._units: list[UnitTimes] = []
 
     def begin(self, step: int) -> None:
-        if FIRST <= step <= LAST:
+        if step in self._steps:
             self._clock, self._began_s = None, self._now()
 
     @contextmanager
     def forward(self, model: nn.Module, step: int) -> Iterator[None]:
         """Around each forward of ``step``; blocks are timed in its first micro-batch."""
-        if not FIRST <= step <= LAST or self._clock is not None or not (blocks := find_blocks(model)):
+        if step not in self._steps or self._clock is not None or not (blocks := find_blocks(model)):
             yield
             return
         self._clock = UnitClock(blocks, next(model.parameters()).device)
@@ -131,12 +127,10 @@ class TimedSteps:
             yield
 
     def end(self, step: int) -> None:
-        if not FIRST <= step <= LAST or step in self._seconds:
-            return
-        self._seconds[step] = self._now() - self._began_s
-        found = self._clock.seconds() if self._clock is not None else None
-        if found is not None:
-            self._units.append(found)
+        if step in self._steps and step not in self._seconds:
+            self._seconds[step] = self._now() - self._began_s
+            if self._clock is not None and (found := self._clock.seconds()) is not None:
+                self._units.append(found)
 
     @property
     def name(self) -> str:
@@ -173,18 +167,13 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        folder: Path,
-        *,
-        recomputes: bool,
-        without_mask: Callable[[], Mapping[str, int]] = dict,
+        self, plan: Plan, folder: Path, *, recomputes: bool, without_mask: Callable[[], Mapping[str, int]] = dict
     ) -> None:
         self._plan, self._folder, self._without_mask = plan, folder, without_mask
         self._countable = not recomputes and deepspeed.stage(plan) != 3
         self._storages: dict[int, int] = {}
         self._masked = True
-        self._timed = TimedSteps(plan) if plan.layout else None
+        self._timed = TimedSteps(plan, range(FIRST, LAST + 1) if plan.layout else range(0))
         self._began: tuple[int, int] | None = None  # bytes up and down when step 2 began
         self._rows: list[Comparison] = []
         self._model: nn.Module | None = None
@@ -195,15 +184,11 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
         if not model.training:
             yield
         elif step == COUNTED - 1 and self._countable and not self._storages:
-            see = model.register_forward_pre_hook(self._look, with_kwargs=True)
-            with count_saved(model) as self._storages:
-                yield
-            see.remove()
-        elif self._timed is not None:
-            with self._timed.forward(model, step + 1):
+            with model.register_forward_pre_hook(self._look, with_kwargs=True), count_saved(model) as self._storages:
                 yield
         else:
-            yield
+            with self._timed.forward(model, step + 1):
+                yield
 
     def _look(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
@@ -214,12 +199,10 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
         if state.global_step == STEP - 1:
             self._model = kwargs["model"]
             self._began = self._traffic()
-        if self._timed is not None:
-            self._timed.begin(state.global_step + 1)
+        self._timed.begin(state.global_step + 1)
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        if self._timed is not None:
-            self._timed.end(state.global_step)
+        self._timed.end(state.global_step)
         if not state.is_world_process_zero:
             return
         if state.global_step == STEP:
@@ -243,10 +226,10 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
         replace_file(file, json.dumps(written, indent=1))
 
     def _compare_seconds(self) -> None:
-        if self._timed is None or not self._timed.name:
+        if not self._timed.name:
             return
         timings = self._timed.unit_times()
-        if rows := list(self._seconds(self._timed, timings)):
+        if rows := list(self._seconds(timings)):
             self._say(self._timed.name, rows)
         if timings is not None:
             block_timing.store(self._folder, self._plan.facts, timings)
@@ -261,8 +244,7 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
             keeps = {unit: plan.saved_bytes(unit.name) for unit in plan.facts.units}
             other = {} if self._masked else self._without_mask()
             saved = (other.get(unit.name, size) if size == unit.saved_bytes else size for unit, size in keeps.items())
-            predicted = sum(saved)
-            yield Comparison("saved for backward", predicted, sum(self._storages.values()))
+            yield Comparison("saved for backward", sum(saved), sum(self._storages.values()))
         on_device = device_peak_bytes()
         host = plan.peak(Home.HOST)
         if on_device is not None:
@@ -278,7 +260,7 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
             yield Comparison("link up, step 2", up, now_up - self._began[0])
             yield Comparison("link down, step 2", down, now_down - self._began[1])
 
-    def _seconds(self, timed: TimedSteps, timings: UnitTimes | None) -> Iterator[Comparison]:
+    def _seconds(self, timings: UnitTimes | None) -> Iterator[Comparison]:
         plan = self._plan
         cost = plan_cost(plan)
         if cost is None:
@@ -289,7 +271,7 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
             found = passes * sum(map(sum, unit_seconds(facts, plan.facts.machine.rates)))
             yield Comparison("forward and backward", cost.compute_seconds, found, "seconds")
         if plan.facts.run.stages == 1:  # else the simulated one does not wait for other stages
-            yield Comparison("a step", cost.seconds, timed.step_seconds, "seconds")
+            yield Comparison("a step", cost.seconds, self._timed.step_seconds, "seconds")
 
     def _traffic(self) -> tuple[int, int]:
         """Bytes that have crossed the link so far, up and down."""

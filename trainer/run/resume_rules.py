@@ -103,9 +103,9 @@ class Line(NamedTuple):
 class Changes(NamedTuple):
     """All differences that matter: keys that are honoured or allowed, what to log of them, and what is refused."""
 
-    keys: frozenset[str]
-    said: tuple[str, ...]
-    refused: tuple[Line, ...]
+    keys: set[str]
+    said: list[str]
+    refused: list[Line]
 
 
 def compare(saved: Mapping[str, Any], now: Mapping[str, Any], ranks: tuple[int, int], name: str) -> Changes:
@@ -114,7 +114,7 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, Any], ranks: tuple[int, 
     found = [(key, rule_of(key), old, new) for key, old, new in differences(saved, now)]
     if ranks[0] != ranks[1]:
         found.append(("ranks", "ranks", *ranks))
-    keys, said, refused = set(), [], []
+    keys, said, refused = changes = Changes(set(), [], [])
     for key, rule, old, new in found:
         schedule = now.get("training", {}).get("lr_scheduler_type")
         rule = NEVER if key in _FOLLOWED and schedule in FOLLOWS_LOSS else rule
@@ -129,39 +129,36 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, Any], ranks: tuple[int, 
             back = "start that many" if key == "ranks" else "write that"
             what = f"{name} was saved with {_shown(old)}, and the result would be another run's; {back}, or allow it"
             refused.append(Line(key, new, f"{what} with training.allow_change: [{rule}]"))
-    return Changes(frozenset(keys), tuple(said), tuple(refused))
+    return changes
 
 
 def compare_contents(
     saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequence[str], changed: Collection[str], name: str
 ) -> Changes:
-    """Compare what is known after data, tokenizer and model config were opened, and before anything is made of them.
+    """Compare what is known after data, tokenizer and model config were opened, and before anything is made of them:
+    ``sources`` and ``tokenizer`` (hashes), ``fingerprint`` of the rows, ``config`` of the model.
 
     Args:
-        saved, now: ``sources`` and ``tokenizer`` (hashes), ``fingerprint`` of the rows, ``config`` of the model.
         allowed: ``training.allow_change``.
         changed: keys of the config that differ and may.
     """
-    keys, said, refused = set(), [], []
-    expected = any(key.startswith("data.") or key == "training.seed" for key in changed)
-    other_rows = saved["fingerprint"] != now["fingerprint"] and not expected
-    if saved["tokenizer"] != now["tokenizer"]:
-        what = (
-            f"it is not the one that {name} was saved with, and the model has learned that one's tokens; use that one"
-        )
-        refused.append(Line("model.tokenizer", None, what))
-    elif saved["sources"] != now["sources"] or other_rows:
-        if "data" in allowed:
-            keys.add("data.path")
-            said.append("other rows of data.path than the checkpoint's")
-        else:
-            what = f"the rows made of it are not those that {name} was trained on; bring those back, or allow it with"
-            refused.append(Line("data.path", None, f"{what} training.allow_change: [data]"))
     # Releases of Transformers add keys, so only what both have is compared.
     both = saved["config"].keys() & now["config"].keys()
     trees = [{"model": {"config": {key: tree["config"][key] for key in both}}} for tree in (saved, now)]
-    rest = compare(trees[0], {**trees[1], "training": {"allow_change": list(allowed)}}, (1, 1), name)
-    return Changes(rest.keys | keys, (*said, *rest.said), (*refused, *rest.refused))
+    changes = compare(trees[0], {**trees[1], "training": {"allow_change": list(allowed)}}, (1, 1), name)
+    expected = any(key.startswith("data.") or key == "training.seed" for key in changed)
+    other_rows = saved["fingerprint"] != now["fingerprint"] and not expected
+    if saved["tokenizer"] != now["tokenizer"]:
+        what = f"it is not the one that {name} was saved with, and the model has learned that one's tokens; use that"
+        changes.refused.append(Line("model.tokenizer", None, what))
+    elif saved["sources"] != now["sources"] or other_rows:
+        if "data" in allowed:
+            changes.keys.add("data.path")
+            changes.said.append("other rows of data.path than the checkpoint's")
+        else:
+            what = f"the rows made of it are not those that {name} was trained on; bring those back, or allow it with"
+            changes.refused.append(Line("data.path", None, f"{what} training.allow_change: [data]"))
+    return changes
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

@@ -1,15 +1,13 @@
 """Which checkpoint a run goes on from, decided by one rank for all; what it takes over, and what not.
 
-Every rank would hash the same files, and two that do not see the same folder would go on from different steps. So the
-first rank (with ``training.save_on_each_node`` the first of each machine) puts away what a kill has left, compares the
-checkpoint with its manifest and tells the others. Then every rank compares the manifest with its config, by the table
-in ``trainer/run/resume_rules.py``: first the config alone, before any data is read; then what was opened.
+The first rank (with ``training.save_on_each_node`` the first of each machine) puts away what a kill has left, compares
+the checkpoint with its manifest and tells the others: two ranks that do not see the same folder would go on from
+different steps. Then every rank compares the manifest with its config, by the table in ``resume_rules.py``: first the
+config alone, before any data is read; then what was opened. A refusal names each key with its file and line.
 
 Hugging Face restores its whole state: how often is logged, evaluated and saved, and the path of the best checkpoint.
 Here intervals are those of the config. What was best so far stays the bar if the run goes on in its own folder with the
 same metric; the best checkpoint is the one of that name there, wherever the folder was when it was saved.
-
-Invariant. All ranks go on from the same checkpoint, or none does. A refusal names each key with its file and line.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from transformers import TrainerCallback, TrainerState
 from strategies.core.protocol import Axis
 from trainer.dist.agreement import agreement
 from trainer.errors import ConfigError, write_line
-from trainer.run import checkpoint, manifest, resume_rules
+from trainer.run import checkpoint, resume_rules
 from trainer.run.checkpoint import Found
 
 if TYPE_CHECKING:
@@ -52,27 +50,18 @@ class Resumed:
         return self.found.path
 
     def compare_contents(self, config: RunConfig, contents: Mapping[str, str], hf_config: PretrainedConfig) -> None:
-        """Compare what data, tokenizer and model are, once they are opened.
-
-        Args:
-            contents: ``sources``, ``tokenizer`` and ``fingerprint`` of the data.
-
-        Raises:
-            ConfigError: something differs that may not.
+        """Raise ConfigError if data, tokenizer or model differ and may not, once they are opened. ``contents`` of the
+        data: ``sources``, ``tokenizer`` and ``fingerprint``.
         """
         run = self.found.manifest.run
         saved = {**run.data.model_dump(include=set(contents)), "config": run.model.config}
-        now = {**contents, "config": manifest.plain_config(hf_config)}
+        now = {**contents, "config": checkpoint.plain_config(hf_config)}
         allowed = config.training.allow_change
         self._take(config, resume_rules.compare_contents(saved, now, allowed, self.changed, str(self.path)))
 
     def compare_shapes(self, shapes: Mapping[str, Any]) -> None:
-        """Compare the names and shapes of all parameters, once the model is built.
-
-        Raises:
-            ConfigError: they differ.
-        """
-        if manifest.digest_of_shapes(shapes) != self.found.manifest.run.model.shapes:
+        """Raise ConfigError if the model, once it is built, has parameters of other names or shapes."""
+        if checkpoint.digest_of_shapes(shapes) != self.found.manifest.run.model.shapes:
             raise ConfigError(
                 f"model: its parameters have other names or shapes than those in {self.path}; train the same model, or "
                 f"start anew in another training.output_dir"
@@ -89,13 +78,8 @@ class Resumed:
 
 
 def decide(config: RunConfig, ranks: Ranks, say: Callable[[str], None]) -> Resumed | None:
-    """The checkpoint to go on from; None starts from the beginning. A collective.
-
-    Args:
-        say: gets a line for each checkpoint that is damaged.
-
-    Raises:
-        ConfigError: there is none that could be resumed with this config.
+    """The checkpoint to go on from; None starts from the beginning. A collective. Raise ConfigError if there is none
+    that could be resumed with this config; ``say`` gets a line for each that is damaged.
     """
     with agreement(ranks, DAY_S) as together:
         results = together.by_some(_looks(config, ranks), lambda: _look(config))
@@ -137,7 +121,7 @@ def _copies(tree: Mapping[str, Any], world_size: int) -> int:
 
 
 def _versions(found: Found) -> list[str]:
-    then, now = found.manifest.run.versions, manifest.versions()
+    then, now = found.manifest.run.versions, checkpoint.versions()
     other = [f"{name} {now[name]} (was {then[name]})" for name in now if name in then and then[name] != now[name]]
     return [f"resumed with other versions than the checkpoint's: {', '.join(other)}"] if other else []
 
@@ -166,8 +150,7 @@ def set_aside(config: RunConfig, ranks: Ranks, resumed: Resumed | None) -> str:
 class TakenOver(TrainerCallback):
     """Mends the state of Hugging Face's that came with a checkpoint, when training begins.
 
-    Args:
-        other: why what was best so far is not this run's; empty if it is.
+    ``other`` says why what was best so far is not this run's; empty if it is.
     """
 
     def __init__(self, other: str) -> None:

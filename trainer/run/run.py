@@ -1,4 +1,13 @@
-"""A whole run: prepare, train, finish. Returns an exit code and closes every process group."""
+"""A whole run: prepare, train, finish. Returns an exit code and closes every process group.
+
+A run that was asked to stop saves at the end of the step, on all ranks together, and ends with exit code 10. A signal
+reaches one rank, or several at different moments, and a rank that saved on its own would wait for the others in the
+collectives of saving. So the ranks agree at the end of every step, and after what takes long, an evaluation or a save.
+
+Invariant. ``Stopped`` is raised on all ranks or on none, after every rank has left the save. The checkpoint is an
+ordinary one, so the resumed run ends with the bits of one that nobody stopped; an evaluation that is due at this step
+is made before.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +17,11 @@ import time
 import traceback
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed
+from transformers import TrainerCallback, TrainerState
+from transformers.trainer_utils import SaveStrategy
 
 from strategies.core.applied import shown_by
 from strategies.core.compose import requirements_of
@@ -29,7 +40,6 @@ from trainer.run import export, lock, oom, order, resuming, saving
 from trainer.run.callbacks import Watched
 from trainer.run.model_card import model_card
 from trainer.run.order import Run
-from trainer.run.preemption import SaveAndStop
 from trainer.run.resume_rules import leaves
 from trainer.run.trainer import Trainer
 
@@ -43,12 +53,50 @@ GLOO_SAYS = ("gloo/transport", *TIMEOUT_SAYS)
 REPORT_S = 120.0  # how long the first rank may take to say what would fit, before the others end by themselves
 
 
-def refuse_unbuildable(config: RunConfig, ranks: Ranks) -> None:
-    """Check, before anything is prepared, the options of strategies and what DeepSpeed and torch have to provide.
+class StoppedUnsaved(UserError):
+    """The run was asked to stop, and the checkpoint could not be written."""
 
-    Raises:
-        ConfigError: options cannot work in this run, an extension has to be compiled and cannot be, torch has no
-            collectives for the device, or this Transformers does not work with the ZeRO stage.
+    code = ExitCode.DISK
+
+
+class SaveAndStop(TrainerCallback):
+    """Asks for a save when a rank was asked to stop, and ends the run after it."""
+
+    def __init__(self, stop: Stop, trainer: Trainer) -> None:
+        self._stop, self._trainer, self._together = stop, trainer, trainer.together
+        self._agreed = False  # to save and to end
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._stop.phase = Phase.TRAINING
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._agreed = self._agreed or self._together.any(self._stop.is_asked)
+        if self._agreed:
+            control.should_save = True
+            if args.save_strategy == SaveStrategy.BEST:  # else an evaluation that is not the best would cancel the save
+                args.save_strategy = SaveStrategy.STEPS
+
+    on_evaluate = on_step_end
+
+    def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        # Also what makes every rank wait for the first one, which is the last to leave a save.
+        self._agreed = self._together.any(self._stop.is_asked or self._agreed)
+        if not self._agreed:
+            return
+        reasons, step = self._together.gathered(self._stop.reason), state.global_step
+        rank = next(rank for rank, reason in enumerate(reasons) if reason is not None)
+        why = f"{reasons[rank]}{f' on rank {rank}' if len(set(reasons)) > 1 else ''}"
+        self._trainer.settle()
+        if self._trainer.newest != f"checkpoint-{step}":
+            raise StoppedUnsaved(f"{why}: ended at step {step}, which could not be saved")
+        raise Stopped(
+            f"{why}: step {step} is saved, the run ends; training.resume_from_checkpoint=auto goes on from there"
+        )
+
+
+def refuse_unbuildable(config: RunConfig, ranks: Ranks) -> None:
+    """Raise ConfigError, before anything is prepared, for options of strategies that cannot work in this run, or if
+    torch has no collectives for the device, or DeepSpeed an extension that cannot be compiled.
     """
     has_engine = Requirement.DEEPSPEED in requirements_of(config.strategies)
     if (has_engine or ranks.world_size > 1) and not config.training.use_cpu:
@@ -139,11 +187,8 @@ def _failed(config: RunConfig, seen: list[Run], stop: Stop, watchdog: Watchdog |
 def _whole(
     config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | None, held: ExitStack, seen: list[Run]
 ) -> None:
-    """The run from the lock on its folder to its export; nothing if it is over already.
-
-    Args:
-        held: what is released at the end.
-        seen: takes the prepared run, for errors that come later.
+    """The run from the lock on its folder to its export; nothing if it is over already. ``held`` is released at the
+    end; ``seen`` takes the prepared run, for errors that come later.
     """
     together = held.enter_context(agreement(ranks, timeout_s(config)))
     together.refuse_different(leaves(config.tree()))
@@ -174,7 +219,7 @@ def show_sample(config: RunConfig) -> None:
 def train(run: Run, stop: Stop, together: Agreement, watchdog: Watchdog | None) -> None:
     """Train and finish. The trainer is a local variable, so that it is freed with this frame."""
     trainer = order.make_trainer(run, together)
-    trainer.add_callback(SaveAndStop(stop, together, trainer))
+    trainer.add_callback(SaveAndStop(stop, trainer))
     trainer.add_callback(Watched(watchdog, timeout_s(run.config)))
     checkpoint = str(run.resumed.path) if run.resumed is not None else None
     if checkpoint is not None:
@@ -195,12 +240,10 @@ def train(run: Run, stop: Stop, together: Agreement, watchdog: Watchdog | None) 
 
 def finish(run: Run, trainer: Trainer) -> None:
     """Evaluate if the last step was not evaluated, export, check the export, and print where everything is."""
-    history = [record for record in trainer.state.log_history if "eval_loss" in record]
-    if run.prepared.eval is not None and (not history or history[-1]["step"] < trainer.state.global_step):
+    step, log = trainer.state.global_step, trainer.state.log_history
+    if run.prepared.eval is not None and not any("eval_loss" in record and record["step"] == step for record in log):
         trainer.evaluate()
-        history = [record for record in trainer.state.log_history if "eval_loss" in record]
     folder, section, hf_config = run.folder, run.config.model, cast("PreTrainedModel", trainer.model).config
-    step = trainer.state.global_step
     if over := trainer.together.on_first(run.ranks.rank, lambda: export.make_room(run.config, step)):
         run.say(over)
         return
@@ -215,12 +258,9 @@ def finish(run: Run, trainer: Trainer) -> None:
     )
     if not run.ranks.is_first:
         return
-    if len(history) > 1:
-        first, last = history[0], history[-1]
-        write_line(
-            f"perplexity {first['eval_perplexity']:.1f} at step {first['step']} -> {last['eval_perplexity']:.1f} "
-            f"at step {last['step']}"
-        )
+    if len(history := [record for record in log if "eval_loss" in record]) > 1:
+        first, last = (f"{each['eval_perplexity']:.1f} at step {each['step']}" for each in (history[0], history[-1]))
+        write_line(f"perplexity {first} -> {last}")
     assert receipt is not None
     write_line(
         f"export: {folder / 'export'} ({human(receipt.num_bytes)}), reloaded: {receipt.num_tensors} tensors, names and "

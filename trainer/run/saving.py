@@ -31,7 +31,7 @@ from strategies.core.plan import Kind, Plan
 from strategies.core.sealed import seal
 from strategies.core.sizes import human
 from trainer.run import checkpoint
-from trainer.run.manifest import KIND, Manifest
+from trainer.run.checkpoint import KIND, Manifest
 
 T = TypeVar("T")
 THREADS = 4  # that look for values that are not finite
@@ -41,14 +41,8 @@ THREADS = 4  # that look for values that are not finite
 def draft(output_dir: Path, *, writes: bool) -> Iterator[Path]:
     """An empty folder for all ranks to write into, each step inside ``together``; a collective at its beginning.
 
-    It is deleted if the block fails; otherwise it stays for ``commit``.
-
-    Args:
-        writes: whether this rank empties the folder and deletes what is left in it: the first one, or the first of
-            each machine.
-
-    Raises:
-        OSError: on every rank, if the folder cannot be emptied.
+    It is deleted if the block fails; otherwise it stays for ``commit``. That it cannot be emptied is an OSError on all
+    ranks. ``writes``: this rank empties and deletes it, the first one, or the first of each machine.
     """
     folder = output_dir / checkpoint.WRITING
 
@@ -89,11 +83,7 @@ def remove_quietly(folder: Path) -> None:
 
 
 def commit(written: Path, folder: Path, manifest: Callable[[], Manifest]) -> None:
-    """Seal what all ranks have ``written`` into a draft, give it its name, and delete what is left of the draft.
-
-    Raises:
-        OSError: it cannot be synced, read or renamed.
-    """
+    """Seal what all ranks have ``written``, give it its name, and delete the rest of the draft. May raise OSError."""
     try:
         seal(written, KIND, manifest().model_dump(mode="json"))
         put_in_place(written, folder)
@@ -103,9 +93,8 @@ def commit(written: Path, folder: Path, manifest: Callable[[], Manifest]) -> Non
 
 def all_finite(folder: Path, buffers: Collection[str]) -> bool:
     """Whether every value in the safetensors files of ``folder`` is finite. Masks among the ``buffers`` may not be."""
-    files = sorted(folder.rglob("*.safetensors"))
     with ThreadPoolExecutor(THREADS, "finite") as pool:
-        return all(pool.map(lambda path: _is_finite(path, buffers), files))
+        return all(pool.map(lambda path: _is_finite(path, buffers), folder.rglob("*.safetensors")))
 
 
 def _is_finite(path: Path, buffers: Collection[str]) -> bool:
@@ -120,11 +109,7 @@ def _is_finite(path: Path, buffers: Collection[str]) -> bool:
 
 
 def together(work: Callable[[], T]) -> T:
-    """Do ``work`` on every rank and wait for the others; that one could not write is raised on all of them.
-
-    Raises:
-        OSError: the words of the first rank that could not.
-    """
+    """Do ``work`` on every rank; if some could not write, all raise an OSError with the words of the first."""
     done: list[T] = []
     failed: tuple[int, str, str | None] | None = None
     try:

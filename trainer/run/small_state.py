@@ -53,13 +53,8 @@ def save_schedule(path: Path, scheduler: Any) -> None:
 
 
 def load_schedule(path: Path, scheduler: Any, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Go on with the schedule, and set the rates of its optimizer.
-
-    Args:
-        groups: the saved groups, whose rates are taken over if the schedule has history.
-
-    Raises:
-        ValueError: the file cannot be read, or is of another kind of schedule.
+    """Go on with the schedule, and set the rates of its optimizer; those of the saved ``groups`` if it has history.
+    Raise ValueError if the file cannot be read, or is of another kind of schedule.
     """
     with _content_of(path, "a schedule") as content:
         kind, state = content["kind"], dict(content["state"])

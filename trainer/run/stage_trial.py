@@ -28,11 +28,7 @@ BLOCKS = 4
 
 
 def form_of_stages(config: RunConfig) -> Form | None:
-    """What the forward of the configured architecture is like; None if the model is not cut.
-
-    Raises:
-        ConfigError: its blocks cannot run apart, or that cannot be tried.
-    """
+    """How the configured model's forward runs in stages; None if it has none. Raise ConfigError if it cannot."""
     if Axis.STAGES not in degrees(config.strategies):
         return None
     hf_config = build.load_config(config.model, VOCAB)

@@ -123,11 +123,7 @@ class StowedTrainer:
         return {}
 
     def make_plan(self, groups: list[dict[str, Any]], moments: int) -> Plan:
-        """A plan from the Trainer's arguments and the options.
-
-        Raises:
-            ValueError: nothing fits, or the model cannot be planned.
-        """
+        """A plan from the Trainer's arguments and the options. Raise ValueError if there is none that fits."""
         options = {
             **self.stow_options,
             "max_grad_norm": self.args.max_grad_norm,
@@ -167,9 +163,8 @@ class StowedTrainer:
         model is undone (``undisturbed.py``).
         """
         packed: bytes | None = None
-        handle = self.model.register_forward_pre_hook(_stop_at_call, with_kwargs=True)
         try:
-            with undisturbed(self, self.model):
+            with undisturbed(self, self.model), self.model.register_forward_pre_hook(_stop_at_call, with_kwargs=True):
                 self.compute_loss(self.model, self._prepare_inputs(in_fork(self._first_rows)))  # type: ignore[attr-defined]
         except _Called as call:
             packed = call.packed
@@ -177,8 +172,6 @@ class StowedTrainer:
             self._not_counted(f"{error}; say it with batch=")
         except Exception as error:  # a loss can raise anything; planning goes on without a batch
             self._not_counted(f"{first_line(error)}; say it with batch=")
-        finally:
-            handle.remove()
         if self.args.world_size > 1:
             (packed,) = broadcast_object_list([packed])
         return None if packed is None else pickle.loads(packed)
@@ -197,20 +190,19 @@ class StowedTrainer:
     def _refuse_others(self) -> None:
         """Raise ValueError if an argument of the Trainer cannot be combined with the engine."""
         args = self.args
-        if getattr(self, "is_deepspeed_enabled", False) or getattr(self, "is_fsdp_enabled", False):
-            raise ValueError(
-                "a stowed trainer cannot be combined with DeepSpeed or FSDP: leave out deepspeed= and fsdp="
-            )
-        if args.fp16:
-            raise ValueError("fp16=True: a stowed trainer trains in fp32 or bf16; write bf16=True")
-        if args.n_gpu > 1:
-            raise ValueError(f"one process with {args.n_gpu} devices: start one for each, as torchrun does")
-        if args.ddp_broadcast_buffers is False and args.world_size > 1:
-            raise ValueError(
-                "ddp_broadcast_buffers=False: a stowed trainer copies the first rank's buffers to all; leave it out"
-            )
-        if "recompute" in self.stow_options and (args.gradient_checkpointing or args.activation_checkpointing):
-            raise ValueError("recompute= cannot be combined with gradient_checkpointing=True: keep one of the two")
+        engine = getattr(self, "is_deepspeed_enabled", False) or getattr(self, "is_fsdp_enabled", False)
+        own_buffers = args.ddp_broadcast_buffers is False and args.world_size > 1
+        twice = "recompute" in self.stow_options and (args.gradient_checkpointing or args.activation_checkpointing)
+        refusals = {
+            "a stowed trainer cannot be combined with DeepSpeed or FSDP: leave out deepspeed= and fsdp=": engine,
+            "fp16=True: a stowed trainer trains in fp32 or bf16; write bf16=True": args.fp16,
+            f"one process with {args.n_gpu} devices: start one for each, as torchrun does": args.n_gpu > 1,
+            "ddp_broadcast_buffers=False: a stowed trainer copies the first rank's buffers; leave it out": own_buffers,
+            "recompute= cannot be combined with gradient_checkpointing=True: keep one of the two": twice,
+        }
+        for why, is_so in refusals.items():
+            if is_so:
+                raise ValueError(why)
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """As Hugging Face's, but a stowed model is not moved: the engine does that as planned.
@@ -273,12 +265,10 @@ def _stop_at_call(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
 
 def adopt(optimizer: torch.optim.Optimizer) -> tuple[UpdateRule, list[dict[str, Any]]]:
-    """The update rule and the parameter groups of a torch optimizer that has not been used yet.
+    """The update rule and the parameter groups of a torch optimizer that has not been used yet. Raise ValueError if the
+    engine has no such rule, or the optimizer has state or hooks.
 
     The groups are the same objects, so a scheduler that was made for the optimizer still sets their learning rates.
-
-    Raises:
-        ValueError: the engine has no such rule, or the optimizer has state or hooks.
     """
     kind, defaults = type(optimizer), optimizer.defaults
     rules: dict[type, Any] = {torch.optim.AdamW: AdamW, torch.optim.SGD: SGD}

@@ -1,14 +1,10 @@
 """What DeepStow changes in Hugging Face's Trainer, for ``launch/train.py``.
 
-* with a memory engine it is a stowed trainer (``trainer/run/stowed_trainer.py``), with the plan of the config;
-* of a pipeline it trains one stage (``trainer/run/pipeline_trainer.py``);
-* evaluation loss is the mean over *tokens*, not over batches, so perplexity is right when lengths differ;
-* our numbers are in every log record before any callback sees it (``trainer/run/callbacks.py``);
-* a run whose gradients are not finite ends (``trainer/run/nonfinite.py``);
-* a checkpoint is written as a draft, sealed beside training, and only then gets its name (``trainer/run/saving.py``);
-  what is in it, and how it is read, is said in ``trainer/run/training_state.py``;
-* a save that finds no space is one line, on every rank or on none, and the run goes on;
-* a run that is resumed at its last step takes no further one.
+Memory engine and pipeline are in the classes that it is made of. Besides, the loss of an evaluation is the mean over
+*tokens*, so perplexity is right when lengths differ; our numbers are in every record before any callback sees it
+(``callbacks.py``); a run whose gradients are not finite ends (``nonfinite.py``); a checkpoint is a draft, sealed beside
+training, before it gets its name (``saving.py``, ``training_state.py``), and one that finds no space is one line, on
+every rank or on none, and the run goes on; a run that is resumed at its last step takes no further one.
 
 Which private methods of Hugging Face's that takes, and why, is a table in ``docs/design.md``.
 """
@@ -36,7 +32,6 @@ from trainer.dist.agreement import Agreement
 from trainer.errors import ConfigError, write_line
 from trainer.run import checkpoint, saving, training_state
 from trainer.run.callbacks import Meter
-from trainer.run.manifest import Manifest
 from trainer.run.nonfinite import DEEPSPEED_SAYS, NonFinite, StopNonFinite, first_not_finite
 from trainer.run.pipeline_trainer import PipelineTrainer, token_losses
 from trainer.run.stowed_trainer import StowedTrainer
@@ -45,7 +40,6 @@ if TYPE_CHECKING:
     from transformers.trainer_utils import EvalLoopOutput, EvalPrediction
 
     from strategies.core.plan import Plan
-    from trainer.run.manifest import About
     from trainer.run.plan_check import PlanCheck
 
 
@@ -53,9 +47,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
     """``transformers.Trainer`` as one rank of a job.
 
     Args:
-        meter: counts tokens and time; fills each record.
-        plan: of the run; with a layout the memory engine trains.
-        plan_check: compares the plan with the run; also one of ``callbacks``.
+        meter, plan_check: also among the ``callbacks``.
         about: what every checkpoint says about the run.
         together: decides with the other ranks.
     """
@@ -68,7 +60,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         meter: Meter,
         plan: Plan,
         plan_check: PlanCheck | None,
-        about: About,
+        about: checkpoint.About,
         together: Agreement,
         **kwargs: Any,
     ) -> None:
@@ -76,7 +68,6 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         self._saving: saving.Save | None = None
         self._resumed: str | None = None
         self._trained = False
-        self.is_stopping = False  # the ranks have agreed to save and to end
         kwargs |= {"compute_metrics": _mean_over_tokens, "preprocess_logits_for_metrics": token_losses}
         super().__init__(*args, **kwargs)
         # Hugging Face deletes no checkpoints: it does so before the new one is on the disk, and at the end the newest.
@@ -110,11 +101,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
     # --- training and evaluation -------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As Hugging Face's; the newest save is over when it returns.
-
-        Raises:
-            NonFinite: gradients are not finite.
-        """
+        """As Hugging Face's; the newest save is over when it returns. Raise NonFinite if gradients are not."""
         self._resumed = str(resume_from_checkpoint) if resume_from_checkpoint else None
         try:
             found = super().train(resume_from_checkpoint, *args, **kwargs)
@@ -134,11 +121,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
                 wait([self._saving.sealing])
 
     def not_finite(self, step: int, what: str, gradient: str | None = None) -> NonFinite:
-        """The error of a run that ends at ``step``; to be made on every rank, since that is a collective.
-
-        Args:
-            gradient: the name of the parameter, if the engine knows it.
-        """
+        """The error of a run that ends at ``step``, with the ``gradient`` that the engine has named; a collective."""
         first = first_not_finite(self, gradient)
         self.settle()
         complete = checkpoint.complete(self.output_dir)
@@ -204,11 +187,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         """Nothing: weights are loaded with the optimizer, exactly, once both are where they stay."""
 
     def _load_best_model(self) -> None:
-        """Weights of the best evaluation, under every strategy.
-
-        Raises:
-            ConfigError: that checkpoint is damaged.
-        """
+        """Weights of the best evaluation, under every strategy. Raise ConfigError if that checkpoint is damaged."""
         self.settle()  # then the newest is there, or known not to be
         if self.state.best_model_checkpoint is not None:
             best = Path(str(self.state.best_model_checkpoint))
@@ -302,7 +281,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
 
     def _commit(self, written: Path, folder: Path) -> Callable[[], list[str]]:
         """What seals the draft; it uses nothing of the model, which trains meanwhile."""
-        training_state.check(self, written)
+        training_state.opened(self, written)
         kept: Any = [
             each for each in [*self.callback_handler.callbacks, self.control] if isinstance(each, ExportableState)
         ]
@@ -314,8 +293,9 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         step, keep, best = self.state.global_step, self.keep, self.state.best_model_checkpoint
         same_modes(written)
 
-        def manifest() -> Manifest:
-            return Manifest(step=step, finite=loss_is_finite and saving.all_finite(written, buffers), run=self.about)
+        def manifest() -> checkpoint.Manifest:
+            finite = loss_is_finite and saving.all_finite(written, buffers)
+            return checkpoint.Manifest(step=step, finite=finite, run=self.about)
 
         def seal() -> list[str]:
             saving.commit(written, folder, manifest)

@@ -77,11 +77,8 @@ def holder_of(trainer: Any) -> Any:
 
 
 def save(trainer: Any, checkpoint: Path) -> None:
-    """Write what this rank holds, after the model's files have been written. Ranks do not wait for each other.
-
-    Raises:
-        OSError: it cannot be written.
-        ValueError: something has no place in the format.
+    """Write what this rank holds, after the model's files have been written. Ranks do not wait for each other. Raise
+    OSError if it cannot be written, ValueError if something has no place in the format.
     """
     args, holder, folder = trainer.args, holder_of(trainer), checkpoint / OPTIMIZER
     folder.mkdir(parents=True, exist_ok=True)
@@ -93,17 +90,8 @@ def save(trainer: Any, checkpoint: Path) -> None:
         small_state.save_schedule(checkpoint / small_state.SCHEDULE, trainer.lr_scheduler)
 
 
-def check(trainer: Any, checkpoint: Path) -> None:
-    """Raise ValueError if a checkpoint that all ranks have written cannot be resumed; for the first rank."""
-    _opened(trainer, checkpoint)
-
-
-def _opened(trainer: Any, checkpoint: Path, holder: Any = None) -> tuple[Saved, Weights]:
-    """What was saved, and the weights of this model in it.
-
-    Raises:
-        ValueError: something is missing, damaged, or does not fit the model, or the ``holder``.
-    """
+def opened(trainer: Any, checkpoint: Path, holder: Any = None) -> tuple[Saved, Weights]:
+    """What was saved, and the weights in it. Raise ValueError if anything is missing, damaged, or of another model."""
     saved = saved_state.opened(checkpoint / OPTIMIZER)
     weights = Weights(saved.store, Store.of(_model_files(checkpoint), kind=WEIGHT), _aliases(trainer.whole))
     complaints = [] if holder is None else list(holder.misfits(saved))
@@ -147,22 +135,17 @@ def _extra(trainer: Any, holder: Any) -> dict[str, Any]:
 
 def _not_in_files(checkpoint: Path, model: nn.Module) -> set[str]:
     """Names of weights and buffers that the model's files do not have as they are in the model."""
+    from transformers.core_model_loading import WeightConverter
+
     shapes = _needed(model)
-    if _is_converted(model):
-        return set(shapes)
+    if any(isinstance(each, WeightConverter) for each in _conversions(model)):
+        return set(shapes)  # other tensors are computed from the model's, possibly under the same names
     files, aliases = Store.of(_model_files(checkpoint), kind=WEIGHT), _aliases(model)
     return {
         name
         for name, shape in shapes.items()
         if all(files.shape(other, WEIGHT) != shape for other in (name, *aliases.get(name, ())))
     }
-
-
-def _is_converted(model: Any) -> bool:
-    """Whether ``save_pretrained`` computes other tensors from the model's, possibly under the same names."""
-    from transformers.core_model_loading import WeightConverter
-
-    return any(isinstance(each, WeightConverter) for each in _conversions(model))
 
 
 def _conversions(model: Any) -> list[Any]:
@@ -225,13 +208,9 @@ def _model_files(checkpoint: Path) -> list[Path]:
 
 @_misfits()
 def load(trainer: Any, checkpoint: Path) -> None:
-    """Take over weights, optimizer, loss scale and schedule.
-
-    Raises:
-        Misfit: they do not fit or are damaged, in one line. Nothing has changed then.
-    """
+    """Take over weights, optimizer, loss scale and schedule. A Misfit, if they do not fit, has changed nothing."""
     holder: Any = holder_of(trainer)
-    saved, weights = _opened(trainer, checkpoint, holder)
+    saved, weights = opened(trainer, checkpoint, holder)
     holder.fill(saved)
     _fill_weights(holder, trainer.model, weights)
     scale, steps = saved.extra.get("loss_scale"), int(saved.extra.get("steps", 0))
@@ -248,12 +227,8 @@ def load(trainer: Any, checkpoint: Path) -> None:
 
 @_misfits()
 def load_weights(trainer: Any, checkpoint: Path) -> None:
-    """Take over weights and masters alone, as of the best evaluation.
-
-    Raises:
-        Misfit: they do not fit or are damaged.
-    """
-    _fill_weights(holder_of(trainer), trainer.model, _opened(trainer, checkpoint)[1])
+    """Take over weights and masters alone, as of the best evaluation. Raise Misfit if they do not fit."""
+    _fill_weights(holder_of(trainer), trainer.model, opened(trainer, checkpoint)[1])
 
 
 @torch.no_grad()
@@ -268,9 +243,8 @@ def _fill_weights(holder: Holder, model: nn.Module, weights: Weights) -> None:
 
 
 def _stream_of(trainer: Any) -> tuple[int, int, bool]:
-    """Which of how many sequences of random numbers this rank draws from, and whether it writes its state.
-
-    Ranks of one copy of the model draw the same numbers.
+    """Which of how many sequences of random numbers this rank draws from, and whether it writes its state. Ranks of one
+    copy of the model draw the same numbers.
     """
     grid, rank = trainer.accelerator.grid, trainer.args.process_index
     if grid.is_plain:
@@ -289,11 +263,7 @@ def save_random_state(trainer: Any, checkpoint: Path) -> None:
 
 @_misfits()
 def load_random_state(trainer: Any, checkpoint: Path) -> str | None:
-    """Take over this rank's; a line if there is none, since the run that saved had fewer ranks.
-
-    Raises:
-        Misfit: the file is damaged.
-    """
+    """Take over this rank's; a line if there is none, since fewer ranks have saved. Raise Misfit if it is damaged."""
     rank, _, _ = _stream_of(trainer)
     path = small_state.saved_generators(checkpoint, rank)
     if path is None:

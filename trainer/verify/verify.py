@@ -3,15 +3,13 @@
 The copy keeps what could break equality (architecture, grouped heads, tied weights, activation function, dropout,
 optimizer, clipping, accumulation, precision) and shrinks what only costs time (layers, widths, vocabulary). Both runs
 use the same code as ``launch/train.py``, on real ranks, with the same seed and the same random tokens. *Plain* training
-means the same ranks and torch's own data parallelism, without strategies.
+means the same ranks and torch's own data parallelism. On an accelerator, where some sums are made in any order, both
+ask for deterministic kernels, and plain training is compared with itself first.
 
 With ``strategies.offload`` the copy gets less memory than it needs, so that it moves what the plan of the real run
 moves (``trainer/model/shrink.py``). In bf16 plain training rounds at other places than the engine, so the engine is
 also compared with itself, everything on the device against the copy that moves: equal to the last bit, with the
 configured optimizer and its state. Copies run with ``strategies.buffers.debug``.
-
-On an accelerator some sums are made in any order. So processes that are compared ask for deterministic kernels
-(``repeat_sums``), and plain training is compared with itself before anything else is compared with it.
 """
 
 from __future__ import annotations
@@ -129,11 +127,8 @@ def without_strategies(config: RunConfig) -> RunConfig:
 
 
 def train(ranks: Ranks, config: RunConfig) -> dict[str, Any]:
-    """Train on random tokens.
-
-    Returns:
-        On rank 0: ``weights``, every parameter, whole, as fp32 on the CPU; of a memory engine also its optimizer
-        ``state`` and what it ``moved``. Other ranks have no weights.
+    """Train on random tokens. Rank 0 returns ``weights``, every parameter, whole, as fp32 on the CPU; of an engine
+    also its optimizer ``state`` and what it ``moved``.
     """
     if accelerator.kind() is not None:
         repeat_sums()
@@ -171,13 +166,18 @@ def train_or_refuse(ranks: Ranks, config: RunConfig) -> dict[str, Any]:
         return {"lines": list(error.lines), "code": int(error.code)}
 
 
-def random_run(config: RunConfig, ranks: Ranks) -> Any:
+def random_run(config: RunConfig, ranks: Ranks) -> order.Run:
     """A prepared run whose data are random tokens, the same on every rank."""
     rows = load_config(config.model).get_text_config().vocab_size  # may be smaller than VOCAB
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, min(VOCAB, rows), (ROWS, LENGTH), generator=generator).tolist()
-    data = Dataset.from_dict({"input_ids": ids, "labels": ids})
-    prepared = Prepared(data, None, "random", "input_ids")
+    return run_on(
+        Prepared(Dataset.from_dict({"input_ids": ids, "labels": ids}), None, "random", "input_ids"), config, ranks
+    )
+
+
+def run_on(prepared: Prepared, config: RunConfig, ranks: Ranks) -> order.Run:
+    """A run on rows that are tokenised already."""
     machine = probe()
     plan = plan_of(config, ranks, machine, tune=True)
     folder, form = Path(config.training.output_dir), form_of_stages(config)
@@ -199,13 +199,8 @@ def full_weights(trainer: Any, ranks: Ranks) -> dict[str, torch.Tensor]:
 
 
 def verify(config: RunConfig, num_ranks: int, steps: int) -> list[Difference]:
-    """Train the shrunk copy plainly and with the strategies of ``config``, and return the tensors that differ.
-
-    Ranks that hold one copy of the model together are compared with one rank of plain training.
-
-    Raises:
-        UserError: a run was refused.
-        WorldError: a run failed.
+    """Train the shrunk copy plainly and with the strategies of ``config``, and return the tensors that differ. Ranks
+    that hold one copy of the model together are compared with one rank of plain training.
     """
     with tempfile.TemporaryDirectory(prefix="deepstow-verify-") as name:
         small = shrink(config, Path(name), steps)
@@ -228,11 +223,7 @@ RESIDENT = {"gpu_memory": "auto", "site": "device", "weights": "resident", "grad
 
 
 def real_plan(config: RunConfig, num_ranks: int) -> Plan:
-    """The plan of the config itself, not of the copy, on this machine.
-
-    Raises:
-        ConfigError: the plan is refused.
-    """
+    """The plan of the config itself, not of the copy, on this machine. Raise ConfigError if it is refused."""
     check_options(config, num_ranks)
     ranks, machine = Ranks(0, 0, num_ranks, num_ranks), probe()
     with explained(config, ranks, machine):
@@ -240,11 +231,8 @@ def real_plan(config: RunConfig, num_ranks: int) -> Plan:
 
 
 class Offloaded:
-    """Verification of a config with ``strategies.offload``, on copies that are given options under which they move.
-
-    Args:
-        real: the plan of ``config``.
-        tolerance: declared by the strategies for comparisons with plain training.
+    """Verification of a config, of which ``real`` is the plan, on copies that are given options under which they move.
+    ``tolerance``: declared by the strategies for comparisons with plain training.
     """
 
     def __init__(self, config: RunConfig, real: Plan, num_ranks: int, steps: int, tolerance: float) -> None:
@@ -253,36 +241,28 @@ class Offloaded:
         self.copies = self._copies(keep_optimizer=True)
 
     def checks(self) -> Iterator[Check]:
-        """Train and compare, one run after the other.
-
-        Raises:
-            UserError: a run was refused.
-            WorldError: a run failed.
-        """
-        mixed = self._config.training.bf16
-        copies, against = self.copies, "plain training"
+        """Train and compare, one run after the other. Raise UserError if one was refused."""
+        mixed, copies, against = self._config.training.bf16, self.copies, "plain training"
         if mixed:
-            yield from self._against_resident()
+            itself = f"the engine with all on the device, {self._config.training.optim}"
+            expected = self._run(RESIDENT, keep_optimizer=True)
+            yield from (self._check(copy, itself, expected, keep_optimizer=True) for copy in copies)
             copies, against = self._copies(keep_optimizer=False)[:1], "plain training, sgd"
-        plain = repeatable(lambda: self._run(None, keep_optimizer=not mixed))["weights"]
-        for copy in copies:
-            found = self._run(copy.options, keep_optimizer=not mixed)
-            differences = compare(plain, found["weights"])
-            yield Check(copy.options, against, Moved(**found["moved"]), differences, self._tolerance)
+        plain = repeatable(lambda: self._run(None, keep_optimizer=not mixed))
+        yield from (self._check(copy, against, plain, keep_optimizer=not mixed) for copy in copies)
 
-    def _against_resident(self) -> Iterator[Check]:
-        """Both sides use the same kernels, unless the CPU updates what an accelerator updates on the other side."""
-        against = f"the engine with all on the device, {self._config.training.optim}"
-        expected = self._run(RESIDENT, keep_optimizer=True)
-        for copy in self.copies:
-            found = self._run(copy.options, keep_optimizer=True)
-            sides = [each["weights"] | each["state"] for each in (expected, found)]
-            moved = Moved(**found["moved"])
+    def _check(self, copy: CopyRun, against: str, expected: dict[str, Any], *, keep_optimizer: bool) -> Check:
+        found = self._run(copy.options, keep_optimizer=keep_optimizer)
+        moved, tolerance = Moved(**found["moved"]), self._tolerance
+        sides = [each["weights"] | (each["state"] if "state" in expected else {}) for each in (expected, found)]
+        if "state" in expected:
+            # Both sides are the engine's and use the same kernels, unless the CPU updates what an accelerator updates
+            # on the other side. Which bucket an element is in, and where, decides how the library adds it.
             other_kernels = accelerator.kind() is not None and UPDATES[Site.HOST] in moved.shows
-            layout = self._real.layout  # which bucket an element is in, and where, decides how the library adds it
+            layout = self._real.layout
             other_order = layout is not None and layout.reduction == "fast" and self._num_ranks > 2
-            tolerance = self._tolerance if other_kernels or other_order else 0.0
-            yield Check(copy.options, against, moved, compare(*sides), tolerance)
+            tolerance = tolerance if other_kernels or other_order else 0.0
+        return Check(copy.options, against, moved, compare(*sides), tolerance)
 
     def _copies(self, *, keep_optimizer: bool) -> list[CopyRun]:
         small = self._small(Path("unused"), keep_optimizer=keep_optimizer)
@@ -328,11 +308,7 @@ class Difference:
 
 
 def compare(plain: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[Difference]:
-    """Tensors that differ in any bit, the worst first.
-
-    Raises:
-        ValueError: the names are not the same; a strategy renamed or dropped a parameter.
-    """
+    """Tensors that differ in any bit, the worst first. Raise ValueError if the names do."""
     if plain.keys() != other.keys():
         raise ValueError(f"parameter names differ: {sorted(plain.keys() ^ other.keys())[:5]}")
     differences = []
@@ -345,11 +321,7 @@ def compare(plain: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
 
 
 def repeatable(train: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The result of plain training; on an accelerator, where sums may be made in any order, it runs twice.
-
-    Raises:
-        UserError: the two runs differ, so that a comparison with them would prove nothing.
-    """
+    """The result of plain training, which runs twice on an accelerator; UserError if it does not repeat itself."""
     found = train()
     noise = compare(found["weights"], train()["weights"]) if accelerator.kind() is not None else []
     if noise:

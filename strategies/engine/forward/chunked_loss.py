@@ -34,7 +34,6 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 
 from strategies.core.applied import log_applied
 from strategies.core.plan import CHUNKS
-from strategies.engine.tensors.guard import hooked
 
 if TYPE_CHECKING:
     from strategies.core.plan import Plan
@@ -70,7 +69,8 @@ class _CrossEntropy(torch.autograd.Function):
         loss, weight = aten.nll_loss_forward(losses.neg_().unsqueeze(1), first, None, reduction, NO_ROW)
         # Not the input itself, which others hold as well: see [Note: memory of the logits].
         ctx.save_for_backward(logits.detach(), target, weight)
-        ctx.reduction, ctx.ignored, ctx.hooked = reduction, ignored, hooked()
+        ctx.reduction, ctx.ignored = reduction, ignored
+        ctx.hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         return loss
 
     @staticmethod

@@ -6,12 +6,8 @@ others' arenas, which has the weights that rest or are updated on the host, and 
 
 Each rank makes one file that exists in memory only (``memfd_create``) and ends with the last process that has mapped
 it; the others open it by way of ``/proc``. Behind the weights it has one number per bucket: how many times the rank's
-span has been replaced, by an update or by a load. All ranks count alike, since they do the same.
-
-Ordering.
-    read after write   the owner counts when its host or its device has written the span; who wants to read waits, on
-                       the host, until all owners have counted as often as it has itself (``wait``)
-    write after read   see ``strategies/engine/ranks/shares.py``, Note: common memory
+span has been replaced, by an update or by a load. All ranks count alike, since they do the same. What is read and
+written when is in ``strategies/engine/ranks/shares.py``, Note: common memory.
 
 Memory that one core writes before it counts is seen by a core that has seen the count: x86 keeps the order of writes
 and of reads. Others may not, and are refused; so are ranks that do not see each other's processes.

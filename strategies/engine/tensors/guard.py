@@ -72,11 +72,6 @@ def guard(offloaded: Sequence[Any], bring: Callable[[Any], None]) -> saved_tenso
     return saved_tensors_hooks(pack, unpack)
 
 
-def hooked() -> bool:
-    """Whether hooks keep what autograd saves now."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
 def others_keep() -> bool:
     """Whether hooks of other code keep what autograd saves now, set inside of any guard. Torch's checkpoints keep
     nothing: they run forward again in backward and read weights once more.

@@ -22,21 +22,10 @@ from torch import Tensor
 NAME = "sim_gloo"
 # Some of these are called differently by other versions of torch.
 CALLS = (
-    *(
-        "allreduce",
-        "broadcast",
-        "reduce",
-        "allgather",
-        "gather",
-        "scatter",
-        "reduce_scatter",
-        "alltoall",
-        "send",
-        "recv",
-    ),
-    *("_allgather_base", "all_gather_single", "_reduce_scatter_base", "reduce_scatter_single", "alltoall_base"),
-    *("all_to_all_single",),
-)
+    "allreduce", "broadcast", "reduce", "allgather", "gather", "scatter", "reduce_scatter", "alltoall", "send", "recv",
+    "_allgather_base", "all_gather_single", "_reduce_scatter_base", "reduce_scatter_single", "alltoall_base",
+    "all_to_all_single",
+)  # fmt: skip
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
