@@ -97,7 +97,7 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
 
 
 def materialise(model: nn.Module, without: Collection[str] = ()) -> None:
-    """Give a model on the meta device fake tensors on the CPU, but for blocks ``without``; inside ``fake_tensors()``."""
+    """Give a model on the meta device, but for blocks ``without``, fake tensors; inside of ``fake_tensors()``."""
     made: dict[Tensor, Tensor] = {}  # tied ones stay tied
     absent = tuple(f"{name}." for name in without)
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
