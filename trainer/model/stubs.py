@@ -96,11 +96,14 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
         yield mode
 
 
-def materialise(model: nn.Module) -> None:
-    """Give a model on the meta device fake tensors on the CPU; inside of ``fake_tensors()``."""
+def materialise(model: nn.Module, without: Collection[str] = ()) -> None:
+    """Give a model on the meta device, but for blocks ``without``, fake tensors; inside of ``fake_tensors()``."""
     made: dict[Tensor, Tensor] = {}  # tied ones stay tied
+    absent = tuple(f"{name}." for name in without)
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    for name, tensor in named:
+    for name, tensor in sorted(named, key=lambda each: each[0].startswith(absent)):
+        if tensor.device.type != "meta" or (name.startswith(absent) and tensor not in made):
+            continue
         if tensor not in made:
             fake = torch.empty_like(tensor, device="cpu", requires_grad=False)
             made[tensor] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
@@ -113,6 +116,8 @@ class _Answers(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:  # more than half of all calls on fake tensors
+            return func(*args, **kwargs)
         if func is torch.ops.aten._grouped_mm.default:
             rows, weight = args[:2]
             if weight.dim() == 3:

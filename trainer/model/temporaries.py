@@ -34,7 +34,7 @@ from strategies.engine.forward import chunked_loss
 from strategies.engine.tensors.nested import tensors_in
 from trainer.model.counting import Counter
 from trainer.model.params import EMBEDDING, HEAD
-from trainer.model.stubs import find_alike, stubs
+from trainer.model.stubs import find_alike, materialise, stubs
 
 logger = logging.getLogger(__name__)
 Call = Callable[[], Any]  # one forward
@@ -47,10 +47,12 @@ def count(model: nn.Module, call: Call, weights: Mapping[str, Tensor] | None = N
     """
     alike = find_alike(model)
     if alike:
+        materialise(model, [name for names in alike for name in names[2:-1]])
         try:
             return _count(model, call, weights, alike)
         except Exception as error:  # its forward may ask anything of a block that a stub has not
             logger.info("the model is counted on all blocks: %s", error)
+    materialise(model)
     return _count(model, call, weights, ())
 
 
@@ -137,6 +139,8 @@ class _Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if func is torch.ops.prim.device.default:
+            return out
         new = [tensor.untyped_storage() for tensor in tensors_in(out)]
         new = [storage for storage in new if storage._cdata not in self._made]
         if new:

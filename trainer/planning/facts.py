@@ -179,7 +179,7 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
     import torch
 
     from trainer.model import tensor_share
-    from trainer.model.stubs import fake_tensors, materialise
+    from trainer.model.stubs import fake_tensors
     from trainer.model.temporaries import count
 
     precision = precision_of(config)
@@ -209,7 +209,6 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
             inputs["position_ids"] = torch.zeros_like(ids) if masked else torch.arange(shape[1]).repeat(shape[0], 1)
         elif masked:
             inputs["attention_mask"] = torch.zeros_like(ids)
-        materialise(model)
         call = _call(model, inputs, config.training.label_smoothing_factor, autocast)
         try:
             found = count(model, call)
