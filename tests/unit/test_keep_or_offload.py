@@ -20,7 +20,7 @@ from strategies.planner.addresses import place, slot_pools
 from strategies.planner.buckets import block_bytes, capacity
 from strategies.planner.estimate import Estimate
 from strategies.planner.places import OffloadRequest, Places
-from strategies.planner.site_search import SHARES, Mix, mixed
+from strategies.planner.site_search import SHARES, STARTS, Mix, mixed
 from strategies.planner.step_cost import cost_of, plan_cost
 from strategies.planner.weight_schedule import ASSUMED, only_while_used
 from strategies.report.plan_table import bucket_lines
@@ -97,19 +97,19 @@ def test_a_faster_link_is_never_slower() -> None:
 
 
 def test_the_estimate_ranks_as_the_simulator_does() -> None:
-    """Not the same seconds, but the same better half, for placements of one model."""
+    """Not the same seconds: it promises too much of streaming. What is nearly the fastest is among its first ones."""
     known = large(blocks=8)
     rates = known.machine.rates
     assert rates is not None
     asked = request(60 * GIB)
     places = Places(known, asked)
     estimate, pairs = Estimate(known, asked, places), []
-    for stays, streamed in product(range(0, SHARES + 1, 4), repeat=2):
+    for stays, streamed in product(range(0, SHARES + 1, SHARES // 8), repeat=2):
         placement = mixed(places, Mix(stays, streamed, SHARES))
         guess = estimate.seconds(placement, 0)
         pairs.append((guess, cost_of(known, places.layout(placement), rates).seconds))
-    best = min(pairs)[1]
-    assert best <= 1.1 * min(simulated for _, simulated in pairs)
+    best = min(simulated for _, simulated in sorted(pairs)[: STARTS // 2])
+    assert best <= 1.05 * min(simulated for _, simulated in pairs)
 
 
 def test_blocks_are_cut_as_far_as_it_shortens_what_moves() -> None:
