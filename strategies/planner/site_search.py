@@ -182,7 +182,7 @@ class _Walk:
             return self._times.get(placement, inf)
 
         found = dict[Mix, float]()
-        for seed in starmap(Mix, product([0], range(0, SHARES + 1, SHARES // 4), [0, SHARES], range(3))):
+        for seed in starmap(Mix, product([0], range(0, SHARES + 1, SHARES // 8), [0, SHARES], range(3))):
             fits = _descended(seed, estimate, SHARES // 4, ["stays"])
             # What just fits by its sizes may not be packed, so that a little less is a start as well.
             found |= {one: estimate(one) for one in (fits, fits._replace(stays=max(0, fits.stays - LESS)))}
