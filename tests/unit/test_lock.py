@@ -125,6 +125,7 @@ def test_a_lock_of_another_host_is_watched(tmp_path: Path, monkeypatch: pytest.M
         (1 << 22, 0.0, None, False),  # no such process
         (os.getpid(), 0.0, None, False),  # it is ours now, as pid 1 of a container is
     ],
+    ids=["lives", "of another user", "used again", "gone", "ours"],
 )
 def test_a_file_system_without_locks_is_held_by_the_process_number(
     pid: int, late_s: float, starts: float | None, refuses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
