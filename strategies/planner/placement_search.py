@@ -77,7 +77,7 @@ class PlacementSearch:
         """A layout and its simulated seconds, for comparisons: a mix, which takes a tenth of the time of ``found``. The
         rates must be known.
         """
-        found = self._search.fastest(self._device_room, effort=0)
+        found = self._search.quick(self._device_room)
         layout = self.found() if found is None else found.layout
         return None if layout is None else (layout, self._search.seconds(layout))
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache, partial
+from functools import cache, cached_property, partial
 from itertools import islice, product, starmap
 from math import inf
 from random import Random
@@ -40,6 +40,7 @@ LONGEST = 4  # at most one in so many of the buckets move together
 SHARES = 64  # parts that a mix counts in
 LESS = 2  # shares that a mix keeps less on the device than may fit
 STARTS = 12  # mixes that are worked out, the best by the estimate
+QUICK = 3  # for a comparison
 SAME = 1e-6  # a relative gain that is not worth a move
 Measure: TypeAlias = Callable[[Placement], float]
 
@@ -63,6 +64,7 @@ class SiteSearch:
 
     def __init__(self, facts: Facts, request: OffloadRequest, places: Places, host_room: int) -> None:
         self._facts, self._request, self.places, self._host_room = facts, request, places, host_room
+        self._mixed = cache(partial(mixed, places))
 
     def worked_out(self, placement: Placement, device_room: int, searched: int = SEARCHED) -> Layout | None:
         """The layout of ``placement`` with as many weights offloaded as it takes; None if it does not fit."""
@@ -91,22 +93,33 @@ class SiteSearch:
 
         Args:
             near: plans for less memory, or of other buckets.
-            effort: of the climb, in parts of the usual one.
+            effort: in parts of the usual one.
         """
-        walk = _Walk(self.places, partial(self._estimated, device_room), partial(self._simulated, device_room))
+        walk = _Walk(
+            self.places, self._mixed, partial(self._estimated, device_room), partial(self._simulated, device_room)
+        )
         as_it_is = (one for one in self.places.ladder() if self.places.sizes(one).device <= device_room)
         for placement in (*islice(as_it_is, 1), *(self.places.like(one.places, one.placement) for one in near)):
             walk.consider(placement)
         most = int(effort * min(MOST_TRIED, EFFORT / len(self.places.buckets)))
-        walk.start(most)
+        walk.start(int(effort * STARTS), most)
         walk.climb(Random(device_room), most, self._bound)
         return None if walk.best is None else self.timed(walk.best, device_room)
 
+    def quick(self, device_room: int) -> Timed | None:
+        """The fastest of a few mixes."""
+        found = (self.timed(self._mixed(mix), device_room) for _, mix in self._ranked(device_room)[:QUICK])
+        return min((one for one in found if one is not None), key=lambda one: one.seconds, default=None)
+
     def estimated(self, device_room: int) -> float | None:
         """The estimated seconds of the best mix; None if none may fit. It may turn out not to fit."""
+        return next((seconds for seconds, _ in self._ranked(device_room)), None)
+
+    def _ranked(self, device_room: int) -> list[tuple[float, Mix]]:
+        """Mixes that may fit, the best by the estimate first."""
         some = starmap(Mix, product(range(0, SHARES + 1, SHARES // 16), range(0, SHARES + 1, SHARES // 4), [SHARES]))
-        found = min(self._estimated(device_room, mixed(self.places, mix)) for mix in some)
-        return found if found < inf else None
+        timed = ((self._estimated(device_room, self._mixed(mix)), mix) for mix in some)
+        return sorted((seconds, mix) for seconds, mix in timed if seconds < inf)
 
     def _estimated(self, device_room: int, placement: Placement) -> float:
         """Seconds; infinite if the placement certainly does not fit."""
@@ -153,8 +166,8 @@ class SiteSearch:
 class _Walk:
     """One search at one budget: the best placement so far, and what has been simulated."""
 
-    def __init__(self, places: Places, estimate: Measure, simulate: Measure) -> None:
-        self._places, self._estimate, self._simulate = places, estimate, simulate
+    def __init__(self, places: Places, mixed: Callable[[Mix], Placement], estimate: Measure, simulate: Measure) -> None:
+        self._places, self._mixed, self._estimate, self._simulate = places, mixed, estimate, simulate
         self._open = [index for index, choices in enumerate(places.choices) if len(choices) > 1]
         self._kinds = list(dict.fromkeys(place for choices in places.choices for place in choices))
         self._times: dict[Placement, float] = {}
@@ -168,16 +181,16 @@ class _Walk:
             if seconds < self._seconds * (1 - SAME):
                 self.best, self._seconds = placement, seconds
 
-    def start(self, most: int) -> None:
-        """Consider mixes: the best by the estimate, and at most so many near the best of them."""
+    def start(self, starts: int, most: int) -> None:
+        """Consider mixes: so many that are best by the estimate, and at most ``most`` near the best of them."""
 
         def estimate(mix: Mix) -> float:
-            return self._estimate(mixed(self._places, mix))
+            return self._estimate(self._mixed(mix))
 
         def time(mix: Mix) -> float:
             """Infinite if it does not fit, or the estimate finds it slower than the best so far."""
-            placement = mixed(self._places, mix)
-            if len(self._times) < STARTS + most and self._estimate(placement) <= SLOWER * self._seconds:
+            placement = self._mixed(mix)
+            if len(self._times) < starts + most and self._estimate(placement) <= SLOWER * self._seconds:
                 self.consider(placement)
             return self._times.get(placement, inf)
 
@@ -186,9 +199,9 @@ class _Walk:
             fits = _descended(seed, estimate, SHARES // 4, ["stays"])
             # What just fits by its sizes may not be packed, so that a little less is a start as well.
             found |= {one: estimate(one) for one in (fits, fits._replace(stays=max(0, fits.stays - LESS)))}
-        for mix in sorted(found, key=found.__getitem__)[:STARTS]:
+        for mix in sorted(found, key=found.__getitem__)[:starts]:
             time(mix)
-        best = min(found, key=lambda mix: self._times.get(mixed(self._places, mix), inf))
+        best = min(found, key=lambda mix: self._times.get(self._mixed(mix), inf))
         if time(best) < inf:
             _descended(best, time, SHARES // 8, Mix._fields)
 
@@ -250,7 +263,6 @@ def _descended(mix: Mix, cost: Callable[[Mix], float], step: int, parts: Sequenc
     return mix
 
 
-@lru_cache(maxsize=4096)
 def mixed(places: Places, mix: Mix) -> Placement:
     """The placement of these parts, as far as the options allow it."""
     sizes = [bucket.weight_bytes for bucket in places.buckets]
