@@ -387,9 +387,13 @@ options = st.fixed_dictionaries(
 
 
 @settings(max_examples=60, deadline=None)
-@given(random_facts(), options, st.integers(1, 400_000))
-def test_what_is_chosen_is_valid_and_within_the_budget(known: Facts, asked: dict[str, Any], budget: int) -> None:
+@given(random_facts(), options, st.integers(1, 400_000), st.booleans())
+def test_what_is_chosen_is_valid_and_within_the_budget(
+    known: Facts, asked: dict[str, Any], budget: int, knows_rates: bool
+) -> None:
     saved = sum(unit.saved_bytes for unit in known.units)
+    machine = replace(known.machine, rates=ASSUMED if knows_rates else None)
+    known = replace(known, machine=machine, run=replace(known.run, forward_flops=10**9))
     try:
         made = choose(known, request(budget, **asked), saved)
     except Refusal as refused:
