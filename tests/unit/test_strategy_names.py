@@ -18,7 +18,6 @@ EXEMPT = {
     "trainer/config/arguments.py": "a schedule of the learning rate",
     "trainer/planning/picture.py": "a caption",
     "trainer/planning/plan_for.py": "the Python interface: its arguments are options of these strategies",
-    "trainer/run/resume_rules.py": "a schedule of the learning rate",
     "trainer/run/stowed_trainer.py": "passes the argument `recompute` on to `plan_for`",
 }
 
