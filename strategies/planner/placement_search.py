@@ -82,8 +82,8 @@ class PlacementSearch:
         return None if layout is None else (layout, self._search.seconds(layout))
 
     def estimated(self) -> float | None:
-        """The estimated seconds per step, in milliseconds; it may turn out not to fit. None if the machine's rates are
-        unknown, or nothing may fit.
+        """The estimated seconds per step, which take milliseconds to find; it may turn out not to fit. None if the
+        machine's rates are unknown, or nothing may fit.
         """
         return self._search.estimated(self._device_room) if self._knows_rates else None
 
@@ -91,11 +91,12 @@ class PlacementSearch:
         return SiteSearch(self._facts, self._request, places, self._host_room)
 
     def _first(self) -> Layout | None:
-        """What moves the least of all that fits."""
-        ladder = self._usual.ladder()
-        sizes = ((one, self._usual.sizes(one)) for one in ladder if self._request.weights != "streamed")
-        fits = (one for one, size in sizes if size.device <= self._device_room and size.host <= self._host_room)
-        tried = ladder if self._request.weights == "streamed" else [*islice(fits, 1), ladder[-1], ladder[0]]
+        """What moves the least of all that fits as it is; if nothing does, with offloaded weights."""
+        tried = ladder = self._usual.ladder()
+        if self._request.weights != "streamed":
+            sizes = ((one, self._usual.sizes(one)) for one in ladder)
+            fits = (one for one, size in sizes if size.device <= self._device_room and size.host <= self._host_room)
+            tried = [*islice(fits, 1), ladder[-1], ladder[0]]
         found = (self._search.worked_out(one, self._device_room) for one in tried)
         return next((layout for layout in found if layout is not None), None)
 

@@ -206,9 +206,8 @@ class Places:
         found = [tuple(now)]
         for wanted in (Home.DEVICE, Home.HOST):  # first states, then gradients
             for index in reversed(range(len(now))):
-                some = [place for place in self.choices[index] if place.site is not Site.STREAMED] or self.choices[
-                    index
-                ]
+                choices = self.choices[index]
+                some = [place for place in choices if place.site is not Site.STREAMED] or choices
                 to = some[-1] if wanted is Home.HOST else next((p for p in some if p.site is Site.HOST), some[0])
                 if to != now[index]:
                     now[index] = to

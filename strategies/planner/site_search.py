@@ -6,8 +6,8 @@ and of other buckets; then the shares of the best mix are changed. From there a 
 buckets gets another place, or two, or exchanges its places with another run. What the estimate finds clearly slower is
 left out; the others get their weights' schedule (``weight_schedule.py``) and are simulated, and a faster one is kept.
 
-What a search tries is counted in buckets, so that large models do not take much longer than small ones. The moves are
-random numbers that follow from the budget: the same budget has the same plan.
+What a search tries is counted in buckets, so that large models do not take much longer than small ones. Moves are drawn
+from the same random numbers in every search: the same budget has the same plan, and one nearby a similar one.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class SiteSearch:
             walk.consider(placement)
         most = int(effort * min(MOST_TRIED, EFFORT / len(self.places.buckets)))
         walk.start(int(effort * STARTS), most)
-        walk.climb(Random(device_room), most, self._bound)
+        walk.climb(Random(0), most, self._bound)
         return None if walk.best is None else self.timed(walk.best, device_room)
 
     def quick(self, device_room: int) -> Timed | None:
