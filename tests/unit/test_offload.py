@@ -71,7 +71,7 @@ def test_the_table_adds_up_to_the_arenas_and_plan_json_has_all_of_it(known: Fact
     written = json.dumps(full_report.to_json(plan, None))
     assert plan_json.problems(written) == []
     read = PlanFile.model_validate_json(written)
-    assert read.facts == plan.facts and plan_json.read(read) == (plan.layout, plan.addresses)
+    assert (read.facts, read.layout, read.addresses()) == (plan.facts, plan.layout, plan.addresses)
 
 
 def test_mixed_precision_on_the_host_by_hand() -> None:
