@@ -25,7 +25,7 @@ def text(plan: Plan, cost: StepCost | None, advice: Sequence[str] = (), stages: 
     """
     lines = [plan_table.title(plan), *plan_table.summary(plan), *([headline(plan, cost)] if cost else [])]
     lines += ["what would change it most, estimated:", *advice] if advice else []
-    grid = [*plan_table.grid_picture(plan.facts.run.grid), *plan_table.stage_table(stages)]
+    grid = [*plan_table.grid_table(plan.facts.run.grid), *plan_table.stage_table(stages)]
     tables = (plan_table.lines(plan), gemm_routes.lines(plan), recompute_lines(plan), plan_table.bucket_lines(plan))
     for part in map(list, (grid, *tables, step_lines(cost) if cost else ())):
         lines += ["", *part] if part else []

@@ -259,30 +259,18 @@ def _numbers(numbers: Iterable[int]) -> str:
 # --- ranks -----------------------------------------------------------------------------------------------------------
 
 
-def grid_picture(grid: Grid) -> list[str]:
+def grid_table(grid: Grid) -> list[str]:
     """Who holds which part of the model, and who talks to whom; no lines if every rank has a whole copy."""
     if grid.is_plain:
         return []
     copies, stages = range(min(grid.replicas, SHOWN)), range(min(grid.stages, SHOWN))
-    cells = [[_ranks(grid, stage, copy) for copy in copies] for stage in stages]
-    widths = [max(len(f"data {copy}"), *(len(row[copy]) for row in cells)) for copy in copies]
-    names = [f"stage {stage}" for stage in stages] if grid.stages > 1 else [""]
-    lead = max(map(len, names))
-
-    def line(name: str, parts: Sequence[str]) -> str:
-        padded = (part.ljust(width) for part, width in zip(parts, widths, strict=True))
-        return "  ".join([f"  {name.ljust(lead)}", *padded]).rstrip()
-
-    more = ["..."] if grid.replicas > SHOWN else []
-    lines = [f"ranks: {grid}", line("", [f"data {copy}" for copy in copies]) + "".join(f"  {each}" for each in more)]
-    for stage in stages:
-        lines += [line("", [" " * (len(cells[stage][copy]) // 2) + "|" for copy in copies])] if stage else []
-        lines.append(line(names[stage], cells[stage]))
-    lines += [line("...", [""] * len(copies))] if grid.stages > SHOWN else []
-    said = ["= exchange in every layer"] if grid.tensor > 1 else []
-    said += ["| send hidden states and their gradients"] if grid.stages > 1 else []
+    rows = [(f"stage {stage}", *(_ranks(grid, stage, copy) for copy in copies)) for stage in stages]
+    rows += [("...", *("" for _ in copies))] if grid.stages > SHOWN else []
+    said = ["ranks joined by = exchange in every layer"] if grid.tensor > 1 else []
+    said += ["a stage sends the next one hidden states, which sends back gradients"] if grid.stages > 1 else []
     said += ["ranks of a row add up gradients once per step"] if grid.replicas > 1 else []
-    return [*lines, "  " + "; ".join(said)]
+    more = f", of which {SHOWN} copies are shown" if grid.replicas > SHOWN else ""
+    return [f"ranks: {grid}{more}", *aligned(("", *(f"data {copy}" for copy in copies)), rows), "; ".join(said)]
 
 
 def _ranks(grid: Grid, stage: int, copy: int) -> str:
