@@ -267,7 +267,7 @@ def grid_table(grid: Grid) -> list[str]:
     rows = [(f"stage {stage}", *(_ranks(grid, stage, copy) for copy in copies)) for stage in stages]
     rows += [("...", *("" for _ in copies))] if grid.stages > SHOWN else []
     said = ["ranks joined by = exchange in every layer"] if grid.tensor > 1 else []
-    said += ["a stage sends the next one hidden states, which sends back gradients"] if grid.stages > 1 else []
+    said += ["stages send hidden states on, and gradients back"] if grid.stages > 1 else []
     said += ["ranks of a row add up gradients once per step"] if grid.replicas > 1 else []
     more = f", of which {SHOWN} copies are shown" if grid.replicas > SHOWN else ""
     return [f"ranks: {grid}{more}", *aligned(("", *(f"data {copy}" for copy in copies)), rows), "; ".join(said)]

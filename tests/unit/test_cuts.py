@@ -151,8 +151,8 @@ def test_the_table_of_the_grid() -> None:
         "-----------------------",
         "stage 0  0 = 1   2 = 3",
         "stage 1  4 = 5   6 = 7",
-        "ranks joined by = exchange in every layer; a stage sends the next one hidden states, which sends back gradients; "
-        "ranks of a row add up gradients once per step",
+        "ranks joined by = exchange in every layer; stages send hidden states on, and gradients back; ranks "
+        "of a row add up gradients once per step",
     ]
     assert grid_table(Grid(replicas=8)) == []
     assert len(grid_table(Grid(64, 16, 1))) < 25
