@@ -64,7 +64,7 @@ def seal(folder: Path, kind: str, about: Mapping[str, Any]) -> None:
             waiting.result()
     for inner in sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True):
         sync(inner)
-    files = {_name(folder, path): sizes[path] for path in sorted(paths)}
+    files = {_name(folder, path): File(bytes=sizes[path][0], sha256=sizes[path][1]) for path in sorted(paths)}
     made = Sealed(kind=kind, about=dict(about), files=files)
     replace_file(folder / MANIFEST, signed(made.model_dump()))  # syncs the folder as well
 
@@ -98,14 +98,14 @@ def damage(folder: Path, sealed: Sealed) -> list[str]:
     for name, file in sealed.files.items():
         if isinstance(it := found[name], str):
             lines.append(f"{name}: {it}")
-        elif it.bytes != file.bytes:
-            lines.append(f"{name}: {it.bytes} bytes, {file.bytes} were written")
-        elif it.sha256 != file.sha256:
+        elif it[0] != file.bytes:
+            lines.append(f"{name}: {it[0]} bytes, {file.bytes} were written")
+        elif it[1] != file.sha256:
             lines.append(f"{name}: damaged, its hash is another")
     return lines
 
 
-def _found(path: Path) -> File | str:
+def _found(path: Path) -> tuple[int, str] | str:
     try:
         return size_and_hash(path)
     except FileNotFoundError:
@@ -114,11 +114,11 @@ def _found(path: Path) -> File | str:
         return f"cannot be read: {error.strerror}"
 
 
-def size_and_hash(path: Path) -> File:
+def size_and_hash(path: Path) -> tuple[int, str]:
     """Bytes and SHA-256 of a file."""
     with _opened(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return File(bytes=file.tell(), sha256=digest)
+        return file.tell(), digest
 
 
 def _opened(path: Path) -> FileIO:

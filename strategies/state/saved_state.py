@@ -254,7 +254,7 @@ def _damaged(folder: Path, files: Mapping[str, File], *, hashes: bool) -> Iterat
             yield f"{path}: missing; {AGAIN}"
         elif path.stat().st_size != known.bytes:
             yield f"{path}: {path.stat().st_size} bytes, {known.bytes} were written; {AGAIN}"
-        elif hashes and known.sha256 is not None and size_and_hash(path).sha256 != known.sha256:
+        elif hashes and known.sha256 is not None and size_and_hash(path)[1] != known.sha256:
             yield f"{path}: damaged, its hash is another; {AGAIN}"
 
 

@@ -200,7 +200,7 @@ class Files:
 
     def identity(self, exact: bool) -> list[str]:
         stats = [(path, path.stat()) for path in self.paths]
-        marks = [size_and_hash(path).sha256 if exact else f"{stat.st_size} {stat.st_mtime_ns}" for path, stat in stats]
+        marks = [size_and_hash(path)[1] if exact else f"{stat.st_size} {stat.st_mtime_ns}" for path, stat in stats]
         return [f"{path.relative_to(self.root.parent)} {mark}" for path, mark in zip(self.paths, marks, strict=True)]
 
 
@@ -321,7 +321,7 @@ def _saved(folder: Path, split: str, key: str) -> Source:
             raise DataError(f"{key}split: {split!r} is not in {folder}; found: {', '.join(data)}")
         data = data[split]
     arrows = sorted(folder.rglob("*.arrow"))
-    return Arrow(str(folder), data, (split, *(size_and_hash(path).sha256 for path in arrows)))
+    return Arrow(str(folder), data, (split, *(size_and_hash(path)[1] for path in arrows)))
 
 
 def _hub(path: str, name: str | None, split: str, streaming: bool, key: str) -> Source:
