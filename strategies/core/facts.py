@@ -10,9 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from math import inf
-from typing import Any, Literal
-
-from pydantic import TypeAdapter
+from typing import Literal
 
 from strategies.core.grid import Cut, Grid
 from strategies.core.linears import Linear, Timed
@@ -342,7 +340,3 @@ class Facts:
 
     def unit(self, name: str) -> Unit:
         return next(unit for unit in self.units if unit.name == name)
-
-    def to_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = TypeAdapter(Facts).dump_python(self, mode="json")
-        return found

@@ -105,12 +105,13 @@ class PlanFile(Entry):
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
-    """What an engine needs, as JSON types: the first keys of ``PlanFile`` without ``facts``."""
+    """What an engine needs, as JSON types: the first keys of ``PlanFile``."""
     layout, addresses = plan.layout, plan.addresses
     keeps = [(unit, plan.keep(unit.name)) for unit in plan.facts.units]
     of_keep = UnitEntry.model_fields.keys() - {"name", "kind"}
     found: dict[str, Any] = {
         "schema_version": VERSION,
+        "facts": plan.facts,
         "units": [
             UnitEntry(name=unit.name, kind=unit.kind, **{name: getattr(keep, name) for name in of_keep})
             for unit, keep in keeps
