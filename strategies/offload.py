@@ -9,9 +9,6 @@ With ``zero`` beside it, the ranks share the state in this engine: see ``strateg
 
 Invariant. Copies change no bits: weights equal plain training bit for bit in fp32. Gradients wait for the norm if
 clipping is on, and each weight is updated before it is next read; nothing is stale.
-
-Refused: fp16 (its loss scale needs all gradients before any update), optimizers that the engine has not, budgets that
-nothing fits into, and beside ``zero`` updates in backward, and before stage 3 weights that travel.
 """
 
 from __future__ import annotations
@@ -143,7 +140,7 @@ class Offload(Strategy):
         return Parity(1e-4, _KERNELS) if run.accelerated and self.site in ("auto", "host") else BITWISE
 
     def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
-        if run.precision is Precision.FP16:
+        if run.precision is Precision.FP16:  # its loss scale needs all gradients before any update
             yield Refusal("training.fp16", True, "strategies.offload trains in bf16 or fp32; write training.bf16: true")
         if run.optim not in OPTIMIZERS:
             cure = f"strategies.offload updates with one of {', '.join(OPTIMIZERS)}"

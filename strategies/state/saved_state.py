@@ -1,13 +1,9 @@
 """Training state on disk, in one format for all strategies: an index, and spans of named parameters (``spans.py``).
 
-A ``Holder`` is the state of one strategy on one rank: what it has, as views of where it is, and places to fill. Saving
-writes what each rank holds; loading fills what each rank needs, from whatever ranks and strategy have saved it. The
-files are listed in docs/checkpoint-format.md.
-
-    kinds of tensors    exp_avg, exp_avg_sq, ... torch's names; master (fp32, of a weight in lower precision); weight
-    numbers             per parameter; ``step`` counts its updates. A parameter never updated has none
-
-Ranks write without talking to each other, so that none waits for another that could not write.
+A ``Holder`` is the state of one strategy on one rank: what it has, as views of where it is, and places to fill. Loading
+fills what each rank needs, from whatever ranks and strategy have saved it. Files, kinds of tensors and numbers are
+listed in docs/checkpoint-format.md. Ranks write without talking to each other, so that none waits for another that
+could not write.
 
 Invariant. ``opened`` finds every element of every tensor in the files once, and all names, sizes and counts agree, or
 it refuses; hashes are checked by wish. A writer opens what was written before it counts as saved.
