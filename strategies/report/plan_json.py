@@ -1,9 +1,9 @@
 """``plan.json``: a plan in full, so that another engine can carry it out; its schema; and reading it back.
 
-An engine needs ``layout`` to ``updates``, and of ``units`` what each keeps for backward; the other keys are for people
-and for later runs. ``strategies/core/layout.py`` says what the fields of the layout mean, and what an item is. Offsets
-and sizes of parameters are in elements, those of spots in bytes. Ranges of ticks are half-open; tick i is the forward
-of unit i, and 2 n - 1 - i its backward.
+An engine needs ``keeps`` to ``updates``; the other keys are for people and for later runs. What the fields of a layout
+and a keep mean is said in ``strategies/core/layout.py`` and ``plan.py``, and what an item is. Offsets and sizes of
+parameters are in elements, those of spots in bytes. Ranges of ticks are half-open; tick i is the forward of unit i, and
+2 n - 1 - i its backward.
 
 Invariant. ``problems`` reads a file with the rules of ``strategies/core/validate.py`` and finds nothing exactly if the
 engine here could carry it out. ``VERSION`` changes with every key that gets another meaning.
@@ -17,10 +17,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import to_jsonable_python
 
-from strategies.core.facts import Facts, Home, UnitKind
+from strategies.core.facts import Facts, Home
 from strategies.core.layout import Addresses, Item, Layout, Site, Spot, gradient_tick, ticks_of
 from strategies.core.peak import host_room
-from strategies.core.plan import Plan
+from strategies.core.plan import Keep, Plan
 from strategies.core.validate import validate
 
 VERSION = 2
@@ -33,35 +33,13 @@ class Entry(BaseModel):
 
 
 class SpotEntry(Entry):
-    """A stretch of one home's arena, in bytes."""
+    """A stretch of one home's arena, in bytes. Buckets whose spots of one item are the same use them in turn."""
 
     bucket: str = Field(description="empty: of no single bucket, as scratch")
     item: Item
     home: Home
     offset: int
     num_bytes: int
-
-
-class SlotEntry(Entry):
-    """Memory that buckets use in turn, in the order of ``buckets``."""
-
-    item: Item
-    home: Home
-    offset: int
-    num_bytes: int
-    buckets: list[str]
-
-
-class UnitEntry(Entry):
-    """What a unit keeps for backward: on the device, and of that ``hosted`` on the host until then."""
-
-    name: str
-    kind: UnitKind
-    policy: str = Field(description="none: all that autograd saves; otherwise backward runs the unit again")
-    kept: tuple[str, ...]
-    saved_bytes: int
-    hosted: tuple[str, ...]
-    hosted_bytes: int
 
 
 class TickEntry(Entry):
@@ -81,11 +59,10 @@ class PlanFile(Entry):
 
     schema_version: Literal[2]
     facts: Facts
-    units: list[UnitEntry]
+    keeps: list[Keep] = Field(description="what each unit keeps for backward")
     layout: Layout | None
     arenas: dict[Home, int] = Field(description="bytes of each")
     spots: list[SpotEntry]
-    slots: list[SlotEntry]
     ticks: list[TickEntry]
     updates: list[str] = Field(description="buckets in the order of their updates")
     rows: list[dict[str, Any]]
@@ -107,46 +84,22 @@ class PlanFile(Entry):
 def to_json(plan: Plan) -> dict[str, Any]:
     """What an engine needs, as JSON types: the first keys of ``PlanFile``."""
     layout, addresses = plan.layout, plan.addresses
-    keeps = [(unit, plan.keep(unit.name)) for unit in plan.facts.units]
-    of_keep = UnitEntry.model_fields.keys() - {"name", "kind"}
     found: dict[str, Any] = {
         "schema_version": VERSION,
         "facts": plan.facts,
-        "units": [
-            UnitEntry(name=unit.name, kind=unit.kind, **{name: getattr(keep, name) for name in of_keep})
-            for unit, keep in keeps
-        ],
+        "keeps": [plan.keep(unit.name) for unit in plan.facts.units],
         "layout": None,
         "arenas": {},
-        **{key: [] for key in ("spots", "slots", "ticks", "updates")},
+        **{key: [] for key in ("spots", "ticks", "updates")},
     }
     if layout is not None and addresses is not None:
-        found |= {
-            "layout": layout,
-            "arenas": addresses.arena_bytes,
-            "spots": [
-                SpotEntry(bucket=name, item=item, home=spot.home, offset=spot.offset, num_bytes=spot.num_bytes)
-                for (name, item), spot in addresses.spots.items()
-            ],
-            "slots": slots(addresses),
-            "ticks": ticks(layout),
-            "updates": updates(layout),
-        }
+        found |= {"layout": layout, "arenas": addresses.arena_bytes, "ticks": ticks(layout), "updates": updates(layout)}
+        found["spots"] = [
+            SpotEntry(bucket=name, item=item, home=spot.home, offset=spot.offset, num_bytes=spot.num_bytes)
+            for (name, item), spot in addresses.spots.items()
+        ]
     made: dict[str, Any] = to_jsonable_python(found)
     return made
-
-
-def slots(addresses: Addresses) -> list[SlotEntry]:
-    """Stretches that several buckets use for one kind of item. Weights, which share by time, are not among them."""
-    users: dict[tuple[Item, Home, int], dict[str, int]] = {}
-    for (name, item), spot in addresses.spots.items():
-        if name and item is not Item.WEIGHT:
-            users.setdefault((item, spot.home, spot.offset), {})[name] = spot.num_bytes
-    return [
-        SlotEntry(item=item, home=home, offset=offset, num_bytes=max(some.values()), buckets=list(some))
-        for (item, home, offset), some in sorted(users.items(), key=lambda it: (it[0][0].value, it[0][2]))
-        if len(some) > 1
-    ]
 
 
 def ticks(layout: Layout) -> list[TickEntry]:
@@ -192,11 +145,11 @@ def problems(text: str) -> list[str]:
     addresses = file.addresses()
     if len(addresses.spots) < len(file.spots):
         return ["spots: two are of one bucket and item"]
-    hosted = sum(host_room(unit.hosted_bytes, len(unit.hosted)) for unit in file.units)
+    hosted = sum(host_room(keep.hosted_bytes, len(keep.hosted)) for keep in file.keeps)
     found = validate(layout, addresses, file.facts.params, hosted)
     if found:
         return found  # what follows from a broken layout is unknown
-    follows = {"ticks": ticks(layout), "updates": updates(layout), "slots": slots(addresses)}
+    follows = {"ticks": ticks(layout), "updates": updates(layout)}
     return [
         f"{name}: do not follow from the buckets" for name, value in follows.items() if getattr(file, name) != value
     ]

@@ -177,8 +177,8 @@ def _spans(kind: str, shape: tuple[int, ...], what: Piece, tensor: Tensor) -> It
 
 
 def _unlike(saved: Saved, held: Held, first: str, name: str) -> Iterator[str]:
-    """Why the state of ``name`` cannot be kept in one tensor with that of ``first``, one line each: torch keeps one count
-    of steps for each tensor, and Adafactor's rows and columns belong to one parameter.
+    """Why the state of ``name`` cannot be kept in one tensor with that of ``first``, one line each: torch keeps one
+    count of steps for each tensor, and Adafactor's rows and columns belong to one parameter.
     """
     one, other = saved.parameters[first], saved.parameters[name]
     if one.numbers != other.numbers:
