@@ -40,12 +40,6 @@ def _check_size(value: str) -> str:
     return value
 
 
-def _check_prefetch(value: int | str) -> int | str:
-    if isinstance(value, int) and value < 0:
-        raise ValueError("must be auto or a whole number >= 0")
-    return value
-
-
 Budget: TypeAlias = Annotated[str | int | float, AfterValidator(check_budget)]
 
 
@@ -82,7 +76,7 @@ class Offload(Strategy):
     bucket_size: Annotated[str, AfterValidator(_check_size)] = Field(
         default=AUTO, description="Bytes that are copied together (64MiB); auto: one block."
     )
-    prefetch: Annotated[int | Literal["auto"], AfterValidator(_check_prefetch)] = Field(
+    prefetch: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         default="auto",
         description="How many blocks ahead of their use weights that travel are fetched, at most; auto: as early as "
         "memory allows.",
