@@ -1,16 +1,16 @@
-"""Writes docs/fit.md: does it fit? For models of 7, 14, 32 and 70 B parameters on one card, with arithmetic by hand.
+"""Writes the sections of docs/fit.md: models of 7, 14, 32 and 70 B parameters on one card, with arithmetic by hand.
 
-    python -m benchmarks.fit_doc > docs/fit.md
+    python -m benchmarks.fit_doc
 
 The tables are what ``launch/plan.py --fit`` prints. Beside each stands the training state from the model's shapes and
-the bytes per parameter alone; what the table has beyond that is what forward saves, buffers, and slots.
+the bytes per parameter alone.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from pathlib import Path
 
 from strategies.core.facts import Home
 from strategies.core.sizes import SHARE, human
@@ -19,6 +19,7 @@ from trainer.dist.ranks import Ranks
 from trainer.machine.profiles import profile, sized
 from trainer.planning.fit import LORA_RANK, Fit, FitRow, config_of, lines, unwritten
 
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "fit.md"
 CARD, DEVICE, HOST = "rtx4090-pcie4", 24, 64  # GiB
 MACHINE = f"--profile {CARD} --gpu-memory {DEVICE}GiB --host-memory {HOST}GiB"
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -29,31 +30,6 @@ MODELS: Mapping[str, tuple[str, tuple[int, ...]]] = {
     "Qwen2.5-32B": ("qwen2", (5120, 27648, 64, 40, 8, 152064)),
     "Llama-3-70B": ("llama", (8192, 28672, 80, 64, 8, 128256)),
 }
-INTRO = """\
-# Does it fit?
-
-`launch/plan.py --fit` answers for any model and any machine: full fine-tuning and LoRA, each as it is, with
-recomputation, with offload, with both, and over more ranks with ZeRO-3. Every row is a plan of the config that its last
-column writes. `fits` compares the predicted peaks with 0.9 of each memory, as `auto` does; `step` is simulated, and
-unknown where ranks talk over a network or the machine's rates are not known. Rows of a strategy that would do nothing
-are left out. Where the planner gives up for one memory, the other is `-` and may be too small as well. The exit code is
-0 whatever the answer is.
-
-The model is `--config FILE`, `--model NAME_OR_FOLDER`, or keys of `model.config`; the machine is this one, or
-`--profile NAME`, with other sizes of memory by `--gpu-memory` and `--host-memory`. Without a profile and without a GPU,
-`--gpu-memory` stands for a card at unknown rates. A refusal for memory, of any command, ends with the same table.
-
-Not counted: the weights while they are loaded into host memory (2 or 4 bytes per parameter, before the first step), and
-the network between ranks.
-
-Below: one card of 24 GiB in a machine with 64 GiB of host memory. Made by `python -m benchmarks.fit_doc`.
-"""
-END = """\
-With offload 12 of the 16 bytes are masters and moments, 2 the weight, and 2 the gradient, which can take the place of
-the weight's copy on the host. What a table has beyond that: what forward saves for {tokens:,} tokens, logits included,
-gathered weights under ZeRO-3, slots and scratch of the memory engine, and 1 GiB of host memory for Python. Of ranks
-that share what is offloaded, a state rests on the device only beside its weight, which is whole there.
-"""
 
 
 def num_params(kind: str, sizes: Sequence[int]) -> int:
@@ -112,7 +88,7 @@ def section(name: str, kind: str, sizes: Sequence[int]) -> Iterator[str]:
     yield f"## {name}\n"
     yield f"    python launch/plan.py --fit {MACHINE} {' '.join(overrides)}\n"
     yield "```"
-    yield from [*fit.heading(), "", *lines(rows)]
+    yield from (*fit.heading(), "", *lines(rows))
     yield "```\n"
     biases = " + biases" if kind == "qwen2" else ""
     formula = f"2 V h + L (2 h² + 2 h k + 3 h f + 2 h{biases}) + h; k: width of the keys"
@@ -120,14 +96,9 @@ def section(name: str, kind: str, sizes: Sequence[int]) -> Iterator[str]:
     head = ("what", "bytes", "by hand", "table")
     yield from table(head, by_hand(kind, sizes, rows), head[2:], markdown=True)
     yield ""
-    yield END.format(tokens=config.data.max_length)
-
-
-def page(models: Mapping[str, tuple[str, Sequence[Any]]] = MODELS) -> str:
-    """The whole document."""
-    lines = [line for name, (kind, sizes) in models.items() for line in section(name, kind, sizes)]
-    return "\n".join([INTRO, *lines])
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    introduction = PAGE.read_text().partition("\n## ")[0]
+    sections = (line for name, (kind, sizes) in MODELS.items() for line in section(name, kind, sizes))
+    PAGE.write_text("\n".join([introduction, *sections]))
