@@ -127,19 +127,19 @@ OFFLOAD_OVER_RANKS: tuple[Contender, ...] = (
 
 # auto with a budget between the predicted peaks of full (0) and none (1)
 RECOMPUTE: tuple[Contender, ...] = (
-    Contender(PLAIN, "recompute:Recomputed", {"policy": "none"}),
-    Contender("ours-selective", "recompute:Recomputed", {"policy": "selective"}),
-    Contender("ours-full", "recompute:Recomputed", {"policy": "full"}),
-    Contender("ours-selective-host", "recompute:Recomputed", {"policy": "selective", "on_host": True}),
-    Contender("ours-full-host", "recompute:Recomputed", {"policy": "full", "on_host": True}),
-    Contender("ours-auto-0", "recompute:Recomputed", {"policy": "auto", "share": 0.0}),
-    Contender("ours-auto-25", "recompute:Recomputed", {"policy": "auto", "share": 0.25}),
-    Contender("ours-auto-50", "recompute:Recomputed", {"policy": "auto", "share": 0.5}),
-    Contender("hf-checkpointing", "recompute:HuggingFace"),
-    Contender("hf-checkpointing-host", "recompute:OnCpu"),
-    Contender("compile", "recompute:Compiled", {"budget": 1.0}),
-    Contender("compile-budget-50", "recompute:Compiled", {"budget": 0.5}),
-    Contender("compile-budget-20", "recompute:Compiled", {"budget": 0.2}),
+    Contender(PLAIN, "contenders:Recomputed", {"policy": "none"}),
+    Contender("ours-selective", "contenders:Recomputed", {"policy": "selective"}),
+    Contender("ours-full", "contenders:Recomputed", {"policy": "full"}),
+    Contender("ours-selective-host", "contenders:Recomputed", {"policy": "selective", "on_host": True}),
+    Contender("ours-full-host", "contenders:Recomputed", {"policy": "full", "on_host": True}),
+    Contender("ours-auto-0", "contenders:Recomputed", {"policy": "auto", "share": 0.0}),
+    Contender("ours-auto-25", "contenders:Recomputed", {"policy": "auto", "share": 0.25}),
+    Contender("ours-auto-50", "contenders:Recomputed", {"policy": "auto", "share": 0.5}),
+    Contender("hf-checkpointing", "contenders:HuggingFace"),
+    Contender("hf-checkpointing-host", "contenders:OnCpu"),
+    Contender("compile", "contenders:Compiled", {"budget": 1.0}),
+    Contender("compile-budget-50", "contenders:Compiled", {"budget": 0.5}),
+    Contender("compile-budget-20", "contenders:Compiled", {"budget": 0.2}),
 )
 
 # --- options of the command line -----------------------------------------------------------------------------
