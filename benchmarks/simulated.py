@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,6 @@ HEAD = (
     "model", "tokens per step", "budget", "ours, s", "compute, s", "binds", "best of six / ours",
     "ours, not clipped, s", "best of two / ours", *CLIPPED, *UNCLIPPED,
 )  # fmt: skip
-Policies = Mapping[str, Policy | None]  # None: does not fit
 
 
 def as_problem(known: Facts, budget: float) -> tuple[Problem, UpdateCosts]:
@@ -115,47 +115,45 @@ def best_of(makes: Sequence[Make], problem: Problem, costs: UpdateCosts) -> Poli
     return min(fitting, key=lambda policy: policy.seconds, default=None)
 
 
-def cases(machine: MachineFacts) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """Of each case its row of the table, and its part of the record."""
-    for model, shape in MODELS.items():
+def cases(machine: MachineFacts) -> Iterator[dict[str, Any]]:
+    """The record of each case."""
+    for (model, shape), rows in product(MODELS.items(), ROWS):
         changes = [f"model.config.{name}={value}" for name, value in shape.items()]
-        for rows in ROWS:
-            config = load(CONFIG, [*changes, f"training.per_device_train_batch_size={rows}"])
-            known = gather(config, 1, 1, machine)
-            unclipped = replace(known, run=replace(known.run, max_grad_norm=0.0))
-            for budget in (each for each in BUDGETS if each * GIB <= known.machine.device_bytes):
-                limits = {"gpu_memory": f"{budget}GiB", "host_memory": "1TiB"}
-                strategies = {**config.strategies, "offload": config.strategies["offload"].model_copy(update=limits)}
-                given = as_problem(known, budget)
-                others = {name: best_of(makes, *given) for name, makes in {**CLIPPED, **UNCLIPPED}.items()}
-                found, free = ours(known, strategies), ours(unclipped, strategies)
-                plan, cost = found or (None, None)
-                yield (
-                    [model, f"{rows * 2048:,}", f"{budget} GiB", *cells(cost, free and free[1], others)],
-                    {
-                        "model": model,
-                        "tokens_per_step": rows * 2048,
-                        "budget_gib": budget,
-                        "ours": cost and cost.to_json(),
-                        "ours_unclipped": free and free[1].to_json(),
-                        "peak_bytes": plan and plan.peak(Home.DEVICE),
-                        "host_bytes": plan and plan.peak(Home.HOST),
-                        "policies": {name: policy and policy.to_json() for name, policy in others.items()},
-                    },
-                )
+        config = load(CONFIG, [*changes, f"training.per_device_train_batch_size={rows}"])
+        known = gather(config, 1, 1, machine)
+        unclipped = replace(known, run=replace(known.run, max_grad_norm=0.0))
+        for budget in (each for each in BUDGETS if each * GIB <= known.machine.device_bytes):
+            limits = {"gpu_memory": f"{budget}GiB", "host_memory": "1TiB"}
+            strategies = {**config.strategies, "offload": config.strategies["offload"].model_copy(update=limits)}
+            given = as_problem(known, budget)
+            others = {name: best_of(makes, *given) for name, makes in {**CLIPPED, **UNCLIPPED}.items()}
+            plan, cost = ours(known, strategies) or (None, None)
+            free = ours(unclipped, strategies)
+            yield {
+                "model": model,
+                "tokens_per_step": rows * 2048,
+                "budget_gib": budget,
+                "ours": cost and cost.to_json(),
+                "ours_unclipped": free and free[1].to_json(),
+                "peak_bytes": plan and plan.peak(Home.DEVICE),
+                "host_bytes": plan and plan.peak(Home.HOST),
+                "policies": {name: policy and policy.to_json() for name, policy in others.items()},
+            }
 
 
-def cells(cost: StepCost | None, free: StepCost | None, others: Policies) -> list[str]:
-    """Of our plan, clipped and not, and of the policies."""
+def row(case: Mapping[str, Any]) -> list[str]:
+    """A case as a row of the table."""
+    cost, free, others = case["ours"], case["ours_unclipped"], case["policies"]
 
-    def lead(cost: StepCost | None, names: Mapping[str, object]) -> str:
+    def lead(cost: Mapping[str, Any] | None, names: Mapping[str, object]) -> str:
         """How many times as long the best of the named policies takes."""
-        fitting = [policy.seconds for name in names if (policy := others[name]) is not None]
-        return f"{min(fitting) / cost.seconds:.2f}" if cost and fitting else ""
+        fitting = [others[name]["seconds"] for name in names if others[name]]
+        return f"{min(fitting) / cost['seconds']:.2f}" if cost and fitting else ""
 
-    found = [f"{cost.seconds:.2f}", f"{cost.compute_seconds:.2f}", cost.outcome.binds.value] if cost else ["-", "", ""]
-    found += [lead(cost, CLIPPED), f"{free.seconds:.2f}" if free else "-", lead(free, UNCLIPPED)]
-    return found + [f"{policy.seconds:.2f}" if policy else "-" for policy in others.values()]
+    found = [case["model"], f"{case['tokens_per_step']:,}", f"{case['budget_gib']} GiB"]
+    found += [f"{cost['seconds']:.2f}", f"{cost['compute_seconds']:.2f}", cost["binds"]] if cost else ["-", "", ""]
+    found += [lead(cost, CLIPPED), f"{free['seconds']:.2f}" if free else "-", lead(free, UNCLIPPED)]
+    return found + [f"{policy['seconds']:.2f}" if policy else "-" for policy in others.values()]
 
 
 def main() -> None:
@@ -165,13 +163,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    rows, made, began = [], [], time.perf_counter()
-    for row, case in cases(profile(given.profile)):
-        rows.append(row)
+    made, began = [], time.perf_counter()
+    for case in cases(profile(given.profile)):
         made.append(case)
-        print(f"{time.perf_counter() - began:6.1f} s  ", "  ".join(row), flush=True)
+        print(f"{time.perf_counter() - began:6.1f} s  ", "  ".join(row(case)), flush=True)
         (given.out / "cases.json").write_text(json.dumps(made, indent=1))
-    (given.out / "table.md").write_text("\n".join(table(HEAD, rows, markdown=True)) + "\n")
+    (given.out / "table.md").write_text("\n".join(table(HEAD, map(row, made), markdown=True)) + "\n")
 
 
 if __name__ == "__main__":
