@@ -77,7 +77,7 @@ CASES = [
         "d.jsonl:1: broken JSON: a number of too many digits"),
     case("nested too deeply", {"d.json": "[" * 100_000}, {}, "d.json:1: broken JSON: nested too deeply"),
     case("empty file", {"d.jsonl": ""}, {}, "d.jsonl: the file is empty; it has no rows"),
-    case("csv header only", {"d.csv": "text\n"}, {}, "d.csv: there are no rows"),
+    case("csv header only", {"d.csv": "text\n"}, {}, "d.csv: the file is empty; it has no rows"),
     case("only empty texts", {"d.jsonl": jsonl({"text": ""}, {"text": " "})}, {},
         "d.jsonl: all 2 rows are empty text"),
     case("broken line", {"d.jsonl": jsonl(OK, OK, '{"text": "a')}, {},
