@@ -88,7 +88,7 @@ def prepare(
     train, held_out = open_train(section), _open_eval(section)
     encoder = make_encoder(section, train, tokenizer, vocab_size)
     eval_encoder = make_encoder(section, held_out, tokenizer, vocab_size) if held_out else None
-    marks = [source.identity(exact=not section.streaming) for source in ([train, held_out] if held_out else [train])]
+    marks = [source.identity(not section.streaming) for source in ([train, held_out] if held_out else [train])]
     key, made_of = fingerprint(encoder, seed, marks), (digest_of(marks[0]), digest_of(_tokenizer_content(tokenizer)))
     opened(*made_of, key)
     home = folder / key
@@ -140,8 +140,8 @@ def texts(section: DataSection) -> Iterator[str]:
     source = open_train(section)
     _, columns = detect(section, source)
     for row in source.rows(columns.values()):
-        for column in columns.values() if not isinstance(row.values, str) else ():
-            value = row.values.get(column)
+        values = {} if isinstance(row.values, str) else row.values
+        for value in map(values.get, columns.values()):
             for item in value if isinstance(value, list) else [value]:
                 text = item.get("content") if isinstance(item, dict) else item
                 if isinstance(text, str) and text:
