@@ -47,11 +47,6 @@ CGROUPS: dict[str, tuple[dict[str, str], Memory | None, float | None]] = {
         1.5,
     ),
     "none": ({}, None, None),
-    "v2 without a limit": (
-        {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max\n", "sys/fs/cgroup/cpu.max": "max 100000\n"},
-        None,
-        None,
-    ),
     "v1 without a limit": (
         {
             "proc/self/cgroup": "4:memory:/\n1:cpu:/\n",
