@@ -5,9 +5,8 @@ every other rank open the same bytes. The fingerprint is a sha256 over what deci
 contents of the files, seed), not over paths, times or versions of libraries; streamed files count by size and time. The
 folder is sealed (``strategies/core/sealed.py``); data that is damaged is made anew, with one line that says so.
 
-Documents are split into training and evaluation *before* they are cut or packed, so that none is on both sides.
-Streaming does the same document by document: nothing is saved except evaluation data, packing sees a window of
-documents, and a bad row ends the run when it is read.
+Documents are split into training and evaluation *before* they are cut or packed, so that none is on both sides. With
+streaming only evaluation data is saved, packing sees a window of documents, and a bad row ends the run when it is read.
 """
 
 from __future__ import annotations
@@ -77,13 +76,9 @@ def prepare(
 ) -> Prepared:
     """The run's data: opened if it is in ``folder``, otherwise prepared and saved there.
 
-    Args:
-        seed: of the split into training and evaluation documents.
-        opened: called with the hashes of sources and tokenizer and the fingerprint before any row is made; may refuse.
-        compares: compare saved data with its manifest; the first rank of a machine does so for the others.
-
-    Raises:
-        DataError: one line per problem, naming file, row and field.
+    ``seed`` is that of the split. ``opened`` is called with the hashes of sources and tokenizer and the fingerprint
+    before any row is made, and may refuse. ``compares``: with its manifest; a machine's first rank does so for all.
+    DataError has one line per problem, naming file, row and field.
     """
     train, held_out = open_train(section), _open_eval(section)
     encoder = make_encoder(section, train, tokenizer, vocab_size)

@@ -7,18 +7,14 @@
     update   the engine's AdamW on host memory, in the engine's chunk size and with its worker's threads
     together the same update while copies run in both directions: what all of them get of DRAM
     launch   one small operator after the other on the device, without waiting for it
-    network  as many ranks as there are devices, or two processes without an accelerator, gather a buffer of which each
-             has a span, and send each other the spans of another one: the two exchanges of the engine
-             (``strategies/engine/ranks/shares.py``). Counted are the bytes that one rank sends while it receives as
-             many, of the slower kind. Between machines nothing is measured: one machine does not know the others.
+    network  as many ranks as there are devices, or two processes without an accelerator, make the two exchanges of the
+             engine (``strategies/engine/ranks/shares.py``). Counted are the bytes that one rank sends while it receives
+             as many, of the slower kind. Between machines nothing is measured: one does not know the others.
 
 A plan lets updates and copies run together, so DRAM counts with what they reach together if they slow each other down.
-Without an accelerator two ordinary buffers stand in for the link, one core copies between them, and the lines say so;
-cores are then shared as well, and DRAM counts with its own rate.
-
-Copies cycle through buffers larger than the caches, because a bucket of the engine is in no cache either. Two threads
-next to other work can lose nine tenths of their speed, which no statistic corrects; so the CPU time of other processes
-is printed.
+Without an accelerator two ordinary buffers stand in for the link, one core copies between them, and DRAM counts with
+its own rate. Copies cycle through buffers larger than the caches, because a bucket of the engine is in no cache either.
+Two threads next to other work can lose nine tenths of their speed, so the CPU time of other processes is printed.
 """
 
 from __future__ import annotations
@@ -49,7 +45,7 @@ from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import WorldError, run_world
 from trainer.machine.probe import cores, host_memory, others_cpu_s, probe
 from trainer.machine.profiles import StoredRates, key_of, save
-from trainer.machine.timing import duplex_factor, fit_line, lower_quartile, seconds_per_call
+from trainer.machine.timing import duplex_factor, fit_line, lower_quartile, seconds_per_call, timer
 
 Say = Callable[[str], None]
 Shape = tuple[int, int, int]  # rows (tokens), summed, columns
@@ -89,14 +85,11 @@ class Stopwatch(NamedTuple):
 
     def seconds(self, work: Callable[[], object], share_s: float | None = None) -> float:
         """The lower quartile of the durations of ``work``, each until the device is idle."""
-        once = partial(seconds_per_call, work, self.device)
-        once()
-        first_s = once()
+        once = timer(work, self.device, QUEUE_S if self.device.type != "cpu" else 0.0)
         share_s = self.effort.seconds if share_s is None else share_s
-        times = max(1, int(QUEUE_S / first_s)) if self.device.type != "cpu" else 1
-        samples, began_s = [once(times)], time.perf_counter()
+        samples, began_s = [once()], time.perf_counter()
         while time.perf_counter() - began_s < share_s:
-            samples.append(once(times))
+            samples.append(once())
         return lower_quartile(samples)
 
 
