@@ -246,11 +246,6 @@ def test_another_release_with_another_loss_is_left(monkeypatch: pytest.MonkeyPat
     chunked_loss.is_same.cache_clear()
 
 
-def test_small_logits_are_left_by_default_and_the_plan_says_so() -> None:
-    said = plan_of(model_of("untied")).idle["cross_entropy"]
-    assert said.startswith("the logits have 87.0 KiB in fp32, less than 64.0 MiB")
-
-
 def test_stow_does_what_the_plan_decided_and_undoes_it() -> None:
     plain, model = model_of("tied"), model_of("tied")
     plan = plan_of(model, cross_entropy={"chunked": True}, site="host")
