@@ -59,15 +59,6 @@ def test_reloads_as_early_as_memory_allows_are_the_best(seeds: range) -> None:
         assert exact.best_gaps(problem) == pytest.approx(exact.all_issues(problem)), seed
 
 
-def test_what_is_needed_last_leaves_in_the_turn() -> None:
-    """Equal blocks, activations at their most in the middle: the turn of block 0, issued as late as hides it."""
-    problem = blocks([4] * 3, [1.0] * 3, [2.0] * 3, [4] * 3, even(0).link, 0)
-    problem = replace(problem, link=replace(problem.link, up=4.0, latency=0.0), budget=span(problem)[1] - 4)
-    found = choose(problem)
-    assert [problem.weights[eviction.gap.weight].name for eviction in found] == ["0"]
-    assert reload_period(problem, found) == 9.0
-
-
 def test_what_does_not_fit_says_by_how_much() -> None:
     problem = uneven(3)
     least, _ = span(problem)
@@ -114,21 +105,6 @@ def test_the_order_of_items_does_not_matter(seed: int) -> None:
 
 def _named(problem: Problem, evictions: Sequence[Eviction]) -> list[tuple[str, int, int]]:
     return sorted((problem.weights[e.gap.weight].name, e.gap.after, e.issue) for e in evictions)
-
-
-@given(seed=any_seed, share=st.floats(0, 1))
-@settings(max_examples=60, deadline=None)
-def test_issues_lie_in_their_gaps_and_in_order(seed: int, share: float) -> None:
-    problem = uneven(seed, (3, 5, 8))
-    random = Random(seed)
-    plan = issue(problem, [gap for gap in problem.gaps if random.random() < share])
-    if plan is None:
-        return
-    assert complaints(problem, plan) == []
-    count = len(problem.ticks)
-    in_order = sorted(plan, key=lambda e: e.gap.before % count)
-    forward = [e.issue - e.gap.before + e.gap.before % count for e in in_order if e.gap.before % count < count // 2]
-    assert forward == sorted(forward)
 
 
 @pytest.mark.parametrize("make", [uneven, even])
