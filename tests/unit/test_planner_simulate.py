@@ -145,9 +145,7 @@ def test_copies_in_both_directions_slow_each_other() -> None:
     assert end - start == pytest.approx(9.0)  # 8 seconds at half the rate move 4 bytes each; the last alone
     assert next(s for s in spans(both, DOWN) if s[0] == "gradient 0")[1:] == (0, 8)
     late = simulate(replace(problem, weights=items, link=Link(8.0, 1.0, 1.0, 0.5)), plan)
-    assert ("weight 1", 0, 16) in spans(
-        late, UP
-    )  # its latency disturbs nobody: 2 bytes alone, then 3
+    assert ("weight 1", 0, 16) in spans(late, UP)  # its latency disturbs nobody: 2 bytes alone, then 3
 
 
 # Updates

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from strategies.core.compose import compose, in_order
-from strategies.core.facts import Facts, Param, Precision, Rates
+from strategies.core.facts import Facts, Param, Rates
 from strategies.core.plan import Plan
 from strategies.core.registry import find
 from strategies.planner.addresses import weight_packing
@@ -15,7 +15,8 @@ from strategies.planner.exchanges import gather_rate, leaving, sums_slowdown
 from strategies.planner.step_cost import plan_cost, problem_of, unit_flops
 from strategies.planner.tasks import Resource
 from strategies.report import full_report
-from tests.helpers.fakes import GPU, block, embedding, facts, head
+from tests.helpers.fakes import GPU
+from tests.helpers.layouts import facts_of
 
 FAST = Rates(
     gemm_fp32_flops_per_s=1e12,
@@ -35,10 +36,10 @@ BLOCK = 1 << 20  # elements
 
 
 def known(rates: Rates | None = FAST, blocks: int = 4, **run: Any) -> Facts:
-    units = [embedding(BLOCK), *(block(index, BLOCK) for index in range(blocks)), head(BLOCK)]
-    params = tuple(Param(f"{unit.name}.weight", unit.name, BLOCK, "float32", 0) for unit in units)
-    run = {"forward_flops": 5 * 10**12, "max_grad_norm": 1.0, "precision": Precision.FP32, **run}
-    return replace(facts(*units, **run), machine=replace(GPU, rates=rates), params=params)
+    names = ("embedding", *(f"layers.{index}" for index in range(blocks)), "head")
+    params = (Param(f"{name}.weight", name, BLOCK, "float32", 0) for name in names)
+    run = {"forward_flops": 5 * 10**12, "max_grad_norm": 1.0, **run}
+    return facts_of(*params, machine=replace(GPU, rates=rates), **run)
 
 
 def planned(about: Facts, **offload: Any) -> Plan:
