@@ -7,7 +7,7 @@ all of them plainly; compared are weights, norms, moments, masters and counts, p
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any
 from unittest.mock import patch
@@ -342,9 +342,8 @@ def test_refused(what: Callable[[Ranks], str], line: str) -> None:
 # --- bytes -----------------------------------------------------------------------------------------------------------
 
 
-def moved(ranks: Ranks) -> list[str]:
-    """Plans of which a rank copies other bytes over its link, in the third and fourth step, than is predicted."""
-    wrong = []
+def shared_plans() -> Iterator[tuple[nn.Module, Plan]]:
+    """Of two ranks; the last ones with a table that two units use, and that travels at the least budget."""
     for dtype, stage, site, gather in (
         (torch.float32, 3, "host", "host"),
         (torch.float32, 3, "streamed", "network"),
@@ -356,44 +355,36 @@ def moved(ranks: Ranks) -> list[str]:
         options: dict[str, Any] = {"site": site, "gather": gather, "zero": {"stage": stage}}
         options |= {"weights": "streamed", "prefetch": 1} if stage == 3 else {}
         plan = plan_for(model, batch=(2, 8), max_grad_norm=0.05, world_size=2, **options)
-        wrong += [f"{dtype} {options}: {each}" for each in unlike_predicted(model, plan)]
-    return wrong
-
-
-def unlike_predicted(model: Any, plan: Plan) -> list[str]:
-    """The bytes of the third and fourth step, if they are others than predicted."""
-    assert plan.layout is not None
-    optimizer, seen, batch = stow(model, plan, device="cpu"), [], tokens("llama", 1)[0]
-    transfer = optimizer.engine.transfer
-    for _ in range(4):
-        before = transfer.bytes_up, transfer.bytes_down
-        model(**batch).loss.backward()
-        finish(optimizer)
-        seen.append((transfer.bytes_up - before[0], transfer.bytes_down - before[1]))
-    optimizer.close()
-    predicted = traffic(plan.facts, plan.layout, plan.facts.machine.rates or ASSUMED)
-    return [] if seen[2] == seen[3] == predicted else [f"{seen[2:]}, not {predicted}"]
-
-
-def test_bytes_over_the_link_of_a_rank_are_those_that_are_predicted() -> None:
-    assert run_world(2, moved) == []
-
-
-def moved_of_tied(ranks: Ranks) -> list[str]:
-    """The same of a table that two units use, and that travels at the least budget."""
+        yield model, plan
     sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6}
-    wrong = []
     for gather in ("host", "network"):
         model = causal("llama", **sizes, num_attention_heads=4, tie_word_embeddings=True)
-        options: dict[str, Any] = {"gather": gather, "zero": {"stage": 3}, "world_size": 2, "batch": (2, 8)}
+        options = {"gather": gather, "zero": {"stage": 3}, "world_size": 2, "batch": (2, 8)}
         with pytest.raises(MemoryRefusal) as refused:
             plan_for(model, max_grad_norm=0.05, gpu_memory="1KiB", **options)
         plan = plan_for(model, max_grad_norm=0.05, gpu_memory=refused.value.needed, **options)
         table = plan.layout.buckets[0]  # type: ignore[union-attr]
         assert table.units == ("embedding", "head") and not table.resident
-        wrong += unlike_predicted(model, plan)
+        yield model, plan
+
+
+def moved(ranks: Ranks) -> list[str]:
+    """Of which of them a rank copies other bytes over its link, in the third and fourth step, than is predicted."""
+    wrong = []
+    for number, (model, plan) in enumerate(shared_plans()):
+        assert plan.layout is not None
+        optimizer, seen, batch = stow(model, plan, device="cpu"), [], tokens("llama", 1)[0]
+        transfer = optimizer.engine.transfer
+        for _ in range(4):
+            before = transfer.bytes_up, transfer.bytes_down
+            model(**batch).loss.backward()
+            finish(optimizer)
+            seen.append((transfer.bytes_up - before[0], transfer.bytes_down - before[1]))
+        optimizer.close()
+        predicted = traffic(plan.facts, plan.layout, plan.facts.machine.rates or ASSUMED)
+        wrong += [] if seen[2] == seen[3] == predicted else [f"plan {number}: {seen[2:]}, not {predicted}"]
     return wrong
 
 
-def test_bytes_over_the_link_of_a_tied_table_are_those_that_are_predicted() -> None:
-    assert run_world(2, moved_of_tied) == []
+def test_bytes_over_the_link_of_a_rank_are_those_that_are_predicted() -> None:
+    assert run_world(2, moved) == []

@@ -5,6 +5,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -90,31 +91,12 @@ def room_of(module: str) -> str | None:
     return max(rooms, key=len, default=None)
 
 
-def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Paths along which a node leads back to itself; empty where there are none."""
-    found: list[list[str]] = []
-    done: set[str] = set()
-
-    def visit(node: str, path: list[str]) -> None:
-        if node in path:
-            found.append([*path[path.index(node) :], node])
-        elif node not in done:
-            for other in sorted(graph.get(node, ())):
-                visit(other, [*path, node])
-            done.add(node)
-
-    for node in sorted(graph):
-        visit(node, [])
-    return found
-
-
 def test_the_scan_sees_the_code() -> None:
     """A policy over no files would always hold."""
     assert {Path("launch/train.py"), Path("trainer/run/order.py"), Path("strategies/core/plan.py")} <= set(FILES)
     assert Path("strategies/zero.py") in STRATEGIES
     assert {Path("strategies/core/compose.py"), Path("strategies/planner/placement_search.py")} <= set(PURE)
     assert "strategies.core.plan.Plan" in set(imports(tree_of(Path("trainer/run/order.py"))))
-    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [["b", "c", "b"]]
     assert {room_of(module_of(path)) for path in EVERYWHERE} >= set(ROOMS) - {"tests"}
 
 
@@ -140,7 +122,8 @@ def test_there_is_no_import_circle() -> None:
     # A package stands for what it exports; that its modules import each other through it is not meant by a circle.
     for package in [module_of(path) for path in EVERYWHERE if path.stem == "__init__"]:
         graph.pop(package, None)
-    assert circles(graph) == []
+    assert len(graph) > 100
+    TopologicalSorter(graph).prepare()  # the error names the circle
 
 
 def test_the_floors_of_the_engine_import_only_downwards() -> None:

@@ -13,9 +13,7 @@ from strategies.planner import greedy
 from strategies.planner.greedy import SEARCHED, DoesNotFit, check_fits, choose, issue
 from strategies.planner.problem import Eviction, Problem, at_need, memory
 from strategies.planner.simulate import reload_period
-from tests.helpers import exact
-from tests.helpers.exact import complaints
-from tests.unit.planning import blocks, coarse, even, halved, span, uneven
+from tests.unit.planning import all_issues, best_gaps, blocks, coarse, complaints, even, halved, span, uneven
 
 CLOSE = 1 + 1e-6
 any_seed = st.integers(0, 10**6)
@@ -33,7 +31,7 @@ def test_against_all_sets_of_gaps(make: Callable[[int], Problem], seeds: range) 
     ratios = []
     for seed in seeds[: len(seeds) if make in (uneven, coarse) else 6]:
         problem = make(seed)
-        ratios.append(reload_period(problem, choose(problem)) / exact.best_gaps(problem))
+        ratios.append(reload_period(problem, choose(problem)) / best_gaps(problem))
     assert min(ratios) > 1 / CLOSE
     assert mean(ratios) <= 1.005
     assert max(ratios) <= 1.10
@@ -42,7 +40,7 @@ def test_against_all_sets_of_gaps(make: Callable[[int], Problem], seeds: range) 
 def test_even_blocks_get_the_best_plan(seeds: range) -> None:
     for seed in seeds:
         problem = even(seed)
-        assert reload_period(problem, choose(problem)) == pytest.approx(exact.best_gaps(problem)), seed
+        assert reload_period(problem, choose(problem)) == pytest.approx(best_gaps(problem)), seed
 
 
 def test_a_large_head_stays_where_smaller_weights_can_leave_instead() -> None:
@@ -56,7 +54,7 @@ def test_a_large_head_stays_where_smaller_weights_can_leave_instead() -> None:
 def test_reloads_as_early_as_memory_allows_are_the_best(seeds: range) -> None:
     for seed in seeds:
         problem = uneven(seed, (3,))
-        assert exact.best_gaps(problem) == pytest.approx(exact.all_issues(problem)), seed
+        assert best_gaps(problem) == pytest.approx(all_issues(problem)), seed
 
 
 def test_what_does_not_fit_says_by_how_much() -> None:

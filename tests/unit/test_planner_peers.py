@@ -19,8 +19,7 @@ from strategies.core.layout import Site
 from strategies.planner.greedy import DoesNotFit, choose
 from strategies.planner.simulate import reload_period, simulate
 from strategies.planner.tasks import Resource
-from tests.helpers.exact import complaints
-from tests.unit.planning import blocks, span, uneven
+from tests.unit.planning import blocks, complaints, span, uneven
 from tests.unit.test_planner_simulate import two_blocks
 
 COSTS = UpdateCosts(host=0.5, device=0.1)

@@ -218,26 +218,20 @@ def test_states_visit_within_their_slots() -> None:
     assert spans(simulate(in_slots(problem, 2), ()), UP) == [("state 0", 0, 2), ("state 1", 2, 4)]
 
 
-def test_compute_waits_for_the_slot_of_the_gradient_that_it_has_made() -> None:
-    """With one slot, what follows BP 0 waits until gradient 1 is down: 2.8 s after BP 1, of which BP 0 takes 2."""
-    update = {"grad_bytes": 7, "seconds": 0.0, "grad_home": Home.HOST}
-    problem = replace(with_update(two_blocks(link=Link(0, 1e9, 2.5)), **update), accumulation=2)
-    for slots, wait in ((1, 0.8), (2, 0.0)):
-        compute = spans(simulate(in_slots(problem, slots), ()), COMPUTE)
-        after = [then[1] - now[2] for now, then in pairwise(compute) if now[0] == "BP 0"]
-        assert min(after) == pytest.approx(wait)  # after the last pass it waits for the update as well
-
-
-def test_compute_waits_until_a_gradient_without_a_slot_is_down() -> None:
-    """7 bytes at 2.5 a second: 2.8 s after BP 1 and BP 0, and none after a gradient that has memory of its own."""
+def test_compute_waits_for_the_place_of_the_gradient_that_it_has_made() -> None:
+    """7 bytes take 2.8 s. With one slot, what follows BP 0 waits until gradient 1 is down, and BP 0 takes 2. Without
+    one it waits after BP 1 and BP 0, and not after a gradient that has memory of its own.
+    """
     update = {"grad_bytes": 7, "seconds": 0.0, "grad_home": Home.HOST}
     problem = replace(with_update(two_blocks(link=Link(0, 1e9, 2.5)), **update), accumulation=2)
     direct = with_update(problem, **update, grad_direct=True)
-    for weights, waits in ((direct.weights, (2.8, 2.8)), ((problem.weights[0], direct.weights[1]), (2.8, 0.0))):
-        compute = spans(simulate(replace(problem, weights=weights), ()), COMPUTE)
+    mixed = replace(problem, weights=(problem.weights[0], direct.weights[1]))
+    cases = ((in_slots(problem, 1), (0, 0.8)), (in_slots(problem, 2), (0, 0)), (direct, (2.8, 2.8)), (mixed, (2.8, 0)))
+    for given, waits in cases:
+        compute = spans(simulate(given, ()), COMPUTE)
         for name, wait in zip(("BP 1", "BP 0"), waits, strict=True):
             after = [then[1] - now[2] for now, then in pairwise(compute) if now[0] == name]
-            assert min(after) == pytest.approx(wait)
+            assert min(after) == pytest.approx(wait)  # after the last pass it waits for the update as well
 
 
 def test_a_weight_that_backward_does_not_read_has_its_gradient_there() -> None:
