@@ -1,9 +1,7 @@
 """Validation: checks that a layout can be carried out at given addresses, and lists everything that is wrong with it.
 
-Problem. A wrong address or a weight that is away when it is used would train with wrong numbers, without an error.
-
-Written from the contract in ``strategies/core/layout.py`` and nothing else, so that it can check any planner. Example
-of a complaint: "weight of layers.3 overlaps moments of layers.0".
+A wrong address or a weight that is away when it is used would train with wrong numbers, without an error. Written from
+the contract in ``strategies/core/layout.py`` and nothing else, so that it can check any planner.
 """
 
 from __future__ import annotations

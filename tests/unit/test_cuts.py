@@ -14,7 +14,7 @@ from strategies.core.plan import Plan, Reserve
 from strategies.core.protocol import Refusal, Strategy
 from strategies.core.registry import find
 from strategies.planner.cuts import Schedule, cut, work
-from strategies.report.plan_table import grid_picture
+from strategies.report.plan_table import grid_table
 from tests.helpers.fakes import block, facts
 from trainer.run.saving import estimated_bytes
 
@@ -144,15 +144,15 @@ def test_refusals() -> None:
         pipeline(blocks=[3, 1]).narrowed(known(8), 0)
 
 
-def test_the_picture_of_the_grid() -> None:
-    assert grid_picture(Grid(stages=2, replicas=2, tensor=2)) == [
+def test_the_table_of_the_grid() -> None:
+    assert grid_table(Grid(stages=2, replicas=2, tensor=2)) == [
         "ranks: pipeline 2 x data 2 x tensor 2",
-        "           data 0  data 1",
-        "  stage 0  0 = 1   2 = 3",
-        "             |       |",
-        "  stage 1  4 = 5   6 = 7",
-        "  = exchange in every layer; | send hidden states and their gradients; ranks of a row add up gradients once "
-        "per step",
+        "         data 0  data 1",
+        "-----------------------",
+        "stage 0  0 = 1   2 = 3",
+        "stage 1  4 = 5   6 = 7",
+        "ranks joined by = exchange in every layer; stages send hidden states on, and gradients back; ranks "
+        "of a row add up gradients once per step",
     ]
-    assert grid_picture(Grid(replicas=8)) == []
-    assert len(grid_picture(Grid(64, 16, 1))) < 25
+    assert grid_table(Grid(replicas=8)) == []
+    assert len(grid_table(Grid(64, 16, 1))) < 25

@@ -63,14 +63,6 @@ def test_blocks_fold_into_a_row_per_home_wherever_their_tensors_are() -> None:
     assert len(lines) < 15
 
 
-def test_a_block_that_differs_stands_alone() -> None:
-    plan = Plan.baseline(facts(*(block(index, 100) for index in range(4))))
-    plan = plan.amend([replace(plan.share("layers.2", Kind.MOMENT), home=Home.HOST)], by="offload")
-    found = [(row.unit, row.count, row.home, row.decided_by) for row in rows(plan) if row.tensors == "moments"]
-    here = ("layers.0", 2, Home.DEVICE, "baseline"), ("layers.3", 1, Home.DEVICE, "baseline")
-    assert found == [here[0], ("layers.2", 1, Home.HOST, "offload"), here[1]]
-
-
 def test_lines_of_the_table_are_aligned() -> None:
     lines = table(zero(3, facts(precision=Precision.BF16, world_size=2))).splitlines()
     assert lines[0] == (
