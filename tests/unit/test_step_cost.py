@@ -6,16 +6,19 @@ from typing import Any
 import pytest
 
 from strategies.core.compose import compose, in_order
-from strategies.core.facts import Facts, Param, Precision, Rates
+from strategies.core.facts import Facts, Home, Param, Rates
+from strategies.core.layout import Site
 from strategies.core.plan import Plan
 from strategies.core.registry import find
+from strategies.core.validate import validate
 from strategies.planner.addresses import weight_packing
 from strategies.planner.estimate import _together
 from strategies.planner.exchanges import gather_rate, leaving, sums_slowdown
 from strategies.planner.step_cost import plan_cost, problem_of, unit_flops
 from strategies.planner.tasks import Resource
 from strategies.report import full_report
-from tests.helpers.fakes import GPU, block, embedding, facts, head
+from tests.helpers.fakes import GPU
+from tests.helpers.layouts import facts_of
 
 FAST = Rates(
     gemm_fp32_flops_per_s=1e12,
@@ -35,10 +38,10 @@ BLOCK = 1 << 20  # elements
 
 
 def known(rates: Rates | None = FAST, blocks: int = 4, **run: Any) -> Facts:
-    units = [embedding(BLOCK), *(block(index, BLOCK) for index in range(blocks)), head(BLOCK)]
-    params = tuple(Param(f"{unit.name}.weight", unit.name, BLOCK, "float32", 0) for unit in units)
-    run = {"forward_flops": 5 * 10**12, "max_grad_norm": 1.0, "precision": Precision.FP32, **run}
-    return replace(facts(*units, **run), machine=replace(GPU, rates=rates), params=params)
+    names = ("embedding", *(f"layers.{index}" for index in range(blocks)), "head")
+    params = (Param(f"{name}.weight", name, BLOCK, "float32", 0) for name in names)
+    run = {"forward_flops": 5 * 10**12, "max_grad_norm": 1.0, **run}
+    return facts_of(*params, machine=replace(GPU, rates=rates), **run)
 
 
 def planned(about: Facts, **offload: Any) -> Plan:
@@ -180,6 +183,36 @@ def test_slots_and_shared_addresses_reach_the_simulator() -> None:
         shared = {other for other, (low, high) in spots.items() if other != index and low < end and start < high}
         assert set(weight.overlapping) == shared
     assert any(weight.overlapping for weight in problem.weights)
+
+
+# Host updates shared between the CPU and the link: only where it is simulated to be faster, and fits.
+# Four blocks' updates take the CPU 4 s; forward takes 5 s, backward 10 s; a state crosses the link in a tenth of that.
+SLOW_CPU = replace(FAST, update_fp32_params_per_s=BLOCK / 10)
+
+
+def sites_of(plan: Plan) -> list[Site]:
+    assert plan.layout is not None
+    return [bucket.site for bucket in plan.layout.buckets]
+
+
+def tight(rates: Any) -> Plan:
+    """A budget into which the state of most buckets does not fit."""
+    return planned(known(rates, blocks=8), gpu_memory=f"{BLOCK * 4 * 26 >> 20}MiB")
+
+
+def test_a_slow_cpu_gives_work_to_the_link_within_the_budget() -> None:
+    shared, alone = tight(SLOW_CPU), tight(None)
+    assert shared.layout is not None and shared.addresses is not None
+    assert Site.STREAMED in sites_of(shared) and Site.STREAMED not in sites_of(alone)
+    before, after = plan_cost(replace(alone, facts=shared.facts)), plan_cost(shared)
+    assert before is not None and after is not None and after.seconds < 0.9 * before.seconds
+    assert shared.peak(Home.DEVICE) <= BLOCK * 4 * 26
+    assert validate(shared.layout, shared.addresses, shared.facts.params) == []
+
+
+def test_a_fast_cpu_and_a_site_that_was_asked_for_keep_their_work() -> None:
+    assert Site.STREAMED not in sites_of(tight(FAST))
+    assert set(sites_of(planned(known(SLOW_CPU, blocks=8), site="host"))) == {Site.HOST}
 
 
 @pytest.mark.parametrize(("rate", "seconds"), [(1000.0, 2.0), (15.0, 2.0), (10.0, 2.5), (5.0, 4.0)])
