@@ -462,13 +462,6 @@ def saving(num_bytes: int, link: Link = FAST, **changes: Any) -> Problem:
     return replace(problem, ticks=(replace(first, hosted_bytes=num_bytes), *others))
 
 
-def test_what_is_saved_on_the_host_hides() -> None:
-    outcome = simulate(saving(1), ())
-    assert outcome.period == pytest.approx(9)
-    assert spans(outcome, DOWN) == [("saved by FP 0", 1, 2)]
-    assert spans(outcome, UP) == [("saved for BP 0", 5, 6)]  # when backward of the next block begins
-
-
 def test_memory_is_not_used_again_before_it_has_left() -> None:
     outcome = simulate(saving(3), ())
     assert outcome.period == pytest.approx(12)

@@ -57,10 +57,18 @@ def test_with_free_copies_and_updates_a_step_is_its_compute() -> None:
         assert priced.outcome.binds is Resource.COMPUTE
 
 
-def test_recomputation_costs_one_more_forward_of_the_blocks() -> None:
-    priced = plan_cost(planned(known(recomputes=True), site="device"))
-    assert priced is not None
-    assert priced.compute_seconds == pytest.approx(19.0)  # four of the five seconds are the blocks'
+@pytest.mark.parametrize(
+    ("rates", "run", "seconds"),
+    [
+        ({}, {"recomputes": True}, 15.0 + 4),  # four of the five seconds of forward are the blocks'
+        ({"device_bytes_per_s": 6 * BLOCK * 28.0}, {}, 15.0 + 1),
+        ({"launch_s": 1.0}, {}, 15.0 + 6 * 4),  # six buckets of one parameter, four kernels each
+    ],
+    ids=["recomputation", "the device's memory", "launches"],
+)
+def test_what_takes_time_on_the_device(rates: dict[str, float], run: dict[str, Any], seconds: float) -> None:
+    priced = plan_cost(planned(known(replace(FAST, **rates), **run), site="device"))
+    assert priced is not None and priced.seconds == pytest.approx(seconds, rel=1e-3)
 
 
 def test_the_cpu_binds_where_it_is_slow() -> None:
@@ -70,13 +78,6 @@ def test_the_cpu_binds_where_it_is_slow() -> None:
     assert priced.outcome.binds is Resource.CPU
     assert priced.seconds >= 60.0
     assert priced.outcome.busy[Resource.CPU] == pytest.approx(60.0, rel=0.2)
-
-
-def test_updates_on_the_device_are_bound_by_its_memory() -> None:
-    rates = replace(FAST, device_bytes_per_s=6 * BLOCK * 28.0)
-    priced = plan_cost(planned(known(rates), site="device"))
-    assert priced is not None
-    assert priced.seconds == pytest.approx(16.0, rel=1e-3)
 
 
 def test_a_slow_link_is_busy_with_every_byte() -> None:
@@ -123,12 +124,6 @@ def test_the_report_begins_with_peak_step_and_advice_and_fits_on_a_screen() -> N
     assert [line.startswith(start) for line, start in zip(lines, starts, strict=False)] == [True] * 4
     assert lines[4:6] == ["what would change it most, estimated:", "  an edit: +1%"]
     assert len(lines) < 40
-
-
-def test_launching_kernels_binds_small_updates_on_the_device() -> None:
-    priced = plan_cost(planned(known(replace(FAST, launch_s=1.0)), site="device"))
-    assert priced is not None
-    assert priced.seconds == pytest.approx(15.0 + 6 * 4, rel=1e-3)  # six buckets of one parameter, four kernels each
 
 
 def test_sums_between_machines() -> None:
