@@ -110,12 +110,12 @@ class Model:
 
 
 class Models:
-    """What a rank runs: by micro-batch and tensor degree; in the stages of torch's pipeline by micro-batch.
+    """What a rank runs.
 
     Args:
-        known: facts of one tensor rank's share.
-        in_stages: facts of stages in torch's pipeline, plain training under autocast; empty: stages are run by the
-            engine that runs all else, as in Megatron-LM.
+        known: facts of one tensor rank's share, by micro-batch and tensor degree; with rates and counted operations.
+        in_stages: facts of stages in torch's pipeline, plain training under autocast, by micro-batch; none: stages are
+            run by the engine that runs all else, as in Megatron-LM.
     """
 
     def __init__(self, known: Mapping[tuple[int, int], Facts], in_stages: Mapping[int, Facts] | None = None) -> None:
