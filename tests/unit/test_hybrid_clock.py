@@ -33,7 +33,7 @@ def test_a_pipeline_of_unlike_stages_by_hand() -> None:
 
 
 def test_a_slow_boundary_sends_one_after_the_other() -> None:
-    """Activations reach the second stage at 4, 7 and 10, and gradients, made at 9, 12 and 14, the first at 12, 15 and 18."""
+    """Activations are there at 4, 7 and 10; gradients, made at 9, 12 and 14, are back at 12, 15 and 18."""
     stages = [StageSeconds(1.0, 1.0, 3.0), StageSeconds(1.0, 1.0), StageSeconds(1.0, 1.0)]
     assert last_backwards(stages, 3) == [19.0, 14.0, 13.0]
 
