@@ -3,15 +3,12 @@
 Saved bytes are the bytes of storages that autograd saves, parameters excluded. A storage counts once, in the unit that
 was running when it was first saved. With Hugging Face's checkpointing that is each block's input.
 
-Operators are counted by torch's dispatcher while a block runs. Those with a name (``strategies/engine/checkpointing``)
-may be kept one by one; all others would be recomputed together. A replay ends as soon as the last tensor is saved, so
-operators after that are not counted. An operator costs its floating-point operations; one without any costs the bytes
-that it reads and writes. Views cost nothing.
+Operators with a name (``strategies/engine/forward/checkpointing``) may be kept one by one; all others of a block would
+be recomputed together. A replay ends as soon as the last tensor is saved, so operators after that are not counted. An
+operator costs its floating-point operations; one without any the bytes that it reads and writes; a view nothing.
 
 Sparse tensors are refused, since their memory is not counted. The error is raised after the forward, because torch
 calls some operators (``prim.device``) at places where an exception would end the process.
-
-Watched besides: the parameters that are read outside of the modules that own them, and the calls of linear layers.
 """
 
 from __future__ import annotations

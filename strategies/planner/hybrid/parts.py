@@ -1,9 +1,9 @@
 """Parts of a model: consecutive blocks, with what is before the first and after the last one. A stage holds one part.
 
 Splits give every stage but the last as many blocks, or one more to the later ones, in which fewer micro-batches are in
-flight. The last stage also has the head, so it may have fewer: all numbers between what its operations alone suggest
-and an even share are tried. The choice is by operations and not by seconds, so that it does not depend on a network or
-on memory: the least over a family that is fixed can only fall if either gets better.
+flight. The last stage also has the head: all numbers of blocks between what its operations alone suggest and an even
+share are tried. The choice is by operations and not by seconds, so that it does not depend on a network or on memory:
+the least over a family that is fixed can only fall if either gets better.
 """
 
 from __future__ import annotations

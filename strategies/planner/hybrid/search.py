@@ -1,9 +1,8 @@
 """The search over uniform degrees: every stage has the same ranks, used in the same way.
 
-Blocks of a transformer are alike, so the problem collapses to a grid: stages x tensor x data x ZeRO x recompute x
-offload x micro-batch, with few splits each (``parts.py``). The global batch is given: micro-batches
-are what is left of it. Degrees that cannot be run (``degrees.py``) or do not fit (``account.py``) are left out; of the
-rest each has a lower bound, and only those that can be among the best are priced by the clock (``step_seconds.py``).
+The grid: stages x tensor x data x ZeRO x recompute x offload x micro-batch, with few splits each (``parts.py``).
+Degrees that cannot be run (``degrees.py``) or do not fit (``account.py``) are left out; of the rest each has a lower
+bound, and only those that can be among the best are priced by the clock (``step_seconds.py``).
 """
 
 from __future__ import annotations
