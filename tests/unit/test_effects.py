@@ -49,12 +49,6 @@ class Running(Base):
         return self.mean
 
 
-class PastCounters(Running):
-    def factor(self, x: Tensor) -> Tensor:
-        self.mean.data.lerp_(x.detach().mean(0), 0.1)
-        return self.mean
-
-
 class Replaced(Running):
     def factor(self, x: Tensor) -> Tensor:
         self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
@@ -102,7 +96,6 @@ class Dropped(Base):
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "batch norm": Norm,
     "running mean": Running,
-    "through .data": PastCounters,
     "a buffer replaced": Replaced,
     "an attribute": Attribute,
     "a counter": Counting,
