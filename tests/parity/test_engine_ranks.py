@@ -195,10 +195,8 @@ def read_by_the_first(ranks: Ranks) -> list[str]:
 
 def frozen_later(ranks: Ranks, **where: Any) -> list[str]:
     """Some parameters are frozen for two steps."""
-    batches, model = tokens("llama", FREEZING_STEPS * 2), freezing(build("llama"))
-    alone: Any = freezing(build("llama"))
-    alone.accumulation = 2
-    wanted = plain(alone, batches, accumulation=2, max_norm=0.05)
+    batches, model = tokens("llama", FREEZING_STEPS * 2), freezing()
+    wanted = plain(freezing(accumulation=2), batches, accumulation=2, max_norm=0.05)
     plan = plan_of(model, **where, max_norm=0.05, ranks=2)
     shared = stowed(model, plan, batches[ranks.rank :: 2], transfer=Delayed(), max_norm=0.05)
     wanted.losses = shared.losses = []
