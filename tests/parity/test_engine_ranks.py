@@ -27,7 +27,7 @@ from tests.helpers.sides import Plain, copies, unequal
 from tests.parity.test_engine_shares import everyones, finish, stowed_on, unlike
 from tests.parity.test_frozen_later import STEPS as FREEZING_STEPS
 from tests.parity.test_frozen_later import freezing
-from tests.unit.test_effects import Norm, Running
+from tests.unit.test_effects import Block, normed, running
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
 from trainer.planning.plan_for import plan_for
@@ -99,7 +99,7 @@ class Blocks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList((Norm(), Running(), Norm()))
+        self.layers = nn.ModuleList(Block(lambda block, x: normed(block, x) + running(block, x)) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
