@@ -96,7 +96,7 @@ def test_a_refusal_for_memory_is_a_row_with_its_numbers() -> None:
     (row,) = (row for row in rows_of(machine) if row.training == "full + recompute + offload")
     config = config_of(None, [*OVERRIDES, *SMALL, *ROW], accelerated=True)
     with pytest.raises(TooLargeError) as refused:
-        plan_of(config, HERE, replace(machine, rates=None))  # the host is short: nothing is simulated
+        plan_of(config, HERE, machine)
     home = Home(refused.value.home)
     assert row.needed == {home: refused.value.needed}
     assert row.missing == {home: refused.value.needed - refused.value.budget}

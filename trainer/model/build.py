@@ -1,17 +1,14 @@
 """Build the model: from the hub or a folder, or from a config with random weights.
 
-Memory: weights exist once. A model with random weights is built on the meta device and then filled in place; a saved
-one is built on the meta device by Transformers, and its safetensors are streamed into it file by file. With ZeRO stage
-3 the modules are built partitioned: each parameter is split over the ranks as soon as its module exists, and filled
-while it is gathered, one module at a time.
+Weights exist once: a model with random weights is built on the meta device and filled in place, and Transformers
+streams a saved one's safetensors into it. With ZeRO stage 3 each parameter is split over the ranks as soon as its
+module exists, and filled while it is gathered.
 
-Invariant: random weights depend on the seed alone, not on the strategy. Construction draws no random numbers, and the
-one place that does (``initialize_weights``) starts from the seed under every stage.
+Random weights depend on the seed alone, not on the strategy: construction draws no random numbers, and the one place
+that does (``initialize_weights``) starts from the seed under every stage.
 
-A key-value cache is useless in training and costs memory, so ``config.use_cache`` is False on every config and model
-from here. Its original value is kept in the model as ``own_use_cache`` and written into the export.
-
-Refused: remote code unless ``model.trust_remote_code`` is set, and what Transformers or peft cannot build.
+A key-value cache is useless in training, so ``config.use_cache`` is False on every config and model from here. Its
+original value is kept in the model as ``own_use_cache`` and written into the export.
 """
 
 from __future__ import annotations

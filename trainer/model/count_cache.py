@@ -1,6 +1,5 @@
 """A cache of model counts, so that a second plan of the same model loads neither torch nor Transformers.
 
-Loading them takes longer than counting and planning together, and people plan one model many times with other budgets.
 The counts follow from the model section, a few keys of ``training`` and ``data``, the versions of the packages and the
 project's own code that counts; a hash of all of these is the name of a file in ``~/.cache/deepstow/counts``. A folder
 is identified by its config.json. A model by name on the hub is counted anew by each process, since the name may come to

@@ -1,9 +1,7 @@
 """Call other people's code in a forked copy of this process, so that its side effects stay in the copy.
 
 A dataset may count its calls, draw random numbers and cache, in places that nobody could list and undo: a generator in
-a closure, a queue, the state of a compiled library. In a fork all of it is a copy (large tensors and tables share
-memory until somebody writes to them), and only the result comes back. A ``DataLoader`` with workers calls datasets and
-collators in the same way.
+a closure, a queue, the state of a compiled library. A ``DataLoader`` with workers calls it in the same way.
 
 A fork shares file offsets; those of files open for reading are restored. Not undone: writes to files, to shared memory
 and over connections. Accelerators cannot be used.

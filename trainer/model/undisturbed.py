@@ -1,11 +1,9 @@
 """Run other people's Python once more than they expect and undo its side effects.
 
 To plan, a model's forward runs on fake tensors, and a Trainer makes its first call of the model before training does.
-Either may count its calls, draw random numbers, cache what it computed or initialise itself on the first call.
 Afterwards attributes are the same objects as before, containers have the same items, and random generators have the
-same state: those of torch, numpy and Python, and those that the objects hold. That applies to everything the objects
-hold at any depth, through attributes, containers and closures. Objects of libraries, except modules, are not looked
-into: they may have threads of their own.
+same state: those of torch, numpy and Python, and those that the objects hold, at any depth, through attributes,
+containers and closures. Objects of libraries, except modules, are not looked into: they may have threads of their own.
 
 Not undone: effects outside of the given objects (files, global variables), iterators, attributes in ``__slots__``,
 items of containers with more than ``LARGE`` items, and in-place writes to tensors and arrays of more than

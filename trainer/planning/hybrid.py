@@ -2,13 +2,9 @@
 ``--tokens``: what a whole run takes, with the best of them or with the config's own degrees.
 
 The global batch is what the config says: micro-batch x accumulation x ranks. Everything that the search decides is
-taken out of the config first; the rest stays, and so do budgets of memory.
-
-A rank's share of the model is counted for each micro-batch and tensor degree as that of a config with
-``strategies.tensor`` (``trainer/model/tensor_share.py``) or ``strategies.pipeline``. Not tried: tensor degrees that the
-strategy refuses for this model or beside what else is in the config.
-
-Refused: machines of unknown speed, a network of unknown speed, and jobs that nothing fits.
+taken out of the config first; the rest stays, and so do budgets of memory. A rank's share of the model is counted for
+each micro-batch and tensor degree as that of a config with ``strategies.tensor`` or ``strategies.pipeline``. Not tried:
+tensor degrees that the strategy refuses for this model or beside what else is in the config.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Parts of a model: consecutive blocks, with what is before the first and after the last one. A stage holds one part.
 
 Splits give every stage but the last as many blocks, or one more to the later ones, in which fewer micro-batches are in
-flight. The last stage also has the head, so it may have fewer: all numbers between what its operations alone suggest
-and an even share are tried. The choice is by operations and not by seconds, so that it does not depend on a network or
-on memory: the least over a family that is fixed can only fall if either gets better.
+flight. The last stage also has the head: all numbers of blocks between what its operations alone suggest and an even
+share are tried. The choice is by operations and not by seconds, so that it does not depend on a network or on memory:
+the least over a family that is fixed can only fall if either gets better.
 """
 
 from __future__ import annotations
@@ -110,12 +110,12 @@ class Model:
 
 
 class Models:
-    """What a rank runs: by micro-batch and tensor degree; in the stages of torch's pipeline by micro-batch.
+    """What a rank runs.
 
     Args:
-        known: facts of one tensor rank's share.
-        in_stages: facts of stages in torch's pipeline, plain training under autocast; empty: stages are run by the
-            engine that runs all else, as in Megatron-LM.
+        known: facts of one tensor rank's share, by micro-batch and tensor degree; with rates and counted operations.
+        in_stages: facts of stages in torch's pipeline, plain training under autocast, by micro-batch; none: stages are
+            run by the engine that runs all else, as in Megatron-LM.
     """
 
     def __init__(self, known: Mapping[tuple[int, int], Facts], in_stages: Mapping[int, Facts] | None = None) -> None:
