@@ -190,13 +190,15 @@ def test_updates_on_the_device_are_compute() -> None:
     ]
 
 
-@pytest.mark.parametrize("leaves", ["weight", "state"])
-def test_updates_on_the_device_that_need_copies_wait_for_the_next_use(leaves: str) -> None:
-    """Also where others start in backward."""
-    update = {"site": Site.DEVICE} if leaves == "weight" else {"site": Site.STREAMED, "state_bytes": 2}
-    problem = replace(with_update(two_blocks(), seconds=0.5, **update), in_backward=True)
-    compute = spans(simulate(problem, at_need(problem.gaps) if leaves == "weight" else ()), COMPUTE)
-    assert [label for label, *_ in compute] == ["update 0", "FP 0", "update 1", "FP 1", "BP 1", "BP 0"]
+def test_updates_on_the_device_that_need_copies_wait_for_the_next_use() -> None:
+    """Of a weight that leaves, and of a state that visits; also where others start in backward."""
+    leaving, visiting = (
+        replace(with_update(two_blocks(), seconds=0.5, site=site, state_bytes=2), in_backward=True)
+        for site in (Site.DEVICE, Site.STREAMED)
+    )
+    for found in (simulate(leaving, at_need(leaving.gaps)), simulate(visiting, ())):
+        labels = [label for label, *_ in spans(found, COMPUTE)]
+        assert labels == ["update 0", "FP 0", "update 1", "FP 1", "BP 1", "BP 0"]
 
 
 def test_a_weight_updated_on_the_device_goes_down_only_if_it_leaves() -> None:
