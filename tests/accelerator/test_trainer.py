@@ -42,28 +42,23 @@ def left(folder: Path) -> tuple[list[tuple[Any, ...]], dict[str, torch.Tensor]]:
 
 
 def test_offload_has_the_bits_of_plain_training(device: Any, tmp_path: Path) -> None:
-    """A tied head, too; the cases of ranks have one of its own."""
-    assert run(tmp_path / "plain", {}, tied=True) == 0
+    """With saved tensors on the host and a tied head, at once, and stopped after two steps and gone on with."""
+    both = {"offload": OFFLOAD, "recompute": {"policy": "selective", "activation_offloading": True}}
+    same: dict[str, Any] = {"tied": True, "lr_scheduler_type": "constant"}
+    assert run(tmp_path / "plain", {}, **same) == 0
     before = device.counts()
-    assert run(tmp_path / "offload", {"offload": OFFLOAD}, tied=True) == 0
+    assert run(tmp_path / "whole", both, **same) == 0
     after = device.counts()
     assert after["async_copies"] > before["async_copies"] and after["async_kernels"] - before["async_kernels"] > 1000
-    (steps, weights), (ours, our_weights) = left(tmp_path / "plain"), left(tmp_path / "offload")
-    assert len(steps) == 4 and steps == ours
-    assert weights.keys() == our_weights.keys()
-    assert all(torch.equal(value, our_weights[name]) for name, value in weights.items())
-
-
-def test_saved_tensors_and_resume(tmp_path: Path) -> None:
-    """Recomputation with saved tensors on the host, stopped after two steps and gone on with."""
-    both = {"offload": OFFLOAD, "recompute": {"policy": "selective", "activation_offloading": True}}
-    same = {"lr_scheduler_type": "constant"}
-    assert run(tmp_path / "whole", both, **same) == 0
     assert run(tmp_path / "parts", both, max_steps=2, **same) == 0
     assert run(tmp_path / "parts", both, resume_from_checkpoint="auto", **same) == 0
-    (steps, weights), (ours, our_weights) = left(tmp_path / "whole"), left(tmp_path / "parts")
-    assert steps[2:] == ours[-2:]
-    assert all(torch.equal(value, our_weights[name]) for name, value in weights.items())
+    steps, weights = left(tmp_path / "plain")
+    assert len(steps) == 4
+    for name in ("whole", "parts"):
+        ours, our_weights = left(tmp_path / name)
+        assert steps[2:] == ours[-2:] and (name == "parts" or steps == ours)
+        assert weights.keys() == our_weights.keys()
+        assert all(torch.equal(value, our_weights[key]) for key, value in weights.items())
 
 
 def test_a_plan_for_another_device_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

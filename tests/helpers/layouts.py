@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from strategies.core.facts import Facts, Home, Param, Unit, UnitKind
-from strategies.core.layout import ITEM_BYTES, Bucket, Layout, Site, aligned
+from strategies.core.layout import ITEM_BYTES, Bucket, Layout, Site
 from tests.helpers.fakes import GPU, run_facts
 
 KINDS = {"embedding": UnitKind.EMBEDDING, "head": UnitKind.HEAD}
@@ -82,11 +82,6 @@ def layout(*buckets: Bucket, **changes: Any) -> Layout:
         "max_grad_norm": 0.0,
     }
     return Layout(**plain | changes)
-
-
-def padded(num_elements: int, dtype: str = "float32") -> int:
-    """Bytes of a parameter with its alignment."""
-    return aligned(num_elements * ITEM_BYTES[dtype])
 
 
 @st.composite

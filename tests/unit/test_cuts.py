@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from strategies.core.facts import Facts, Home, Param, Unit, UnitKind
-from strategies.core.grid import Cell, Grid, grid_of
+from strategies.core.grid import Cell, Grid
 from strategies.core.plan import Plan, Reserve
 from strategies.core.protocol import Refusal, Strategy
 from strategies.core.registry import find
@@ -154,16 +154,6 @@ def test_groups_of_eight_ranks() -> None:
     assert [uneven.rank(uneven.cell(rank)) for rank in range(24)] == list(range(24))
     assert [len(uneven.groups(axis)[0]) for axis in Cell._fields] == [2, 3, 4]
     assert str(grid) == "pipeline 2 x data 2 x tensor 2"
-
-
-def test_a_world_that_is_no_multiple_names_those_that_are() -> None:
-    assert grid_of(8, stages=2, tensor=2) == Grid(2, 2, 2)
-    with pytest.raises(
-        ValueError, match="one replica takes pipeline 2 x tensor 3 = 6 ranks: start 6 or 12 ranks, not 8"
-    ):
-        grid_of(8, stages=2, tensor=3)
-    with pytest.raises(ValueError, match=r"start 4 ranks, not 1$"):
-        grid_of(1, tensor=4)
 
 
 def test_the_table_of_the_grid() -> None:

@@ -58,6 +58,11 @@ def every_budget(known: Facts, **changes: Any) -> list[Layout]:
             return found
 
 
+def matrices(*units: str) -> list[Param]:
+    """One in each unit."""
+    return [Param(f"{unit}.w", unit, 64 * 64, "float32", 0) for unit in units]
+
+
 # The order of measures
 
 
@@ -156,24 +161,17 @@ def test_small_buckets_and_widely_used_ones_stay() -> None:
 
 
 def test_a_tied_table_leaves_between_its_uses() -> None:
-    big = 64 * 64
-    known = facts_of(
-        Param("tokens.w", "embedding", 2 * big, "float32", 0, ("head",)),
-        *(Param(f"layers.{i}.w", f"layers.{i}", big, "float32", 0) for i in range(6)),
-        Param("norm.w", "head", 8, "float32", 0),
-    )
+    tied = Param("tokens.w", "embedding", 2 * 64 * 64, "float32", 0, ("head",))
+    blocks = matrices(*(f"layers.{i}" for i in range(6)))
+    known = facts_of(tied, *blocks, Param("norm.w", "head", 8, "float32", 0))
     table = every_budget(known)[-1].buckets[0]
     assert table.units == ("embedding", "head") and not table.resident
     assert table.resident_ticks == ((0, 1), (7, 9), (15, 16))
 
 
 def test_a_parameter_that_is_in_use_beside_other_units_stays() -> None:
-    big = 64 * 64
-    known = facts_of(
-        Param("model.positions", "embedding", big, "float32", 0, elsewhere=True),
-        *(Param(f"model.layers.{i}.w", f"model.layers.{i}", big, "float32", 0) for i in range(4)),
-        Param("model.output.w", "head", big, "float32", 0),
-    )
+    positions, *others = matrices("embedding", *(f"model.layers.{i}" for i in range(4)), "head")
+    known = facts_of(replace(positions, elsewhere=True), *others)
     least = every_budget(known)[-1]
     assert least.buckets[0].resident and not least.buckets[-1].resident
     # Over ranks its gradient would hold a slot until all have exchanged it, which is at the end of backward.
@@ -183,19 +181,9 @@ def test_a_parameter_that_is_in_use_beside_other_units_stays() -> None:
 
 
 def test_what_stands_between_two_stacks_of_blocks_stays() -> None:
-    big = 64 * 64
-    known = facts_of(
-        Param("tokens", "embedding", big, "float32", 0),
-        *(
-            Param(f"{stack}.{i}.w", f"{stack}.{i}", big, "float32", 0)
-            for stack in ("encoder", "decoder")
-            for i in (0, 1)
-        ),
-        Param("output", "head", big, "float32", 0),
-    )
-    assert {name for made in every_budget(known) for name in travels(made)} <= {
-        f"{stack}.{i}" for stack in ("encoder", "decoder") for i in (0, 1)
-    }
+    blocks = ("encoder.0", "encoder.1", "decoder.0", "decoder.1")
+    known = facts_of(*matrices("embedding", *blocks, "head"))
+    assert {name for made in every_budget(known) for name in travels(made)} <= {*blocks}
 
 
 def test_frozen_weights_travel_while_the_adapters_stay() -> None:
