@@ -296,15 +296,10 @@ def test_offload_is_for_what_does_not_fit_otherwise() -> None:
 @pytest.mark.parametrize(
     ("degrees", "strategies"),
     [
-        (Degrees(data=8), {"zero": {"stage": 0}}),
         (Degrees(data=8, zero=3, recompute="full"), {"zero": {"stage": 3}, "recompute": {"policy": "full"}}),
         (Degrees(stages=4), {"pipeline": {"stages": 4, "schedule": "1f1b"}}),
         (Degrees(tensor=2, zero=1), {"zero": {"stage": 1}, "tensor": {"degree": 2}}),
         (Degrees(offload=Stowed.STATE), {"offload": {"gpu_memory": "20GiB"}}),
-        (
-            Degrees(zero=3, offload=Stowed.WEIGHTS),
-            {"zero": {"stage": 3}, "offload": {"gpu_memory": "20GiB"}},
-        ),
     ],
 )
 def test_degrees_are_written_as_strategies(degrees: Degrees, strategies: dict[str, Any]) -> None:
