@@ -89,15 +89,6 @@ def test_units_hold_every_parameter_once(name: str, tied: bool) -> None:
     assert (units[-1].num_params >= rows) is not tied
 
 
-def test_sizes_by_hand() -> None:
-    hidden, ffn, key_values = 32, 64, 16
-    attention = hidden * (hidden + key_values + key_values + hidden)
-    block = attention + 3 * hidden * ffn + 2 * hidden
-    count = count_of(config_of("llama"))
-    assert [unit.num_params for unit in count.units] == [VOCAB * hidden, block, block, hidden + VOCAB * hidden]
-    assert (count.hidden_size, count.largest_param) == (hidden, VOCAB * hidden)
-
-
 def bare(units: Iterable[Unit]) -> tuple[Unit, ...]:
     """Without what is counted in backward, which ``tests/memory/test_temporaries.py`` measures."""
     return tuple(replace(unit, temporaries=None, in_chunks=None) for unit in units)
@@ -232,9 +223,6 @@ def test_half_precision_halves_what_is_saved_only_in_an_engine() -> None:
     assert saved[True, 2] < saved[True, None]
     ours = count_of(offloaded(MIXTRAL, bf16=True)).units[1:3]
     assert sum(unit.saved_bytes for unit in ours) == saved[True, 2]
-
-
-# Single parameters
 
 
 def offloaded(config: Mapping[str, Any], **changes: Any) -> RunConfig:

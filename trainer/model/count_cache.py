@@ -49,10 +49,8 @@ TRAINING = (
 def cached(
     config: RunConfig, kind: type[T], count: Callable[[], T], folder: Path | None = None, *, what: str = ""
 ) -> T:
-    """The result of ``count`` for the configured model, from the file of an earlier call if there is one.
-
-    Args:
-        what: names the part of the model that is counted, if it is not all of it.
+    """The result of ``count`` for the configured model, from the file of an earlier call if there is one. ``what``
+    names the part that is counted, if it is not all.
     """
     name = name_of(config, what)
     if name is None:

@@ -54,7 +54,6 @@ def search(
 
     Args:
         gigabits: per second, of a rank's network to other machines; None: what is known of the machine.
-        say: told of each count before it is made, and of the CPU seconds at the end.
         asked: of a whole run with the first of the best.
 
     Raises:

@@ -28,10 +28,8 @@ def staged(tree: Tree) -> Tree:
 
 
 def written(degrees: Degrees, tree: Tree, blocks: Sequence[int] | None = None) -> Tree:
-    """``tree`` with all that the search decides as ``degrees`` say; budgets of memory stay.
-
-    Args:
-        blocks: of each stage, where they are not those that ``strategies.pipeline`` chooses itself.
+    """``tree`` with all that the search decides as ``degrees`` say; budgets of memory stay. ``blocks``: of each stage,
+    where they are not those that ``strategies.pipeline`` chooses itself.
     """
     before = tree["strategies"]
     strategies = {name: options for name, options in before.items() if name not in SEARCHED}
