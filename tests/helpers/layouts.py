@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from strategies.core.facts import Facts, Home, Param, Unit, UnitKind
+from strategies.core.facts import Facts, Param, Unit, UnitKind
 from strategies.core.layout import ITEM_BYTES, Bucket, Layout, Site
 from tests.helpers.fakes import GPU, run_facts
 
@@ -105,8 +105,3 @@ def random_facts(draw: st.DrawFn) -> Facts:
         max_grad_norm=draw(st.sampled_from([0.0, 1.0])),
         moments=draw(st.integers(0, 2)),
     )
-
-
-def homes_of(made: Layout) -> dict[str, tuple[Site, bool, Home]]:
-    """Site, whether its weight travels, and park of every bucket by name."""
-    return {b.name: (b.site, not b.resident, b.grad_home) for b in made.buckets}

@@ -123,6 +123,8 @@ def test_the_fast_half_is_the_whole_for_any_issues(seeds: range) -> None:
     for seed in seeds:
         random = Random(seed)
         problem = halved(uneven(seed, (3, 5)))
+        tied = replace(problem.weights[0], uses=(0, 2, len(problem.ticks) - 1))
+        problem = replace(problem, weights=(tied, *problem.weights[1:]))
         gaps = [gap for gap in problem.gaps if random.random() < 0.6]
         plan = [Eviction(gap, random.randint(gap.after + 1, gap.before)) for gap in gaps]
         whole = simulate(problem, plan, iterations=20)
@@ -397,7 +399,8 @@ def test_no_time_is_less_than_what_any_resource_needs(seed: int) -> None:
         for item in problem.weights
     )
     problem = replace(problem, weights=weights, shared=shared)
-    evictions = issue(problem, problem.gaps[:: 1 + seed % 2]) or ()
+    evictions = issue(replace(problem, budget=10**9) if seed % 2 else problem, problem.gaps[:: 1 + seed % 2])
+    assert evictions is not None
     up, down, cpu, touched = _traffic(problem, evictions)
     needed = max(
         problem.compute_seconds * problem.accumulation,
