@@ -81,6 +81,7 @@ def test_units_hold_every_parameter_once(name: str, tied: bool) -> None:
     Facts(units, run_facts(), GPU, count.params)  # they add up to the units
     assert sum(unit.num_params for unit in units) == sum(p.numel() for p in real.parameters())
     assert all(unit.num_trainable == unit.num_params for unit in units)
+    assert count.largest_param == max(p.numel() for p in real.parameters())
     assert [unit.kind for unit in units] == [UnitKind.EMBEDDING, UnitKind.BLOCK, UnitKind.BLOCK, UnitKind.HEAD]
     assert [unit.name for unit in units] == ["embedding", *find_blocks(real), "head"]
     # A tied matrix stands with its first use, the embedding; an untied head brings its own.
