@@ -24,7 +24,8 @@ from strategies.engine.ranks.shares import Shares
 from strategies.engine.updating.updates import Updates
 from strategies.planner.step_cost import problem_of, traffic
 from strategies.planner.weight_schedule import ASSUMED
-from tests.helpers.doubles import Delayed, RaceDetector, Vacant
+from tests.helpers import grid
+from tests.helpers.doubles import RaceDetector
 from tests.helpers.engine import (
     DECAY,
     LR,
@@ -46,12 +47,10 @@ from trainer.dist.spawn import run_world
 from trainer.planning.plan_for import plan_for
 
 pytestmark = pytest.mark.ranks
-TRANSFERS = {"delayed": Delayed, "watched": RaceDetector, "vacant": Vacant}
 FORBIDDEN = [
-    (("site", "device"), ("park", "host")),
+    *grid.FORBIDDEN,
     (("site", "host"), ("split", True)),
     (("park", "host"), ("split", True)),
-    (("weights", "resident"), ("prefetch", 0)),
     (("dtype", "bfloat16"), ("model", "mixtral")),
 ]
 FACTORS: Mapping[str, Sequence[object]] = {
@@ -66,7 +65,7 @@ FACTORS: Mapping[str, Sequence[object]] = {
     "dtype": ("float32", "bfloat16"),
     "split": (True, False),
     "gather": ("host", "network"),
-    "transfer": tuple(TRANSFERS),
+    "transfer": ("delayed", "watched", "vacant"),
 }
 CASE: Row = {name: levels[0] for name, levels in FACTORS.items()} | {"clip": "tight", "gather": "network"}
 
@@ -111,7 +110,7 @@ def both(ranks: Ranks, row: Row, device: str = "cpu", turn: int = 0, **how: Any)
     asked = ("site", "weights", "bucket", "park", "prefetch", "split", "gather", "reduction")
     where = {name: case[name] for name in asked if name in case}
     plan = plan_of(model, max_norm=norm, groups=groups, ranks=count, **where)
-    how = how or {"transfer": TRANSFERS[case["transfer"]]()}
+    how = how or {"transfer": grid.TRANSFERS[case["transfer"]]()}
     shared = stowed(model, plan, batches[ranks.rank :: count], max_norm=norm, groups=groups, device=device, **how)
     dist.broadcast_object_list(alone, turn % count)
     assert alone[0] is not None

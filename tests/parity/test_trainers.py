@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import Dataset, Subset
 from transformers import Trainer
 
 from tests.helpers.trainers import TRAINERS, llama, stock, trained, unlike
@@ -105,9 +106,27 @@ class Counts(Trainer):
         return super().compute_loss(model, inputs, **more) * self.calls
 
 
+class Draws(Dataset[dict[str, Any]]):
+    """Rows that are drawn."""
+
+    numbers = torch.Generator().manual_seed(0)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        ids = torch.randint(3, 40, (12,), generator=self.numbers)
+        return {"input_ids": ids, "labels": ids}
+
+
 def test_what_planning_calls_is_not_used_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A loss that counts its calls (``tests/unit/test_undisturbed.py`` has datasets that draw)."""
-    assert unlike(partial(stock, base=Counts), travelling, str(tmp_path)) == []
+    """A loss that counts its calls, and a part of a dataset that draws."""
+
+    def make(wrap: Callable[[type], type], folder: str) -> Any:
+        Draws.numbers.manual_seed(0)
+        return stock(wrap, folder, Counts, Subset(Draws(), range(8)))
+
+    assert unlike(make, travelling, str(tmp_path)) == []
     assert "not counted" not in capsys.readouterr().out
 
 

@@ -54,7 +54,7 @@ ENVIRONMENT = {
 }
 # Who may unpickle, and what; never what was read from a file.
 UNPICKLES = {
-    "trainer/model/forked.py": "what its own child has written into a pipe",
+    "trainer/model/undisturbed.py": "what its own child has written into a pipe",
     "trainer/run/stowed_trainer.py": "what the first rank of the same job has broadcast",
 }
 

@@ -147,3 +147,7 @@ def test_blocks_in_any_container_train_with_the_bits_of_plain_training(name: str
     travelling = plan_for(model(), batch=batches[0], max_grad_norm=0.1, site="host", weights="streamed", prefetch=0)
     found = stowed(model(), travelling, batches, max_norm=0.1)
     assert differences(plain(model(), batches, max_norm=0.1), found) == []
+
+
+def test_further_names_of_a_block_are_the_same_unit() -> None:
+    assert units_by_name(named_in_front())["first.experts.0.weight"] == "layers.0"

@@ -50,10 +50,7 @@ def test_no_other_cut_has_a_shorter_longest_part() -> None:
 
 def test_a_head_counts_as_much_as_its_products() -> None:
     parts = cut(model(10, 10, 10, 10, table=20), Schedule.ONE_F_ONE_B, 2).parts
-    assert parts == (
-        ("embedding", "layers.0", "layers.1", "layers.2"),
-        ("layers.3", "head"),
-    )
+    assert parts == (("embedding", "layers.0", "layers.1", "layers.2"), ("layers.3", "head"))
 
 
 def test_stages_of_parts() -> None:

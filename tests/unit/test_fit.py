@@ -164,14 +164,6 @@ def test_a_model_that_is_not_one(capsys: pytest.CaptureFixture[str]) -> None:
         assert said.err.splitlines()[-1].startswith(says) and said.out == ""
 
 
-def test_what_is_about_one_plan_is_not_ignored(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--fit", "--json", "x", "model.config.model_type=llama"])
-    assert ended.value.code == 2
-    said = "--json is about one plan, and --fit compares several; leave one of the two out"
-    assert capsys.readouterr().err.rstrip().endswith(said)
-
-
 def test_a_saved_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoConfig
 

@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 from itertools import pairwise, product
+from random import Random
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 
+from benchmarks.placements import best_known, instance, lines
 from strategies.core.compose import compose
 from strategies.core.facts import Facts, Home, Precision, Rates
 from strategies.core.layout import Item
@@ -19,7 +21,7 @@ from strategies.planner.addresses import place, slot_pools
 from strategies.planner.buckets import block_bytes, capacity
 from strategies.planner.estimate import Estimate
 from strategies.planner.places import Places
-from strategies.planner.site_search import SHARES, STARTS, Mix, mixed
+from strategies.planner.site_search import SHARES, STARTS, Mix, SiteSearch, mixed
 from strategies.planner.step_cost import cost_of, plan_cost
 from strategies.planner.weight_schedule import ASSUMED, only_while_used
 from strategies.report.plan_table import bucket_lines
@@ -144,3 +146,19 @@ def test_order_of_parameters_within_the_facts_is_irrelevant() -> None:
     shuffled = replace(known, params=tuple(sorted(known.params, key=lambda p: (-units[p.unit], p.name))))
     assert choose(known, request(4 * GIB)).units == choose(shuffled, request(4 * GIB)).units
     assert seconds(known, 4 * GIB) == pytest.approx(seconds(shuffled, 4 * GIB), rel=0.02)
+
+
+@pytest.mark.parametrize("seed", [0, 4, 8, 12])  # uniform blocks, each machine
+def test_a_plan_is_close_to_the_best_of_all_placements(seed: int) -> None:
+    _, known, asked = instance(seed, blocks=(2, 3))
+    asked = replace(asked, bucket_bytes=block_bytes(known))
+    search = SiteSearch(known, asked, Places(known, asked), asked.host_bytes)
+    ours = search.seconds(choose(known, asked))
+    best = best_known(search, asked.device_bytes, None, Random(seed))
+    assert best * (1 - 1e-6) <= ours <= 1.02 * best
+
+
+def test_the_table_names_the_worst_of_each_family() -> None:
+    cases = [{"name": "giant, h100, 6 blocks", "ours": ours, "best_known": 2.0} for ours in (2.0, 2.2)]
+    text = "\n".join(lines(cases))
+    assert "| giant" in text and "1.050" in text and "1.100" in text and "4090" not in text

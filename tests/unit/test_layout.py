@@ -14,6 +14,7 @@ from strategies.core.layout import (
     Item,
     Site,
     gradient_tick,
+    leads,
     needs,
     scratch_bytes,
     ticks_of,
@@ -172,9 +173,11 @@ def test_every_bucket_keeps_the_rules(known: Facts, capacity: int | None) -> Non
 # Steps
 
 
-def test_uses() -> None:
+def test_uses_and_leads() -> None:
     units = ("a", "b", "c")  # steps 0 to 5: a b c, c b a
     assert uses(bucket("x", "b", 10), ticks_of(units)) == (1, 4)
+    over_the_end = bucket("x", "a", 10, resident_ticks=((0, 1), (4, 6)))
+    assert leads(over_the_end, layout(over_the_end, units=units)) == (1, 1), "it came one before backward, and stayed"
     looked_up = replace(bucket("x", "a", 10), units=("a", "c"), looked_up=True)  # an embedding tied to the head
     assert uses(looked_up, ticks_of(units)) == (0, 2, 3)
     assert gradient_tick(looked_up, ticks_of(units)) == 5

@@ -7,11 +7,11 @@ import pytest
 
 from strategies.core.compose import compose, in_order
 from strategies.core.facts import Facts, Home, Param, Rates
-from strategies.core.layout import Site
+from strategies.core.layout import Item, Site
 from strategies.core.plan import Plan
 from strategies.core.registry import find
 from strategies.core.validate import validate
-from strategies.planner.addresses import weight_packing
+from strategies.planner.addresses import place
 from strategies.planner.estimate import _together
 from strategies.planner.exchanges import gather_rate, leaving, sums_slowdown
 from strategies.planner.step_cost import plan_cost, problem_of, unit_flops
@@ -165,17 +165,10 @@ def test_slots_and_shared_addresses_reach_the_simulator() -> None:
     problem = problem_of(plan.facts, plan.layout, FAST)
     slots = [weight.update.grad_slot for weight in problem.weights if weight.update]
     assert None not in slots and len(set(slots)) < len(slots)
-    spots = {
-        index: (start, start + problem.weights[index].num_bytes)
-        for index, start in zip(
-            (i for i, bucket in enumerate(plan.layout.buckets) if not bucket.resident),
-            weight_packing(plan.layout).offsets,
-            strict=True,
-        )
-    }
-    for index, weight in enumerate(problem.weights):
-        start, end = spots.get(index, (0, 0))
-        shared = {other for other, (low, high) in spots.items() if other != index and low < end and start < high}
+    addresses = place(plan.layout)
+    spots = [addresses.of(bucket.name, Item.WEIGHT) for bucket in plan.layout.buckets]
+    for weight, spot in zip(problem.weights, spots, strict=True):
+        shared = {index for index, other in enumerate(spots) if other is not spot and other.overlaps(spot)}
         assert set(weight.overlapping) == shared
     assert any(weight.overlapping for weight in problem.weights)
 

@@ -36,10 +36,8 @@ REMOTE_CODE = (
 
 
 def load_config(section: ModelSection, vocab_size: int | None = None) -> PretrainedConfig:
-    """The Hugging Face config of the model, for training; ``vocab_size`` is used if the config has none.
-
-    Raises:
-        ConfigError: unknown ``model_type``, a folder or name that holds no config, remote code that is not allowed.
+    """The Hugging Face config of the model, for training; ``vocab_size`` is used if the config has none. ConfigError:
+    unknown ``model_type``, a folder or name that holds no config, remote code that is not allowed.
     """
     config = _own_config(section, vocab_size)
     config.use_cache = False
@@ -174,10 +172,8 @@ def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
 
 
 def with_lora(model: PreTrainedModel, section: LoraSection) -> PreTrainedModel:
-    """Add low-rank adapters to ``model`` and freeze its own weights.
-
-    Raises:
-        ConfigError: ``peft`` is not installed, or no module matches ``target_modules``.
+    """Add low-rank adapters to ``model`` and freeze its own weights. ConfigError: ``peft`` is not installed, or no
+    module matches ``target_modules``.
     """
     try:
         from peft import LoraConfig, get_peft_model

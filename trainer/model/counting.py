@@ -139,7 +139,7 @@ class Counter(TorchDispatchMode):
         self._running: list[str] = []
         self._outer_unit = EMBEDDING  # what is saved while no block runs belongs to it
         self._forwards: dict[str, BlockForward] = {}
-        self._repeated: set[str] = set()  # blocks that ran more than once
+        self._entered, self._repeated = set[str](), set[str]()  # blocks that were called, and more than once
         self._choices: dict[str, Choices] = {}
         self._checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
         self._owners: dict[int, set[str]] = {}  # by a weight's storage: the modules in which it may be read
@@ -192,7 +192,7 @@ class Counter(TorchDispatchMode):
         self._choices = {
             name: run.choices(self.saved.get(name, 0), self._saved)
             for name, run in forwards.items()
-            if run.last_saved and self.like.get(name, name) not in self._repeated and not self._checkpointed
+            if run.last_saved and name not in self._repeated and not self._checkpointed
         }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -233,11 +233,12 @@ class Counter(TorchDispatchMode):
 
     def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._outer_unit = HEAD
+        if name in self._entered:
+            self._repeated.add(name)
+        self._entered.add(name)
         if name in self.like:
             return
         self._running.append(name)
-        if name in self._forwards:
-            self._repeated.add(name)
         first = stream_in(args)
         self._forwards[name] = BlockForward(Names(module), self._new([args, kwargs]), first)
         hidden = first if args else kwargs.get("hidden_states")

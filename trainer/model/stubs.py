@@ -141,13 +141,14 @@ class _Stub(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, anchor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """``anchor`` makes the output require a gradient."""
-        ctx.input_like = (hidden.shape, hidden.dtype)
-        return hidden.new_empty(shape, dtype=dtype)
+        ctx.like = (hidden.shape, hidden.dtype)
+        return torch.empty(shape, dtype=dtype, device=hidden.device)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        shape, dtype = ctx.input_like
-        return grad.new_empty(shape, dtype=dtype) if ctx.needs_input_grad[0] else None, None, None, None
+        shape, dtype = ctx.like
+        back = torch.empty(shape, dtype=dtype, device=grad.device) if ctx.needs_input_grad[0] else None
+        return back, None, None, None
 
 
 @contextmanager
@@ -173,14 +174,11 @@ def _stub(name: str, output_like: Callable[[str], Any], *args: Any, **kwargs: An
     if hidden is None:
         hidden = next(tensor for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point())
     anchor = torch.empty(0, dtype=torch.float32, device=hidden.device, requires_grad=True)  # no bytes to be counted
-    after_a_stub = hasattr(hidden.grad_fn, "input_like")
 
     def made(tensor: Tensor) -> Tensor:
-        if not tensor.requires_grad:
-            return torch.empty_like(tensor)
-        if after_a_stub and (tensor.shape, tensor.dtype) == (hidden.shape, hidden.dtype):
-            return hidden  # one for several blocks in a row
-        through: Tensor = _Stub.apply(hidden, anchor, tensor.shape, tensor.dtype)
-        return through
+        if tensor.requires_grad:
+            through: Tensor = _Stub.apply(hidden, anchor, tensor.shape, tensor.dtype)
+            return through
+        return torch.empty_like(tensor)
 
     return tree_map_only(Tensor, made, output_like(name))

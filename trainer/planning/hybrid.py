@@ -25,7 +25,7 @@ from strategies.planner.hybrid import keys
 from strategies.planner.hybrid.cluster import Cluster, Wire
 from strategies.planner.hybrid.degrees import HERE, Degrees, Rule, Stowed
 from strategies.planner.hybrid.parts import Model, Models
-from strategies.planner.hybrid.search import Options, hybrid
+from strategies.planner.hybrid.search import Known, Options, hybrid
 from strategies.planner.hybrid.step_seconds import Pricing
 from strategies.planner.step_cost import plan_cost, step_flops
 from strategies.report import hybrid_table, run_budget
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from trainer.machine.probe import Machine
 
 MICRO_BATCHES, TENSOR = (1, 2, 4), (2, 4, 8)
-Known = dict[tuple[int, int], Facts]
 Say = Callable[[str], None]
 
 
@@ -54,7 +53,6 @@ def search(
 
     Args:
         gigabits: per second, of a rank's network to other machines; None: what is known of the machine.
-        say: told of each count before it is made, and of the CPU seconds at the end.
         asked: of a whole run with the first of the best.
 
     Raises:
@@ -217,7 +215,7 @@ class Shares:
     def by_tensor(self, sequences: int) -> tuple[Known, list[str]]:
         """Facts by micro-batch and tensor degree, and why degrees are not tried."""
         own = self.whole.run.micro_batch
-        found, refused = Known({(own, 1): self.whole}), []
+        found, refused = {(own, 1): self.whole}, []
         sizes = [own, *(size for size in MICRO_BATCHES if sequences % size == 0 and size != own)]
         for degree in (1, *(each for each in TENSOR if self._ranks.local_world_size % each == 0)):
             try:

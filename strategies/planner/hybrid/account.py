@@ -38,11 +38,7 @@ class Bytes:
 
 
 class Account:
-    """Counts bytes, and remembers what units save.
-
-    Args:
-        chunked: what ``strategies.cross_entropy`` says; None: it is not in the config, and offload brings it.
-    """
+    """Counts bytes. ``chunked``: what ``strategies.cross_entropy`` says; None: it is off, but offload brings it."""
 
     def __init__(self, models: Models, chunked: Chunked = None) -> None:
         self._models, self._chunked = models, chunked
@@ -147,10 +143,8 @@ def in_chunks(unit: Unit, chunked: Chunked) -> bool:
 
 
 def state_bytes(units: Sequence[Unit], run: RunFacts, degrees: Degrees, kind: Kind, *, plain: bool = False) -> int:
-    """Bytes of one kind of tensor, each unit's rounded up to whole elements per rank.
-
-    Args:
-        plain: tensors as they are loaded, without masters, as in torch's pipeline.
+    """Bytes of one kind of tensor, each unit's rounded up to whole elements per rank. ``plain``: as they are loaded,
+    without masters, as in torch's pipeline.
     """
     if plain:
         trained = sum(unit.num_trainable for unit in units)

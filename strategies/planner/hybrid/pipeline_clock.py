@@ -74,10 +74,7 @@ def last_backwards(stages: Sequence[StageSeconds], micro_batches: int) -> list[f
 
 
 def least_seconds(stages: Sequence[StageSeconds], micro_batches: int) -> float:
-    """No schedule is faster: a stage waits for the first micro-batch, does all, and the last one has to go back.
-
-    For equal stages 1F1B takes exactly this.
-    """
+    """No schedule is faster: a stage waits for the first micro-batch, does all, and the last one has to go back."""
     found = before = 0.0
     for stage in stages:
         own = stage.forward + stage.backward

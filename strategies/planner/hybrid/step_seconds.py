@@ -6,17 +6,16 @@ A stage's forward and backward are those of ``step_cost.py``, with what recomput
                 recomputation the first two again; nothing hides them
     ZeRO 3      weights gathered in forward and in backward, gradients scattered, at every micro-batch (3 M); ZeRO 2
                 scatters gradients at every micro-batch (M + 1); in a machine a pass takes the longer of compute and
-                exchange, across machines their sum (``cluster.py``). One message per unit, since blocks are gathered
-                whole
+                exchange, across machines their sum (``cluster.py``). One message per unit: blocks are gathered whole
     ZeRO 0, 1   gradients once per step (2), under the backward of the last micro-batch, but for the last unit's;
                 torch's pipeline sums them after it
     offload     gradients down under the last backward; then the CPU's update and the new weights up under the next
-                forward, but never counted as less than an update on the device, so that offload is not proposed where
-                it is not needed. Weights that travel come up twice per micro-batch, under its passes
+                forward, but never less than an update on the device, so that offload is not proposed where it is not
+                needed. Weights that travel come up twice per micro-batch, under its passes
     update      on the device, as in ``step_cost.py``; ZeRO 1 and 2 gather the new weights after it
 
-and the clock of the pipeline (``pipeline_clock.py``) with sending between stages. That smaller products are slower is
-not modelled, so narrow shards and small micro-batches look better than they are.
+and the clock of the pipeline (``pipeline_clock.py``). That smaller products are slower is not modelled, so narrow
+shards and small micro-batches look better than they are.
 """
 
 from __future__ import annotations
