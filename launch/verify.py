@@ -74,7 +74,7 @@ def of_checkpoint(folder: Path) -> int:
         print(f"{folder}: damaged: {line}")
     if lines:
         return ExitCode.FAILED
-    size = human(sum(num_bytes for num_bytes, _ in seal.files.values()))
+    size = human(sum(file.bytes for file in seal.files.values()))
     names = ", ".join(about.run.config.get("strategies", {})) or "none"
     print(
         f"{folder}: good: step {about.step}, {len(seal.files)} files, {size}; {about.run.world_size} rank(s), "

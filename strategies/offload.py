@@ -9,9 +9,6 @@ With ``zero`` beside it, the ranks share the state in this engine: see ``strateg
 
 Invariant. Copies change no bits: weights equal plain training bit for bit in fp32. Gradients wait for the norm if
 clipping is on, and each weight is updated before it is next read; nothing is stale.
-
-Refused: fp16 (its loss scale needs all gradients before any update), optimizers that the engine has not, budgets that
-nothing fits into, and beside ``zero`` updates in backward, and before stage 3 weights that travel.
 """
 
 from __future__ import annotations
@@ -40,12 +37,6 @@ _KERNELS = "the CPU's kernel updates what rests on the host; it differs from the
 def _check_size(value: str) -> str:
     if value != AUTO:
         parse_bytes(value)
-    return value
-
-
-def _check_prefetch(value: int | str) -> int | str:
-    if isinstance(value, int) and value < 0:
-        raise ValueError("must be auto or a whole number >= 0")
     return value
 
 
@@ -85,7 +76,7 @@ class Offload(Strategy):
     bucket_size: Annotated[str, AfterValidator(_check_size)] = Field(
         default=AUTO, description="Bytes that are copied together (64MiB); auto: one block."
     )
-    prefetch: Annotated[int | Literal["auto"], AfterValidator(_check_prefetch)] = Field(
+    prefetch: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         default="auto",
         description="How many blocks ahead of their use weights that travel are fetched, at most; auto: as early as "
         "memory allows.",
@@ -143,7 +134,7 @@ class Offload(Strategy):
         return Parity(1e-4, _KERNELS) if run.accelerated and self.site in ("auto", "host") else BITWISE
 
     def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
-        if run.precision is Precision.FP16:
+        if run.precision is Precision.FP16:  # its loss scale needs all gradients before any update
             yield Refusal("training.fp16", True, "strategies.offload trains in bf16 or fp32; write training.bf16: true")
         if run.optim not in OPTIMIZERS:
             cure = f"strategies.offload updates with one of {', '.join(OPTIMIZERS)}"

@@ -9,10 +9,8 @@ another order of sums.
 
 The schedules are those of ``torch.distributed.pipelining``, run by ``strategies/backends/pipelining.py``. With
 ``offload`` beside it, the memory engine trains each stage: it is told when the backward of another micro-batch begins,
-and stages combine the norms of their gradients before any of them updates.
-
-Refused: DeepSpeed's engine inside a stage, and the memory engine with two parts in one or with a tied head; adapters,
-fp16, and blocks that cannot run apart (tried on a small copy, ``strategies/backends/stages.py``).
+and stages combine the norms of their gradients before any of them updates. Blocks that cannot run apart are refused
+after a trial on a small copy (``strategies/backends/stages.py``).
 """
 
 from __future__ import annotations

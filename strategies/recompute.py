@@ -8,15 +8,10 @@ Arithmetic, bytes per block for b rows of s tokens, width h, a heads (g of keys)
 Hugging Face's own layers fuse little and save more; the plan counts them as they are (``trainer/model/counting.py``).
 While a block runs again, all that it saves is there once.
 
-What a recomputed block keeps may wait on the host from forward to backward: its bytes leave the device, except for two
-blocks at a time in flight. What else autograd saves is never sent there: it comes from operators that read and write
-the device's memory a few times, which is faster than any link.
+What a recomputed block keeps may wait on the host. What else autograd saves is never sent there: it comes from
+operators that read and write the device's memory a few times, which is faster than any link.
 
-Invariant. Recomputed tensors are bit for bit the same: the same kernels on the same inputs, with the same random
-numbers.
-
-Refused: choosing blocks twice (``every`` with ``auto``), and sending to the host where nothing is recomputed or where
-``auto`` weighs it. A block is not recomputed if that frees nothing.
+Invariant. Recomputed tensors are bit for bit the same: the same kernels on the same inputs and random numbers.
 
 Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
 """

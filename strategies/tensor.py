@@ -2,8 +2,7 @@
 
 For P parameters of which L are in divided layers, degree T and D copies of the model, a rank holds P - L + L / T
 weights, and with them gradients, masters and moments, of which ZeRO takes 1 / D. Attention's and the MLP's inner
-activations fall to 1 / T; the hidden states between them are whole, and summed over the ranks four times per block and
-micro-batch.
+activations fall to 1 / T; the hidden states between them are whole.
 
 Invariant. Ranks of one copy are given the same rows and compute the same hidden states, so what is not divided stays
 equal on them to the last bit without being sent. The product of a layer divided by rows is summed in another order
@@ -11,12 +10,7 @@ than in plain training, so that a step is equal to rounding only.
 
 DeepSpeed's AutoTP does the work. Which layers it divides is said in ``strategies/backends/autotp.py``, how many bytes
 that leaves on a rank is counted on such a model (``trainer/model/tensor_share.py``), so the other strategies decide
-about one rank's part. Inside attention ranks draw different dropout masks (``strategies/backends/tensor_shards.py``).
-
-Refused: ZeRO stage 3; stage 0 in mixed precision, for which DeepSpeed counts the gradients of one rank only where it
-clips; strategies that take whole layers or change what the layers run; adapters; compiled models; Adafactor and
-Adagrad; keeping products for backward, which would be summed twice; architectures that were not compared with plain
-training; sizes that do not divide.
+about one rank's part. What is refused, and why: docs/strategies/tensor.md.
 """
 
 from __future__ import annotations

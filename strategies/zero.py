@@ -8,8 +8,6 @@ training bit for bit, except where DeepSpeed takes sums in another order (``pari
 
 Beside ``offload`` this strategy decides nothing: the memory engine is used, and its ranks share what the stage says.
 
-Refused: stage 3 with Transformers before 5.23, which initializes some weights differently under it; Adagrad.
-
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
 """
 

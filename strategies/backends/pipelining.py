@@ -1,10 +1,8 @@
 """Run a step's micro-batches through the stages of a pipeline, with ``torch.distributed.pipelining``.
 
 Torch's schedules cut one batch into equal micro-batches, and every tensor that travels has one shape. Here
-micro-batches are those of gradient accumulation, collated one by one: they differ in length, and the last of an epoch
-in rows.
-
-So a schedule is given the numbers of the micro-batches, and each part looks its inputs up: every stage loads the same
+micro-batches are those of gradient accumulation, which differ in length, and the last of an epoch in rows. So a
+schedule is given the numbers of the micro-batches, and each part looks its inputs up: every stage loads the same
 batches. What travels are the tokens' hidden states laid end to end, padded to the longest micro-batch. The padding is
 cut off on arrival, and gets no gradient. A schedule holds buffers of that length and no weights; it is made again when
 a micro-batch is longer, when all are less than half as long, or when there are more or fewer of them.

@@ -1,8 +1,7 @@
 """Run a part of a Hugging Face model with the model's own forward: what is elsewhere is replaced by stand-ins.
 
-A stage has some blocks, perhaps the embedding or the head, and needs all that a forward does around them: masks,
-positions, rotary tables, the loss, different for each architecture. So the model keeps its shape, and modules with
-weights that a stage does not have are replaced:
+A stage needs all that a forward does around its blocks: masks, positions, rotary tables, the loss, different for each
+architecture. So the model keeps its shape, and modules with weights that a stage does not have are replaced:
 
     a module in front of the blocks    gives zeros of the right shape, from which masks and positions are made
     a block in front of the stage's    gives back the hidden states that it is given; the last one those received

@@ -2,14 +2,8 @@
 
 A file that is written in place is half a file if the process is killed, and one that is renamed before its bytes are on
 the disk may be empty after a power cut. So everything is written beside its place, synced, renamed, and the folder that
-holds the name is synced as well::
-
-    replace_file(run / "plan.json", text)
-    with replaced_folder(run / "export") as draft:      # a kill leaves the earlier export or the new one
-        model.save_pretrained(draft)
-        seal(draft, "export", {"step": 400})            # with the hash of every file (``sealed.py``)
-
-``put_in_place`` is the exchange alone, for a draft that several processes have written.
+holds the name is synced as well. ``put_in_place`` is the exchange alone, for a draft that several processes have
+written.
 
 Invariant. At every moment the place holds the earlier content or the new one, both complete. A folder cannot be
 exchanged in one step: a kill between the two renames leaves the earlier one under ``earlier(folder)``. An ``OSError``,

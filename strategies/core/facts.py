@@ -10,9 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from math import inf
-from typing import Any, Literal
-
-from pydantic import TypeAdapter
+from typing import Literal
 
 from strategies.core.grid import Cut, Grid
 from strategies.core.linears import Linear, Timed
@@ -227,16 +225,14 @@ class Rates:
     origin: Literal["measured", "profile", "assumed"]  # on this machine; by name
 
     def __post_init__(self) -> None:
-        latencies = ("link_latency_s", "launch_s", "net_latency_s", "net_across_latency_s")
-        unknown = ("gemm_bf16_flops_per_s", "net_bytes_per_s", "net_across_bytes_per_s")
         for name, value in asdict(self).items():
-            if name in ("origin", *latencies) or (value is None and name in unknown):
+            if name == "origin" or value is None:
                 continue
-            if not 0 < value < inf:
+            if name.endswith(("latency_s", "launch_s")):
+                if not 0 <= value < inf:
+                    raise ValueError(f"{name} = {value!r}: must be at least 0 and finite")
+            elif not 0 < value < inf:
                 raise ValueError(f"{name} = {value!r}: must be more than 0 and finite")
-        for name in latencies:
-            if not 0 <= getattr(self, name) < inf:
-                raise ValueError(f"{name} = {getattr(self, name)!r}: must be at least 0 and finite")
         if self.duplex_factor > 1:
             raise ValueError(f"duplex_factor = {self.duplex_factor!r}: must be at most 1")
 
@@ -320,7 +316,9 @@ class Facts:
         if self.params:
             elements = dict.fromkeys(names, 0)
             for param in self.params:
-                assert {*param.users} <= elements.keys(), f"{param.name} is used by a unit that is not there"
+                assert {param.unit, *param.users} <= elements.keys(), (
+                    f"{param.name} is used by a unit that is not there"
+                )
                 elements[param.unit] += param.num_elements
             assert elements == {unit.name: unit.num_params for unit in self.units}, "parameters add up to their units"
 
@@ -342,7 +340,3 @@ class Facts:
 
     def unit(self, name: str) -> Unit:
         return next(unit for unit in self.units if unit.name == name)
-
-    def to_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = TypeAdapter(Facts).dump_python(self, mode="json")
-        return found

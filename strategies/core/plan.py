@@ -1,8 +1,6 @@
 """The plan: an immutable answer to every question about every unit, and the bytes that follow from it.
 
-A baseline answers everything first (plain layers, whole tensors on every rank, all saved tensors kept, everything on
-the device), so every plan is complete. Strategies replace answers; two that answer one question about one unit
-differently raise a ``Conflict`` that names both.
+A baseline answers everything first, so every plan is complete; strategies replace answers.
 
 Memory arithmetic. Per unit and kind of tensor, bytes on one rank are ``elements * element_bytes / ways`` (rounded up).
 The device's peak follows forward and backward (``peak.py``); parameters, masters, moments and reserved buffers are

@@ -1,11 +1,8 @@
 """A folder whose manifest says what every file in it is: written last, and checked before anything is read from it.
 
 A disk returns a flipped bit, a copy ends early, a file of another save has the right name, and neither safetensors nor
-Arrow nor JSON notices all of it.
-
-``seal`` waits until all that is in it is on the disk, hashes the files while the disk works, and writes
-``manifest.json`` as the last file: size and SHA-256 by name, what the writer says about the whole, and a hash of its
-own. ``read`` opens the manifest alone, ``damage`` compares every byte.
+Arrow nor JSON notices all of it. ``manifest.json`` has the size and SHA-256 of each file by name, what the writer says
+about the whole, and a hash of its own. ``read`` opens the manifest alone, ``damage`` compares every byte.
 
 Invariant. A folder with a readable manifest had all its bytes on the disk before. ``damage`` names a file that was
 changed, cut, exchanged, removed or added.
@@ -22,32 +19,41 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+from pydantic import BaseModel, Field, ValidationError
 
 from strategies.core.commit import replace_file, sync
 
 MANIFEST = "manifest.json"
-FORMAT = 1
 WAITING = 4  # threads beyond the cores: those that wait for the disk do not compute
+Size: TypeAlias = Annotated[int, Field(strict=True, ge=0)]
+M = TypeVar("M", bound=BaseModel)
 
 
 class Damaged(ValueError):
     """A folder is not what was written; the message is one line without the folder's name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sealed:
-    """A manifest: what the writer said (``kind``, ``about``), and size and SHA-256 of each file by relative name."""
+class File(BaseModel):
+    """What a file was when it was written."""
 
+    bytes: Size
+    sha256: str | None
+
+
+class Sealed(BaseModel):
+    """A manifest: what the writer said (``kind``, ``about``), and the files by relative name."""
+
+    format: Literal[1] = 1
     kind: str
-    about: Mapping[str, Any]
-    files: Mapping[str, tuple[int, str]]
+    about: dict[str, Any]
+    files: dict[str, File]
 
 
-def seal(folder: Path, kind: str, about: Mapping[str, Any]) -> Sealed:
+def seal(folder: Path, kind: str, about: Mapping[str, Any]) -> None:
     """Sync and hash everything in ``folder``, then write its manifest. Raise OSError if anything is a link."""
     paths = [path for path in _files(folder) if path.name != MANIFEST or path.parent != folder]
     by_size = sorted(paths, key=lambda path: path.stat().st_size, reverse=True)
@@ -58,37 +64,19 @@ def seal(folder: Path, kind: str, about: Mapping[str, Any]) -> Sealed:
             waiting.result()
     for inner in sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True):
         sync(inner)
-    files = {_name(folder, path): sizes[path] for path in sorted(paths)}
-    content = {
-        "format": FORMAT,
-        "kind": kind,
-        "about": dict(about),
-        "files": {name: {"bytes": size, "sha256": digest} for name, (size, digest) in files.items()},
-    }
-    replace_file(folder / MANIFEST, signed(content))  # syncs the folder as well
-    return Sealed(kind, json.loads(json.dumps(about)), files)
+    files = {_name(folder, path): File(bytes=sizes[path][0], sha256=sizes[path][1]) for path in sorted(paths)}
+    made = Sealed(kind=kind, about=dict(about), files=files)
+    replace_file(folder / MANIFEST, signed(made.model_dump()))  # syncs the folder as well
 
 
 def read(folder: Path, kind: str) -> Sealed:
     """What the manifest of ``folder`` says. Raise Damaged if it is not what ``seal`` has written for this ``kind``."""
     try:
-        with _opened(folder / MANIFEST) as file:
-            content = content_of(file.read())
+        sealed = read_signed(folder / MANIFEST, Sealed)
     except FileNotFoundError:
         raise Damaged(f"there is no {MANIFEST} in it") from None
-    except OSError:
-        raise Damaged(f"{MANIFEST} cannot be read") from None
     except Damaged as error:
         raise Damaged(f"{MANIFEST} {error}") from None
-    try:
-        if content["format"] != FORMAT:
-            raise Damaged(f"{MANIFEST} has format {content['format']}, this release reads {FORMAT}")
-        files = {str(name): (int(file["bytes"]), str(file["sha256"])) for name, file in content["files"].items()}
-        sealed = Sealed(str(content["kind"]), dict(content["about"]), files)
-    except Damaged:
-        raise
-    except (KeyError, TypeError, AttributeError, ValueError, OverflowError):
-        raise Damaged(f"{MANIFEST} is damaged, something is missing in it") from None
     if sealed.kind != kind:
         raise Damaged(f"{MANIFEST} is of the kind {sealed.kind}, not {kind}")
     return sealed
@@ -107,12 +95,12 @@ def damage(folder: Path, sealed: Sealed) -> list[str]:
     lines += [f"{name}: not in the manifest" for name in sorted(there - expected.keys())]
     with _threads() as pool:
         found = dict(zip(expected, pool.map(_found, expected.values()), strict=True))
-    for name, (size, digest) in sealed.files.items():
+    for name, file in sealed.files.items():
         if isinstance(it := found[name], str):
             lines.append(f"{name}: {it}")
-        elif it[0] != size:
-            lines.append(f"{name}: {it[0]} bytes, {size} were written")
-        elif it[1] != digest:
+        elif it[0] != file.bytes:
+            lines.append(f"{name}: {it[0]} bytes, {file.bytes} were written")
+        elif it[1] != file.sha256:
             lines.append(f"{name}: damaged, its hash is another")
     return lines
 
@@ -165,23 +153,33 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def signed(content: Any) -> str:
-    """``content`` as JSON together with a hash of its own; for ``content_of``."""
+    """``content`` as JSON together with a hash of its own; for ``read_signed``."""
     return json.dumps({"sha256": digest_of(content), "content": content}, indent=1, allow_nan=False)
 
 
-def content_of(text: bytes) -> Any:
-    """What ``signed`` was given. Raise Damaged if it cannot be read, or is not what was written."""
+def read_signed(path: Path, kind: type[M]) -> M:
+    """What ``signed`` was given. Raise FileNotFoundError; or Damaged, in words that follow the file's name: it cannot
+    be read, is not what was written, or is of another format.
+    """
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
+        with _opened(path) as file:
+            found = json.loads(file.read())
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, RecursionError):
         raise Damaged("cannot be read") from None
     try:
-        content, known = found["content"], found["sha256"]
+        if found["sha256"] != digest_of(found["content"]):
+            raise Damaged("is damaged, its hash is another")
+        return kind.model_validate(found["content"])
+    except ValidationError as error:
+        first = error.errors()[0]
+        if first["type"] == "literal_error":
+            reads = f"this release reads {first['ctx']['expected']}; use the one that wrote it"
+            raise Damaged(f"has format {first['input']}, {reads}") from None
+        raise Damaged("is damaged, something is missing in it") from None
     except (KeyError, TypeError):
         raise Damaged("is damaged, something is missing in it") from None
-    if known != digest_of(content):
-        raise Damaged("is damaged, its hash is another")
-    return content
 
 
 def digest_of(content: Any) -> str:

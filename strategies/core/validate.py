@@ -1,9 +1,7 @@
 """Validation: checks that a layout can be carried out at given addresses, and lists everything that is wrong with it.
 
-Problem. A wrong address or a weight that is away when it is used would train with wrong numbers, without an error.
-
-Written from the contract in ``strategies/core/layout.py`` and nothing else, so that it can check any planner. Example
-of a complaint: "weight of layers.3 overlaps moments of layers.0".
+A wrong address or a weight that is away when it is used would train with wrong numbers, without an error. Written from
+the contract in ``strategies/core/layout.py`` and nothing else, so that it can check any planner.
 """
 
 from __future__ import annotations
@@ -107,6 +105,8 @@ def _shape(bucket: Bucket) -> Iterator[str]:
         yield "parameters reach beyond the end"
     if bucket.num_elements % step:
         yield "its size is not aligned"
+    if bucket.ways < 1 or bucket.num_elements % bucket.ways:
+        yield f"has no {bucket.ways} equal spans"
 
 
 def _choices(bucket: Bucket, layout: Layout) -> Iterator[str]:

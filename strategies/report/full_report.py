@@ -6,7 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from strategies.core.plan import NONE, Keep, Plan
+from pydantic_core import to_jsonable_python
+
+from strategies.core.plan import NONE, Home, Keep, Kind, Plan
 from strategies.core.sizes import human
 from strategies.planner import gemm_routes
 from strategies.planner.activation_policy import FULL, SELECTIVE, KeepOption, by_policy
@@ -25,7 +27,7 @@ def text(plan: Plan, cost: StepCost | None, advice: Sequence[str] = (), stages: 
     """
     lines = [plan_table.title(plan), *plan_table.summary(plan), *([headline(plan, cost)] if cost else [])]
     lines += ["what would change it most, estimated:", *advice] if advice else []
-    grid = [*plan_table.grid_picture(plan.facts.run.grid), *plan_table.stage_table(stages)]
+    grid = [*plan_table.grid_table(plan.facts.run.grid), *plan_table.stage_table(stages)]
     tables = (plan_table.lines(plan), gemm_routes.lines(plan), recompute_lines(plan), plan_table.bucket_lines(plan))
     for part in map(list, (grid, *tables, step_lines(cost) if cost else ())):
         lines += ["", *part] if part else []
@@ -36,11 +38,19 @@ def to_json(plan: Plan, cost: StepCost | None) -> dict[str, Any]:
     """The content of ``plan.json``, see ``plan_json.PlanFile``."""
     return {
         **plan_json.to_json(plan),
-        **plan_table.to_json(plan),
+        "rows": to_jsonable_python(plan_table.rows(plan)),
+        "totals": {home.value: _totals(plan, home) for home in Home},
+        "deepspeed": plan.engine(),
+        "idle": dict(plan.idle),
         "linears": {path: asdict(routes) for path, routes in gemm_routes.chosen(plan).items()},
         "recompute": recompute_rows(plan),
         "simulated": cost.to_json() if cost else None,
     }
+
+
+def _totals(plan: Plan, home: Home) -> dict[str, int]:
+    of_kind = {kind.value: plan.total(kind, home) for kind in Kind}
+    return of_kind | {"states": plan.states(home), "predicted_peak": plan.peak(home)}
 
 
 def headline(plan: Plan, cost: StepCost) -> str:

@@ -1,8 +1,9 @@
 """``plan.json``: a plan in full, so that another engine can carry it out; its schema; and reading it back.
 
-An engine needs ``parameters`` to ``updates``, and of ``units`` what each keeps for backward; the other keys are for
-people and for later runs. Offsets and sizes of parameters are in elements, all else in bytes. Ranges of ticks are
-half-open; tick i is the forward of unit i, and 2 n - 1 - i its backward.
+An engine needs ``keeps`` to ``updates``; the other keys are for people and for later runs. What the fields of a layout
+and a keep mean is said in ``strategies/core/layout.py`` and ``plan.py``, and what an item is. Offsets and sizes of
+parameters are in elements, those of spots in bytes. Ranges of ticks are half-open; tick i is the forward of unit i, and
+2 n - 1 - i its backward.
 
 Invariant. ``problems`` reads a file with the rules of ``strategies/core/validate.py`` and finds nothing exactly if the
 engine here could carry it out. ``VERSION`` changes with every key that gets another meaning.
@@ -11,18 +12,18 @@ engine here could carry it out. ``VERSION`` changes with every key that gets ano
 from __future__ import annotations
 
 import json
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import to_jsonable_python
 
-from strategies.core.facts import Facts, Home, Unit, UnitKind
-from strategies.core.layout import Addresses, Bucket, Item, Layout, Range, Site, Spot, gradient_tick, ticks_of
+from strategies.core.facts import Facts, Home
+from strategies.core.layout import Addresses, Item, Layout, Site, Spot, gradient_tick, ticks_of
 from strategies.core.peak import host_room
-from strategies.core.plan import Plan
+from strategies.core.plan import Keep, Plan
 from strategies.core.validate import validate
 
-VERSION = 1
+VERSION = 2
 
 
 class Entry(BaseModel):
@@ -32,72 +33,13 @@ class Entry(BaseModel):
 
 
 class SpotEntry(Entry):
-    """A stretch of one home's arena, in bytes."""
+    """A stretch of one home's arena, in bytes. Buckets whose spots of one item are the same use them in turn."""
 
-    home: Home
-    offset: int
-    bytes: int
-
-    @classmethod
-    def of(cls, spot: Spot) -> SpotEntry:
-        return cls(home=spot.home, offset=spot.offset, bytes=spot.num_bytes)
-
-
-class ParameterEntry(Entry):
-    """One parameter: ``elements`` of its bucket's dtype from element ``offset`` of the bucket."""
-
-    name: str
-    bucket: str
-    offset: int
-    elements: int
-    dtype: str
-    group: int | None = Field(description="of the optimizer; null: frozen")
-
-
-class BucketEntry(Entry):
-    """One bucket. ``stays``: when its weight is on the device, as ranges of ticks; empty: always.
-
-    Where a gradient goes to the host and ``addresses`` have no parked gradient, its place is that of the weight's copy:
-    see ``parks_in_copy`` in ``strategies/core/layout.py``.
-    """
-
-    name: str
-    units: tuple[str, ...]
-    num_params: int
-    elements: int = Field(description="with padding")
-    bytes: int = Field(description="of its weight in the dtype of compute")
-    dtype: str
-    group: int | None
-    site: Site
-    gradients: Home = Field(description="where they wait for the norm and for further micro-batches")
-    ways: int = Field(1, description="ranks that hold a span of it each")
-    splits_gradients: bool = Field(False, description="of those that wait on the device each rank keeps its span alone")
-    direct_gradients: bool = Field(False, description="they go down from where backward made them; no slot")
-    looked_up: bool = Field(False, description="its first unit does not read it in backward, as an embedding")
-    stays: tuple[Range, ...]
-    addresses: dict[Item, SpotEntry]
-
-
-class SlotEntry(Entry):
-    """Memory that buckets use in turn, in the order of ``buckets``."""
-
+    bucket: str = Field(description="empty: of no single bucket, as scratch")
     item: Item
     home: Home
     offset: int
-    bytes: int
-    buckets: list[str]
-
-
-class UnitEntry(Entry):
-    """What a unit keeps for backward: on the device, and of that ``hosted`` on the host until then."""
-
-    name: str
-    kind: UnitKind
-    policy: str = Field(description="none: all that autograd saves; otherwise backward runs the unit again")
-    kept: tuple[str, ...]
-    saved_bytes: int
-    hosted: tuple[str, ...]
-    hosted_bytes: int
+    num_bytes: int
 
 
 class TickEntry(Entry):
@@ -112,26 +54,15 @@ class TickEntry(Entry):
     gradients: list[str]
 
 
-_SETTINGS: dict[str, Any] = {name: (kind, ...) for name, kind in get_type_hints(Layout).items() if name != "buckets"}
-LayoutEntry: Any = create_model("LayoutEntry", __base__=Entry, **_SETTINGS)
-# Which field of ``Bucket`` is what in a ``BucketEntry``.
-FIELDS = {name: name for name in ("name", "units", "dtype", "group", "site", "ways", "looked_up")}
-FIELDS |= {"elements": "num_elements", "gradients": "grad_home", "stays": "resident_ticks"}
-FIELDS |= {"splits_gradients": "grad_split", "direct_gradients": "grad_direct"}
-
-
 class PlanFile(Entry):
     """A whole ``plan.json``. Nothing is stowed if ``layout`` is null; then there is nothing to carry out."""
 
-    schema_version: Literal[1]
+    schema_version: Literal[2]
     facts: Facts
-    units: list[UnitEntry]
-    parameters: list[ParameterEntry]
-    buckets: list[BucketEntry]
-    layout: LayoutEntry | None
-    arenas: dict[Home, int]
-    slots: list[SlotEntry]
-    shared: dict[Item, SpotEntry]  # of no bucket: scratch, room for saved tensors
+    keeps: list[Keep] = Field(description="what each unit keeps for backward")
+    layout: Layout | None
+    arenas: dict[Home, int] = Field(description="bytes of each")
+    spots: list[SpotEntry]
     ticks: list[TickEntry]
     updates: list[str] = Field(description="buckets in the order of their updates")
     rows: list[dict[str, Any]]
@@ -145,64 +76,30 @@ class PlanFile(Entry):
         default=[], description="predicted against measured, in the first steps of a run"
     )
 
+    def addresses(self) -> Addresses:
+        spots = {(each.bucket, each.item): Spot(each.home, each.offset, each.num_bytes) for each in self.spots}
+        return Addresses(self.arenas, spots)
+
 
 def to_json(plan: Plan) -> dict[str, Any]:
-    """What an engine needs, as JSON types: the first keys of ``PlanFile`` without ``facts``."""
+    """What an engine needs, as JSON types: the first keys of ``PlanFile``."""
     layout, addresses = plan.layout, plan.addresses
-    found: dict[str, Any] = {"schema_version": VERSION, "units": [_unit(plan, unit) for unit in plan.facts.units]}
+    found: dict[str, Any] = {
+        "schema_version": VERSION,
+        "facts": plan.facts,
+        "keeps": [plan.keep(unit.name) for unit in plan.facts.units],
+        "layout": None,
+        "arenas": {},
+        **{key: [] for key in ("spots", "ticks", "updates")},
+    }
     if layout is not None and addresses is not None:
-        found |= _stowed(layout, addresses)
-    else:
-        found |= {key: [] for key in ("parameters", "buckets", "slots", "ticks", "updates")}
-        found |= {"layout": None, "arenas": {}, "shared": {}}
+        found |= {"layout": layout, "arenas": addresses.arena_bytes, "ticks": ticks(layout), "updates": updates(layout)}
+        found["spots"] = [
+            SpotEntry(bucket=name, item=item, home=spot.home, offset=spot.offset, num_bytes=spot.num_bytes)
+            for (name, item), spot in addresses.spots.items()
+        ]
     made: dict[str, Any] = to_jsonable_python(found)
     return made
-
-
-def _stowed(layout: Layout, addresses: Addresses) -> dict[str, Any]:
-    return {
-        "parameters": [
-            ParameterEntry(name=name, bucket=b.name, offset=offset, elements=size, dtype=b.dtype, group=b.group)
-            for b in layout.buckets
-            for name, offset, size in zip(b.params, b.offsets, b.sizes, strict=True)
-        ],
-        "buckets": [_entry(bucket, addresses) for bucket in layout.buckets],
-        "slots": slots(addresses),
-        "ticks": ticks(layout),
-        "updates": updates(layout),
-        "layout": {name: getattr(layout, name) for name in _SETTINGS},
-        "arenas": {home: addresses.num_bytes(home) for home in Home},
-        "shared": {item: SpotEntry.of(spot) for (name, item), spot in addresses.spots.items() if not name},
-    }
-
-
-def _unit(plan: Plan, unit: Unit) -> UnitEntry:
-    keep = plan.keep(unit.name)
-    names = UnitEntry.model_fields.keys() - {"name", "kind"}
-    return UnitEntry(name=unit.name, kind=unit.kind, **{name: getattr(keep, name) for name in names})
-
-
-def _entry(bucket: Bucket, addresses: Addresses) -> BucketEntry:
-    spots = {item: addresses.spots.get((bucket.name, item)) for item in Item}
-    return BucketEntry(
-        num_params=len(bucket.params),
-        bytes=bucket.weight_bytes,
-        addresses={item: SpotEntry.of(spot) for item, spot in spots.items() if spot is not None},
-        **{key: getattr(bucket, name) for key, name in FIELDS.items()},
-    )
-
-
-def slots(addresses: Addresses) -> list[SlotEntry]:
-    """Stretches that several buckets use for one kind of item. Weights, which share by time, are not among them."""
-    users: dict[tuple[Item, Home, int], dict[str, int]] = {}
-    for (name, item), spot in addresses.spots.items():
-        if name and item is not Item.WEIGHT:
-            users.setdefault((item, spot.home, spot.offset), {})[name] = spot.num_bytes
-    return [
-        SlotEntry(item=item, home=home, offset=offset, bytes=max(some.values()), buckets=list(some))
-        for (item, home, offset), some in sorted(users.items(), key=lambda it: (it[0][0].value, it[0][2]))
-        if len(some) > 1
-    ]
 
 
 def ticks(layout: Layout) -> list[TickEntry]:
@@ -243,52 +140,16 @@ def problems(text: str) -> list[str]:
         file = PlanFile.model_validate(content)
     except ValidationError as error:
         return [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
-    if file.layout is None:
+    if (layout := file.layout) is None:
         return []
-    layout, addresses = read(file)
-    hosted = sum(host_room(unit.hosted_bytes, len(unit.hosted)) for unit in file.units)
+    addresses = file.addresses()
+    if len(addresses.spots) < len(file.spots):
+        return ["spots: two are of one bucket and item"]
+    hosted = sum(host_room(keep.hosted_bytes, len(keep.hosted)) for keep in file.keeps)
     found = validate(layout, addresses, file.facts.params, hosted)
-    return found or [*_derived(file, layout, addresses)]
-
-
-def read(file: PlanFile) -> tuple[Layout, Addresses]:
-    """The layout and its addresses. Parameters of a bucket that is not there are left out: they are in no bucket."""
-    of_bucket: dict[str, list[ParameterEntry]] = {}
-    for param in file.parameters:
-        of_bucket.setdefault(param.bucket, []).append(param)
-    buckets = (_bucket(entry, of_bucket.get(entry.name, [])) for entry in file.buckets)
-    spots = {(each.name, item): spot for each in file.buckets for item, spot in each.addresses.items()}
-    spots |= {("", item): spot for item, spot in file.shared.items()}
-    layout = Layout(buckets=tuple(buckets), **{name: getattr(file.layout, name) for name in _SETTINGS})
-    places = {key: Spot(spot.home, spot.offset, spot.bytes) for key, spot in spots.items()}
-    return layout, Addresses(file.arenas, places)
-
-
-def _bucket(entry: BucketEntry, params: list[ParameterEntry]) -> Bucket:
-    return Bucket(
-        params=tuple(param.name for param in params),
-        sizes=tuple(param.elements for param in params),
-        offsets=tuple(param.offset for param in params),
-        **{name: getattr(entry, key) for key, name in FIELDS.items()},
-    )
-
-
-def _derived(file: PlanFile, layout: Layout, addresses: Addresses) -> list[str]:
-    """Parts that follow from others and differ from them."""
-    buckets = {bucket.name: bucket for bucket in layout.buckets}
-    found = [
-        f"parameter {param.name}: another dtype or group than its bucket"
-        for param in file.parameters
-        if (bucket := buckets.get(param.bucket)) is None or (param.dtype, param.group) != (bucket.dtype, bucket.group)
+    if found:
+        return found  # what follows from a broken layout is unknown
+    follows = {"ticks": ticks(layout), "updates": updates(layout)}
+    return [
+        f"{name}: do not follow from the buckets" for name, value in follows.items() if getattr(file, name) != value
     ]
-    found += [
-        f"bucket {entry.name}: bytes or num_params do not follow from its parameters"
-        for entry in file.buckets
-        if (entry.bytes, entry.num_params) != (buckets[entry.name].weight_bytes, len(buckets[entry.name].params))
-    ]
-    same = {
-        "ticks": file.ticks == ticks(layout),
-        "updates": file.updates == updates(layout),
-        "slots": file.slots == slots(addresses),
-    }
-    return found + [f"{name}: do not follow from the buckets" for name, is_same in same.items() if not is_same]

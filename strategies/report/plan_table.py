@@ -1,17 +1,11 @@
-"""The plan as a table for people and as JSON for machines.
-
-For people: first what is needed and what the machine has, then one row for the embedding, all blocks and the head per
-home; a row says who decided it and why. For machines: one row per unit and kind of tensor, in which consecutive units
-with equal rows are together.
+"""The plan as a table: what is needed and what the machine has, then one row for the embedding, all blocks and the head
+per home, which says who decided it and why.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Any
-
-from pydantic import Field, TypeAdapter
+from dataclasses import dataclass
 
 from strategies.core.facts import Unit, UnitKind
 from strategies.core.grid import Cell, Grid
@@ -32,13 +26,12 @@ SHOWN = 8  # copies and stages side by side; of more, the first ones
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """``count`` units alike, ``num_bytes`` of them together on one rank."""
+    """Tensors of a unit on one rank, or a buffer."""
 
     unit: str
-    count: int
     tensors: str
     ways: int
-    num_bytes: Annotated[int, Field(serialization_alias="bytes")]
+    num_bytes: int
     home: Home
     decided_by: str
     reason: str
@@ -46,18 +39,10 @@ class Row:
 
 def rows(plan: Plan) -> list[Row]:
     """All rows in order of first use, without tensors that do not exist."""
-    groups: list[list[list[Row]]] = []  # by units that are alike, and those by unit
-    for its in (_rows_of(plan, unit) for unit in plan.facts.units):
-        if groups and [replace(row, unit="") for row in groups[-1][0]] == [replace(row, unit="") for row in its]:
-            groups[-1].append(its)
-        else:
-            groups.append([its])
-    found = [
-        replace(row, count=len(group), num_bytes=len(group) * row.num_bytes) for group in groups for row in group[0]
-    ]
+    found = [row for unit in plan.facts.units for row in _rows_of(plan, unit)]
     for reserve in (reserve for home in Home for reserve in plan.reserves(home) if reserve.num_bytes):
         what, by = f"buffer, {reserve.when.value}", plan.decided_by(reserve.slot)
-        found.append(Row(reserve.owner, 1, what, 1, reserve.num_bytes, reserve.home, by, reserve.reason))
+        found.append(Row(reserve.owner, what, 1, reserve.num_bytes, reserve.home, by, reserve.reason))
     return found
 
 
@@ -69,10 +54,10 @@ def _rows_of(plan: Plan, unit: Unit) -> list[Row]:
         by = plan.decided_by(share.slot)
         for home in sorted(Home, key=lambda home: home is not share.home):
             reason = share.reason if home is share.home else share.stray_reason
-            found.append(Row(name, 1, kind.value, share.ways, plan.num_bytes(name, kind, home), home, by, reason))
+            found.append(Row(name, kind.value, share.ways, plan.num_bytes(name, kind, home), home, by, reason))
     keep = plan.keep(name)
     for home, num_bytes in ((Home.DEVICE, keep.saved_bytes), (Home.HOST, keep.hosted_bytes)):
-        found.append(Row(name, 1, SAVED, 1, num_bytes, home, plan.decided_by(keep.slot), keep.reason))
+        found.append(Row(name, SAVED, 1, num_bytes, home, plan.decided_by(keep.slot), keep.reason))
     return [row for row in found if row.num_bytes]
 
 
@@ -167,24 +152,6 @@ def summary(plan: Plan) -> Iterator[str]:
         yield f"while the model is loaded, per rank, host: up to {human(loading)}"
 
 
-def to_json(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON types: facts, rows, totals in bytes, DeepSpeed keys, idle strategies."""
-    return {
-        "facts": plan.facts.to_json(),
-        "rows": TypeAdapter(list[Row]).dump_python(rows(plan), mode="json", by_alias=True),
-        "totals": {
-            home.value: {
-                **{kind.value: plan.total(kind, home) for kind in Kind},
-                "states": plan.states(home),
-                "predicted_peak": plan.peak(home),
-            }
-            for home in Home
-        },
-        "deepspeed": plan.engine(),
-        "idle": dict(plan.idle),
-    }
-
-
 # --- buckets ---------------------------------------------------------------------------------------------------------
 
 
@@ -259,30 +226,18 @@ def _numbers(numbers: Iterable[int]) -> str:
 # --- ranks -----------------------------------------------------------------------------------------------------------
 
 
-def grid_picture(grid: Grid) -> list[str]:
+def grid_table(grid: Grid) -> list[str]:
     """Who holds which part of the model, and who talks to whom; no lines if every rank has a whole copy."""
     if grid.is_plain:
         return []
     copies, stages = range(min(grid.replicas, SHOWN)), range(min(grid.stages, SHOWN))
-    cells = [[_ranks(grid, stage, copy) for copy in copies] for stage in stages]
-    widths = [max(len(f"data {copy}"), *(len(row[copy]) for row in cells)) for copy in copies]
-    names = [f"stage {stage}" for stage in stages] if grid.stages > 1 else [""]
-    lead = max(map(len, names))
-
-    def line(name: str, parts: Sequence[str]) -> str:
-        padded = (part.ljust(width) for part, width in zip(parts, widths, strict=True))
-        return "  ".join([f"  {name.ljust(lead)}", *padded]).rstrip()
-
-    more = ["..."] if grid.replicas > SHOWN else []
-    lines = [f"ranks: {grid}", line("", [f"data {copy}" for copy in copies]) + "".join(f"  {each}" for each in more)]
-    for stage in stages:
-        lines += [line("", [" " * (len(cells[stage][copy]) // 2) + "|" for copy in copies])] if stage else []
-        lines.append(line(names[stage], cells[stage]))
-    lines += [line("...", [""] * len(copies))] if grid.stages > SHOWN else []
-    said = ["= exchange in every layer"] if grid.tensor > 1 else []
-    said += ["| send hidden states and their gradients"] if grid.stages > 1 else []
+    rows = [(f"stage {stage}", *(_ranks(grid, stage, copy) for copy in copies)) for stage in stages]
+    rows += [("...", *("" for _ in copies))] if grid.stages > SHOWN else []
+    said = ["ranks joined by = exchange in every layer"] if grid.tensor > 1 else []
+    said += ["stages send hidden states on, and gradients back"] if grid.stages > 1 else []
     said += ["ranks of a row add up gradients once per step"] if grid.replicas > 1 else []
-    return [*lines, "  " + "; ".join(said)]
+    more = f", of which {SHOWN} copies are shown" if grid.replicas > SHOWN else ""
+    return [f"ranks: {grid}{more}", *aligned(("", *(f"data {copy}" for copy in copies)), rows), "; ".join(said)]
 
 
 def _ranks(grid: Grid, stage: int, copy: int) -> str:

@@ -2,9 +2,8 @@
 
 A range of some columns, counted row by row, is at most three rectangles of the whole matrix: the rest of a row, whole
 rows, the beginning of a row. Any two divisions of a matrix can be compared and copied by their rectangles. A range of a
-whole tensor is a rectangle as well, if the tensor is taken for a matrix of one row.
-
-Tensors of other than two dimensions of which ranks have columns are matrices of their last dimension.
+whole tensor is a rectangle as well, if the tensor is taken for a matrix of one row. Tensors of other than two
+dimensions of which ranks have columns are matrices of their last dimension.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """Training state on disk, in one format for all strategies: an index, and spans of named parameters (``spans.py``).
 
-A ``Holder`` is the state of one strategy on one rank: what it has, as views of where it is, and places to fill. Saving
-writes what each rank holds; loading fills what each rank needs, from whatever ranks and strategy have saved it. The
-files are listed in docs/checkpoint-format.md.
-
-    kinds of tensors    exp_avg, exp_avg_sq, ... torch's names; master (fp32, of a weight in lower precision); weight
-    numbers             per parameter; ``step`` counts its updates. A parameter never updated has none
-
-Ranks write without talking to each other, so that none waits for another that could not write.
+A ``Holder`` is the state of one strategy on one rank: what it has, as views of where it is, and places to fill. Loading
+fills what each rank needs, from whatever ranks and strategy have saved it. Files, kinds of tensors and numbers are
+listed in docs/checkpoint-format.md. Ranks write without talking to each other, so that none waits for another that
+could not write.
 
 Invariant. ``opened`` finds every element of every tensor in the files once, and all names, sizes and counts agree, or
 it refuses; hashes are checked by wish. A writer opens what was written before it counts as saved.
@@ -22,12 +18,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt
 from torch import Tensor
 
-from strategies.core.sealed import Damaged, content_of, signed, size_and_hash
+from strategies.core.sealed import Damaged, File, M, Size, read_signed, signed, size_and_hash
 from strategies.state import spans
 from strategies.state.blocks import Columns
 from strategies.state.spans import WEIGHT, Span, SpanError, Store
@@ -37,15 +33,13 @@ INDEX = "optimizer.json"
 FILE_NAME = re.compile(r"^optimizer-\d{5}-of-\d{5}(-\d{3,}\.safetensors|\.json)$")
 MASTER = "master"
 AGAIN = "save again, or load an earlier save"
-M = TypeVar("M", bound=BaseModel)
-
-
-Size: TypeAlias = Annotated[int, Field(strict=True, ge=0)]
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What is saved of a parameter: its shape, the dtype of its weight, numbers, and the shapes of tensors by kind."""
+    """What is saved of a parameter: its shape, the dtype of its weight, numbers (none if it was never updated), and the
+    shapes of tensors by kind.
+    """
 
     shape: tuple[Size, ...]
     dtype: str
@@ -53,14 +47,10 @@ class Described:
     tensors: Mapping[str, tuple[Size, ...]]
 
 
-class _File(BaseModel):
-    bytes: Size
-    sha256: str | None
-
-
 class _Record(BaseModel):
+    version: Literal[2]
     parameters: dict[str, Described]
-    files: dict[Annotated[str, Field(pattern=FILE_NAME.pattern)], _File]
+    files: dict[Annotated[str, Field(pattern=FILE_NAME.pattern)], File]
 
 
 class _Group(BaseModel):
@@ -70,6 +60,7 @@ class _Group(BaseModel):
 
 
 class _Index(BaseModel):
+    version: Literal[2]
     ranks: Annotated[int, Field(strict=True, gt=0, lt=10**5)]
     rule: str
     param_groups: list[_Group]
@@ -243,22 +234,17 @@ def opened(folder: Path, *, hashes: bool = False) -> Saved:
 
 def _signed(path: Path, kind: type[M]) -> M:
     """What a signed file says. Raise SpanError if it is missing, has another format, or is damaged."""
-    if path.is_symlink() or not path.is_file():
-        raise SpanError(f"{path}: missing; {AGAIN}")
     try:
-        content = content_of(path.read_bytes())
-        version = content["version"]
-    except (OSError, Damaged, KeyError, TypeError):
-        raise SpanError(f"{path}: damaged, its hash is another; {AGAIN}") from None
-    if version != VERSION:
-        raise SpanError(f"{path}: format {version}, this release reads {VERSION}; use the one that saved it")
-    try:
-        return kind.model_validate(content)
-    except ValidationError:
-        raise SpanError(f"{path}: damaged, something is missing in it; {AGAIN}") from None
+        if not path.is_symlink():
+            return read_signed(path, kind)
+    except FileNotFoundError:
+        pass
+    except Damaged as error:
+        raise SpanError(f"{path} {error}; {AGAIN}") from None
+    raise SpanError(f"{path}: missing; {AGAIN}")
 
 
-def _damaged(folder: Path, files: Mapping[str, _File], *, hashes: bool) -> Iterator[str]:
+def _damaged(folder: Path, files: Mapping[str, File], *, hashes: bool) -> Iterator[str]:
     """Why files that a rank has listed cannot be read, one line each."""
     for name, known in files.items():
         path = folder / name

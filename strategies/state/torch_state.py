@@ -4,10 +4,8 @@ Plain training updates the model's own parameters. DeepSpeed gives the optimizer
 with pieces of many parameters. ``Held`` says which pieces of which parameters are in one such tensor; state of the same
 shape is divided in the same way.
 
-Invariant. State is filled in with the dtype, the strides and the device that torch would have given it.
-
-Refused: pieces of one tensor with different counts of steps, since torch keeps one count for each tensor; state whose
-shape is not the parameter's (Adafactor's rows and columns) for a tensor that holds pieces of several.
+Invariant. State is filled in with the dtype, the strides and the device that torch would have given it. Refused: what
+such a tensor cannot hold (``_unlike``).
 """
 
 from __future__ import annotations
@@ -179,7 +177,9 @@ def _spans(kind: str, shape: tuple[int, ...], what: Piece, tensor: Tensor) -> It
 
 
 def _unlike(saved: Saved, held: Held, first: str, name: str) -> Iterator[str]:
-    """Why the state of ``name`` cannot be kept in one tensor with that of ``first``, one line each."""
+    """Why the state of ``name`` cannot be kept in one tensor with that of ``first``, one line each: torch keeps one
+    count of steps for each tensor, and Adafactor's rows and columns belong to one parameter.
+    """
     one, other = saved.parameters[first], saved.parameters[name]
     if one.numbers != other.numbers:
         yield (

@@ -82,7 +82,9 @@ def predicted_is_measured(folder: Path) -> None:
     plan = json.loads((folder / "plan.json").read_text())
     rows = {row["owner"]: row for row in plan["measured"]}
     assert rows.keys() >= {"saved for backward", "process, peak", "link up, step 2", "link down, step 2"}
-    sent = sum(row["bytes"] for row in plan["rows"] if (row["tensors"], row["home"]) == ("saved for backward", "host"))
+    sent = sum(
+        row["num_bytes"] for row in plan["rows"] if (row["tensors"], row["home"]) == ("saved for backward", "host")
+    )
     for name in ("link up, step 2", "link down, step 2"):
         predicted, measured = rows[name]["predicted"], rows[name]["measured"]
         # What is saved is predicted for rows of full length, twice per step; these are shorter.

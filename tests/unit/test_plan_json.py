@@ -39,16 +39,17 @@ def first(content: Content, where: str, key: str) -> list[Any]:
 
 
 CORRUPT: list[tuple[Callable[[Content], object], str]] = [
-    (lambda content: content["parameters"].pop(0), "in no bucket"),
+    (lambda content: content["layout"]["buckets"].pop(0), "in no bucket"),
     (lambda content: content["updates"].reverse(), "updates: do not follow"),
     (lambda content: first(content, "ticks", "fetch").clear(), "ticks: do not follow"),
-    (lambda content: content["slots"].pop(), "slots: do not follow"),
-    (lambda content: content["buckets"][0].update(bytes=1), "bytes or num_params do not follow from its parameters"),
-    (lambda content: content["units"][0].update(hosted=["x"], hosted_bytes=4096), "saved tensors: has no address"),
-    (lambda content: content.update(schema_version=2), "schema_version = 2: this reads 1"),
+    (lambda content: content["spots"].append(content["spots"][0]), "spots: two are of one bucket and item"),
+    (lambda content: content["keeps"][0].update(hosted=["x"], hosted_bytes=4096), "saved tensors: has no address"),
+    (lambda content: content.update(schema_version=1), "schema_version = 1: this reads 2"),
+    (lambda content: content["facts"]["params"][0].update(unit="x"), "is used by a unit that is not there"),
     (lambda content: content.pop("arenas"), "arenas: Field required"),
-    (lambda content: content["buckets"][0].update(site="moon"), "buckets.0.site: Input should be 'frozen', "),
-    (lambda content: content["layout"].update(speed=3), "layout.speed: Extra inputs are not permitted"),
+    (lambda content: content["layout"]["buckets"][0].update(site="moon"), "layout.buckets.0.site: Input should be "),
+    (lambda content: content["layout"].update(speed=3), "layout.speed: Unexpected keyword argument"),
+    (lambda content: content["layout"]["buckets"][0].pop("sizes"), "layout.buckets.0.sizes: Field required"),
 ]
 
 
@@ -80,7 +81,7 @@ def test_what_happens_when() -> None:
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
-    assert schema["properties"]["schema_version"]["const"] == 1 and "BucketEntry" in schema["$defs"]
+    assert schema["properties"]["schema_version"]["const"] == 2 and "Bucket" in schema["$defs"]
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(content := written(moving())))
     assert main(["--check", str(file)]) == 0

@@ -89,6 +89,7 @@ def test_rates_that_cannot_be() -> None:
     for name, value in {**wrong, "gemm_bf16_flops_per_s": float("inf")}.items():
         with pytest.raises(ValueError, match=name):
             some_rates(**{name: value})
+    assert some_rates(link_latency_s=0.0, launch_s=0.0), "as if there were none"
 
 
 # --- files -------------------------------------------------------------------------------------------------------

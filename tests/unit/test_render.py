@@ -63,24 +63,15 @@ def test_blocks_fold_into_a_row_per_home_wherever_their_tensors_are() -> None:
     assert len(lines) < 15
 
 
-def test_a_block_that_differs_stands_alone() -> None:
-    plan = Plan.baseline(facts(*(block(index, 100) for index in range(4))))
-    plan = plan.amend([replace(plan.share("layers.2", Kind.MOMENT), home=Home.HOST)], by="offload")
-    found = [(row.unit, row.count, row.home, row.decided_by) for row in rows(plan) if row.tensors == "moments"]
-    here = ("layers.0", 2, Home.DEVICE, "baseline"), ("layers.3", 1, Home.DEVICE, "baseline")
-    assert found == [here[0], ("layers.2", 1, Home.HOST, "offload"), here[1]]
-
-
 def test_lines_of_the_table_are_aligned() -> None:
     lines = table(zero(3, facts(precision=Precision.BF16, world_size=2))).splitlines()
     assert lines[0] == (
         "plan: 0.0 M parameters, 0.0 M trainable, bf16, 2 ranks on test gpu, 32 tokens per optimizer step"
     )
-    header = next(line for line in lines if line.startswith("unit"))
-    body = [line for line in lines[lines.index(header) :] if " 1/2 " in line]
-    assert len(body) == 3
-    assert {line.index(" device ") + 1 for line in body} == {header.index("home")}
-    assert {line.index(" zero ") + 1 for line in body} == {header.index("decided by")}
+    header, body = next(line for line in lines if line.startswith("unit")), [line for line in lines if " 1/2 " in line]
+    assert [(line.index(" device ") + 1, line.index(" zero ") + 1) for line in body] == [
+        (header.index("home"), header.index("decided by"))
+    ] * 3
     assert all(line == line.rstrip() and line.isascii() for line in lines)
     assert ", 1 rank on" in table(Plan.baseline(facts()))
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
+from pydantic_core import to_jsonable_python
 
 from strategies.core.commit import replace_file
 from strategies.core.facts import Facts, UnitKind, UnitTimes
@@ -142,7 +143,7 @@ def store(folder: Path, facts: Facts, found: UnitTimes | None = None) -> None:
     """Write ``facts`` and the times ``found``; with None those in the file are kept if they are valid for ``facts``."""
     folder.mkdir(parents=True, exist_ok=True)
     measured = found or read(folder, facts)
-    content = {**facts.to_json(), "for": key_of(facts), "measured": asdict(measured) if measured else None}
+    content = {**to_jsonable_python(facts), "for": key_of(facts), "measured": asdict(measured) if measured else None}
     replace_file(folder / FILE, json.dumps(content, indent=1))
 
 
