@@ -65,6 +65,8 @@ CASES = [
         "say which with data.columns, e.g. {text: text}"),
     case("field missing in a row", {"d.jsonl": jsonl(OK, {"id": 3})}, {},
         "d.jsonl:2: field 'text' is missing; found: id"),
+    case("first row without fields", {"d.jsonl": jsonl({}, OK)}, {},
+        "d.jsonl:1: field 'text' is missing; found: nothing"),
     case("wrong type in a mapped column", {"d.jsonl": jsonl({"b": 7})}, {"columns": {"text": "b"}},
         "d.jsonl:1: field 'text' (column 'b') is an integer; every row needs a string"),
     case("empty cell in csv", {"d.csv": "prompt,completion\na,b\nc,\n"}, {},

@@ -195,10 +195,11 @@ def _files(root: Path, paths: Sequence[Path]) -> Source:
     for path in paths:
         read, broken = partial(_READERS[path.suffix.lower()], path), list[str]()
         for number, row in read(()):
-            if not isinstance(row, str):
+            if isinstance(row, str):
+                broken.append(f"{path}:{number}: {row}")
+            elif row:
                 tables.append(Table(str(path), tuple(row), read))
                 break
-            broken.append(f"{path}:{number}: {row}")
         else:
             raise DataError(broken[:5] or f"{path}: the file is empty; it has no rows")
     return Source(str(root), tuple(tables), partial(_marks, root, paths))
