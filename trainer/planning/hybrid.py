@@ -87,7 +87,7 @@ def search(
         many = f"{ranks.world_size} rank{'s' * (ranks.world_size > 1)}"
         line = f"--search: nothing fits on {many} of {machine.name} with {size}; nearest:"
         raise ConfigError([line, *hybrid_table.nothing_fits(answer)])
-    peak = machine.peak_flops.of(facts.run.precision.value) if machine.peak_flops else None
+    peak = machine.peak_flops.get(facts.run.precision.value)
     flops = step_flops(facts) * sequences / facts.run.micro_batch
     scale = hybrid_table.Scale(
         tokens=sequences * facts.run.sequence,
@@ -125,7 +125,7 @@ def budget(
     """
     shares, degrees = Shares(config, ranks, machine, lambda _: None), keys.read(config.tree(), ranks.world_size)
     whole, cost, rates = shares.whole, plan_cost(plans[0]), known_rates(machine).rates
-    peak = machine.peak_flops.of(whole.run.precision.value) if machine.peak_flops else None
+    peak = machine.peak_flops.get(whole.run.precision.value)
     if rates is None and not peak:
         raise ConfigError(f"--tokens: neither the rates nor the peak of {machine.name} are known; give --profile")
     steps: list[Step] = [(ranks.world_size, plans[0].facts.run.tokens_per_step, None)]
