@@ -69,11 +69,11 @@ class AdamW:
         return {**asdict(self), "fused": self.fused or None, "decoupled_weight_decay": True, **TORCH}
 
     def update(self, on: Operands, group: Mapping[str, Any], bad: Tensor | None) -> None:
-        beta1, beta2 = group["betas"]
+        (beta1, beta2), (first, second) = group["betas"], on.state
         rates = {name: group[name] for name in ("lr", "weight_decay", "eps")}
         fused = self.fused or None  # None: torch chooses, as in torch.optim.AdamW
         adamw(
-            on.params, on.grads, *on.state, [], on.steps, fused=fused, found_inf=bad, amsgrad=False, maximize=False,
+            on.params, on.grads, first, second, [], on.steps, fused=fused, found_inf=bad, amsgrad=False, maximize=False,
             beta1=beta1, beta2=beta2, **rates,
         )  # fmt: skip
 
