@@ -316,7 +316,9 @@ class Facts:
         if self.params:
             elements = dict.fromkeys(names, 0)
             for param in self.params:
-                assert {*param.users} <= elements.keys(), f"{param.name} is used by a unit that is not there"
+                assert {param.unit, *param.users} <= elements.keys(), (
+                    f"{param.name} is used by a unit that is not there"
+                )
                 elements[param.unit] += param.num_elements
             assert elements == {unit.name: unit.num_params for unit in self.units}, "parameters add up to their units"
 

@@ -176,7 +176,7 @@ def read_signed(path: Path, kind: type[M]) -> M:
         first = error.errors()[0]
         if first["type"] == "literal_error":
             reads = f"this release reads {first['ctx']['expected']}; use the one that wrote it"
-            raise Damaged(f"has {first['loc'][0]} {first['input']}, {reads}") from None
+            raise Damaged(f"has format {first['input']}, {reads}") from None
         raise Damaged("is damaged, something is missing in it") from None
     except (KeyError, TypeError):
         raise Damaged("is damaged, something is missing in it") from None

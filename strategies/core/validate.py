@@ -105,6 +105,8 @@ def _shape(bucket: Bucket) -> Iterator[str]:
         yield "parameters reach beyond the end"
     if bucket.num_elements % step:
         yield "its size is not aligned"
+    if bucket.ways < 1 or bucket.num_elements % bucket.ways:
+        yield f"has no {bucket.ways} equal spans"
 
 
 def _choices(bucket: Bucket, layout: Layout) -> Iterator[str]:

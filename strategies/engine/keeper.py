@@ -1,11 +1,7 @@
 """The keeper of one parameter: what code outside of the engine does with it passes through here.
 
 A stowed parameter may be away when a library reads it, writes it, or asks for its gradient. The classes that stand for
-parameters, their views and their gradients (``tensors/``) ask the parameter's keeper, which brings the newest weight or
-says in one line why it cannot.
-
-Refused: where ranks share a weight that is away, a read outside of forward and backward: only an exchange could bring
-it, and the other ranks would not know of it.
+parameters, views and gradients (``tensors/``) ask its keeper, which brings the newest weight or says why it cannot.
 """
 
 from __future__ import annotations

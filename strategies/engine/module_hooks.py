@@ -1,24 +1,20 @@
 """Hooks on the modules that use weights: they tell the engine when a scope is entered and left.
 
 A scope is a block (``blocks.py``) or, outside of blocks, a module that owns parameters. Hooks are only where a scope
-begins and ends, and add no autograd node: one inside a block would change the order in which gradient contributions are
-added. They are attached to the node that made the scope's output.
+begins and ends, on the node that made its output, and add no autograd node: one inside a block would change the order
+in which gradient contributions are added.
 
-[Note: order of backward] Autograd runs the ready node that was made last, and every node waits only for nodes that
-were made later. So nodes run in the reverse of the order in which they were made: when a node of a scope runs, all
-scopes that were entered later are finished, and no scope that was entered earlier has begun. Two kinds of tensor in a
-scope's output say nothing about that scope: tensors that were made before it and are passed on (T5's position bias),
-which is why only nodes made inside are hooked, and tensors that the loss does not use. A node that was made after the
-output, or in a scope whose output cannot be hooked, runs unannounced. Weights whose gradients have all landed are not
-read again.
+[Note: order of backward] Autograd runs nodes in the reverse of the order in which they were made. So when a node of a
+scope runs, all scopes that were entered later are finished, and no scope that was entered earlier has begun. Only nodes
+made inside are hooked: a tensor that is only passed on (T5's position bias) says nothing about the scope. A node that
+was made after the output, or in a scope whose output cannot be hooked or is not used, runs unannounced; then the guard
+around each forward (``guard.py``) makes sure that it reads right weights. Weights whose gradients have all landed are
+not read again.
 
-[Note: unannounced nodes] Whatever runs, it reads right weights or raises (``parameter_views.py``, Note: versions). The
-guard around the forward of each scope (``guard.py``) makes sure that it reads right weights.
-
-Recomputation runs a scope's forward inside its backward and may stop in the middle, so that the end of that forward is
-never seen; a forward that raised has no end either. Therefore a scope is left when another one is entered that is not
-inside it, in whichever direction, and at no other time. Recomputation of several blocks begins in the backward of the
-last of them; that leaves this scope, and it is entered again before its backward goes on.
+Recomputation runs a scope's forward inside its backward and may stop in the middle; a forward that raised has no end
+either. Therefore a scope is left when another one is entered that is not inside it, in whichever direction, and at no
+other time. Recomputation of several blocks begins in the backward of the last of them; that leaves this scope, and it
+is entered again before its backward goes on.
 """
 
 from __future__ import annotations

@@ -3,11 +3,10 @@
 The order of scopes is a guess from the last forward. A wrong guess makes weights late, never wrong: every scope settles
 and fetches its own buckets when it is entered (``engine.py``).
 
-Invariant. Nothing is started that would take memory from a bucket in use, from one that is needed sooner, or from an
-update under way; and an offloaded weight comes no earlier than the plan says, since until then its address belongs to
-other buckets. Residents, which have their home, come as soon as they are computed. Where ranks share buckets, bringing
-one is a collective, which all ranks have to begin in the same order: so a bucket is due when the plan says so, however
-far the worker is, and its update is waited for.
+Nothing is started that would take memory from a bucket in use, from one that is needed sooner, or from an update under
+way; and an offloaded weight comes no earlier than the plan says, since until then its address belongs to others.
+Residents come as soon as they are computed. Where ranks share buckets, bringing one is a collective, in the same order
+on all: so a bucket is due when the plan says so, however far the worker is, and its update is waited for.
 """
 
 from __future__ import annotations

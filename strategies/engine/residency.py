@@ -1,8 +1,7 @@
 """Which bucket is in its home, and the copies that bring it there.
 
-Eviction costs nothing: the host's copy of an offloaded bucket is always current (an update writes it back at once), so
-to evict a bucket is to make its parameters absent. Eviction is also lazy: a bucket stays until another one needs its
-address. So the last blocks of forward are still present when backward begins with them, and are not fetched again.
+To evict a bucket is to make its parameters absent, since an update writes the host's copy back at once. It stays until
+another one needs its address: the last blocks of forward are still present when backward begins with them.
 
 [Note: moving in] UP, which alone moves buckets in, waits for all earlier work on the home: its use by COMPUTE
 (``used``), the write-back that reads it (``stored``) and what NET brought (``arrived``), by this bucket and all that
@@ -12,12 +11,12 @@ copies up that were never used need no wait, for UP made them itself.
 [Note: weights under gradients] Where a gradient waits in the place of the host's copy (``parks_in_copy``), an absent
 weight can still be wanted before the update: by a forward between backward and step, or by a node of backward that runs
 after the weight's gradient was made. Then the host rounds the master, which nobody writes until that update, and UP
-copies what comes out, one parameter after the other; slow, but seldom. If the gradient has been dropped (``zero_grad``
-without a step), the host rounds the master into the place itself, which then is the copy again.
+copies what comes out; slow, but seldom. If the gradient has been dropped (``zero_grad`` without a step), the host
+rounds the master into the place itself, which then is the copy again.
 
-[Note: rounded to be fetched] Where the host has only the masters (``copy_passes``), each fetch rounds one into a slot.
-The host writes the slot after UP has read the weight of the bucket that had it before (``arrived``). It reads the
-master after DOWN has written it (``stored``) or the worker has, whose update was settled. UP reads the slot after that.
+[Note: rounded to be fetched] Where the host has only the masters (``copy_passes``), each fetch rounds one into a slot,
+after UP has read the weight of the bucket that had it before (``arrived``), and after DOWN (``stored``) or the worker,
+whose update was settled, has written the master. UP reads the slot after that.
 
 Refused: two buckets in use at the same time whose homes overlap.
 """

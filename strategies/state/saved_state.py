@@ -37,7 +37,9 @@ AGAIN = "save again, or load an earlier save"
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What is saved of a parameter: its shape, the dtype of its weight, numbers, and the shapes of tensors by kind."""
+    """What is saved of a parameter: its shape, the dtype of its weight, numbers (none if it was never updated), and the
+    shapes of tensors by kind.
+    """
 
     shape: tuple[Size, ...]
     dtype: str

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.parity import test_doors, test_model_stays, test_model_trains
+from tests.parity import test_doors, test_model_stays, test_model_trains, test_one_place
 from tests.parity.test_doors import *  # noqa: F403
 from tests.parity.test_model_stays import *  # noqa: F403
 from tests.parity.test_model_trains import *  # noqa: F403
@@ -19,3 +19,13 @@ CASES = [case for case in TABLES if not case.startswith("not finite") and "insid
 @pytest.mark.parametrize("case", CASES)
 def test_the_same(case: str) -> None:
     TABLES[case]()
+
+
+HOST, STREAMED = ([name for name in test_one_place.LAYOUTS if name.startswith(kind)] for kind in ("host", "streamed"))
+
+
+@pytest.mark.parametrize("number", range(len(test_one_place.LOOPS)), ids=test_one_place.LOOPS)
+def test_weights_that_are_wanted_while_gradients_are_in_their_place(number: int) -> None:
+    """Each loop updates once on the host and once on the device; the layouts take turns."""
+    for layouts in (HOST, STREAMED):
+        test_one_place.compare(list(test_one_place.LOOPS.values())[number], layouts[number % len(layouts)], None)

@@ -12,13 +12,39 @@ from torch import Tensor, nn
 from strategies.engine import AdamW, stow
 from strategies.engine.memory import accelerator
 from strategies.engine.memory.arena import OutOfMemoryError
-from tests.helpers.engine import DECAY, LR, STEPS, plain, plan_of
-from tests.helpers.grid import batches_on
+from strategies.engine.transfer.transfer import AcceleratorTransfer
+from tests.helpers.engine import DECAY, LR, STEPS, differences, plain, plan_of
+from tests.helpers.grid import BF16, FORBIDDEN, FP32, batches_on, both, noise, title
 from tests.helpers.models import build, on, tokens
+from tests.helpers.pairwise import Row, Table
 from tests.helpers.sides import both_sides, train, training
 from tests.parity.test_zoo import MODELS, NORM, TRAVEL, clipped
 
 DEVICE = "sim:0"
+# The exactness gate of ``tests/parity/test_engine.py``, of which any two levels meet here; all its cases run by
+# ``python -m benchmarks.gpu_engine --device sim``. The device is compared with itself: its kernels are the CPU's, but
+# gradients are summed in another order.
+TABLE = Table(
+    {
+        **{name: levels for name, levels in FP32.factors.items() if name != "transfer"},
+        "model": BF16.factors["model"],
+        "dtype": (torch.float32, torch.bfloat16),
+    },
+    [*FORBIDDEN, (("dtype", torch.bfloat16), ("recompute", "reentrant"))],
+)
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=title(row)) for row in TABLE.rows()])
+def test_bits_of_the_table_of_cases(row: Row) -> None:
+    case: dict[str, Any] = {name: level for name, level in row.items() if name != "dtype"}
+    dtype: Any = row["dtype"]
+    assert differences(*both(case, dtype, DEVICE, AcceleratorTransfer(torch.device(DEVICE)))) == []
+
+
+def test_plain_training_repeats_itself() -> None:
+    """Else nothing could be said."""
+    row = next(iter(FP32.rows()))
+    assert noise(row, torch.float32, DEVICE) == []
 
 
 @pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing.*` is deprecated:FutureWarning")
@@ -62,32 +88,24 @@ def test_two_engines() -> None:
 
 
 def test_memory_is_given_back(device: Any) -> None:
+    """After an attempt for which there is too little, which is one line, as after training."""
     model = build("llama")
     plan: Any = plan_of(model, site="streamed", weights="travelling")
     torch.accelerator.synchronize()
-    before = device.counts()
+    before = device.counts()["registered"]
+    device.limit(torch.accelerator.memory_allocated() + 4096)
+    with pytest.raises(OutOfMemoryError, match=r"the device arena .* needs .*: simulated device out of memory"):
+        stow(model, plan, device=DEVICE)
+    device.limit(0)
+    assert device.counts()["registered"] == before
     optimizer = stow(model, plan, device=DEVICE)
-    assert device.counts()["registered"] > before["registered"]
+    assert device.counts()["registered"] > before
     model(**batches_on(DEVICE, "llama", 1)[0]).loss.backward()
     optimizer.step()
     optimizer.close()
     assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"cpu"}
     assert list(model.buffers())
     del optimizer, model
-    after = device.counts()
-    assert after["registered"] == before["registered"]
-
-
-def test_too_little_memory_is_one_line(device: Any) -> None:
-    """And what was registered is not any more, so that the next attempt finds the host's memory free."""
-    model = build("llama")
-    plan: Any = plan_of(model, site="streamed", weights="travelling")
-    before = device.counts()["registered"]
-    device.limit(torch.accelerator.memory_allocated() + 4096)
-    with pytest.raises(OutOfMemoryError, match=r"the device arena .* needs .*: simulated device out of memory"):
-        stow(model, plan, device=DEVICE)
-    device.limit(0)
-    stow(model, plan, device=DEVICE).close()
     assert device.counts()["registered"] == before
 
 

@@ -1,6 +1,5 @@
 """A run through a config, by the stock Trainer and Accelerate, on a kind of device that they do not know themselves."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from launch.train import main
-from tests.e2e.commands import write_text_data
+from tests.e2e.commands import metrics, write_config
 from trainer.errors import ExitCode
 
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -18,17 +17,15 @@ OFFLOAD = {"site": "streamed", "weights": "streamed", "gradients": "host"}
 
 
 def config_of(folder: Path, strategies: dict[str, Any], *, tied: bool = False, **training: Any) -> Path:
-    given = {"max_steps": 4, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "logging_steps": 1}
-    given |= {"save_strategy": "steps", "save_steps": 2, "max_grad_norm": 0.5, "learning_rate": 1e-3, **training}
-    config = {
-        "model": {"config": {**MODEL, "tie_word_embeddings": tied}, "tokenizer": {"train": "bpe", "vocab_size": 300}},
-        "data": {"path": str(folder / "text.jsonl"), "max_length": 32, "eval_fraction": 0.1},
-        "training": {"output_dir": str(folder / "run"), **given},
-        "strategies": strategies,
-    }
-    write_text_data(folder / "text.jsonl")
-    (folder / "c.yaml").write_text(json.dumps(config))
-    return folder / "c.yaml"
+    given = {"gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_grad_norm": 0.5}
+    given |= {"learning_rate": 1e-3, **training}
+    return write_config(
+        folder,
+        model={"config": {**MODEL, "tie_word_embeddings": tied}, "tokenizer": {"train": "bpe", "vocab_size": 300}},
+        data={"max_length": 32, "eval_fraction": 0.1},
+        training=given,
+        strategies=strategies,
+    )
 
 
 def run(folder: Path, strategies: dict[str, Any], **how: Any) -> int:
@@ -36,34 +33,28 @@ def run(folder: Path, strategies: dict[str, Any], **how: Any) -> int:
 
 
 def left(folder: Path) -> tuple[list[tuple[Any, ...]], dict[str, torch.Tensor]]:
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = [(line["step"], line["loss"], line["grad_norm"]) for line in lines if "grad_norm" in line]
+    steps = [(row["step"], row["loss"], row["grad_norm"]) for row in metrics(folder / "run") if "grad_norm" in row]
     return steps, load_file(folder / "run" / "export" / "model.safetensors")
 
 
 def test_offload_has_the_bits_of_plain_training(device: Any, tmp_path: Path) -> None:
-    """A tied head, too; the cases of ranks have one of its own."""
-    assert run(tmp_path / "plain", {}, tied=True) == 0
+    """With saved tensors on the host and a tied head, at once, and stopped after two steps and gone on with."""
+    both = {"offload": OFFLOAD, "recompute": {"policy": "selective", "activation_offloading": True}}
+    same: dict[str, Any] = {"tied": True, "lr_scheduler_type": "constant"}
+    assert run(tmp_path / "plain", {}, **same) == 0
     before = device.counts()
-    assert run(tmp_path / "offload", {"offload": OFFLOAD}, tied=True) == 0
+    assert run(tmp_path / "whole", both, **same) == 0
     after = device.counts()
     assert after["async_copies"] > before["async_copies"] and after["async_kernels"] - before["async_kernels"] > 1000
-    (steps, weights), (ours, our_weights) = left(tmp_path / "plain"), left(tmp_path / "offload")
-    assert len(steps) == 4 and steps == ours
-    assert weights.keys() == our_weights.keys()
-    assert all(torch.equal(value, our_weights[name]) for name, value in weights.items())
-
-
-def test_saved_tensors_and_resume(tmp_path: Path) -> None:
-    """Recomputation with saved tensors on the host, stopped after two steps and gone on with."""
-    both = {"offload": OFFLOAD, "recompute": {"policy": "selective", "activation_offloading": True}}
-    same = {"lr_scheduler_type": "constant"}
-    assert run(tmp_path / "whole", both, **same) == 0
     assert run(tmp_path / "parts", both, max_steps=2, **same) == 0
     assert run(tmp_path / "parts", both, resume_from_checkpoint="auto", **same) == 0
-    (steps, weights), (ours, our_weights) = left(tmp_path / "whole"), left(tmp_path / "parts")
-    assert steps[2:] == ours[-2:]
-    assert all(torch.equal(value, our_weights[name]) for name, value in weights.items())
+    steps, weights = left(tmp_path / "plain")
+    assert len(steps) == 4
+    for name in ("whole", "parts"):
+        ours, our_weights = left(tmp_path / name)
+        assert steps[2:] == ours[-2:] and (name == "parts" or steps == ours)
+        assert weights.keys() == our_weights.keys()
+        assert all(torch.equal(value, our_weights[key]) for key, value in weights.items())
 
 
 def test_a_plan_for_another_device_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -91,6 +91,10 @@ def missing(folder: Path, first: Path, last: Path) -> None:
     last.unlink()
 
 
+def linked(folder: Path, first: Path, last: Path) -> None:
+    (folder / RECORD).symlink_to((folder / RECORD).rename(folder.parent / "elsewhere"))
+
+
 def replaced(old: str, new: str) -> Callable[[Path, Path, Path], None]:
     def replace(folder: Path, first: Path, last: Path) -> None:
         index = folder / "optimizer.json"
@@ -130,8 +134,10 @@ def promises_more(content: dict[str, Any]) -> None:
         (lambda folder, first, last: os.truncate(last, last.stat().st_size // 2), ["LAST", "bytes"]),
         (flipped, ["LAST", "damaged"]),
         (replaced('"lr": 0.01', '"lr": 0.02'), ["optimizer.json", "damaged"]),
-        (replaced("}", ""), ["optimizer.json", "damaged"]),
+        (replaced("}", ""), ["optimizer.json", "cannot be read"]),
         (missing, ["FIRST", "LAST", "missing"]),
+        (lambda folder, first, last: (folder / RECORD).unlink(), [RECORD, "missing"]),
+        (linked, [RECORD, "missing"]),
         (lambda folder, first, last: shutil.rmtree(folder), ["no optimizer.json"]),
         (swapped, ["FIRST", "LAST"]),
         (forged(leads_out), [RECORD, "damaged"]),

@@ -9,7 +9,6 @@ are those of any other transfer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -20,25 +19,14 @@ from strategies.engine.module_hooks import Scope
 from strategies.engine.transfer.transfer import Event, Lane, Transfer
 
 
-@dataclass(frozen=True, slots=True)
-class Logged:
-    """A copy that was made, in seconds."""
-
-    lane: Lane
-    start: float
-    end: float
-    num_bytes: int
-
-
 class Clocked(Transfer):
-    """See the module docstring. ``log`` has every copy."""
+    """See the module docstring."""
 
     def __init__(self, rates: Rates) -> None:
         super().__init__()
         assert rates.duplex_factor == 1, "directions do not disturb each other here"
         self._rates = rates
         self.now = dict.fromkeys(Lane, 0.0)
-        self.log: list[Logged] = []
 
     def work(self, seconds: float) -> None:
         """Compute takes so long."""
@@ -52,7 +40,6 @@ class Clocked(Transfer):
         start = max(self.now[lane], self.now[Lane.COMPUTE])
         rate = self._rates.up_bytes_per_s if lane is Lane.UP else self._rates.down_bytes_per_s
         self.now[lane] = start + self._rates.link_latency_s + target.nbytes / rate
-        self.log.append(Logged(lane, start, self.now[lane], target.nbytes))
 
     def _record(self, lane: Lane) -> float:
         return self.now[lane]

@@ -4,8 +4,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from strategies.core.facts import Facts, Home, Param, Unit, UnitKind
-from strategies.core.layout import ITEM_BYTES, Bucket, Layout, Site, aligned
+from strategies.core.facts import Facts, Param, Unit, UnitKind
+from strategies.core.layout import ITEM_BYTES, Bucket, Layout, Site
 from tests.helpers.fakes import GPU, run_facts
 
 KINDS = {"embedding": UnitKind.EMBEDDING, "head": UnitKind.HEAD}
@@ -84,11 +84,6 @@ def layout(*buckets: Bucket, **changes: Any) -> Layout:
     return Layout(**plain | changes)
 
 
-def padded(num_elements: int, dtype: str = "float32") -> int:
-    """Bytes of a parameter with its alignment."""
-    return aligned(num_elements * ITEM_BYTES[dtype])
-
-
 @st.composite
 def random_facts(draw: st.DrawFn) -> Facts:
     """Any model: blocks of different sizes, several dtypes and groups, frozen and tied parameters, or no blocks."""
@@ -110,8 +105,3 @@ def random_facts(draw: st.DrawFn) -> Facts:
         max_grad_norm=draw(st.sampled_from([0.0, 1.0])),
         moments=draw(st.integers(0, 2)),
     )
-
-
-def homes_of(made: Layout) -> dict[str, tuple[Site, bool, Home]]:
-    """Site, whether its weight travels, and park of every bucket by name."""
-    return {b.name: (b.site, not b.resident, b.grad_home) for b in made.buckets}

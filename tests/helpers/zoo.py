@@ -161,7 +161,6 @@ def hub(kind: str, recompute: str = "none") -> nn.Module:
     model: Any = {
         "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**T5)),
         "t5 tied": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**T5, tie_word_embeddings=True)),
-        "mt5": lambda: hf.MT5ForConditionalGeneration(hf.MT5Config(**T5)),
         "switch": lambda: hf.SwitchTransformersForConditionalGeneration(
             hf.SwitchTransformersConfig(**T5, num_experts=2, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1)
         ),

@@ -201,9 +201,9 @@ def alike(plain: nn.Module, model: nn.Module, loop: Loop) -> bool:
 def test_loops(loop: Loop) -> None:
     """What people do with graphs."""
     plain, model = Stack(), Stack()
-    room = hosting(model)
+    room = hosting(model, transfer=(watched := RaceDetector()))
     assert alike(plain, model, loop) and quiet(room)
-    assert room._transfer is not None and room._transfer.races == []  # type: ignore[attr-defined]  # it is watched
+    assert watched.races == []
 
 
 def test_the_wait_of_slots_is_needed() -> None:

@@ -246,22 +246,10 @@ def test_another_release_with_another_loss_is_left(monkeypatch: pytest.MonkeyPat
     chunked_loss.is_same.cache_clear()
 
 
-def test_small_logits_are_left_by_default_and_the_plan_says_so() -> None:
-    said = plan_of(model_of("untied")).idle["cross_entropy"]
-    assert said.startswith("the logits have 87.0 KiB in fp32, less than 64.0 MiB")
-
-
 def test_stow_does_what_the_plan_decided_and_undoes_it() -> None:
-    plain, model = model_of("tied"), model_of("tied")
-    plan = plan_of(model, cross_entropy={"chunked": True}, site="host")
-    optimizer = stow(model, plan)
+    """``test_strategies.py`` has the bits of both together."""
+    model = model_of("tied")
+    optimizer = stow(model, plan_of(model, cross_entropy={"chunked": True}, site="host"))
     assert model.loss_function is chunked_loss.causal_lm_loss
-    other = torch.optim.AdamW(plain.parameters(), fused=True)
-    for _ in range(2):
-        for each, its in ((model, optimizer), (plain, other)):
-            each(**batch()).loss.backward()
-            its.step()
-            its.zero_grad()
     optimizer.close()
     assert model.loss_function is not chunked_loss.causal_lm_loss
-    assert_same(dict(plain.named_parameters()), dict(model.named_parameters()))

@@ -5,8 +5,7 @@ two levels of the grid meet in one of them, in ``make test-all`` any three. Comp
 moments and update counts. Everything runs with the engine's own checks on.
 """
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from itertools import cycle
 from typing import Any
@@ -15,11 +14,10 @@ import pytest
 import torch
 
 from strategies.core import layout
-from strategies.core.layout import Item, Layout, Site
+from strategies.core.layout import Item, Site
 from strategies.engine import SGD, AdamW, UpdateRule, stow
 from strategies.engine.updating import updates
-from strategies.planner.addresses import slot_pools
-from tests.helpers.doubles import Delayed, RaceDetector, Vacant
+from tests.helpers.doubles import Delayed, Vacant
 from tests.helpers.engine import DECAY, LR, STEPS, checkpointing, differences, plain, plan_of, stowed
 from tests.helpers.grid import BF16, FORBIDDEN, FP32, IN_STAGES, expected, run, title
 from tests.helpers.models import build, tokens
@@ -96,32 +94,6 @@ def test_weights_come_ahead_in_a_backward_that_follows_another(monkeypatch: pyte
     assert late[1:] == [0, 0], late
 
 
-def special(
-    model: str, dtype: torch.dtype, loop: Mapping[str, Any], is_special: Callable[[Layout], bool], **where: Any
-) -> None:
-    """Copies late and watched, in a layout that is what it is meant to be."""
-    batches = tokens(model, STEPS * loop["accumulation"])
-    wanted = plain(build(model, dtype=dtype), batches, **loop)
-    for transfer in (Delayed(), RaceDetector()):
-        plan = plan_of(build(model, dtype=dtype), **where, **loop)
-        assert is_special(plan.layout)
-        assert differences(wanted, stowed(build(model, dtype=dtype), plan, batches, transfer=transfer, **loop)) == []
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("site", ["host", "streamed", "mixed"])
-def test_slots_of_several_sizes(site: str, accumulation: int) -> None:
-    """Embedding and head, which are larger than blocks, pass through slots of their own."""
-    several = [Item.GRAD, *[Item.VISIT] * (site == "streamed"), *[Item.ARRIVAL] * (accumulation > 1)]
-
-    def has_several(made: Layout) -> bool:
-        pools = Counter(pool.item for pool in slot_pools(made))
-        return all(pools[item] > 1 for item in several)
-
-    where: dict[str, Any] = {"site": site, "weights": "some", "bucket": "half", "park": "host", "visit_slots": 3}
-    special("words", torch.float32, {"accumulation": accumulation, "max_norm": 0.05}, has_several, **where)
-
-
 def test_backward_does_not_bring_an_embedding() -> None:
     """It does not read it; the head is brought."""
     model = build("words")
@@ -136,37 +108,6 @@ def test_backward_does_not_bring_an_embedding() -> None:
     loss.backward()
     optimizer.close()
     assert seen == [(last.name, True), ("embedding", False)]
-
-
-@pytest.mark.parametrize(
-    ("model", "where", "dtype", "accumulation"),
-    [
-        ("llama", "host", torch.float32, 1),
-        ("llama", "host, travelling", torch.bfloat16, 1),
-        ("llama", "mixed", torch.float32, 2),
-        ("experts", "host", torch.bfloat16, 2),
-        ("experts", "host, travelling", torch.float32, 2),
-        ("experts", "mixed", torch.bfloat16, 1),
-    ],
-)
-def test_gradients_without_slots(model: str, where: str, dtype: torch.dtype, accumulation: int) -> None:
-    """They go down from where backward made them, one by one; some experts get none."""
-    loop = {"accumulation": accumulation, "max_norm": 0.05, "groups": 2}
-    there = {**LAYOUTS[where], "park": "host", "direct": True}
-    special(model, dtype, loop, lambda made: any(bucket.grad_direct for bucket in made.buckets), **there)
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("where", [name for name in LAYOUTS if "travelling" in name])
-def test_masters_as_the_only_copy(where: str, accumulation: int) -> None:
-    """Weights that travel are rounded as they are fetched, unless a gradient needs the copy's place."""
-    rounds = accumulation > 1 and "device" not in where
-
-    def is_rounded(made: Layout) -> bool:
-        return any(layout.rounded_to_fetch(bucket, made) for bucket in made.buckets) is rounds
-
-    loop = {"accumulation": accumulation, "max_norm": 0.05}
-    special("llama", torch.bfloat16, loop, is_rounded, **LAYOUTS[where], copies=False)
 
 
 # --- the test itself -------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from tests.helpers.sides import Plain, copies, unequal
 from tests.parity.test_engine_shares import everyones, finish, stowed_on, unlike
 from tests.parity.test_frozen_later import STEPS as FREEZING_STEPS
 from tests.parity.test_frozen_later import freezing
+from tests.unit.test_effects import Block, normed, running
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
 from trainer.planning.plan_for import plan_for
@@ -93,26 +94,12 @@ def leaving_out(
     return [*watch.races, *unlike(model, plain.state_dict()), *(["norms"] if norms[0] != norms[1] else [])]
 
 
-class Averaging(nn.Module):
-    """A block with buffers that change in training: one that the output depends on, and an integer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
-        self.register_buffer("mean", torch.zeros(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            with torch.no_grad():
-                self.mean.lerp_(x.mean(0), 0.1)
-        out: Tensor = x + self.norm(self.up(x - self.mean))
-        return out
-
-
 class Blocks(nn.Module):
+    """With buffers that change in training: some that the output depends on, and an integer."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Averaging() for _ in range(3))
+        self.layers = nn.ModuleList(Block(lambda block, x: normed(block, x) + running(block, x)) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -136,14 +123,14 @@ def buffers(ranks: Ranks, accumulation: int) -> list[str]:
         for last in [accumulation, accumulation, accumulation - 1 or 1, accumulation]:
             for micro_batch in range(1, last + 1):
                 with net.no_sync() if net is not model and micro_batch < last else nullcontext():
-                    loss = net(torch.randn(4, 8))
+                    loss = net(torch.randn(4, 6))
                     loss.backward()
                 found.append(loss.item())
             optimizer.step()
             optimizer.zero_grad()
             bare.eval()
             with torch.no_grad():
-                found.append(bare(torch.ones(1, 8)).item())
+                found.append(bare(torch.ones(1, 6)).item())
             bare.train()
         seen.append(found)
     return [*unequal(plain.state_dict(), copies(model)), *(["losses"] if seen[0] != seen[1] else [])]
@@ -195,10 +182,8 @@ def read_by_the_first(ranks: Ranks) -> list[str]:
 
 def frozen_later(ranks: Ranks, **where: Any) -> list[str]:
     """Some parameters are frozen for two steps."""
-    batches, model = tokens("llama", FREEZING_STEPS * 2), freezing(build("llama"))
-    alone: Any = freezing(build("llama"))
-    alone.accumulation = 2
-    wanted = plain(alone, batches, accumulation=2, max_norm=0.05)
+    batches, model = tokens("llama", FREEZING_STEPS * 2), freezing()
+    wanted = plain(freezing(accumulation=2), batches, accumulation=2, max_norm=0.05)
     plan = plan_of(model, **where, max_norm=0.05, ranks=2)
     shared = stowed(model, plan, batches[ranks.rank :: 2], transfer=Delayed(), max_norm=0.05)
     wanted.losses = shared.losses = []

@@ -7,7 +7,7 @@ all of them plainly; compared are weights, norms, moments, masters and counts, p
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any
 from unittest.mock import patch
@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch import nn
 
 from strategies.core.plan import Plan
-from strategies.core.protocol import MemoryRefusal
 from strategies.engine import AdamW, stow
 from strategies.engine.memory.common_host import CommonHost
 from strategies.engine.ranks.shares import Shares
 from strategies.engine.updating.updates import Updates
 from strategies.planner.step_cost import problem_of, traffic
 from strategies.planner.weight_schedule import ASSUMED
-from tests.helpers.doubles import Delayed, RaceDetector, Vacant
+from tests.helpers import grid
+from tests.helpers.doubles import RaceDetector
 from tests.helpers.engine import (
     DECAY,
     LR,
@@ -34,6 +34,7 @@ from tests.helpers.engine import (
     checkpointing,
     differences,
     groups_of,
+    least,
     plain,
     plan_of,
     stowed,
@@ -46,12 +47,10 @@ from trainer.dist.spawn import run_world
 from trainer.planning.plan_for import plan_for
 
 pytestmark = pytest.mark.ranks
-TRANSFERS = {"delayed": Delayed, "watched": RaceDetector, "vacant": Vacant}
 FORBIDDEN = [
-    (("site", "device"), ("park", "host")),
+    *grid.FORBIDDEN,
     (("site", "host"), ("split", True)),
     (("park", "host"), ("split", True)),
-    (("weights", "resident"), ("prefetch", 0)),
     (("dtype", "bfloat16"), ("model", "mixtral")),
 ]
 FACTORS: Mapping[str, Sequence[object]] = {
@@ -66,7 +65,7 @@ FACTORS: Mapping[str, Sequence[object]] = {
     "dtype": ("float32", "bfloat16"),
     "split": (True, False),
     "gather": ("host", "network"),
-    "transfer": tuple(TRANSFERS),
+    "transfer": ("delayed", "watched", "vacant"),
 }
 CASE: Row = {name: levels[0] for name, levels in FACTORS.items()} | {"clip": "tight", "gather": "network"}
 
@@ -111,7 +110,7 @@ def both(ranks: Ranks, row: Row, device: str = "cpu", turn: int = 0, **how: Any)
     asked = ("site", "weights", "bucket", "park", "prefetch", "split", "gather", "reduction")
     where = {name: case[name] for name in asked if name in case}
     plan = plan_of(model, max_norm=norm, groups=groups, ranks=count, **where)
-    how = how or {"transfer": TRANSFERS[case["transfer"]]()}
+    how = how or {"transfer": grid.TRANSFERS[case["transfer"]]()}
     shared = stowed(model, plan, batches[ranks.rank :: count], max_norm=norm, groups=groups, device=device, **how)
     dist.broadcast_object_list(alone, turn % count)
     assert alone[0] is not None
@@ -148,13 +147,11 @@ def test_any_three_levels() -> None:
     assert run_world(2, train, rows_for(2, strength=3), timeout_s=600) == []
 
 
-def summed_fast(ranks: Ranks) -> dict[str, Any]:
-    """Every sum of two trainings with ``reduction: fast`` beside the one in the order of ranks: at most by how many eps
-    of the parts' sizes they differ; what was called; bytes that a rank sent for each sum, and those that the plan has;
-    and how far the weights are from plain training's.
+def summed_fast(ranks: Ranks) -> None:
+    """Two trainings with ``reduction: fast``: each sum is nearly the one in the order of ranks, ranks send the bytes
+    that the plan has, and the weights are nearly those of plain training.
     """
-    called, sums, sent = Counter[str](), Counter[str](), dict[str, int]()
-    found: dict[str, Any] = {"eps": 0.0, "different": 0, "weights": 0.0, "sent": {}}
+    called, sent, eps, cut = Counter[str](), dict[str, int](), list[float](), Counter[bool]()
     for name in ("reduce_scatter_tensor", "all_to_all_single"):
         former = getattr(dist, name)
 
@@ -170,44 +167,38 @@ def summed_fast(ranks: Ranks) -> dict[str, Any]:
         parts = [torch.empty_like(bucket.grad) for _ in range(ranks.world_size)]
         dist.all_gather(parts, bucket.grad / ranks.world_size)
         spans = [bucket.own(part) for part in parts]
-        before = called["reduce_scatter_tensor"]
         sum_to_owners(self, bucket)
-        assert called["reduce_scatter_tensor"] == before + 1
-        sums["cut" if bucket.spec.cut else "whole"] += 1
+        cut[bool(bucket.spec.cut)] += 1
         if not bucket.spec.cut:  # of the others spans go to the owners of their first elements, too
-            found["sent"][bucket.name] = sent["reduce_scatter_tensor"]
+            sent[bucket.name] = sent["reduce_scatter_tensor"]
         exact = reduce(torch.add, spans)
         size = reduce(torch.add, [span.double().abs() for span in spans]) * torch.finfo(exact.dtype).eps
         apart = (bucket.own(bucket.grad).double() - exact.double()).abs()
-        found["different"] += int((apart > 0).sum())
-        found["eps"] = max(found["eps"], float((apart / size.clamp_min(1e-300)).max()))
+        eps.append(float((apart / size.clamp_min(1e-300)).max()))
 
     Shares.sum_to_owners = compared  # type: ignore[method-assign]  # in this process, which ends with the test
-    row = {**CASE, "prefetch": 2, "transfer": "watched", "reduction": "fast"}
-    wanted, shared = both(ranks, row)
-    for name in (name for name in wanted.tensors if name.endswith("weight")):
-        exact = wanted.tensors[name]
-        found["weights"] = max(found["weights"], float((exact - shared.tensors[name]).abs().max() / exact.abs().max()))
-    found["sent"].clear()
+    wanted, shared = both(ranks, {**CASE, "prefetch": 2, "transfer": "watched", "reduction": "fast"})
+    for name, exact in wanted.tensors.items():
+        if name.endswith("weight"):
+            assert (exact - shared.tensors[name]).abs().max() < 1e-4 * exact.abs().max(), name
+    sent.clear()
     model, how = build("llama", dtype=torch.bfloat16), {"site": "device", "reduction": "fast"}
     plan = plan_for(model, max_grad_norm=0.05, world_size=ranks.world_size, zero={"stage": 3}, debug=True, **how)
     stowed(model, plan, tokens("llama", 4)[ranks.rank :: 4], max_norm=0.05, transfer=RaceDetector())
     assert plan.layout is not None
     weights = problem_of(plan.facts, plan.layout, ASSUMED).weights
-    found["planned"] = {each.name: each.update.exchange_bytes for each in weights if each.update}
-    return found | {"called": called, "sums": sums}
+    planned = {each.name: each.update.exchange_bytes for each in weights if each.update}
+    of_buckets = {name: num_bytes for name, num_bytes in sent.items() if name not in called}
+    assert of_buckets and of_buckets.items() <= planned.items()
+    assert cut[True] and cut[False] and 0 < max(eps) <= 3
+    assert called == {"reduce_scatter_tensor": cut.total(), "all_to_all_single": cut[True]}
 
 
 def test_a_fast_sum_differs_by_its_roundings() -> None:
     """Each of two sums of four numbers rounds three times, by half an eps of at most the sum of their sizes. Of two
     numbers both have the same bits, which is in the table.
     """
-    found = run_world(4, summed_fast)
-    assert 0 < found["eps"] <= 3 and found["different"] > 0 and found["weights"] < 1e-4
-    sums, called = found["sums"], found["called"]
-    assert sums["cut"] and sums["whole"]
-    assert called == {"reduce_scatter_tensor": sums["cut"] + sums["whole"], "all_to_all_single": sums["cut"]}
-    assert found["sent"] and found["sent"].items() <= found["planned"].items()
+    run_world(4, summed_fast)
 
 
 def orders(ranks: Ranks) -> list[list[str]]:
@@ -342,9 +333,8 @@ def test_refused(what: Callable[[Ranks], str], line: str) -> None:
 # --- bytes -----------------------------------------------------------------------------------------------------------
 
 
-def moved(ranks: Ranks) -> list[str]:
-    """Plans of which a rank copies other bytes over its link, in the third and fourth step, than is predicted."""
-    wrong = []
+def shared_plans() -> Iterator[tuple[nn.Module, Plan]]:
+    """Of two ranks; the last ones with a table that two units use, and that travels at the least budget."""
     for dtype, stage, site, gather in (
         (torch.float32, 3, "host", "host"),
         (torch.float32, 3, "streamed", "network"),
@@ -356,44 +346,34 @@ def moved(ranks: Ranks) -> list[str]:
         options: dict[str, Any] = {"site": site, "gather": gather, "zero": {"stage": stage}}
         options |= {"weights": "streamed", "prefetch": 1} if stage == 3 else {}
         plan = plan_for(model, batch=(2, 8), max_grad_norm=0.05, world_size=2, **options)
-        wrong += [f"{dtype} {options}: {each}" for each in unlike_predicted(model, plan)]
+        yield model, plan
+    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6}
+    for gather in ("host", "network"):
+        model = causal("llama", **sizes, num_attention_heads=4, tie_word_embeddings=True)
+        plan = least(model, gather=gather, zero={"stage": 3}, world_size=2, batch=(2, 8), max_grad_norm=0.05)
+        assert plan.layout is not None
+        table = plan.layout.buckets[0]
+        assert table.units == ("embedding", "head") and not table.resident
+        yield model, plan
+
+
+def moved(ranks: Ranks) -> list[str]:
+    """Of which of them a rank copies other bytes over its link, in the third and fourth step, than is predicted."""
+    wrong = []
+    for number, (model, plan) in enumerate(shared_plans()):
+        assert plan.layout is not None
+        optimizer, seen, batch = stow(model, plan, device="cpu"), [], tokens("llama", 1)[0]
+        transfer = optimizer.engine.transfer
+        for _ in range(4):
+            before = transfer.bytes_up, transfer.bytes_down
+            model(**batch).loss.backward()
+            finish(optimizer)
+            seen.append((transfer.bytes_up - before[0], transfer.bytes_down - before[1]))
+        optimizer.close()
+        predicted = traffic(plan.facts, plan.layout, plan.facts.machine.rates or ASSUMED)
+        wrong += [] if seen[2] == seen[3] == predicted else [f"plan {number}: {seen[2:]}, not {predicted}"]
     return wrong
-
-
-def unlike_predicted(model: Any, plan: Plan) -> list[str]:
-    """The bytes of the third and fourth step, if they are others than predicted."""
-    assert plan.layout is not None
-    optimizer, seen, batch = stow(model, plan, device="cpu"), [], tokens("llama", 1)[0]
-    transfer = optimizer.engine.transfer
-    for _ in range(4):
-        before = transfer.bytes_up, transfer.bytes_down
-        model(**batch).loss.backward()
-        finish(optimizer)
-        seen.append((transfer.bytes_up - before[0], transfer.bytes_down - before[1]))
-    optimizer.close()
-    predicted = traffic(plan.facts, plan.layout, plan.facts.machine.rates or ASSUMED)
-    return [] if seen[2] == seen[3] == predicted else [f"{seen[2:]}, not {predicted}"]
 
 
 def test_bytes_over_the_link_of_a_rank_are_those_that_are_predicted() -> None:
     assert run_world(2, moved) == []
-
-
-def moved_of_tied(ranks: Ranks) -> list[str]:
-    """The same of a table that two units use, and that travels at the least budget."""
-    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6}
-    wrong = []
-    for gather in ("host", "network"):
-        model = causal("llama", **sizes, num_attention_heads=4, tie_word_embeddings=True)
-        options: dict[str, Any] = {"gather": gather, "zero": {"stage": 3}, "world_size": 2, "batch": (2, 8)}
-        with pytest.raises(MemoryRefusal) as refused:
-            plan_for(model, max_grad_norm=0.05, gpu_memory="1KiB", **options)
-        plan = plan_for(model, max_grad_norm=0.05, gpu_memory=refused.value.needed, **options)
-        table = plan.layout.buckets[0]  # type: ignore[union-attr]
-        assert table.units == ("embedding", "head") and not table.resident
-        wrong += unlike_predicted(model, plan)
-    return wrong
-
-
-def test_bytes_over_the_link_of_a_tied_table_are_those_that_are_predicted() -> None:
-    assert run_world(2, moved_of_tied) == []

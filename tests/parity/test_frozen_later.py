@@ -1,5 +1,6 @@
 """A parameter that is frozen after ``stow`` is left alone, as in plain training, and trains on when it is unfrozen."""
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -26,24 +27,20 @@ FROZEN = ("model.layers.0.self_attn.k_proj.", "model.layers.1.", "lm_head.", "mo
 STEPS, FROM, UNTIL = 5, 1, 3
 
 
-def freezing(model: nn.Module, *, after: bool = False) -> nn.Module:
-    """``model``, which freezes some parameters itself at the start of one step and unfreezes them later; ``after``: at
-    the end of a forward, whose backward then has gradients that torch drops.
+def freezing(dtype: torch.dtype = torch.float32, accumulation: int = 1, *, after: bool = False) -> nn.Module:
+    """A model that freezes some parameters itself at the start of one step and unfreezes them later; ``after``: at the
+    end of a forward, whose backward then has gradients that torch drops.
     """
-    forwards = [0]
+    model, forwards = build("llama", dtype=dtype), itertools.count()
 
-    def change(module: nn.Module, *_: Any) -> None:
-        step = forwards[0] // model.accumulation  # type: ignore[operator]
-        forwards[0] += 1
+    def change(*_: Any) -> None:
+        step = next(forwards) // accumulation
         for name, param in model.named_parameters():
             if name.startswith(FROZEN):
                 param.requires_grad_(not FROM <= step < UNTIL)
 
-    model.accumulation = 1  # type: ignore[assignment]
-    if after:
-        model.register_forward_hook(change)
-    else:
-        model.register_forward_pre_hook(change)
+    register: Any = model.register_forward_hook if after else model.register_forward_pre_hook
+    register(change)
     return model
 
 
@@ -51,16 +48,10 @@ def clips(model: Any, optimizer: Any) -> float:
     return float(optimizer.clip_grad_norm_(0.05))
 
 
-def made(dtype: torch.dtype = torch.float32, accumulation: int = 1, after: bool = False) -> nn.Module:
-    model: Any = freezing(build("llama", dtype=dtype), after=after)
-    model.accumulation = accumulation
-    return model
-
-
 CASES: dict[str, tuple[Any, int, type[Transfer]]] = {
-    "fp32": (made, 1, RaceDetector),
-    "bf16": (partial(made, torch.bfloat16, 2), 2, Delayed),
-    "after forward": (partial(made, after=True), 1, Delayed),
+    "fp32": (freezing, 1, RaceDetector),
+    "bf16": (partial(freezing, torch.bfloat16, 2), 2, Delayed),
+    "after forward": (partial(freezing, after=True), 1, Delayed),
 }
 
 

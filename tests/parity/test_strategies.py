@@ -20,6 +20,7 @@ from strategies.core.facts import RunFacts
 from strategies.core.protocol import Parity, Phase, Strategy
 from strategies.core.registry import available, find
 from tests.helpers.releases import needs_stage_3
+from tests.helpers.tiny import run_config
 from trainer.config.sections import RunConfig
 from trainer.dist.spawn import run_world
 from trainer.planning.facts import run_facts
@@ -48,15 +49,7 @@ def config_of(case: str, strategies: Mapping[str, Any], folder: Path) -> RunConf
     model, training = CASES[case]
     if any(find(name).phase is Phase.KEEP for name in strategies):  # one answer to what forward keeps
         training = {name: value for name, value in training.items() if name != "gradient_checkpointing"}
-    config = RunConfig.model_validate(
-        {
-            "model": {"config": model, "tokenizer": "none"},
-            "data": {"path": "random tokens"},
-            "training": {"output_dir": "unused", "learning_rate": 1e-2, **training},
-            "strategies": dict(strategies),
-        }
-    )
-    return shrink(config, folder, STEPS)
+    return shrink(run_config(model, strategies=strategies, learning_rate=1e-2, **training), folder, STEPS)
 
 
 def plain(

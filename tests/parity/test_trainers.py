@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Subset
+from torch.utils.data import Dataset, Subset
 from transformers import Trainer
 
 from tests.helpers.trainers import TRAINERS, llama, stock, trained, unlike
@@ -106,11 +106,10 @@ class Counts(Trainer):
         return super().compute_loss(model, inputs, **more) * self.calls
 
 
-class Draws:
+class Draws(Dataset[dict[str, Any]]):
     """Rows that are drawn."""
 
-    def __init__(self) -> None:
-        self.numbers = torch.Generator().manual_seed(0)
+    numbers = torch.Generator().manual_seed(0)
 
     def __len__(self) -> int:
         return 8
@@ -124,6 +123,7 @@ def test_what_planning_calls_is_not_used_up(tmp_path: Path, capsys: pytest.Captu
     """A loss that counts its calls, and a part of a dataset that draws."""
 
     def make(wrap: Callable[[type], type], folder: str) -> Any:
+        Draws.numbers.manual_seed(0)
         return stock(wrap, folder, Counts, Subset(Draws(), range(8)))
 
     assert unlike(make, travelling, str(tmp_path)) == []

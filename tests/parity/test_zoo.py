@@ -30,14 +30,8 @@ TRAVEL: dict[str, dict[str, Any]] = {
     "host": {"site": "host", "weights": "travelling", "prefetch": 0, "park": "auto"},
     "streamed, ahead": {"site": "streamed", "weights": "travelling", "prefetch": 1, "park": "auto"},
 }
-HUB = [("t5", "none"), ("t5", "later"), ("t5 tied", "reentrant"), ("mt5", "none"), ("mt5", "later"), ("switch", "none")]
-HUB += [
-    ("wav2vec2", "none"),
-    ("wav2vec2, layerdrop", "later"),
-    ("deberta", "none"),
-    ("deberta", "later"),
-    *((kind, "none") for kind in LORA),
-]
+HUB = [("t5", "none"), ("t5", "later"), ("t5 tied", "reentrant"), ("switch", "none"), ("wav2vec2", "none")]
+HUB += [("wav2vec2, layerdrop", "later"), ("deberta", "none"), ("deberta", "later"), *((kind, "none") for kind in LORA)]
 HAND = [(form, "none") for form in FORMS] + [
     (form, recompute)
     for recompute in ("later", "reentrant")

@@ -1,11 +1,15 @@
-"""Random planning problems for the planner's tests; the same seed gives the same problem."""
+"""Random planning problems, the same for the same seed; the best plans of small ones; and checks of any plan."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import combinations, product
 from random import Random
 
 from strategies.core.facts import Home
 from strategies.core.layout import Site
-from strategies.planner.problem import Link, Problem, Tick, Update, Weight, at_need, memory
+from strategies.planner.greedy import issue
+from strategies.planner.problem import Eviction, Gap, Link, Problem, Tick, Update, Weight, at_need, memory
+from strategies.planner.simulate import reload_period
 
 
 def blocks(
@@ -93,3 +97,41 @@ def _update(item: Weight, random: Random) -> Update | None:
     return Update(
         site=site, seconds=seconds, grad_bytes=item.num_bytes, state_bytes=6 * item.num_bytes, grad_home=grad_home
     )
+
+
+def best_gaps(problem: Problem) -> float:
+    """The shortest period of all sets of gaps; infinite if none fits."""
+    plans = (issue(problem, gaps) for gaps in _sets(problem))
+    return min((reload_period(problem, plan) for plan in plans if plan is not None), default=float("inf"))
+
+
+def all_issues(problem: Problem) -> float:
+    """The shortest period of all sets of gaps with all ticks to issue their reloads at."""
+    found = float("inf")
+    for gaps in _sets(problem):
+        for steps in product(*(range(gap.after + 2, gap.before + 1) for gap in gaps)):
+            plan = [Eviction(gap, step) for gap, step in zip(gaps, steps, strict=True)]
+            if max(memory(problem, plan)) <= problem.budget:
+                found = min(found, reload_period(problem, plan))
+    return found
+
+
+def complaints(problem: Problem, evictions: Sequence[Eviction]) -> list[str]:
+    """Everything wrong with a plan: gaps that are none, issues outside their gap, too much memory."""
+    known = set(problem.gaps)
+    found = [f"{e.gap}: not a gap of this problem" for e in evictions if e.gap not in known]
+    found += [f"{e.gap}: issued at {e.issue}" for e in evictions if not e.gap.after < e.issue <= e.gap.before]
+    if len({eviction.gap for eviction in evictions}) < len(evictions):
+        found.append("a gap is evicted twice")
+    if found:
+        return found
+    return [
+        f"{tick.name}: {here} bytes, {here - problem.budget} too much"
+        for tick, here in zip(problem.ticks, memory(problem, evictions), strict=True)
+        if here > problem.budget
+    ]
+
+
+def _sets(problem: Problem) -> Iterator[tuple[Gap, ...]]:
+    for number in range(len(problem.gaps) + 1):
+        yield from combinations(problem.gaps, number)

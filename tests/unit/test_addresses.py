@@ -40,17 +40,6 @@ def test_weights_that_are_never_there_together_share() -> None:
     )  # most that is there at once
 
 
-def test_different_sizes_share_one_stretch() -> None:
-    """A table that is used at the ends leaves its place to the blocks."""
-    made = layout(
-        bucket("table", "embedding", 1024, site=Site.HOST, resident_ticks=((0, 1), (5, 6))),
-        *(bucket(f"b{i}", f"layers.{i}", 512, site=Site.HOST, resident_ticks=((1, 5),)) for i in range(2)),
-    )
-    spots = [place(made).of(name, Item.WEIGHT) for name in ("table", "b0", "b1")]
-    assert spots[0].overlaps(spots[1]) and spots[0].overlaps(spots[2]) and not spots[1].overlaps(spots[2])
-    assert max(s.end for s in spots) - min(s.offset for s in spots) == 4096
-
-
 def test_gradients_on_their_way_down_share_slots() -> None:
     made = layout(
         *(bucket(f"b{i}", f"layers.{i}", 128, site=Site.HOST, grad_home=Home.HOST) for i in range(5)), accumulation=2

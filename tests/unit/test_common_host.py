@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from strategies.core.facts import Home
-from strategies.core.layout import Spot
 from strategies.engine.memory.arena import OutOfMemoryError
 from strategies.engine.memory.common_host import CommonHost
 from strategies.engine.ranks.shares import Shares
@@ -32,15 +30,6 @@ def two() -> tuple[CommonHost, CommonHost]:
         one._memories = [one._own, theirs] if at == 0 else [theirs, one._own]
         one._processes, one._timeout_s = [os.getpid()] * 2, 60.0
     return first, second
-
-
-def test_each_sees_what_the_other_writes(two: tuple[CommonHost, CommonHost]) -> None:
-    first, second = two
-    spot = Spot(Home.HOST, 4096, 4096)
-    (mine, theirs), (seen, _) = (one.spans(spot, torch.float32, 5) for one in two)
-    mine.fill_(3.0)
-    assert seen.tolist() == [3.0] * 5 and theirs.tolist() == [0.0] * 5
-    assert not second.weights.any() and first.weights[4096:4116].view(torch.float32).eq(3.0).all()
 
 
 def test_a_reader_waits_for_the_others_and_not_for_itself(two: tuple[CommonHost, CommonHost]) -> None:

@@ -1,4 +1,4 @@
-"""Cutting a model into parts: the least longest part, the stage of each, and what a stage's facts are."""
+"""Cutting a model into parts: the least longest part, the stage of each, its facts; and the grid of ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from strategies.core.facts import Facts, Home, Param, Unit, UnitKind
-from strategies.core.grid import Grid
+from strategies.core.grid import Cell, Grid
 from strategies.core.plan import Plan, Reserve
 from strategies.core.protocol import Refusal, Strategy
 from strategies.core.registry import find
@@ -50,10 +50,7 @@ def test_no_other_cut_has_a_shorter_longest_part() -> None:
 
 def test_a_head_counts_as_much_as_its_products() -> None:
     parts = cut(model(10, 10, 10, 10, table=20), Schedule.ONE_F_ONE_B, 2).parts
-    assert parts == (
-        ("embedding", "layers.0", "layers.1", "layers.2"),
-        ("layers.3", "head"),
-    )
+    assert parts == (("embedding", "layers.0", "layers.1", "layers.2"), ("layers.3", "head"))
 
 
 def test_stages_of_parts() -> None:
@@ -142,6 +139,18 @@ def test_refusals() -> None:
     assert refused(pipeline(schedule="dualpipev"), known(4)) == []
     with pytest.raises(Refusal, match=r"strategies.pipeline.blocks = \[3, 1\]"):
         pipeline(blocks=[3, 1]).narrowed(known(8), 0)
+
+
+def test_groups_of_eight_ranks() -> None:
+    grid = Grid(stages=2, replicas=2, tensor=2)
+    assert grid.groups("tensor") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert grid.groups("replica") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert grid.groups("stage") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert grid.cell(6) == Cell(stage=1, replica=1, tensor=0)
+    uneven = Grid(stages=2, replicas=3, tensor=4)
+    assert [uneven.rank(uneven.cell(rank)) for rank in range(24)] == list(range(24))
+    assert [len(uneven.groups(axis)[0]) for axis in Cell._fields] == [2, 3, 4]
+    assert str(grid) == "pipeline 2 x data 2 x tensor 2"
 
 
 def test_the_table_of_the_grid() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaConfig, MistralConfig
 
 from trainer.data.collate import Collator, packing_supported
 from trainer.data.packing import MASKED, Span, chunk, pack, rows, split, whole
@@ -60,9 +60,7 @@ def test_split_is_a_partition(lengths: list[int], fraction: float, seed: int) ->
     assert len(held) == max(1, round(len(spans) * fraction))
 
 
-def test_split_depends_on_the_seed_alone_and_keeps_the_end_of_a_single_document() -> None:
-    spans = whole([5] * 100)
-    assert split(spans, 0.1, 1) == split(spans, 0.1, 1) != split(spans, 0.1, 2)
+def test_split_keeps_the_end_of_a_single_document() -> None:
     assert split([Span(0, 0, 100)], 0.1, 1) == ([Span(0, 0, 90)], [Span(0, 90, 100)])
     assert split([Span(0, 0, 4)], 0.01, 1) == ([Span(0, 0, 2)], [Span(0, 2, 4)])
 
@@ -128,7 +126,6 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 CONFIGS: dict[str, Any] = {
     "llama": LlamaConfig(**SIZES),
-    "qwen2": Qwen2Config(**SIZES),
     "mistral, a window shorter than a document": MistralConfig(**SIZES, sliding_window=6),
     "gpt2": GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=VOCAB, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
 }

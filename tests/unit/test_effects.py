@@ -11,106 +11,75 @@ from torch import Tensor, nn
 
 from strategies.engine.forward.checkpointing import checkpoint_blocks
 
-
-class Base(nn.Module):
-    """Its output depends on ``factor``, and so does every gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x * (1 + self.factor(x)))))
-
-    def factor(self, x: Tensor) -> Any:
-        return 0
+Factor = Callable[[Any, Tensor], Any]
 
 
-class Norm(Base):
-    """Its kernel writes running statistics past torch's version counters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(6)
-
-    def factor(self, x: Tensor) -> Tensor:
-        out: Tensor = self.norm(x)
-        return out
-
-
-class Running(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(6))
-
-    def factor(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.mean.lerp_(x.mean(0), 0.1)
-        return self.mean
-
-
-class PastCounters(Running):
-    def factor(self, x: Tensor) -> Tensor:
-        self.mean.data.lerp_(x.detach().mean(0), 0.1)
-        return self.mean
-
-
-class Replaced(Running):
-    def factor(self, x: Tensor) -> Tensor:
-        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
-        return self.mean
-
-
-class Attribute(Base):
-    """A tensor that is no buffer, and is not there at first."""
+class Block(nn.Module):
+    """Its output depends on ``factor``, which may change any of its state, and so does every gradient."""
 
     last: Tensor | None = None
 
-    def factor(self, x: Tensor) -> Tensor:
-        self.last = x.detach().mean(0) if self.last is None else 0.5 * self.last + x.detach().mean(0)
-        return self.last
-
-
-class Counting(Base):
-    def __init__(self) -> None:
+    def __init__(self, factor: Factor, generator: Any = None) -> None:
         super().__init__()
-        self.calls = 0
-
-    def factor(self, x: Tensor) -> float:
-        self.calls += 1
-        return 0.1 * self.calls
-
-
-class Drawing(Base):
-    """From a generator of its own."""
-
-    def __init__(self, made: Any, draw: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.generator, self._draw = made, draw
-
-    def factor(self, x: Tensor) -> float:
-        return float(self._draw(self.generator))
-
-
-class Dropped(Base):
-    """Runs or not, by Python's random numbers; and draws from NumPy's."""
+        self.up, self.down, self.norm = nn.Linear(6, 8), nn.Linear(8, 6), nn.BatchNorm1d(6)
+        self.register_buffer("mean", torch.zeros(6))
+        self.calls, self.generator, self._factor = 0, generator, factor
 
     def forward(self, x: Tensor) -> Tensor:
-        return x if random.random() < 0.4 else super().forward(x) * np.random.rand()
+        return x + self.down(torch.tanh(self.up(x * (1 + self._factor(self, x)))))
+
+
+def normed(block: Any, x: Tensor) -> Any:
+    """The kernel writes running statistics past torch's version counters."""
+    return block.norm(x)
+
+
+def running(block: Any, x: Tensor) -> Any:
+    with torch.no_grad():
+        block.mean.lerp_(x.mean(0), 0.1)
+    return block.mean
+
+
+def replaced(block: Any, x: Tensor) -> Any:
+    block.mean = 0.9 * block.mean + 0.1 * x.detach().mean(0)
+    return block.mean
+
+
+def attribute(block: Any, x: Tensor) -> Any:
+    """A tensor that is no buffer, and is not there at first."""
+    block.last = x.detach().mean(0) if block.last is None else 0.5 * block.last + x.detach().mean(0)
+    return block.last
+
+
+def counting(block: Any, x: Tensor) -> float:
+    block.calls += 1
+    return 0.1 * block.calls
+
+
+class Dropped(Block):
+    """Runs or not, by Python's random numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if random.random() < 0.4 else super().forward(x)
+
+
+def drawing(block: Any, x: Tensor) -> float:
+    return float(block.generator.random())
 
 
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
-    "batch norm": Norm,
-    "running mean": Running,
-    "through .data": PastCounters,
-    "a buffer replaced": Replaced,
-    "an attribute": Attribute,
-    "a counter": Counting,
-    "torch.Generator": lambda: Drawing(torch.Generator().manual_seed(3), lambda made: torch.rand((), generator=made)),
-    "random.Random": lambda: Drawing(random.Random(3), lambda made: made.random()),
-    "numpy Generator": lambda: Drawing(np.random.default_rng(3), lambda made: made.random()),
-    "global generators": Dropped,
-    "random.SystemRandom, which has no state": lambda: Drawing(random.SystemRandom(), lambda made: made is not None),
+    "batch norm": lambda: Block(normed),
+    "running mean": lambda: Block(running),
+    "a buffer replaced": lambda: Block(replaced),
+    "an attribute": lambda: Block(attribute),
+    "a counter": lambda: Block(counting),
+    "torch.Generator": lambda: Block(
+        lambda block, x: torch.rand((), generator=block.generator).item(), torch.Generator().manual_seed(3)
+    ),
+    "random.Random": lambda: Block(drawing, random.Random(3)),
+    "numpy Generator": lambda: Block(drawing, np.random.default_rng(3)),
+    "global generators": lambda: Dropped(lambda block, x: np.random.rand()),
+    "random.SystemRandom, which has no state": lambda: Block(lambda block, x: 0, random.SystemRandom()),
 }
 
 
@@ -143,7 +112,7 @@ def test_it_happens_once(name: str) -> None:
 
 def test_a_graph_that_is_retained() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(Running())
+    model = nn.Sequential(Block(running))
     checkpoint_blocks(model, {"0": ()})
     loss = model(torch.randn(4, 6)).mean()
     mean = model[0].mean
@@ -154,7 +123,7 @@ def test_a_graph_that_is_retained() -> None:
 
 def test_statistics_that_were_frozen_at_first() -> None:
     torch.manual_seed(0)
-    plain, model = nn.Sequential(Norm()), nn.Sequential(Norm())
+    plain, model = nn.Sequential(Block(normed)), nn.Sequential(Block(normed))
     model.load_state_dict(plain.state_dict())
     checkpoint_blocks(model, {"0": ()})
     for frozen in (True, False):
@@ -165,15 +134,9 @@ def test_statistics_that_were_frozen_at_first() -> None:
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in plain.state_dict().items())
 
 
-class Late(Running):
-    begins = False
-
-    def factor(self, x: Tensor) -> Tensor:
-        return super().factor(x) if self.begins else self.mean
-
-
 def test_a_write_that_begins_later_is_refused() -> None:
-    model = nn.Sequential(Late())
+    model = nn.Sequential(Block(lambda block, x: running(block, x) if block.begins else block.mean))
+    model[0].begins = False
     checkpoint_blocks(model, {"0": ()})
     model(torch.randn(4, 6)).mean().backward()
     model[0].begins = True

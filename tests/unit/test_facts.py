@@ -81,21 +81,13 @@ def test_units_hold_every_parameter_once(name: str, tied: bool) -> None:
     Facts(units, run_facts(), GPU, count.params)  # they add up to the units
     assert sum(unit.num_params for unit in units) == sum(p.numel() for p in real.parameters())
     assert all(unit.num_trainable == unit.num_params for unit in units)
+    assert count.largest_param == max(p.numel() for p in real.parameters())
     assert [unit.kind for unit in units] == [UnitKind.EMBEDDING, UnitKind.BLOCK, UnitKind.BLOCK, UnitKind.HEAD]
     assert [unit.name for unit in units] == ["embedding", *find_blocks(real), "head"]
     # A tied matrix stands with its first use, the embedding; an untied head brings its own.
     rows = VOCAB * 32
     assert units[0].num_params >= rows
     assert (units[-1].num_params >= rows) is not tied
-
-
-def test_sizes_by_hand() -> None:
-    hidden, ffn, key_values = 32, 64, 16
-    attention = hidden * (hidden + key_values + key_values + hidden)
-    block = attention + 3 * hidden * ffn + 2 * hidden
-    count = count_of(config_of("llama"))
-    assert [unit.num_params for unit in count.units] == [VOCAB * hidden, block, block, hidden + VOCAB * hidden]
-    assert (count.hidden_size, count.largest_param) == (hidden, VOCAB * hidden)
 
 
 def bare(units: Iterable[Unit]) -> tuple[Unit, ...]:
@@ -232,9 +224,6 @@ def test_half_precision_halves_what_is_saved_only_in_an_engine() -> None:
     assert saved[True, 2] < saved[True, None]
     ours = count_of(offloaded(MIXTRAL, bf16=True)).units[1:3]
     assert sum(unit.saved_bytes for unit in ours) == saved[True, 2]
-
-
-# Single parameters
 
 
 def offloaded(config: Mapping[str, Any], **changes: Any) -> RunConfig:

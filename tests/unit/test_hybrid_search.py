@@ -123,30 +123,20 @@ def test_a_stage_has_what_is_in_flight_and_what_it_receives() -> None:
     assert boundary_bytes(whole.run) == 1 * 8 * 64 * 2
 
 
-def test_splits_have_every_block_once_and_a_lighter_last_stage() -> None:
-    for blocks, stages in product((4, 7, 12), (1, 2, 3, 4)):
-        some = Model(model(blocks))
+def test_splits_have_every_block_once_and_none_has_a_shorter_longest_stage() -> None:
+    """Of all ways to give blocks to stages, where the head takes as long as two of them."""
+    for blocks, stages in product((4, 7, 9, 12), (1, 2, 3, 4)):
+        some, longest = Model(model(blocks)), []
         for last in some.splits(stages):
             parts = some.parts(stages, last)
-            assert sum(part.blocks for part in parts) == blocks and parts[-1].blocks == last
             assert [unit for part in parts for unit in some.units(part)] == list(some.facts.units)
-            counts = [part.blocks for part in parts[:-1]]
-            assert counts == sorted(counts) and max(counts, default=1) - min(counts, default=1) <= 1 <= min(
-                counts, default=1
-            )
-    assert min(Model(model(12)).splits(3)) < 4 == max(Model(model(12)).splits(3))
-
-
-def test_no_other_split_has_a_shorter_longest_stage() -> None:
-    """Of all ways to give blocks to stages, where the head takes as long as two of them."""
-    for blocks, stages in product((4, 6, 9, 11), (2, 3, 4)):
-        some = Model(model(blocks))
-        longest = [
-            max(part.blocks + 2 * part.ends for part in some.parts(stages, last)) for last in some.splits(stages)
-        ]
+            assert sum(part.blocks for part in parts) == blocks and parts[-1].blocks == last
+            counts = [part.blocks for part in parts[:-1]] or [1]
+            assert counts == sorted(counts) and counts[-1] - counts[0] <= 1 <= counts[0]
+            longest.append(max(part.blocks + 2 * part.ends for part in parts))
         cuts = combinations(range(1, blocks), stages - 1)
         every = [[b - a for a, b in pairwise((0, *cut, blocks))] for cut in cuts]
-        assert min(longest) == min(max(*counts[:-1], counts[-1] + 2) for counts in every)
+        assert min(longest) == min(max(*counts[:-1], counts[-1] + 2, 0) for counts in every)
 
 
 def priced(whole: Facts, on: Cluster, options: Options, sequences: int = 32) -> Answer:
@@ -175,10 +165,7 @@ def test_it_is_never_slower_with_more_memory_or_a_faster_network() -> None:
     """Exactly, along each ladder; and both matter."""
     for rules in (HERE, SHAPE):
         for ladder in (
-            [
-                priced(model(device=size), cluster(), Options(rules))
-                for size in (400_000, 600_000, 800_000, 1_000_000, WIDE)
-            ],
+            [priced(model(device=size), cluster(), Options(rules)) for size in (400_000, 800_000, 1_000_000, WIDE)],
             [priced(model(device=800_000), cluster(rate=rate), Options(rules)) for rate in (1e7, 1e8, 1e9, 1e11)],
         ):
             seconds = [answer.best[0].price.seconds for answer in ladder if answer.best]
@@ -221,33 +208,22 @@ def test_every_row_uses_all_ranks_and_the_whole_batch_and_breaks_no_rule() -> No
 @pytest.mark.parametrize(
     ("degrees", "name"),
     [
-        (Degrees(tensor=4, data=4, zero=1), ""),
-        (Degrees(tensor=2), "tensor with ZeRO 0 in mixed precision"),
-        (Degrees(tensor=2, zero=2, recompute="selective"), "tensor with selective recomputation"),
         (Degrees(stages=9), "blocks"),
         (Degrees(tensor=16), "machine"),
         (Degrees(stages=2, zero=2), "pipeline with ZeRO 2, 3"),
-        (Degrees(stages=2, zero=1, micro_batches=2), "pipeline with ZeRO 1 without offload"),
-        (Degrees(stages=2, zero=1, micro_batches=2, offload=Stowed.STATE), ""),
-        (Degrees(stages=2, micro_batches=1), "1f1b with few micro-batches"),
-        (Degrees(stages=2, micro_batches=2), ""),
-        (Degrees(stages=2, tensor=2), "tensor with pipeline"),
-        (Degrees(tensor=2, zero=3), "tensor with ZeRO 3"),
-        (Degrees(tensor=2, zero=1, offload=Stowed.STATE), "tensor with offload"),
         (Degrees(zero=2, offload=Stowed.WEIGHTS), "offloaded weights with ZeRO 1, 2"),
         (Degrees(zero=3, offload=Stowed.STATE), "offloaded state with ZeRO 3"),
         (Degrees(stages=2, micro_batches=4, offload=Stowed.WEIGHTS), ""),
     ],
 )
-def test_what_can_be_run(degrees: Degrees, name: str) -> None:
+def test_what_no_engine_could_run(degrees: Degrees, name: str) -> None:
+    """The other rules: see ``test_the_rules_are_what_the_strategies_refuse``."""
     limits = Limits(blocks=8, per_machine=8)
     rule = broken(degrees, limits, HERE)
     assert (rule.name if rule else "") == name
-    tied = broken(degrees, replace(limits, tied=True), HERE)
-    if degrees.stages > 1 and degrees.offload is not Stowed.NOTHING:
+    if not name:  # by these engines not with a tied head
+        tied = broken(degrees, replace(limits, tied=True), HERE)
         assert tied is not None and tied.name == "pipeline with offload and a tied head"
-    else:
-        assert tied is rule
 
 
 def test_the_volumes_of_zero_per_step() -> None:
@@ -320,15 +296,10 @@ def test_offload_is_for_what_does_not_fit_otherwise() -> None:
 @pytest.mark.parametrize(
     ("degrees", "strategies"),
     [
-        (Degrees(data=8), {"zero": {"stage": 0}}),
         (Degrees(data=8, zero=3, recompute="full"), {"zero": {"stage": 3}, "recompute": {"policy": "full"}}),
         (Degrees(stages=4), {"pipeline": {"stages": 4, "schedule": "1f1b"}}),
         (Degrees(tensor=2, zero=1), {"zero": {"stage": 1}, "tensor": {"degree": 2}}),
         (Degrees(offload=Stowed.STATE), {"offload": {"gpu_memory": "20GiB"}}),
-        (
-            Degrees(zero=3, offload=Stowed.WEIGHTS),
-            {"zero": {"stage": 3}, "offload": {"gpu_memory": "20GiB"}},
-        ),
     ],
 )
 def test_degrees_are_written_as_strategies(degrees: Degrees, strategies: dict[str, Any]) -> None:

@@ -175,14 +175,9 @@ def test_every_bucket_keeps_the_rules(known: Facts, capacity: int | None) -> Non
 
 def test_uses_and_leads() -> None:
     units = ("a", "b", "c")  # steps 0 to 5: a b c, c b a
-    one = bucket("x", "b", 10, resident_ticks=((1, 2), (3, 5)))
-    made = layout(one, units=units)
-    assert uses(one, ticks_of(units)) == (1, 4)
-    assert leads(one, made) == (0, 1)
+    assert uses(bucket("x", "b", 10), ticks_of(units)) == (1, 4)
     over_the_end = bucket("x", "a", 10, resident_ticks=((0, 1), (4, 6)))
-    assert leads(over_the_end, made) == (1, 1)  # it stays from backward to the next forward: came one before backward
+    assert leads(over_the_end, layout(over_the_end, units=units)) == (1, 1), "it came one before backward, and stayed"
     looked_up = replace(bucket("x", "a", 10), units=("a", "c"), looked_up=True)  # an embedding tied to the head
     assert uses(looked_up, ticks_of(units)) == (0, 2, 3)
     assert gradient_tick(looked_up, ticks_of(units)) == 5
-    kept = bucket("x", "c", 10, resident_ticks=((2, 4),))
-    assert leads(kept, layout(kept, units=units)) == (0, 1)

@@ -47,11 +47,6 @@ CGROUPS: dict[str, tuple[dict[str, str], Memory | None, float | None]] = {
         1.5,
     ),
     "none": ({}, None, None),
-    "v2 without a limit": (
-        {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max\n", "sys/fs/cgroup/cpu.max": "max 100000\n"},
-        None,
-        None,
-    ),
     "v1 without a limit": (
         {
             "proc/self/cgroup": "4:memory:/\n1:cpu:/\n",
@@ -90,10 +85,10 @@ def test_probe_of_this_machine(tmp_path: Path) -> None:
     assert probe.disk_free_bytes(tmp_path / "a/b/c") > 0, "of a folder that does not exist yet"
     here = probe.probe()
     assert here.origin == "probed" and here.rates is None
-    assert 0 < here.host_available_bytes <= here.host_total_bytes
-    assert here.usable_cores >= 1 and here.physical_cores >= 1
+    assert here.host_available_bytes > 0
+    assert here.usable_cores >= 1
     if here.device_kind == "cpu":
-        assert (here.name, here.num_devices, here.device_total_bytes, here.peak_flops) == ("cpu", 0, 0, None)
+        assert (here.name, here.num_devices, here.device_total_bytes, here.peak_flops) == ("cpu", 0, 0, {})
 
 
 def test_an_accelerator_of_any_kind_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,16 +109,16 @@ def test_cards_are_told_apart() -> None:
         ("Tesla V100-SXM2-16GB", None, 125e12),
     ):
         peak = probe.peak_flops(name)
-        assert peak is not None and (peak.of("bf16"), peak.of("fp16")) == (bf16, fp16), name
+        assert (peak.get("bf16"), peak.get("fp16")) == (bf16, fp16), name
     for name in ("NVIDIA A10G", "NVIDIA GeForce RTX 4090 Laptop GPU", "cpu", ""):
-        assert probe.peak_flops(name) is None, name
+        assert probe.peak_flops(name) == {}, name
 
 
 def test_profiles_state_efficiency_of_the_link() -> None:
     for name, rate in (("h100-pcie5", 53.6e9), ("rtx4090-pcie4", 26.8e9), ("l4-pcie4", 13.4e9)):
         known = profiles.profile(name).rates
         assert known is not None and known.up_bytes_per_s == known.down_bytes_per_s == pytest.approx(rate, rel=0.01)
-    assert profiles.profile("cpu").peak_flops is None
+    assert profiles.profile("cpu").peak_flops == {}
 
 
 def test_unknown_profile_lists_all_and_names_the_nearest() -> None:

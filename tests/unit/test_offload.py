@@ -322,8 +322,6 @@ def test_groups_as_torch_takes_them() -> None:
     assert found["model.norm.weight"] == (1, "bfloat16")
     assert found["lm_head.weight"] == (None, "bfloat16")
     assert plan.facts.run.precision is Precision.BF16
-    flat = plan_for(model, (p for p in model.parameters() if p.requires_grad), max_grad_norm=None)
-    assert {param.group for param in flat.facts.params} == {0, None}
 
 
 def test_groups_that_cannot_be() -> None:

@@ -15,6 +15,7 @@ from strategies.engine.forward.checkpointing import recompute, room_of
 from strategies.engine.memory import accelerator
 from strategies.engine.memory import arena as module
 from tests.memory.test_engine import MODELS, model_of
+from tests.unit.test_arena import Driver
 from trainer.planning.plan_for import plan_for
 
 ENGINE = Path(__file__).resolve().parents[2] / "strategies/engine"
@@ -87,31 +88,16 @@ def test_allocations_are_seen() -> None:
     assert not allocations(ast.parse("x: torch.Tensor = y.view(3).copy_(z)"))
 
 
-class Counting:
-    """Counts mappings and registrations of host memory."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.mapped, self.pinned = list[int](), dict[int, int]()
-        real: Any = mmap.mmap
-
-        def mapping(number: int, size: int, **options: Any) -> Any:
-            self.mapped.append(size)
-            return real(number, size, **options)
-
-        monkeypatch.setattr(module.mmap, "mmap", mapping)
-        monkeypatch.setitem(accelerator.TABLE, "cpu", accelerator.Row(self))
-
-    def register(self, pointer: int, num_bytes: int) -> str | None:
-        self.pinned[pointer] = num_bytes
-        return None
-
-    def unregister(self, pointer: int) -> None:
-        del self.pinned[pointer]
-
-
 @pytest.mark.parametrize("offload", [True, False])
 def test_training_maps_and_pins_nothing_after_the_start(offload: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    counting = Counting(monkeypatch)
+    driver, mapped, former = Driver(), list[int](), mmap.mmap
+
+    def mapping(number: int, size: int, **options: Any) -> Any:
+        mapped.append(size)
+        return former(number, size, **options)
+
+    monkeypatch.setattr(module.mmap, "mmap", mapping)
+    monkeypatch.setitem(accelerator.TABLE, "cpu", accelerator.Row(driver))
     model, ids = model_of(MODELS["llama"]), torch.arange(16).view(2, 8)
     options = {"policy": "selective", "activation_offloading": True}
     plan: Any = plan_for(model, batch=(2, 8), max_grad_norm=1.0, site="host", recompute=options)
@@ -127,13 +113,13 @@ def test_training_maps_and_pins_nothing_after_the_start(offload: bool, monkeypat
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        assert counting.mapped == list(counting.pinned.values()) == [planned]
+        assert mapped == list(driver.ranges.values()) == [planned]
     assert min(room.traffic) > 0 and room.num_refused == 0
-    start = room._memory.data_ptr() - next(iter(counting.pinned))
+    start = room._memory.data_ptr() - next(iter(driver.ranges))
     assert start == (plan.addresses.of("", Item.SAVED).offset if offload else 0)
     if offload:
         optimizer.close()
-        assert counting.pinned == {} and room._memory is None
+        assert driver.ranges == {} and room._memory is None
         sent = room.traffic
         model(input_ids=ids, labels=ids).loss.backward()
         assert room.traffic == sent

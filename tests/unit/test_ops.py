@@ -1,12 +1,12 @@
 """DeepSpeed's extensions: a machine that cannot build them hears of it before anything is prepared."""
 
-import json
 import os
 from pathlib import Path
 
 import pytest
 
 from launch.train import main
+from tests.e2e.commands import write_config
 from trainer.dist import deepspeed_ops
 from trainer.errors import ExitCode
 
@@ -16,15 +16,7 @@ def slim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine without a compiler on which nothing has been built; the file of a config that needs ZeRO."""
     monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
-    config = tmp_path / "zero.yaml"
-    content = {
-        "model": {"config": {"model_type": "llama"}, "tokenizer": {"train": "bpe", "vocab_size": 512}},
-        "data": {"path": "pydoc", "max_length": 16},
-        "training": {"output_dir": str(tmp_path / "run"), "max_steps": 1},
-        "strategies": {"zero": {"stage": 2}},
-    }
-    config.write_text(json.dumps(content))
-    return config
+    return write_config(tmp_path, strategies={"zero": {"stage": 2}})
 
 
 def test_zero_without_a_compiler_is_one_line(slim: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,12 +23,8 @@ def test_the_grids_cover_what_is_legal(table: Table) -> None:
     }
     assert every - pairs == every & set(table.forbidden)
     assert every - pairs
+    assert len(set(map(title, rows))) == len(rows)
     assert rows == list(table.rows())
-
-
-def test_the_grid_is_large_enough_and_its_titles_are_unique() -> None:
-    titles = [title(row) for row in FP32.rows()]
-    assert len(titles) == len(set(titles)) >= 150
 
 
 def test_what_cannot_be_completed_is_not_wanted() -> None:
@@ -36,8 +32,3 @@ def test_what_cannot_be_completed_is_not_wanted() -> None:
     table = Table({"a": (1, 2), "b": (1, 2), "c": (1, 2)}, [(("b", 2), ("c", 1)), (("b", 2), ("c", 2))])
     assert all(row["b"] == 1 for row in table.rows())
     assert len(list(table.wanted())) == 4 + 2 + 2
-
-
-def test_few_rows() -> None:
-    """Thirteen factors of three levels: known tables of pairs have 15 rows, all combinations would be 1.6 million."""
-    assert 9 <= len(list(Table({str(i): (0, 1, 2) for i in range(13)}).rows())) <= 32

@@ -20,7 +20,7 @@ from strategies.planner.placement_search import PlacementSearch
 from strategies.planner.places import OffloadRequest, Places
 from strategies.planner.step_cost import cost_of
 from strategies.planner.weight_schedule import ASSUMED, fitted
-from tests.helpers.layouts import facts_of, homes_of, random_facts, transformer
+from tests.helpers.layouts import facts_of, random_facts, transformer
 
 PLENTY = 1 << 50
 DEVICE, HOST = Home.DEVICE, Home.HOST
@@ -58,12 +58,17 @@ def every_budget(known: Facts, **changes: Any) -> list[Layout]:
             return found
 
 
+def matrices(*units: str) -> list[Param]:
+    """One in each unit."""
+    return [Param(f"{unit}.w", unit, 64 * 64, "float32", 0) for unit in units]
+
+
 # The order of measures
 
 
 def test_what_fits_is_not_moved() -> None:
     made = chosen(transformer())
-    assert set(homes_of(made).values()) == {(Site.DEVICE, False, DEVICE)}
+    assert {(b.site, b.resident, b.grad_home) for b in made.buckets} == {(Site.DEVICE, True, DEVICE)}
     exact = device_bytes(made)
     assert chosen(transformer(), exact) == made
     assert chosen(transformer(), exact + 7, saved=7) == made
@@ -76,29 +81,22 @@ def travels(made: Layout) -> list[str]:
 
 def test_first_the_last_states_then_gradients_then_weights() -> None:
     """With accumulation gradients stay as long as they can. Nobody knows the rates, so nothing is weighed up."""
-    known = transformer(groups=False, blocks=6, accumulation=2)
-    stages = [
-        (
-            sum(site is Site.HOST for site, _, _ in homes_of(made).values()),
-            sum(park is HOST for _, _, park in homes_of(made).values()),
-            len(travels(made)),
-        )
-        for made in every_budget(known)
-    ]
-    assert stages[0] == (0, 0, 0)
-    assert stages[-1] == (14, 14, 14)  # at the least in twice as many buckets
-    assert (8, 8, 8) in stages
-    placements = [stage[:2] for stage in stages]
-    assert placements == sorted(placements)
-    for made in every_budget(known):
+    stages = []
+    for made in every_budget(transformer(groups=False, blocks=6, accumulation=2)):
         sites = [b.site for b in made.buckets]
         grad_home = [b.grad_home for b in made.buckets]
+        stages.append((sites.count(Site.HOST), grad_home.count(HOST), len(travels(made))))
         assert sites == sorted(sites, key=[Site.DEVICE, Site.HOST].index)
         assert grad_home == sorted(grad_home, key=[DEVICE, HOST].index)
         if HOST in grad_home:
             assert Site.DEVICE not in sites
         if travels(made):
             assert DEVICE not in grad_home
+    assert stages[0] == (0, 0, 0)
+    assert stages[-1] == (14, 14, 14)  # at the least in twice as many buckets
+    assert (8, 8, 8) in stages
+    placements = [stage[:2] for stage in stages]
+    assert placements == sorted(placements)
 
 
 def test_a_single_micro_batch_is_sent_down_at_once() -> None:
@@ -156,24 +154,17 @@ def test_small_buckets_and_widely_used_ones_stay() -> None:
 
 
 def test_a_tied_table_leaves_between_its_uses() -> None:
-    big = 64 * 64
-    known = facts_of(
-        Param("tokens.w", "embedding", 2 * big, "float32", 0, ("head",)),
-        *(Param(f"layers.{i}.w", f"layers.{i}", big, "float32", 0) for i in range(6)),
-        Param("norm.w", "head", 8, "float32", 0),
-    )
+    tied = Param("tokens.w", "embedding", 2 * 64 * 64, "float32", 0, ("head",))
+    blocks = matrices(*(f"layers.{i}" for i in range(6)))
+    known = facts_of(tied, *blocks, Param("norm.w", "head", 8, "float32", 0))
     table = every_budget(known)[-1].buckets[0]
     assert table.units == ("embedding", "head") and not table.resident
     assert table.resident_ticks == ((0, 1), (7, 9), (15, 16))
 
 
 def test_a_parameter_that_is_in_use_beside_other_units_stays() -> None:
-    big = 64 * 64
-    known = facts_of(
-        Param("model.positions", "embedding", big, "float32", 0, elsewhere=True),
-        *(Param(f"model.layers.{i}.w", f"model.layers.{i}", big, "float32", 0) for i in range(4)),
-        Param("model.output.w", "head", big, "float32", 0),
-    )
+    positions, *others = matrices("embedding", *(f"model.layers.{i}" for i in range(4)), "head")
+    known = facts_of(replace(positions, elsewhere=True), *others)
     least = every_budget(known)[-1]
     assert least.buckets[0].resident and not least.buckets[-1].resident
     # Over ranks its gradient would hold a slot until all have exchanged it, which is at the end of backward.
@@ -183,19 +174,9 @@ def test_a_parameter_that_is_in_use_beside_other_units_stays() -> None:
 
 
 def test_what_stands_between_two_stacks_of_blocks_stays() -> None:
-    big = 64 * 64
-    known = facts_of(
-        Param("tokens", "embedding", big, "float32", 0),
-        *(
-            Param(f"{stack}.{i}.w", f"{stack}.{i}", big, "float32", 0)
-            for stack in ("encoder", "decoder")
-            for i in (0, 1)
-        ),
-        Param("output", "head", big, "float32", 0),
-    )
-    assert {name for made in every_budget(known) for name in travels(made)} <= {
-        f"{stack}.{i}" for stack in ("encoder", "decoder") for i in (0, 1)
-    }
+    blocks = ("encoder.0", "encoder.1", "decoder.0", "decoder.1")
+    known = facts_of(*matrices("embedding", *blocks, "head"))
+    assert {name for made in every_budget(known) for name in travels(made)} <= {*blocks}
 
 
 def test_frozen_weights_travel_while_the_adapters_stay() -> None:
@@ -253,6 +234,7 @@ def test_a_device_that_is_too_small() -> None:
     least = parse_bytes(text.split("write ")[1].split(" or more")[0])
     assert set(travels(choose(known, request(least), 1000))) >= {"embedding", "layers.0/0", "layers.0/1", "head"}
     assert "1000 B of them for forward and backward" in text
+    assert refusal(known, 100_000, site="device").endswith(", or leave strategies.offload.site at auto")
 
 
 def test_where_memory_is_scarce_a_head_of_many_words_has_no_slot_for_its_gradient() -> None:
@@ -279,10 +261,6 @@ def test_room_is_used_although_the_first_schedules_cannot_be_packed() -> None:
     indices, room = list(placements.offloadable(last)), 2_173_244
     made = fitted(known, placements.layout(last), indices, room, None)
     assert 0.9 * room < weight_packing(made).arena <= room
-
-
-def test_a_refusal_names_what_was_forced() -> None:
-    assert refusal(transformer(), 100_000, site="device").endswith(", or leave strategies.offload.site at auto")
 
 
 @pytest.mark.parametrize("budgets", [(100_000,), (PLENTY, 5000)], ids=["device", "host"])

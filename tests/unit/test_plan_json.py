@@ -45,6 +45,7 @@ CORRUPT: list[tuple[Callable[[Content], object], str]] = [
     (lambda content: content["spots"].append(content["spots"][0]), "spots: two are of one bucket and item"),
     (lambda content: content["keeps"][0].update(hosted=["x"], hosted_bytes=4096), "saved tensors: has no address"),
     (lambda content: content.update(schema_version=1), "schema_version = 1: this reads 2"),
+    (lambda content: content["facts"]["params"][0].update(unit="x"), "is used by a unit that is not there"),
     (lambda content: content.pop("arenas"), "arenas: Field required"),
     (lambda content: content["layout"]["buckets"][0].update(site="moon"), "layout.buckets.0.site: Input should be "),
     (lambda content: content["layout"].update(speed=3), "layout.speed: Unexpected keyword argument"),

@@ -41,7 +41,7 @@ def times(latency_s: float, bytes_per_s: float) -> list[tuple[int, float]]:
     return [(size, latency_s + size / bytes_per_s) for size in SIZES]
 
 
-@pytest.mark.parametrize(("index", "factor"), [(0, 1.0), (0, 0.1), (0, 10.0), (6, 2.0), (12, 0.1), (12, 10.0)])
+@pytest.mark.parametrize(("index", "factor"), [(0, 0.1), (6, 2.0), (12, 10.0)])
 def test_a_line_is_found_again_with_one_point_disturbed(index: int, factor: float) -> None:
     points = times(10e-6, 25e9)
     points[index] = (points[index][0], points[index][1] * factor)
@@ -57,18 +57,14 @@ def test_what_is_no_line() -> None:
     assert fit_line([(4, 3.0), (8, 1.0)]).latency_s == 0
 
 
-@pytest.mark.parametrize(("up_s", "down_s", "factor"), [(1.0, 1.0, 1.0), (1.0, 1.5, 0.5), (3.0, 1.0, 0.72)])
-def test_duplex_factor_undoes_the_simulators_rule(up_s: float, down_s: float, factor: float) -> None:
+def test_duplex_factor_undoes_the_simulators_rule() -> None:
     """Both run at ``factor`` of their rates until the shorter is done, then the other alone."""
-    shared = min(up_s, down_s) / factor
-    both_s = shared + max(up_s, down_s) - shared * factor
-    assert duplex_factor(up_s, down_s, both_s) == pytest.approx(factor)
-
-
-def test_duplex_factor_stays_within_reason() -> None:
-    assert duplex_factor(1.0, 1.0, 0.9) == 1.0  # noise
-    assert duplex_factor(1.0, 3.0, 1.5) == 1.0
-    assert duplex_factor(1.0, 1.0, 2.5) == pytest.approx(0.4)  # worse than one after the other
+    for up_s, down_s, factor in ((1.0, 1.5, 0.5), (3.0, 1.0, 0.72)):
+        shared = min(up_s, down_s) / factor
+        both_s = shared + max(up_s, down_s) - shared * factor
+        assert duplex_factor(up_s, down_s, both_s) == pytest.approx(factor)
+    assert duplex_factor(1.0, 1.0, 0.9) == duplex_factor(1.0, 3.0, 1.5) == 1.0, "noise"
+    assert duplex_factor(1.0, 1.0, 2.5) == pytest.approx(0.4), "worse than one after the other"
 
 
 def test_dram_counts_with_what_copies_and_updates_reach_together() -> None:
@@ -93,6 +89,7 @@ def test_rates_that_cannot_be() -> None:
     for name, value in {**wrong, "gemm_bf16_flops_per_s": float("inf")}.items():
         with pytest.raises(ValueError, match=name):
             some_rates(**{name: value})
+    assert some_rates(link_latency_s=0.0, launch_s=0.0), "as if there were none"
 
 
 # --- files -------------------------------------------------------------------------------------------------------
@@ -168,20 +165,15 @@ def test_facts_take_what_was_measured_then_a_named_card_then_nothing(
     assert machine_facts(here, 1).rates is None and "device NVIDIA H100" in profiles.known_rates(here).ignored
 
 
-def test_a_named_machine_does_not_look_at_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiles, "stored_at", lambda: pytest.fail("looked"))
-    for name, machine in profiles.PROFILES.items():
-        assert profiles.known_rates(machine) == StoredRates(machine.rates), name
-
-
 @pytest.mark.parametrize("name", [name for name in profiles.PROFILES if name != "cpu"])
-def test_named_cards_are_complete_and_possible(name: str) -> None:
+def test_named_cards_are_complete_and_possible(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiles, "stored_at", lambda: pytest.fail("what was measured here does not count"))
     card = profiles.profile(name)
-    known, peak = card.rates, card.peak_flops
-    assert card.origin == "profile" and 0 < card.device_total_bytes < card.host_total_bytes
-    assert known is not None and known.origin == "profile" and peak is not None and peak.bf16
-    assert 0.4 * peak.bf16 < known.gemm_flops(Precision.BF16) < peak.bf16
-    assert 0.4 * peak.fp32 < known.gemm_flops(Precision.FP32) < peak.fp32
+    known, peak = profiles.known_rates(card).rates, card.peak_flops
+    assert card.origin == "profile" and 0 < card.device_total_bytes < card.host_available_bytes
+    assert known is not None and known.origin == "profile"
+    assert 0.4 * peak["bf16"] < known.gemm_flops(Precision.BF16) < peak["bf16"]
+    assert 0.4 * peak["fp32"] < known.gemm_flops(Precision.FP32) < peak["fp32"]
     assert 0.5 <= known.duplex_factor < 1 and 0 < known.link_latency_s < 1e-4
     for precision in Precision:
         assert 0 < HOST_UPDATE_BYTES * known.update_params_per_s(precision) <= known.dram_bytes_per_s * 1.001

@@ -68,11 +68,10 @@ def test_lines_of_the_table_are_aligned() -> None:
     assert lines[0] == (
         "plan: 0.0 M parameters, 0.0 M trainable, bf16, 2 ranks on test gpu, 32 tokens per optimizer step"
     )
-    header = next(line for line in lines if line.startswith("unit"))
-    body = [line for line in lines[lines.index(header) :] if " 1/2 " in line]
-    assert len(body) == 3
-    assert {line.index(" device ") + 1 for line in body} == {header.index("home")}
-    assert {line.index(" zero ") + 1 for line in body} == {header.index("decided by")}
+    header, body = next(line for line in lines if line.startswith("unit")), [line for line in lines if " 1/2 " in line]
+    assert [(line.index(" device ") + 1, line.index(" zero ") + 1) for line in body] == [
+        (header.index("home"), header.index("decided by"))
+    ] * 3
     assert all(line == line.rstrip() and line.isascii() for line in lines)
     assert ", 1 rank on" in table(Plan.baseline(facts()))
 

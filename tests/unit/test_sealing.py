@@ -115,47 +115,37 @@ def test_an_interruption_while_it_is_settled_loses_no_save(tmp_path: Path) -> No
     assert run_world(1, interrupted, config_in(tmp_path)) == [f"checkpoint-{SAVE}"]
 
 
-def unprunable(ranks: Ranks, config: RunConfig) -> list[str]:
-    """What is said if older checkpoints cannot be deleted."""
+def looked_at(ranks: Ranks, config: RunConfig) -> tuple[list[bool], list[str]]:
+    """Whether a callback of the user's finds each checkpoint when it hears of it, and what is said if older ones cannot
+    be deleted.
+    """
+    from transformers import TrainerCallback
+
     from trainer.run import checkpoint
     from trainer.run import trainer as trainer_file
 
-    said: list[str] = []
-    remove = checkpoint.remove
+    class Upload(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            found.append((Path(args.output_dir) / f"checkpoint-{state.global_step}" / "manifest.json").is_file())
 
     def stubborn(folder: Path) -> None:
         if folder.name == checkpoint.DELETED and folder.exists():
             raise OSError(39, "Directory not empty")
         remove(folder)
 
+    found, said, remove = list[bool](), list[str](), checkpoint.remove
     checkpoint.remove, trainer_file.write_line = stubborn, said.append
-    train(trainer_of(ranks, config))
-    return said
-
-
-def test_what_cannot_be_deleted_is_no_failed_save(tmp_path: Path) -> None:
-    (said,) = run_world(1, unprunable, config_in(tmp_path))
-    assert said == f"{tmp_path}: older checkpoints could not be deleted: [Errno 39] Directory not empty"
-    assert verified(tmp_path / f"checkpoint-{STEPS}")
-
-
-def looked_at(ranks: Ranks, config: RunConfig) -> list[bool]:
-    """Whether a callback of the user's finds each checkpoint when it hears of it."""
-    from transformers import TrainerCallback
-
-    class Upload(TrainerCallback):
-        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            found.append((Path(args.output_dir) / f"checkpoint-{state.global_step}" / "manifest.json").is_file())
-
-    found: list[bool] = []
     trainer = trainer_of(ranks, config)
     trainer.add_callback(Upload())
     train(trainer)
-    return found
+    return found, said
 
 
-def test_callbacks_of_others_find_the_checkpoint(tmp_path: Path) -> None:
-    assert run_world(1, looked_at, config_in(tmp_path)) == [True, True]
+def test_callbacks_find_the_checkpoint_and_what_cannot_be_deleted_is_no_failed_save(tmp_path: Path) -> None:
+    found, (said,) = run_world(1, looked_at, config_in(tmp_path))
+    assert found == [True, True]
+    assert said == f"{tmp_path}: older checkpoints could not be deleted: [Errno 39] Directory not empty"
+    assert verified(tmp_path / f"checkpoint-{STEPS}")
 
 
 BEST = {

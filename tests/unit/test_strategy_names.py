@@ -4,6 +4,7 @@ A name may stand in words for people (an error that says which key to write) and
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,15 +25,13 @@ EXEMPT = {
 
 def uses(source: str) -> Iterator[str]:
     """Places in ``source`` where the name of a strategy is a value, an attribute of strategies, or imported."""
-    modules = {f"strategies.{name}" for name in NAMES}
+    imported = re.compile(rf"\bstrategies(\.| import )({'|'.join(NAMES)})\b")
     for node in ast.walk(ast.parse(source)):
         found = isinstance(node, ast.Constant) and node.value in NAMES
         if isinstance(node, ast.Attribute):
             found = node.attr in NAMES and ast.unparse(node.value).endswith("strategies")
-        elif isinstance(node, ast.ImportFrom):
-            found = bool(modules & {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)})
-        elif isinstance(node, ast.Import):
-            found = bool(modules & {alias.name for alias in node.names})
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found = imported.search(ast.unparse(node)) is not None
         if found:
             yield ast.unparse(node)
 

@@ -65,8 +65,9 @@ def test_refused_before_data_is_read(
 def test_gpt2_and_a_world_of_other_ranks_are_refused() -> None:
     with pytest.raises(ConfigError, match="GPT-2 has queries, keys and values in one Conv1D, which AutoTP does not"):
         counted(GPT2, tensor={"degree": 2})
-    with pytest.raises(ConfigError, match="one replica takes tensor 2 = 2 ranks: start 2 or 4 ranks, not 3"):
-        check_options(run_config(strategies={"tensor": {"degree": 2}}), 3)
+    for ranks, instead in ((3, "start 2 or 4 ranks, not 3"), (1, "start 2 ranks, not 1$")):
+        with pytest.raises(ConfigError, match=f"one replica takes tensor 2 = 2 ranks: {instead}"):
+            check_options(run_config(strategies={"tensor": {"degree": 2}}), ranks)
 
 
 def counted(config: dict[str, Any], **strategies: Any) -> facts.ModelCount:

@@ -73,6 +73,8 @@ def test_settings(changes: dict[str, Any], words: str) -> None:
         (0, {"offsets": (0, 100)}, "a.1 is not aligned"),
         (0, {"num_elements": 128}, "parameters reach beyond the end"),
         (0, {"num_elements": 257}, "its size is not aligned"),
+        (0, {"ways": 0}, "has no 0 equal spans"),
+        (0, {"ways": 3}, "has no 3 equal spans"),
         (0, {"sizes": (100,)}, "not equally long"),
         (0, {"dtype": "float16"}, "unknown dtype float16"),
         (0, {"units": ()}, "no unit that uses it"),

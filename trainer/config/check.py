@@ -24,9 +24,9 @@ from pydantic.fields import FieldInfo
 
 from strategies.core.registry import available, find
 from trainer.config.arguments import Allowed
-from trainer.config.conflicts import MISSING, Fault, conflicts
+from trainer.config.conflicts import conflicts
 from trainer.config.sections import SECTIONS, RunConfig, flat
-from trainer.config.yaml_file import Key, leaves, read
+from trainer.config.yaml_file import MISSING, Fault, Key, leaves, read
 from trainer.errors import nearest
 
 TOP = ("extends", *RunConfig.model_fields)

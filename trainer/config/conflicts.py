@@ -7,21 +7,11 @@ every comparison false, so that one mistake is never reported twice. Checks ther
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from strategies.core.protocol import Requirement
 from strategies.core.registry import available, find
-from trainer.config.yaml_file import Key
-
-MISSING = object()  # the value of a key that is not there
-
-
-class Fault(NamedTuple):
-    """A key, its value (or MISSING), and what is wrong with it."""
-
-    key: Key
-    value: object
-    what: str
+from trainer.config.yaml_file import MISSING, Fault
 
 
 class Wrong:
@@ -31,7 +21,6 @@ class Wrong:
         return False
 
     __eq__ = __ne__ = __lt__ = __gt__ = _never
-    __hash__ = None  # type: ignore[assignment]
 
     def __bool__(self) -> bool:
         return False

@@ -18,22 +18,20 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from strategies.core.registry import available, find
 from trainer.config.check import check
-from trainer.config.conflicts import MISSING, Fault
 from trainer.config.sections import SECTIONS, RunConfig
 from trainer.config.yaml_file import (
     COMMAND_LINE,
-    ConfigProblem,
+    MISSING,
     Document,
+    Fault,
     Key,
     Location,
-    dotted,
     error_line,
     leaves,
     location_of,
     parse,
     printable,
     read,
-    shown,
 )
 from trainer.errors import ConfigError, nearest_file
 
@@ -64,14 +62,16 @@ def _loaded(path: str, base: Document, file: Document, overrides: Sequence[str])
             _drop_what_is_off(layer.tree, tree)
         tree = merged(tree, layer.tree)
     locations = _locations(layers)
-    problems = [problem for layer in layers for problem in layer.problems]
+    faults = [fault for layer in layers for fault in layer.problems]
+    unread = {fault.key for fault in faults}
     whole = all(layer.tree or not layer.problems for layer in (base, file))
-    unread = {problem.key for problem in problems}
-    problems += [_problem(fault, locations, path) for fault in check(tree, whole) if fault.key not in unread]
-    if problems:
+    for fault in check(tree, whole):
+        if fault.key not in unread:
+            faults.append(fault._replace(location=location_of(fault.key, locations) or Location(path, 1)))
+    if faults:
         order = {path: 0, COMMAND_LINE: 2}  # the base comes between
-        problems.sort(key=lambda problem: (order.get(problem.location.file, 1), problem.location.line))
-        raise ConfigError(map(str, problems))
+        faults.sort(key=lambda fault: (order.get(fault.location.file, 1), fault.location.line))
+        raise ConfigError(map(str, faults))
     return build(tree).note_locations({(): Location(path), **locations})
 
 
@@ -111,15 +111,15 @@ def merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _read(path: Path, location: Location, lead: str = "") -> Document:
-    """The document at ``path``. If it cannot be read, that is a problem at ``location``, in words after ``lead``."""
+def _read(path: Path, location: Location, key: Key = (), value: object = MISSING) -> Document:
+    """The document at ``path``. If it cannot be read, that is a problem of the ``value`` of ``key`` at ``location``."""
     try:
         return read(path)
     except FileNotFoundError:
         what = f"no such file{nearest_file(path)}"
     except (OSError, ValueError) as error:
         what = f"cannot be read: {getattr(error, 'strerror', None) or 'not a path'}"
-    return Document(problems=[ConfigProblem(location, lead + what)])
+    return Document(problems=[Fault(key, value, what, location)])
 
 
 def _base(path: Path, file: Document) -> Document:
@@ -129,11 +129,11 @@ def _base(path: Path, file: Document) -> Document:
     name, location = file.tree.pop("extends"), file.locations[("extends",)]
     if not isinstance(name, str) or not name:
         words = "must be the path of one config, relative to this file"
-        return Document(problems=[ConfigProblem(location, error_line(("extends",), name, words))])
-    base = _read(path.parent / name, location, f"extends = {shown((), name)}: ")
+        return Document(problems=[Fault(("extends",), name, words, location)])
+    base = _read(path.parent / name, location, ("extends",), name)
     if "extends" in base.tree:
-        words = error_line(("extends",), base.tree.pop("extends"), "a base extends nothing; one level only")
-        base.problems.append(ConfigProblem(base.locations[("extends",)], words))
+        words, where = "a base extends nothing; one level only", base.locations[("extends",)]
+        base.problems.append(Fault(("extends",), base.tree.pop("extends"), words, where))
     return base
 
 
@@ -194,11 +194,3 @@ def _locations(layers: Sequence[Document]) -> dict[Key, Location]:
         else:
             locations = kept | layer.locations
     return locations
-
-
-def _problem(fault: Fault, locations: dict[Key, Location], file: str) -> ConfigProblem:
-    """``fault`` at the line of its key, or of the nearest section around it."""
-    location = location_of(fault.key, locations) or Location(file, 1)
-    if fault.value is MISSING:
-        return ConfigProblem(location, f"{dotted(fault.key)}: {fault.what}")
-    return ConfigProblem(location, error_line(fault.key, fault.value, fault.what))

@@ -69,15 +69,19 @@ class Location(NamedTuple):
         return f"{self.file}:{self.line}" if self.line and self.file != COMMAND_LINE else self.file
 
 
-class ConfigProblem(NamedTuple):
-    """A complete error line. ``key`` is set if its value could not be read at all."""
+MISSING = object()  # the value of a key that is not there
 
-    location: Location
-    text: str
-    key: Key = ()
+
+class Fault(NamedTuple):
+    """A key (none: a whole file), its value or MISSING, what is wrong with it, and where it was written."""
+
+    key: Key
+    value: object
+    what: str
+    location: Location = Location("")
 
     def __str__(self) -> str:
-        return f"{self.location}: {self.text}"
+        return f"{self.location}: {error_line(self.key, self.value, self.what)}"
 
 
 def printable(text: str) -> str:
@@ -107,8 +111,11 @@ def location_of(key: Key, locations: Mapping[Key, Location]) -> Location | None:
 
 
 def error_line(key: Key, value: object, what: str) -> str:
-    """``dotted.key = value: what``, the form of all config errors."""
-    return f"{dotted(key)} = {shown(key, value)}: {what}"
+    """``dotted.key = value: what``, the form of all config errors, as far as there are a key and a value."""
+    said = dotted(key)
+    if value is not MISSING:
+        said = f"{said} = {shown(key, value)}" if key else shown(key, value)
+    return f"{said}: {what}" if said else what
 
 
 class _Loader(yaml.SafeLoader):
@@ -146,11 +153,11 @@ class Document:
     file: str = ""
     tree: dict[str, Any] = field(default_factory=dict)
     locations: dict[Key, Location] = field(default_factory=dict)
-    problems: list[ConfigProblem] = field(default_factory=list)
+    problems: list[Fault] = field(default_factory=list)  # with the keys whose values could not be read
 
-    def report(self, line: int, text: str, key: Key = ()) -> None:
-        """Add a problem; ``key`` is the one whose value could not be read."""
-        self.problems.append(ConfigProblem(Location(self.file, line), text, key))
+    def report(self, line: int, what: str, key: Key = (), value: object = MISSING) -> None:
+        """Add a problem; ``key`` is the one whose ``value`` could not be read."""
+        self.problems.append(Fault(key, value, what, Location(self.file, line)))
 
     def value_of(self, node: yaml.Node, key: Key) -> Any:
         """The value of a node; the locations of keys in it and the problems are added to those of the document."""
@@ -187,8 +194,7 @@ class Document:
         return tree
 
     def _refuse(self, node: yaml.Node, key: Key, value: object, what: str) -> None:
-        text = error_line(key, value, what) if key else f"{shown(key, value)}: {what}"
-        self.report(node.start_mark.line + 1, text, key)
+        self.report(node.start_mark.line + 1, what, key, value)
 
 
 def _syntax(error: yaml.YAMLError, text: str) -> tuple[int, str]:
@@ -213,7 +219,7 @@ def parse(text: str, file: str, key: Key = ()) -> tuple[Any, Document]:
         line, words = 1, "nested too deeply"
     else:
         return value, document
-    document.report(line, error_line(key, text, words) if key else words)
+    document.report(line, error_line(key, text if key else MISSING, words))
     return None, document
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from trainer.data import packing
 from trainer.data.packing import MASKED
 
 MULTIPLE = 8
@@ -58,24 +59,15 @@ def packing_supported(model: torch.nn.Module) -> str | None:
         return f"{name} takes no position_ids"
     probe = copy.deepcopy(model).float().eval()
     vocab_size = int(probe.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
-    generator = torch.Generator().manual_seed(0)
-    lengths = [(5, 7), (8, 3)]
-    documents = [[torch.randint(vocab_size, (n,), generator=generator) for n in row] for row in lengths]
-    rows = [
-        {
-            "input_ids": torch.cat(row),
-            "labels": torch.cat(row),
-            "position_ids": torch.cat([torch.arange(len(document)) for document in row]),
-        }
-        for row in documents
-    ]
+    generator, lengths = torch.Generator().manual_seed(0), [5, 7, 8, 3]
+    documents = [torch.randint(vocab_size, (length,), generator=generator) for length in lengths]
+    rows = packing.rows(packing.whole(lengths), lambda index: (documents[index].numpy(),) * 2, 12, packing=True)
     try:
         with torch.no_grad():
-            packed = probe(**Collator(0, packing=True)(rows), use_cache=False).logits
-            for index, row in enumerate(documents):
-                used = sum(map(len, row))
-                alone = torch.cat([probe(d[None], use_cache=False).logits[0] for d in row])
-                error = (packed[index, :used] - alone).abs().max() / alone.abs().max()
+            packed = probe(**Collator(0, packing=True)(list(rows)), use_cache=False).logits
+            for row, pair in zip(packed, (documents[:2], documents[2:]), strict=True):
+                alone = torch.cat([probe(document[None], use_cache=False).logits[0] for document in pair])
+                error = (row[: len(alone)] - alone).abs().max() / alone.abs().max()
                 if not error <= _TOLERANCE:
                     return f"{name} lets packed documents see each other (logits differ by {float(error):.1%})"
     except (TypeError, ValueError, RuntimeError, IndexError) as error:

@@ -128,8 +128,8 @@ class Encoder:
 
     def _fields(self, row: Row) -> dict[str, Any] | str:
         """The fields of a row with their types checked, or a line about what is wrong."""
-        if row.problem is not None:
-            return row.problem
+        if isinstance(row.values, str):
+            return row.values
         values = {}
         for name, column in self.columns.items():
             label = f"field {name!r}" if name == column else f"field {name!r} (column {column!r})"

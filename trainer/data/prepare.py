@@ -5,9 +5,8 @@ every other rank open the same bytes. The fingerprint is a sha256 over what deci
 contents of the files, seed), not over paths, times or versions of libraries; streamed files count by size and time. The
 folder is sealed (``strategies/core/sealed.py``); data that is damaged is made anew, with one line that says so.
 
-Documents are split into training and evaluation *before* they are cut or packed, so that none is on both sides.
-Streaming does the same document by document: nothing is saved except evaluation data, packing sees a window of
-documents, and a bad row ends the run when it is read.
+Documents are split into training and evaluation *before* they are cut or packed, so that none is on both sides. With
+streaming only evaluation data is saved, packing sees a window of documents, and a bad row ends the run when it is read.
 """
 
 from __future__ import annotations
@@ -77,18 +76,14 @@ def prepare(
 ) -> Prepared:
     """The run's data: opened if it is in ``folder``, otherwise prepared and saved there.
 
-    Args:
-        seed: of the split into training and evaluation documents.
-        opened: called with the hashes of sources and tokenizer and the fingerprint before any row is made; may refuse.
-        compares: compare saved data with its manifest; the first rank of a machine does so for the others.
-
-    Raises:
-        DataError: one line per problem, naming file, row and field.
+    ``seed`` is that of the split. ``opened`` is called with the hashes of sources and tokenizer and the fingerprint
+    before any row is made, and may refuse. ``compares``: with its manifest; a machine's first rank does so for all.
+    DataError has one line per problem, naming file, row and field.
     """
     train, held_out = open_train(section), _open_eval(section)
     encoder = make_encoder(section, train, tokenizer, vocab_size)
     eval_encoder = make_encoder(section, held_out, tokenizer, vocab_size) if held_out else None
-    marks = [source.identity(exact=not section.streaming) for source in ([train, held_out] if held_out else [train])]
+    marks = [source.identity(not section.streaming) for source in ([train, held_out] if held_out else [train])]
     key, made_of = fingerprint(encoder, seed, marks), (digest_of(marks[0]), digest_of(_tokenizer_content(tokenizer)))
     opened(*made_of, key)
     home = folder / key
@@ -97,10 +92,9 @@ def prepare(
     elif held_out or not section.streaming:
         with added_folder(home) as draft:
             if held_out and eval_encoder:
-                documents = _Documents(held_out, eval_encoder, draft, say)
-                documents.write("eval", documents.spans)
+                _write("eval", held_out, eval_encoder, draft, say)
             if not section.streaming:
-                _Documents(train, encoder, draft, say).write_train(seed, splits=not held_out)
+                _write("train", train, encoder, draft, say, section.eval_fraction, seed)
             seal(draft, KIND, {"fingerprint": key})
     rows = _stream(train, encoder) if section.streaming else _open(home / "train.arrow")
     evaluation = _open(home / "eval.arrow") if (home / "eval.arrow").exists() else None
@@ -141,8 +135,8 @@ def texts(section: DataSection) -> Iterator[str]:
     source = open_train(section)
     _, columns = detect(section, source)
     for row in source.rows(columns.values()):
-        for column in columns.values():
-            value = row.values.get(column)
+        values = {} if isinstance(row.values, str) else row.values
+        for value in map(values.get, columns.values()):
             for item in value if isinstance(value, list) else [value]:
                 text = item.get("content") if isinstance(item, dict) else item
                 if isinstance(text, str) and text:
@@ -171,37 +165,29 @@ def _tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     return [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), special]
 
 
-class _Documents:
-    """Every row of one source, tokenised, in an Arrow file that is deleted and exists as long as it is mapped."""
+def _write(
+    side: str, source: Source, encoder: Encoder, draft: Path, say: Say, held_out: float = 0.0, seed: int = 0
+) -> None:
+    """Tokenise ``source`` and write the rows of ``side``.arrow; a share of ``held_out`` of them to eval.arrow."""
+    path = draft / "documents.arrow"
+    good = _good(_encode(encoder, source, encoder.options.num_proc), source, say)
+    _save(path, ({"input_ids": document.ids, "labels": document.labels} for document in good))
+    table = _open(path).data
+    path.unlink()  # it exists as long as it is mapped
+    ids, labels = table.column("input_ids"), table.column("labels")
 
-    def __init__(self, source: Source, encoder: Encoder, draft: Path, say: Say) -> None:
-        self._source, self._encoder, self._draft, self._say = source, encoder, draft, say
-        path = draft / "documents.arrow"
-        good = _good(_encode(encoder, source, encoder.options.num_proc), source, say)
-        _save(path, ({"input_ids": document.ids, "labels": document.labels} for document in good))
-        table = _open(path).data
-        path.unlink()
-        self._ids, self._labels = table.column("input_ids"), table.column("labels")
-        self.spans = packing.whole(pa.compute.list_value_length(self._ids).to_pylist())
+    def read(document: int) -> tuple[Tokens, Tokens]:
+        return ids[document].values.to_numpy(), labels[document].values.to_numpy()
 
-    def _read(self, document: int) -> tuple[Tokens, Tokens]:
-        return self._ids[document].values.to_numpy(), self._labels[document].values.to_numpy()
-
-    def write(self, side: str, spans: list[Span]) -> None:
-        """Cut and pack spans into the rows of ``side``.arrow."""
-        rows, tokens, trained = _save(self._draft / f"{side}.arrow", _rows(self._encoder, spans, self._read))
-        limit, share = self._encoder.options.max_length, f"{trained:,} of {tokens:,} tokens trained on"
-        self._say(f"data: {side}: {rows:,} rows of up to {limit:,} tokens; {share}")
-
-    def write_train(self, seed: int, *, splits: bool) -> None:
-        """Write the training rows; with ``splits`` also evaluation rows, if ``eval_fraction`` asks for them."""
-        spans, fraction = self.spans, self._encoder.options.eval_fraction
-        if fraction and splits:
-            if len(spans) == 1 and (self._encoder.format.name != "text" or spans[0].stop < 4):
-                raise DataError(f"data.eval_fraction: {self._source.name} has one row; use data.eval_path")
-            spans, held = packing.split(spans, fraction, seed)
-            self.write("eval", held)
-        self.write("train", spans)
+    sides = {side: packing.whole(pa.compute.list_value_length(ids).to_pylist())}
+    if held_out:
+        if len(spans := sides[side]) == 1 and (encoder.format.name != "text" or spans[0].stop < 4):
+            raise DataError(f"data.eval_fraction: {source.name} has one row; use data.eval_path")
+        sides[side], sides["eval"] = packing.split(spans, held_out, seed)
+    for name, spans in sorted(sides.items()):
+        rows, tokens, trained = _save(draft / f"{name}.arrow", _rows(encoder, spans, read))
+        share = f"{trained:,} of {tokens:,} tokens trained on"
+        say(f"data: {name}: {rows:,} rows of up to {encoder.options.max_length:,} tokens; {share}")
 
 
 def _rows(
@@ -303,17 +289,16 @@ def _stream(source: Source, encoder: Encoder) -> IterableDataset:
 
 def _stream_rows(source: Source, encoder: Encoder) -> Iterator[dict[str, Tokens]]:
     """Rows one by one; documents of one window may be packed together."""
-    documents = (_streamed(result) for result in _encode(encoder, source, None) if result is not None)
-    for window in _batched(documents, _WINDOW if encoder.options.packing else 1):
-        arrays = [(np.array(d.ids, np.int32), np.array(d.labels, np.int32)) for d in window]
-        spans = packing.whole([len(ids) for ids, _ in arrays])
-        yield from _rows(encoder, spans, arrays.__getitem__)
 
+    def documents() -> Iterator[tuple[Tokens, Tokens]]:
+        for result in _encode(encoder, source, None):
+            if isinstance(result, str):
+                raise DataError(result)
+            if result is not None:
+                yield np.array(result.ids, np.int32), np.array(result.labels, np.int32)
 
-def _streamed(result: Document | str) -> Document:
-    if isinstance(result, str):
-        raise DataError(result)
-    return result
+    for window in _batched(documents(), _WINDOW if encoder.options.packing else 1):
+        yield from _rows(encoder, packing.whole([len(ids) for ids, _ in window]), window.__getitem__)
 
 
 def _batched(items: Iterable[T], size: int) -> Iterator[list[T]]:

@@ -4,7 +4,7 @@ Local files are read here row by row and not by a table builder of ``datasets``,
 and reports a broken row by its block. The number in a place is the line in .jsonl and .txt files, and the row counted
 from 1 in .json, .csv (without the header) and .parquet files. A .txt file is one document. A folder consists of all
 its data files in name order, or of the files of one split if their names begin with train, test or validation. A row
-that cannot be read is a value (``problem``), so that several are reported at once; else it is a DataError.
+that cannot be read is a sentence, so that several are reported at once; else it is a DataError.
 """
 
 import csv
@@ -12,9 +12,9 @@ import hashlib
 import json
 import keyword
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,23 +31,16 @@ _SPLIT_ALIASES = {"training": "train", "valid": "validation", "val": "validation
 
 
 class Row(NamedTuple):
-    """One row of data: ``place`` is ``<file>:<number>``; ``problem`` says why it could not be read."""
+    """One row of data: ``place`` is ``<file>:<number>``; ``values`` is a sentence if it could not be read."""
 
     place: str
-    values: Mapping[str, Any]
-    problem: str | None = None
+    values: Mapping[str, Any] | str
 
 
-class Table(NamedTuple):
-    """The name of one file (or hub split) and its columns."""
+# Readers: each yields (number, row), where a row is a mapping or a sentence about what is wrong with it. A row has at
+# least the columns that are wanted, where it has them; if none are, the names in the first row are all that is read.
 
-    name: str
-    columns: tuple[str, ...]
-
-
-# Readers: each yields (number, row), where a row is a mapping or a sentence about what is wrong with it.
-
-Numbered = Iterator[tuple[int, Mapping[str, Any] | str]]
+Numbered = Iterator[tuple[int | str, Mapping[str, Any] | str]]
 
 
 def _utf8(raw: bytes, place: str, first_line: int = 1) -> str:
@@ -100,44 +93,60 @@ def _read_json(path: Path, wanted: Collection[str]) -> Numbered:
     yield from enumerate(map(_object, rows), start=1)
 
 
-def _csv_rows(path: Path) -> Iterator[list[str]]:
+def _read_csv(path: Path, wanted: Collection[str]) -> Numbered:
     csv.field_size_limit(2**31 - 1)  # the default of 128 KiB refuses ordinary documents
     with path.open("rb") as file:
-        lines = (_utf8(raw, str(path), number) for number, raw in enumerate(file, start=1))
-        reader = csv.reader(lines, strict=True)
+        reader = csv.reader((_utf8(raw, str(path), number) for number, raw in enumerate(file, start=1)), strict=True)
+        rows = filter(None, reader)
         try:
-            yield from filter(None, reader)
+            header = next(rows, [])
+            for number, row in enumerate(rows, start=1):
+                if len(row) != len(header):
+                    yield number, f"the row has {len(row)} fields, the header has {len(header)}"
+                else:  # CSV cannot write null: an empty cell is one, as it is for pandas and `datasets`
+                    yield number, {name: cell or None for name, cell in zip(header, row, strict=True)}
         except csv.Error as error:
             raise DataError(f"{path}:{reader.line_num}: broken CSV: {error}") from None
 
 
-def _read_csv(path: Path, wanted: Collection[str]) -> Numbered:
-    rows = _csv_rows(path)
-    header = next(rows, [])
-    for number, row in enumerate(rows, start=1):
-        if len(row) != len(header):
-            yield number, f"the row has {len(row)} fields, the header has {len(header)}"
-        else:  # CSV cannot write null: an empty cell is one, as it is for pandas and `datasets`
-            yield number, {name: cell or None for name, cell in zip(header, row, strict=True)}
-
-
-def _parquet(path: Path) -> pq.ParquetFile:
-    try:
-        return pq.ParquetFile(path)
-    except (pa.ArrowException, OSError):
-        raise DataError(f"{path}: not a whole Parquet file: it is truncated or damaged") from None
-
-
 def _read_parquet(path: Path, wanted: Collection[str]) -> Numbered:
-    file = _parquet(path)
-    columns = [name for name in file.schema_arrow.names if name in wanted]
-    done = 0
+    done: int | None = None
     try:
+        file = pq.ParquetFile(path)
+        done, names = 0, file.schema_arrow.names
+        if not wanted:
+            yield 0, dict.fromkeys(names)
+            return
+        columns = [name for name in names if name in wanted]
         for batch in file.iter_batches(batch_size=256, columns=columns):
             yield from enumerate(batch.to_pylist(), start=done + 1)
             done += len(batch)
     except (pa.ArrowException, OSError):
+        if done is None:
+            raise DataError(f"{path}: not a whole Parquet file: it is truncated or damaged") from None
         raise DataError(f"{path}:{done + 1}: the Parquet data is damaged from here on") from None
+
+
+def _read_pydoc(pairs: bool, wanted: Collection[str]) -> Numbered:
+    """``pydoc_data.topics``: English text that comes with every Python, so that a first run needs no download."""
+    from pydoc_data.topics import topics
+
+    for topic, text in sorted(topics.items()):
+        yield topic, _pair(topic, text) if pairs else {"text": text}
+
+
+def _pair(topic: str, text: str) -> dict[str, str]:
+    """A question about the heading ('Title', a row of stars, a blank line), and the text below it as the answer."""
+    title, _, rest = text.partition("\n")
+    _, _, body = rest.partition("\n\n")
+    if keyword.iskeyword(topic) and "statement" in title:
+        return {"prompt": f"Explain Python's `{topic}` statement.\n", "completion": body.strip()}
+    return {"prompt": f"Explain this part of Python: {title.strip()}.\n", "completion": body.strip()}
+
+
+def _read_arrow(dataset: Any, wanted: Collection[str]) -> Numbered:
+    names = [name for name in dataset.column_names or () if name in wanted]
+    yield from enumerate(dataset.select_columns(names) if names else dataset, start=1)
 
 
 _READERS: dict[str, Callable[[Path, Collection[str]], Numbered]] = {
@@ -156,111 +165,67 @@ def kind(value: object) -> str:
     return "null" if value is None else names.get(type(value), "an object")
 
 
-def _columns(path: Path) -> tuple[str, ...]:
-    """The columns of one file; reads as little of it as possible."""
-    suffix = path.suffix.lower()
-    if suffix == ".csv":
-        return tuple(next(_csv_rows(path), []))
-    if suffix == ".parquet":
-        return tuple(_parquet(path).schema_arrow.names)
-    broken = []
-    for number, row in _READERS[suffix](path, ()):
-        if not isinstance(row, str):
-            return tuple(row)
-        broken.append(f"{path}:{number}: {row}")
-    if broken:
-        raise DataError(broken[:5])
-    return ()
-
-
 @dataclass(frozen=True)
-class Files:
-    """Local files, read in the order given. ``root`` is the file or folder of the config."""
-
-    root: Path
-    paths: tuple[Path, ...]
-
-    @property
-    def name(self) -> str:
-        return str(self.root)
-
-    @cached_property
-    def tables(self) -> tuple[Table, ...]:
-        """Reads the head of every file; raises DataError if one is empty or cannot be read."""
-        tables = tuple(Table(str(path), _columns(path)) for path in self.paths)
-        if empty := next((table.name for table in tables if not table.columns), None):
-            raise DataError(f"{empty}: the file is empty; it has no rows")
-        return tables
-
-    def rows(self, wanted: Collection[str]) -> Iterator[Row]:
-        for path in self.paths:
-            for number, row in _READERS[path.suffix.lower()](path, wanted):
-                values, problem = ({}, row) if isinstance(row, str) else (row, None)
-                yield Row(f"{path}:{number}", values, problem)
-
-    def identity(self, exact: bool) -> list[str]:
-        stats = [(path, path.stat()) for path in self.paths]
-        marks = [size_and_hash(path)[1] if exact else f"{stat.st_size} {stat.st_mtime_ns}" for path, stat in stats]
-        return [f"{path.relative_to(self.root.parent)} {mark}" for path, mark in zip(self.paths, marks, strict=True)]
-
-
-@dataclass(frozen=True)
-class Pydoc:
-    """``pydoc_data.topics``: English text that comes with every Python, so that a first run needs no download."""
-
-    pairs: bool
-
-    name = "pydoc"
-
-    @property
-    def tables(self) -> tuple[Table, ...]:
-        return (Table("pydoc", ("prompt", "completion") if self.pairs else ("text",)),)
-
-    def rows(self, wanted: Collection[str]) -> Iterator[Row]:
-        from pydoc_data.topics import topics
-
-        for topic, text in sorted(topics.items()):
-            yield Row(f"pydoc:{topic}", _pair(topic, text) if self.pairs else {"text": text})
-
-    def identity(self, exact: bool) -> list[str]:
-        content = repr([row.values for row in self.rows(())])
-        return ["pydoc", hashlib.sha256(content.encode()).hexdigest()]
-
-
-def _pair(topic: str, text: str) -> dict[str, str]:
-    """A question about the heading ('Title', a row of stars, a blank line), and the text below it as the answer."""
-    title, _, rest = text.partition("\n")
-    _, _, body = rest.partition("\n\n")
-    if keyword.iskeyword(topic) and "statement" in title:
-        return {"prompt": f"Explain Python's `{topic}` statement.\n", "completion": body.strip()}
-    return {"prompt": f"Explain this part of Python: {title.strip()}.\n", "completion": body.strip()}
-
-
-@dataclass(frozen=True)
-class Arrow:
-    """A data set of the ``datasets`` library: from the hub, or a folder written by ``save_to_disk``."""
+class Table:
+    """One file, or another set of rows with the same columns."""
 
     name: str
-    dataset: Any  # datasets.Dataset or datasets.IterableDataset
-    marks: tuple[str, ...]
+    columns: tuple[str, ...]
+    read: Callable[[Collection[str]], Numbered]
 
-    @property
-    def tables(self) -> tuple[Table, ...]:
-        columns = self.dataset.column_names or next((list(row) for row in islice(self.dataset, 1)), [])
-        return (Table(self.name, tuple(columns)),)
+
+@dataclass(frozen=True)
+class Source:
+    """Rows that can be read repeatedly, always in the same order, also in another process."""
+
+    name: str
+    tables: tuple[Table, ...]
+    identity: Callable[[bool], list[str]]  # the content, wherever it is: exactly, or by size and time
 
     def rows(self, wanted: Collection[str]) -> Iterator[Row]:
-        chosen = [name for name in self.tables[0].columns if name in wanted]
-        for number, values in enumerate(self.dataset.select_columns(chosen), start=1):
-            yield Row(f"{self.name}:{number}", values)
-
-    def identity(self, exact: bool) -> list[str]:
-        return list(self.marks)
+        """All rows, each with at least the columns that are ``wanted``, where it has them."""
+        for table in self.tables:
+            for number, values in table.read(wanted):
+                yield Row(f"{table.name}:{number}", values)
 
 
-# Rows that can be read repeatedly, always in the same order. ``rows`` have at least the columns that are wanted, where
-# they have them; ``identity`` is the content, whatever its path: by sha256 if it is to be exact, else by size and time.
-Source = Files | Pydoc | Arrow
+def _files(root: Path, paths: Sequence[Path]) -> Source:
+    """Files in the order given; ``root`` is the file or folder of the config. Reads the head of every file."""
+    tables = []
+    for path in paths:
+        read, broken = partial(_READERS[path.suffix.lower()], path), list[str]()
+        for number, row in read(()):
+            if isinstance(row, str):
+                broken.append(f"{path}:{number}: {row}")
+            elif row:
+                tables.append(Table(str(path), tuple(row), read))
+                break
+        else:
+            raise DataError(broken[:5] or f"{path}: the file is empty; it has no rows")
+    return Source(str(root), tuple(tables), partial(_marks, root, paths))
+
+
+def _marks(root: Path, paths: Sequence[Path], exact: bool) -> list[str]:
+    stats = [path.stat() for path in paths]
+    marks = [size_and_hash(path)[1] for path in paths] if exact else [f"{s.st_size} {s.st_mtime_ns}" for s in stats]
+    return [f"{path.relative_to(root.parent)} {mark}" for path, mark in zip(paths, marks, strict=True)]
+
+
+def _pydoc(pairs: bool) -> Source:
+    columns, read = ("prompt", "completion") if pairs else ("text",), partial(_read_pydoc, pairs)
+    content = repr([values for _, values in read(())])
+    marks = ["pydoc", hashlib.sha256(content.encode()).hexdigest()]
+    return Source("pydoc", (Table("pydoc", columns, read),), partial(_known, marks))
+
+
+def _arrow(name: str, dataset: Any, marks: list[str]) -> Source:
+    """A ``datasets.Dataset`` or ``IterableDataset``: from the hub, or a folder written by ``save_to_disk``."""
+    columns = dataset.column_names or next((list(row) for row in islice(dataset, 1)), [])
+    return Source(name, (Table(name, tuple(columns), partial(_read_arrow, dataset)),), partial(_known, marks))
+
+
+def _known(marks: list[str], exact: bool) -> list[str]:
+    return marks
 
 
 def open_source(path: str, name: str | None, split: str, streaming: bool, key: str = "data.") -> Source:
@@ -271,7 +236,7 @@ def open_source(path: str, name: str | None, split: str, streaming: bool, key: s
     local = Path(path).expanduser()
     suffix = local.suffix.lower()
     if path == "pydoc":
-        return Pydoc(pairs=name == "pairs")
+        return _pydoc(pairs=name == "pairs")
     # `corpus/train` is a misspelt path and not a hub name if there is a folder `corpus`.
     if not (local.exists() or suffix in _READERS or Path(path).parent.is_dir()) and _HUB_NAME.fullmatch(path):
         return _hub(path, name, split, streaming, key)
@@ -287,7 +252,7 @@ def open_source(path: str, name: str | None, split: str, streaming: bool, key: s
         raise DataError(f"{path}: {local.suffix or 'no suffix'} is not a data format; allowed: {allowed}")
     if split != "train":
         raise DataError(f"{key}split: {split!r}: {path} is one file and has no splits")
-    return Files(local, (local,))
+    return _files(local, [local])
 
 
 def _folder(folder: Path, split: str, key: str) -> Source:
@@ -309,7 +274,7 @@ def _folder(folder: Path, split: str, key: str) -> Source:
         raise DataError(f"{key}split: {split!r}: no file of {folder} is named so; found: {found}")
     if not named and split != "train":
         raise DataError(f"{key}split: {split!r}: no file name in {folder} says which split it is")
-    return Files(folder, tuple(files))
+    return _files(folder, files)
 
 
 def _saved(folder: Path, split: str, key: str) -> Source:
@@ -321,7 +286,7 @@ def _saved(folder: Path, split: str, key: str) -> Source:
             raise DataError(f"{key}split: {split!r} is not in {folder}; found: {', '.join(data)}")
         data = data[split]
     arrows = sorted(folder.rglob("*.arrow"))
-    return Arrow(str(folder), data, (split, *(size_and_hash(path)[1] for path in arrows)))
+    return _arrow(str(folder), data, [split, *(size_and_hash(path)[1] for path in arrows)])
 
 
 def _hub(path: str, name: str | None, split: str, streaming: bool, key: str) -> Source:
@@ -333,4 +298,4 @@ def _hub(path: str, name: str | None, split: str, streaming: bool, key: str) -> 
         raise DataError(f"{key}path: hub data set {path} cannot be loaded: {first_line(error)}") from None
     # Download addresses contain the commit, so they identify the content.
     urls = sorted(map(str, getattr(data.info, "download_checksums", None) or ()))
-    return Arrow(f"{path}[{split}]", data, (path, str(name), split, *urls))
+    return _arrow(f"{path}[{split}]", data, [path, str(name), split, *urls])

@@ -62,8 +62,7 @@ class UnitClock:
         self.marks.clear()
         with ExitStack() as hooks:
             for name, block in self.blocks.items():
-                entering = block.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
-                hooks.callback(entering.remove)
+                hooks.callback(block.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True).remove)
                 hooks.callback(block.register_forward_hook(partial(self._leave, name)).remove)
             hooks.callback(self.mark, "end")  # before the hooks are removed
             self.mark("start")

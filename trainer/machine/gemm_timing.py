@@ -1,12 +1,10 @@
 """Measure how fast this machine computes each product of a linear layer over each route, and keep the times in a file.
 
-A product is timed as training calls it, including any transposition of its operands, on several sets of operands in
-turn, more than caches hold. The routes of a shape take turns, and the least of each route's seconds counts: other work
-disturbs single rounds, and a machine that slows down does so for all routes. A route whose result differs too much from
-torch's own is left out.
+A product is timed as training calls it, including any transposition of its operands, on more sets of operands than
+caches hold. The routes of a shape take turns, and the least of each route's seconds counts: other work disturbs single
+rounds, and a machine that slows down does so for all. A route whose result differs too much from torch's is left out.
 
-The file has the times by machine, libraries, threads and settings; those of others are kept, but not used. With several
-ranks the first one reads and measures, and all take its timings.
+The file has the times by machine, libraries, threads and settings; those of others are kept, but not used.
 """
 
 from __future__ import annotations
@@ -210,10 +208,7 @@ def timers_of(shape: Shape, device: str) -> dict[tuple[Gemm, Route], Timer]:
 
 def _timer(work: Callable[[Any], Any], sets: Sequence[Any], device: str) -> Timer:
     """Times ``work`` on the next of ``sets``, as often as the clock needs."""
-    from trainer.machine.timing import seconds_per_call
+    from trainer.machine.timing import timer
 
     rotation = cycle(sets)
-    run = partial(seconds_per_call, lambda: work(next(rotation)), device)
-    run()
-    least_s = LEAST_TIMED_CPU_S if device == "cpu" else LEAST_TIMED_S
-    return partial(run, math.ceil(least_s / max(run(), 1e-9)))
+    return timer(lambda: work(next(rotation)), device, LEAST_TIMED_CPU_S if device == "cpu" else LEAST_TIMED_S)

@@ -13,8 +13,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -24,20 +24,9 @@ GIB = 1024**3
 ROOT = Path("/")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeakFlops:
-    """Dense peak per device in flop/s with fp32 accumulation; None where the card has no such units.
-
-    fp32 is the plain rate, not TF32: torch multiplies fp32 in full precision unless told otherwise.
-    """
-
-    bf16: float | None
-    fp16: float
-    fp32: float
-
-    def of(self, dtype: str) -> float | None:
-        """Peak for ``bf16``, ``fp16`` or ``fp32``."""
-        return {"bf16": self.bf16, "fp16": self.fp16, "fp32": self.fp32}[dtype]
+# Dense peak per device in flop/s with fp32 accumulation, for ``bf16``, ``fp16`` and ``fp32``; a card without such units
+# has none. fp32 is the plain rate, not TF32: torch multiplies fp32 in full precision unless told otherwise.
+PeakFlops = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,17 +38,16 @@ class Machine:
     device_kind: str  # torch's: ``cpu``, or that of the accelerator, as ``cuda`` or ``xpu``
     num_devices: int = 0
     device_total_bytes: int = 0
-    peak_flops: PeakFlops | None = None
-    host_total_bytes: int
+    peak_flops: PeakFlops = field(default_factory=dict)  # empty for a card that is not in the table, and for a CPU
     host_available_bytes: int
-    physical_cores: int
     usable_cores: int
     rates: Rates | None = None  # of a named card; for those of others see ``profiles.known_rates``
 
 
 def _peak(bf16: float | None, fp32: float, fp16: float | None = None) -> PeakFlops:
     """Rates in Tflop/s; fp16 runs at the bf16 rate unless given."""
-    return PeakFlops(bf16=bf16 and bf16 * 1e12, fp16=(fp16 or bf16 or fp32) * 1e12, fp32=fp32 * 1e12)
+    peaks = {"bf16": bf16, "fp16": fp16 or bf16, "fp32": fp32}
+    return {name: 1e12 * peak for name, peak in peaks.items() if peak}
 
 
 # Names as the driver reports them, matched in full: an RTX 4090 D or a laptop part is another chip. Data sheets
@@ -84,9 +72,9 @@ PEAKS: tuple[tuple[str, PeakFlops], ...] = (
 )
 
 
-def peak_flops(device_name: str) -> PeakFlops | None:
-    """The card's dense peak, or None for a card that is not in the table and for a CPU."""
-    return next((peak for pattern, peak in PEAKS if re.fullmatch(pattern, device_name)), None)
+def peak_flops(device_name: str) -> PeakFlops:
+    """The card's dense peak; empty for a card that is not in the table and for a CPU."""
+    return next((peak for pattern, peak in PEAKS if re.fullmatch(pattern, device_name)), {})
 
 
 class Memory(NamedTuple):
@@ -102,9 +90,8 @@ def probe() -> Machine:
 
     from strategies.engine.memory import accelerator
 
-    device, host = accelerator.current(), host_memory()
+    device = accelerator.current()
     name = "cpu" if device is None else accelerator.name_of(device)
-    physical, usable = cores()
     return Machine(
         name=name,
         origin="probed",
@@ -112,10 +99,8 @@ def probe() -> Machine:
         num_devices=0 if device is None else torch.accelerator.device_count(),
         device_total_bytes=0 if device is None else torch.accelerator.get_memory_info(device)[1],
         peak_flops=peak_flops(name),
-        host_total_bytes=host.total_bytes,
-        host_available_bytes=host.available_bytes,
-        physical_cores=physical,
-        usable_cores=usable,
+        host_available_bytes=host_memory().available_bytes,
+        usable_cores=cores()[1],
     )
 
 

@@ -95,7 +95,6 @@ def _card(
     second each way over NVLink, and Gb/s to other machines.
     """
     peaks = peak_flops(device)
-    assert peaks is not None, f"{device} is not among the peaks"
 
     def update(params_per_s_and_core: float) -> float:
         return min((host.cores - 1) * params_per_s_and_core, host.dram / HOST_UPDATE_BYTES)  # one core is Python's
@@ -107,13 +106,11 @@ def _card(
         num_devices=1,
         device_total_bytes=int(device_gib * GIB),
         peak_flops=peaks,
-        host_total_bytes=host.gib * GIB,
         host_available_bytes=host.gib * GIB * 9 // 10,  # a tenth for the system and other processes
-        physical_cores=host.cores,
         usable_cores=host.cores,
         rates=Rates(
-            gemm_fp32_flops_per_s=peaks.fp32 * FP32_EFFICIENCY,
-            gemm_bf16_flops_per_s=peaks.bf16 and peaks.bf16 * gemm,
+            gemm_fp32_flops_per_s=peaks["fp32"] * FP32_EFFICIENCY,
+            gemm_bf16_flops_per_s=peaks["bf16"] * gemm,
             up_bytes_per_s=link.bytes_per_s,
             down_bytes_per_s=link.bytes_per_s,
             duplex_factor=link.duplex_factor,
@@ -135,9 +132,7 @@ PROFILES: dict[str, Machine] = {
         name="cpu",
         origin="profile",
         device_kind="cpu",
-        host_total_bytes=16 * GIB,
         host_available_bytes=14 * GIB,
-        physical_cores=8,
         usable_cores=8,
     ),
     "h100-pcie5": _card("NVIDIA H100 PCIe", 79.1, _PCIE5, _Host(256, 32, _SERVER), gemm=0.70, memory=2.0e12),
@@ -173,7 +168,7 @@ def sized(machine: Machine, device_bytes: int | None, host_bytes: int | None) ->
     if device_bytes:
         machine = replace(machine, device_total_bytes=device_bytes)
     if host_bytes:
-        machine = replace(machine, host_total_bytes=host_bytes, host_available_bytes=host_bytes)
+        machine = replace(machine, host_available_bytes=host_bytes)
     return machine
 
 

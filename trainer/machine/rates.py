@@ -3,22 +3,18 @@
     GEMM     products of the shapes of a transformer's linear layers, on the device, in fp32 and bf16
     link     copies as the engine makes them (its transfer and streams, pinned memory), up, down, and both at once, from
              64 KiB to 256 MiB; ``fit_line`` turns them into a latency and an asymptotic rate
-    memory   scaling a large buffer in place: DRAM by one core and by all, and the device's memory
+    memory   scaling a large buffer in place: DRAM by all cores, and the device's memory
     update   the engine's AdamW on host memory, in the engine's chunk size and with its worker's threads
     together the same update while copies run in both directions: what all of them get of DRAM
     launch   one small operator after the other on the device, without waiting for it
-    network  as many ranks as there are devices, or two processes without an accelerator, gather a buffer of which each
-             has a span, and send each other the spans of another one: the two exchanges of the engine
-             (``strategies/engine/ranks/shares.py``). Counted are the bytes that one rank sends while it receives as
-             many, of the slower kind. Between machines nothing is measured: one machine does not know the others.
+    network  as many ranks as there are devices, or two processes without an accelerator, make the two exchanges of the
+             engine (``strategies/engine/ranks/shares.py``). Counted are the bytes that one rank sends while it receives
+             as many, of the slower kind. Between machines nothing is measured: one does not know the others.
 
 A plan lets updates and copies run together, so DRAM counts with what they reach together if they slow each other down.
-Without an accelerator two ordinary buffers stand in for the link, one core copies between them, and the lines say so;
-cores are then shared as well, and DRAM counts with its own rate.
-
-Copies cycle through buffers larger than the caches, because a bucket of the engine is in no cache either. Two threads
-next to other work can lose nine tenths of their speed, which no statistic corrects; so the CPU time of other processes
-is printed.
+Without an accelerator two ordinary buffers stand in for the link, one core copies between them, and DRAM counts with
+its own rate. Copies cycle through buffers larger than the caches, because a bucket of the engine is in no cache either.
+Two threads next to other work can lose nine tenths of their speed, so the CPU time of other processes is printed.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,7 +45,7 @@ from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import WorldError, run_world
 from trainer.machine.probe import cores, host_memory, others_cpu_s, probe
 from trainer.machine.profiles import StoredRates, key_of, save
-from trainer.machine.timing import duplex_factor, fit_line, lower_quartile, seconds_per_call
+from trainer.machine.timing import duplex_factor, fit_line, lower_quartile, seconds_per_call, timer
 
 Say = Callable[[str], None]
 Shape = tuple[int, int, int]  # rows (tokens), summed, columns
@@ -89,14 +85,11 @@ class Stopwatch(NamedTuple):
 
     def seconds(self, work: Callable[[], object], share_s: float | None = None) -> float:
         """The lower quartile of the durations of ``work``, each until the device is idle."""
-        once = partial(seconds_per_call, work, self.device)
-        once()
-        first_s = once()
+        once = timer(work, self.device, QUEUE_S if self.device.type != "cpu" else 0.0)
         share_s = self.effort.seconds if share_s is None else share_s
-        times = max(1, int(QUEUE_S / first_s)) if self.device.type != "cpu" else 1
-        samples, began_s = [once(times)], time.perf_counter()
+        samples, began_s = [once()], time.perf_counter()
         while time.perf_counter() - began_s < share_s:
-            samples.append(once(times))
+            samples.append(once())
         return lower_quartile(samples)
 
 
@@ -114,48 +107,38 @@ def measure_gemm(clock: Stopwatch, say: Say, precision: str, dtype: torch.dtype)
     return found
 
 
-class CopyBench:
-    """Buffers on host and device, and the engine's transfer between them."""
+def copier(device: torch.device, num_bytes: int, up: Worker, down: Worker) -> Callable[..., None]:
+    """A function that issues ``count`` copies of ``size`` bytes in each of some lanes, by the engine's transfer between
+    buffers of ``num_bytes``; without streams ``up`` and ``down`` make them.
+    """
+    pinned = device.type != "cpu"
+    host = [torch.ones(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+    there = [torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    ends = {Lane.UP: (there[0], host[0], up), Lane.DOWN: (host[1], there[1], down)}
+    transfer = transfer_for(device)
+    if pinned:
+        torch.accelerator.synchronize(device)  # the buffers are filled on another stream than they are copied on
 
-    def __init__(self, device: torch.device, num_bytes: int, up: Worker, down: Worker) -> None:
-        pinned = device.type != "cpu"
-        host = [torch.ones(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
-        there = [torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._ends = {Lane.UP: (there[0], host[0]), Lane.DOWN: (host[1], there[1])}
-        self._transfer = transfer_for(device)
-        self._team = None if pinned else {Lane.UP: up, Lane.DOWN: down}
-        self.num_bytes = num_bytes
-        self._cycles: dict[tuple[Lane, int], Iterator[tuple[Tensor, Tensor]]] = {}
+    @cache
+    def rounds(lane: Lane, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Slices of ``size`` bytes from all over the buffers, going on where the last copy ended."""
+        target, source, _ = ends[lane]
+        starts = range(0, num_bytes - size + 1, max(size, num_bytes // 512))
+        return itertools.cycle([(target[start : start + size], source[start : start + size]) for start in starts])
+
+    def copy(lane: Lane, size: int, times: int) -> None:
+        for target, source in itertools.islice(rounds(lane, size), times):
+            transfer.copy(lane, target, source)
+
+    def issue(size: int, count: int, *lanes: Lane) -> None:
         if pinned:
-            torch.accelerator.synchronize(device)  # the buffers are filled on another stream than they are copied on
-
-    def seconds(self, clock: Stopwatch, size: int, *lanes: Lane) -> float:
-        """Seconds of one copy of ``size`` bytes in each of ``lanes``, averaged over consecutive copies."""
-        count = max(1, min(MOST_COPIES, CALL_BYTES // size))
-        return clock.seconds(partial(self.issue, size, count, *lanes), clock.effort.link_seconds) / count
-
-    def issue(self, size: int, count: int, *lanes: Lane) -> None:
-        """Issue ``count`` copies of ``size`` bytes in each of ``lanes``; without streams they are made."""
-
-        def copy(lane: Lane, times: int) -> None:
-            for target, source in itertools.islice(self._rounds(lane, size), times):
-                self._transfer.copy(lane, target, source)
-
-        if self._team is None:  # alternating, so that both streams have work from the start
-            for lane in lanes * count:
-                copy(lane, 1)
+            for lane in lanes * count:  # alternating, so that both streams have work from the start
+                copy(lane, size, 1)
             return
-        for future in [self._team[lane].submit(0, partial(copy, lane, count)) for lane in lanes]:
+        for future in [ends[lane][2].submit(0, partial(copy, lane, size, count)) for lane in lanes]:
             future.result()
 
-    def _rounds(self, lane: Lane, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Slices of ``size`` bytes from all over the buffers, going on where the last copy ended."""
-        if (lane, size) not in self._cycles:
-            target, source = self._ends[lane]
-            starts = range(0, self.num_bytes - size + 1, max(size, self.num_bytes // 512))
-            cuts = [(target[start : start + size], source[start : start + size]) for start in starts]
-            self._cycles[lane, size] = itertools.cycle(cuts)
-        return self._cycles[lane, size]
+    return issue
 
 
 def measure_link(clock: Stopwatch, say: Say) -> tuple[float, dict[str, list[tuple[int, float]]]]:
@@ -168,14 +151,19 @@ def measure_link(clock: Stopwatch, say: Say) -> tuple[float, dict[str, list[tupl
     points: dict[str, list[tuple[int, float]]] = {"up": [], "down": [], "both": []}
     factors = []
     with closing(Worker(1)) as one, closing(Worker(1)) as other:  # they stand in for the link where there is none
-        link = CopyBench(device, sizes[-1], one, other)
+        issue = copier(device, sizes[-1], one, other)
+
+        def seconds(size: int, *lanes: Lane) -> float:
+            count = max(1, min(MOST_COPIES, CALL_BYTES // size))
+            return clock.seconds(partial(issue, size, count, *lanes), effort.link_seconds) / count
+
         for size in sizes:
-            up_s, down_s = (link.seconds(clock, size, lane) for lane in (Lane.UP, Lane.DOWN))
+            up_s, down_s = seconds(size, Lane.UP), seconds(size, Lane.DOWN)
             points["up"].append((size, up_s))
             points["down"].append((size, down_s))
             line = f"  {size / MIB:8.4g} MiB  up {size / up_s / 1e9:6.2f} GB/s  down {size / down_s / 1e9:6.2f}"
             if size >= min(DUPLEX_BYTES, sizes[-1]):
-                both_s = link.seconds(clock, size, Lane.UP, Lane.DOWN)
+                both_s = seconds(size, Lane.UP, Lane.DOWN)
                 points["both"].append((size, both_s))
                 factors.append(duplex_factor(up_s, down_s, both_s))
                 line += f"  both at once {2 * size / both_s / 1e9:6.2f} together, each keeps {factors[-1]:.0%}"
@@ -217,11 +205,11 @@ def measure_together(clock: Stopwatch, submit: Callable[[], Future[None]], updat
     effort = clock.effort
     size, updates = min(effort.largest_bytes, CALL_BYTES), 1 + int(effort.seconds / update_s)
     with closing(Worker(1)) as one, closing(Worker(1)) as other:
-        link = CopyBench(clock.device, size, one, other)
+        issue = copier(clock.device, size, one, other)
         began_s, copied = time.perf_counter(), 0
         running = [submit() for _ in range(updates)]
         while not running[-1].done():
-            seconds_per_call(partial(link.issue, size, 1, Lane.UP, Lane.DOWN), clock.device)
+            seconds_per_call(partial(issue, size, 1, Lane.UP, Lane.DOWN), clock.device)
             copied += 2 * size
         spent_s = time.perf_counter() - began_s
     return (copied + HOST_UPDATE_BYTES * updates * effort.num_params) / spent_s
@@ -300,22 +288,19 @@ def measure(say: Say, effort: Effort) -> tuple[Rates, dict[str, Any]]:
 
 
 def measure_memory(clock: Stopwatch, say: Say) -> dict[str, float]:
-    """Bytes per second of DRAM by one core and by all cores (``dram`` is the larger), and of the device's memory."""
-    usable, num_bytes = cores()[1], min(clock.effort.largest_bytes, host_memory().available_bytes // 8)
+    """Bytes per second of DRAM and of the device's memory."""
 
-    def scaling(worker: Worker, device: torch.device, num_bytes: int) -> float:
+    def scaling(device: torch.device, num_bytes: int, submit: Callable[[Callable[[], object]], object]) -> float:
         buffer = torch.ones(num_bytes // 4, device=device)  # is read and written
-        return 2 * num_bytes / clock.seconds(lambda: worker.submit(0, lambda: buffer.mul_(1.0)).result())
+        return 2 * num_bytes / clock.seconds(lambda: submit(lambda: buffer.mul_(1.0)))
 
-    host, found = torch.device("cpu"), dict[str, float]()
-    with closing(Worker(1)) as one, closing(Worker(usable)) as every, closing(Worker(None)) as caller:
-        found["dram_one_core"] = scaling(one, host, num_bytes)
-        found["dram_all_cores"] = scaling(every, host, num_bytes)
-        found["dram"] = max(found.values())
-        found["device"] = found["dram"]
-        if clock.device.type != "cpu":
-            found["device"] = scaling(caller, clock.device, clock.effort.largest_bytes)
-    say(f"DRAM {found['dram_one_core'] / 1e9:.1f} GB/s by one core, {found['dram_all_cores'] / 1e9:.1f} by {usable}")
+    usable, num_bytes = cores()[1], min(clock.effort.largest_bytes, host_memory().available_bytes // 8)
+    with closing(Worker(usable)) as every:
+        dram = scaling(torch.device("cpu"), num_bytes, lambda work: every.submit(0, work).result())
+    found = {"dram": dram, "device": dram}
+    if clock.device.type != "cpu":
+        found["device"] = scaling(clock.device, clock.effort.largest_bytes, lambda work: work())
+    say(f"DRAM {dram / 1e9:.1f} GB/s by {usable} cores")
     say(f"device memory {found['device'] / 1e9:.1f} GB/s" + (", the same" if clock.device.type == "cpu" else ""))
     return found
 
@@ -348,12 +333,8 @@ def exchange(ranks: Ranks, num_bytes: int, seconds: float) -> list[float]:
         seconds_per_call(work, device)
         times = torch.tensor(max(1.0, seconds / seconds_per_call(work, device)), device=device)
         dist.broadcast(times, 0)  # all ranks do it equally often
-        return (
-            4
-            * share
-            * (ranks.world_size - 1)
-            / lower_quartile([seconds_per_call(work, device) for _ in range(int(times))])
-        )
+        samples = [seconds_per_call(work, device) for _ in range(int(times))]
+        return 4 * share * (ranks.world_size - 1) / lower_quartile(samples)
 
     gathering = rate(lambda: dist.all_gather_into_tensor(whole, own))
     return [gathering, rate(lambda: dist.all_to_all_single(other, whole))]

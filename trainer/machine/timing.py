@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,13 @@ def seconds_per_call(work: Callable[[], object], device: torch.device | str, tim
     if torch.device(device).type != "cpu":
         torch.accelerator.synchronize(device)
     return (time.perf_counter() - began_s) / times
+
+
+def timer(work: Callable[[], object], device: torch.device | str, least_s: float = 0.0) -> Callable[[], float]:
+    """What times ``work``, which is warm then, as often in a row as takes ``least_s``; seconds of one."""
+    run = partial(seconds_per_call, work, device)
+    run()
+    return partial(run, max(1, math.ceil(least_s / max(run(), 1e-9))))
 
 
 def lower_quartile(samples: Sequence[float]) -> float:

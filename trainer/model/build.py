@@ -1,17 +1,14 @@
 """Build the model: from the hub or a folder, or from a config with random weights.
 
-Memory: weights exist once. A model with random weights is built on the meta device and then filled in place; a saved
-one is built on the meta device by Transformers, and its safetensors are streamed into it file by file. With ZeRO stage
-3 the modules are built partitioned: each parameter is split over the ranks as soon as its module exists, and filled
-while it is gathered, one module at a time.
+Weights exist once: a model with random weights is built on the meta device and filled in place, and Transformers
+streams a saved one's safetensors into it. With ZeRO stage 3 each parameter is split over the ranks as soon as its
+module exists, and filled while it is gathered.
 
-Invariant: random weights depend on the seed alone, not on the strategy. Construction draws no random numbers, and the
-one place that does (``initialize_weights``) starts from the seed under every stage.
+Random weights depend on the seed alone, not on the strategy: construction draws no random numbers, and the one place
+that does (``initialize_weights``) starts from the seed under every stage.
 
-A key-value cache is useless in training and costs memory, so ``config.use_cache`` is False on every config and model
-from here. Its original value is kept in the model as ``own_use_cache`` and written into the export.
-
-Refused: remote code unless ``model.trust_remote_code`` is set, and what Transformers or peft cannot build.
+A key-value cache is useless in training, so ``config.use_cache`` is False on every config and model from here. Its
+original value is kept in the model as ``own_use_cache`` and written into the export.
 """
 
 from __future__ import annotations
@@ -39,10 +36,8 @@ REMOTE_CODE = (
 
 
 def load_config(section: ModelSection, vocab_size: int | None = None) -> PretrainedConfig:
-    """The Hugging Face config of the model, for training; ``vocab_size`` is used if the config has none.
-
-    Raises:
-        ConfigError: unknown ``model_type``, a folder or name that holds no config, remote code that is not allowed.
+    """The Hugging Face config of the model, for training; ``vocab_size`` is used if the config has none. ConfigError:
+    unknown ``model_type``, a folder or name that holds no config, remote code that is not allowed.
     """
     config = _own_config(section, vocab_size)
     config.use_cache = False
@@ -177,10 +172,8 @@ def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
 
 
 def with_lora(model: PreTrainedModel, section: LoraSection) -> PreTrainedModel:
-    """Add low-rank adapters to ``model`` and freeze its own weights.
-
-    Raises:
-        ConfigError: ``peft`` is not installed, or no module matches ``target_modules``.
+    """Add low-rank adapters to ``model`` and freeze its own weights. ConfigError: ``peft`` is not installed, or no
+    module matches ``target_modules``.
     """
     try:
         from peft import LoraConfig, get_peft_model

@@ -2,9 +2,6 @@
 
 Transformers keeps a key that a config class does not have as an attribute, which nothing reads, and takes any whole
 number as a size. A misspelt key would train another model than was meant, and a negative size ends in a traceback.
-
-Refused: keys that the class neither has nor consumes, sizes below 1 or beyond all that can be built, and numbers of
-heads that do not divide.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """A cache of model counts, so that a second plan of the same model loads neither torch nor Transformers.
 
-Loading them takes longer than counting and planning together, and people plan one model many times with other budgets.
 The counts follow from the model section, a few keys of ``training`` and ``data``, the versions of the packages and the
 project's own code that counts; a hash of all of these is the name of a file in ``~/.cache/deepstow/counts``. A folder
 is identified by its config.json. A model by name on the hub is counted anew by each process, since the name may come to
@@ -47,22 +46,17 @@ TRAINING = (
 )
 
 
-def cached(
-    config: RunConfig, kind: type[T], count: Callable[[], T], folder: Path | None = None, *, what: str = ""
-) -> T:
-    """The result of ``count`` for the configured model, from the file of an earlier call if there is one.
-
-    Args:
-        what: names the part of the model that is counted, if it is not all of it.
+def cached(config: RunConfig, kind: type[T], count: Callable[[], T], *, what: str = "") -> T:
+    """The result of ``count`` for the configured model, from the file of an earlier call if there is one. ``what``
+    names the part that is counted, if it is not all.
     """
-    name = name_of(config, what)
-    if name is None:
-        known = _hash(config, config.model.model_dump(mode="json"), what)
-        if known not in _HERE:
-            _HERE[known] = count()
-        within: T = _HERE[known]
+    name, lasts = name_of(config, what)
+    if not lasts:
+        if name not in _HERE:
+            _HERE[name] = count()
+        within: T = _HERE[name]
         return within
-    file, adapter = (folder or Path.home() / ".cache/deepstow/counts") / f"{name}.json", TypeAdapter(kind)
+    file, adapter = Path.home() / f".cache/deepstow/counts/{name}.json", TypeAdapter(kind)
     with contextlib.suppress(OSError, ValueError):
         return adapter.validate_json(file.read_bytes())
     found = count()
@@ -72,21 +66,15 @@ def cached(
     return found
 
 
-def name_of(config: RunConfig, what: str = "") -> str | None:
-    """A name for everything that the counts follow from; None if not all of it is known."""
+def name_of(config: RunConfig, what: str = "") -> tuple[str, bool]:
+    """A name for everything known that the counts follow from, and whether that is all, in other processes as well."""
     model: dict[str, Any] = config.model.model_dump(mode="json")
+    lasts = not config.model.trust_remote_code
     if config.model.name_or_path is not None:
         try:
             model["config.json"] = (Path(config.model.name_or_path) / "config.json").read_text()
         except (OSError, UnicodeDecodeError):
-            return None
-    if config.model.trust_remote_code:
-        return None
-    return _hash(config, model, what)
-
-
-def _hash(config: RunConfig, model: dict[str, Any], what: str) -> str:
-    """A name for the ``model`` section and everything else that the counts follow from."""
+            lasts = False
     versions = {}
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -102,4 +90,4 @@ def _hash(config: RunConfig, model: dict[str, Any], what: str) -> str:
         "versions": versions,
         "sources": [hashlib.sha256(path.read_bytes()).hexdigest() for path in SOURCES],
     }
-    return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()[:32], lasts

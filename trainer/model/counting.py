@@ -3,15 +3,12 @@
 Saved bytes are the bytes of storages that autograd saves, parameters excluded. A storage counts once, in the unit that
 was running when it was first saved. With Hugging Face's checkpointing that is each block's input.
 
-Operators are counted by torch's dispatcher while a block runs. Those with a name (``strategies/engine/checkpointing``)
-may be kept one by one; all others would be recomputed together. A replay ends as soon as the last tensor is saved, so
-operators after that are not counted. An operator costs its floating-point operations; one without any costs the bytes
-that it reads and writes. Views cost nothing.
+Operators with a name (``strategies/engine/forward/checkpointing``) may be kept one by one; all others of a block would
+be recomputed together. A replay ends as soon as the last tensor is saved, so operators after that are not counted. An
+operator costs its floating-point operations; one without any the bytes that it reads and writes; a view nothing.
 
 Sparse tensors are refused, since their memory is not counted. The error is raised after the forward, because torch
 calls some operators (``prim.device``) at places where an exception would end the process.
-
-Watched besides: the parameters that are read outside of the modules that own them, and the calls of linear layers.
 """
 
 from __future__ import annotations
@@ -142,7 +139,7 @@ class Counter(TorchDispatchMode):
         self._running: list[str] = []
         self._outer_unit = EMBEDDING  # what is saved while no block runs belongs to it
         self._forwards: dict[str, BlockForward] = {}
-        self._repeated: set[str] = set()  # blocks that ran more than once
+        self._entered, self._repeated = set[str](), set[str]()  # blocks that were called, and more than once
         self._choices: dict[str, Choices] = {}
         self._checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
         self._owners: dict[int, set[str]] = {}  # by a weight's storage: the modules in which it may be read
@@ -169,8 +166,8 @@ class Counter(TorchDispatchMode):
         hooks += [(layer, partial(_see, calls)) for layer, calls in self._layers.values()]
         for module, before in hooks:
             self._within.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-        for name, block in self.blocks.items():
-            self._within.callback(block.register_forward_hook(partial(self._leave, name)).remove)
+        for name in self.blocks.keys() - self.like.keys():
+            self._within.callback(self.blocks[name].register_forward_hook(partial(self._leave, name)).remove)
         # Nothing is kept for a backward that never comes: a graph that held its own outputs would never be freed.
         self._within.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, _refuse_backward))
         self._within.enter_context(stubs(self.model, self.like, lambda name: self.outputs[self.like[name]]))
@@ -235,10 +232,13 @@ class Counter(TorchDispatchMode):
                     self.computing.update(running)
 
     def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._running.append(name)
         self._outer_unit = HEAD
-        if name in self._forwards:
+        if name in self._entered:
             self._repeated.add(name)
+        self._entered.add(name)
+        if name in self.like:
+            return
+        self._running.append(name)
         first = stream_in(args)
         self._forwards[name] = BlockForward(Names(module), self._new([args, kwargs]), first)
         hidden = first if args else kwargs.get("hidden_states")

@@ -1,13 +1,12 @@
 """The parameters of a model one by one: the unit that uses each first, its dtype, and the optimizer's group.
 
-Parameters in a block (``strategies/engine/forward/blocks.py``) belong to it, those registered before the first block to
-the embedding, all others to the head. A parameter with several names is tied: it is listed under the first name, with
-the units of its other names as further users.
+Parameters in a block belong to it, those registered before the first block to the embedding, all others to the head. A
+tied parameter is listed under its first name, with the units of its other names as further users.
 
 The engine brings weights when the module that owns them is called, or the block around that module. Some are read at
 other times: by a loss that multiplies by ``lm_head.weight`` itself, by an adapter on an embedding, from a
-``ParameterList``. The planner keeps such parameters on the device, and the engine copes with them where it must. Those
-of a module that contains blocks (``masked_spec_embed`` of wav2vec2) stay as well: they are in use while the blocks are.
+``ParameterList``; and those of a module that contains blocks (``masked_spec_embed`` of wav2vec2) are in use while the
+blocks are. The planner keeps such parameters on the device.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """Make a small copy of a model's config (same architecture, few narrow layers) and choose how much memory it gets.
 
 The copy keeps what changes behaviour (architecture, grouped heads, tied weights, activation function, dropout, layer
-types) and shrinks what only costs time. It serves to try something on the user's architecture before the real model
-exists: equality with plain training, packing.
+types) and shrinks what only costs time.
 
 With ``strategies.offload`` a copy would fit into the real model's budget, and nothing of it would move. So ``moving``
 looks for options under which the plan of the copy moves what the real plan moves: weights that travel, each site of
 updates, both homes of gradients that wait. It plans the copy with several budgets, from the least that it can be
-trained with to the one that everything fits into. For what no budget causes, it sets the option that asks for it, if
-the user left that at auto. The result is few sets of options that show everything; each is a run.
+trained with to the one that everything fits into, and asks by option for what no budget causes, if the user left that
+at auto. The result is few sets of options that show everything; each is a run.
 """
 
 from __future__ import annotations

@@ -1,27 +1,24 @@
 """Stand-ins with which a model is counted: fake tensors for its weights, and stubs for blocks that are like others.
 
-With stubs counting does not take longer the deeper a model is. A stub makes an output of the right shape and does
-nothing else. Which blocks are alike is seen before any runs: same
+With stubs counting takes hardly longer the deeper a model is. Which blocks are alike is seen before any runs: same
 class, same parameters, same attributes of all modules inside with the same numbers, flags and texts, as many hooks, and
 the same in the lists of the config that have an entry for each block. An attribute that is the block's own number
 (``layer_idx``) does not count.
 
-Of those that are alike the first two and the last one run. The second one's numbers are taken for all in between; the
+Of those that are alike the first two and the last one run: the second one's numbers are taken for all in between; the
 first one saves what all share, such as masks. Whoever counts compares the second with the last, and lets all blocks
 run if they differ. Not seen: one in between that differs by what no attribute shows, as by a function in a list.
 
 Fake tensors have no values. Some are given here:
 
-[Note: positions] Transformers looks at positions and masks and makes no mask for a batch that needs none; attention
-then saves less. So whole numbers that follow from real tensors or from ``arange`` keep their values. A mask among the
-inputs is given as a fake tensor, so a batch that has one counts as padded or packed, which saves the most.
+[Note: positions] Transformers makes no mask for a batch that needs none; attention then saves less. So whole numbers
+that follow from real tensors or from ``arange`` keep their values. A mask among the inputs is a fake tensor, so a batch
+that has one counts as padded or packed, which saves the most.
 
-[Note: layer drop] Some models draw a number before each block and skip the block if it is small. A fake number has no
-value to compare; here it is 1, so that no block is skipped, which is the most expensive case.
+[Note: layer drop] Some models skip a block if a number that they draw is small. Here it is 1: no block is skipped.
 
-[Note: grouped matmul] Transformers runs the experts of a mixture through one grouped matmul. Torch's kernels take any
-float dtype, its fake version takes bf16 only and its flop counter does not know the operation. So the output's shape is
-given here, and ``counting.py`` counts two flop per row of tokens, column and summed element.
+[Note: grouped matmul] Experts of a mixture run as one grouped matmul, whose fake version takes bf16 only. So the
+output's shape is given here.
 """
 
 from __future__ import annotations
@@ -145,12 +142,13 @@ class _Stub(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, anchor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """``anchor`` makes the output require a gradient."""
         ctx.like = (hidden.shape, hidden.dtype)
-        return hidden.new_empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device=hidden.device)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         shape, dtype = ctx.like
-        return grad.new_empty(shape, dtype=dtype) if ctx.needs_input_grad[0] else None, None, None, None
+        back = torch.empty(shape, dtype=dtype, device=grad.device) if ctx.needs_input_grad[0] else None
+        return back, None, None, None
 
 
 @contextmanager

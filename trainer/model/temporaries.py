@@ -1,16 +1,13 @@
 """Count forward and backward of a model on fake tensors, and what is on the device besides saved tensors.
 
-Of blocks that are alike three run (``stubs.py``), and what they have in common is compared. Where they differ, or where
-the model needs more of a block than a stub has, all run. If backward fails even so, as with operators whose backward
-fake tensors lack, a warning says that nothing temporary is counted.
+Of blocks that are alike three run (``stubs.py``). Where these differ, or where the model needs more of a block than a
+stub has, all run. If backward fails even so, as with operators whose backward fake tensors lack, a warning says that
+nothing temporary is counted.
 
-Backward makes tensors of its own: gradients of activations, and a gradient of each weight before it lands where it is
-kept. A loss over many words makes several tensors as large as its logits. Live bytes are followed operator by operator:
-a storage counts from the operator that made it until nothing holds it any more. What is alive in a unit, less what it
-and the units before it save for backward (``counting.py``), is temporary.
-
-The gradient of a weight is taken away as soon as autograd has accumulated it, as the memory engine does. That of a tied
-weight waits for its second part; until then it is a temporary of all units in between.
+A storage counts from the operator that made it until nothing holds it any more. What is alive in a unit, less what it
+and the units before it save for backward (``counting.py``), is temporary. The gradient of a weight is taken away as
+soon as autograd has accumulated it, as the memory engine does. That of a tied weight waits for its second part; until
+then it is a temporary of all units in between.
 
 Not seen: memory that a kernel takes for itself, and kernels of an accelerator where fake tensors run those of the CPU.
 What a loop keeps of the model's output besides the loss counts as freed before backward, as in Transformers' Trainer.

@@ -1,10 +1,8 @@
 """One rank's part of a model under tensor parallelism, without storage, to be counted like a whole model.
 
 The linear layers that DeepSpeed's AutoTP divides (``strategies/backends/autotp.py``) get the shapes that they have on
-the first rank, so that one forward counts weights, saved tensors and floating-point operations of a rank. What
-exchanges need for a moment is not counted; they keep nothing for backward.
-
-Where a size does not divide, as a vocabulary may, the first rank has the most.
+the first rank, which has the most where a size does not divide. What exchanges need for a moment is not counted; they
+keep nothing for backward.
 """
 
 from __future__ import annotations

@@ -1,38 +1,49 @@
 """Run other people's Python once more than they expect and undo its side effects.
 
 To plan, a model's forward runs on fake tensors, and a Trainer makes its first call of the model before training does.
-Either may count its calls, draw random numbers, cache what it computed or initialise itself on the first call.
 Afterwards attributes are the same objects as before, containers have the same items, and random generators have the
-same state: those of torch, numpy and Python, and those that the objects hold. That applies to everything the objects
-hold at any depth, through attributes, containers and closures. Objects of libraries, except modules, are not looked
-into: they may have threads of their own.
+same state: those of torch, numpy and Python, and those that the objects hold, at any depth, through attributes,
+containers and closures. Objects of libraries, except modules, are not looked into: they may have threads of their own.
 
 Not undone: effects outside of the given objects (files, global variables), iterators, attributes in ``__slots__``,
 items of containers with more than ``LARGE`` items, and in-place writes to tensors and arrays of more than
-``COPIED_BYTES`` (a forward on fake tensors cannot write to tensors). Datasets may hold anything and are called in
-another process (``forked.py``).
+``COPIED_BYTES`` (a forward on fake tensors cannot write to tensors).
+
+A dataset may count its calls and draw random numbers in places that nobody could list and undo: a queue, the state of a
+compiled library. It is called in a forked copy of this process, as a ``DataLoader`` with workers does. A fork shares
+file offsets; those of files open for reading are restored. Not undone: writes to files, to shared memory and over
+connections. Accelerators cannot be used there.
 """
 
 from __future__ import annotations
 
+import fcntl
 import functools
+import io
+import multiprocessing
+import os
+import pickle
 import random
+import stat
 import sys
 import sysconfig
 import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy
 import torch
 from torch import Tensor, nn
 
 from strategies.engine.forward.effects import source
+from trainer.errors import first_line
 
+T = TypeVar("T")
 LARGE, COPIED_BYTES, MOST_OBJECTS = 1_000, 1 << 16, 1_000_000
 ATOMS = (*weakref.ProxyTypes, str, bytes, int, float, complex, type, types.ModuleType, torch.dtype, torch.device)
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
@@ -134,3 +145,72 @@ def _fill(value: Any, content: Any) -> None:
     if not same:
         value.clear()
         (value.extend if isinstance(value, list | deque) else value.update)(content)
+
+
+# --- in a fork --------------------------------------------------------------------------------------------------------
+
+
+class ForkError(RuntimeError):
+    """The call failed in the fork; the message is the type and the first line of its exception."""
+
+
+def in_fork(work: Callable[[], T], seconds: float = 60.0) -> T:
+    """The result of ``work()`` in a fork, pickled. ForkError: it failed, took longer than ``seconds``, or has ended."""
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(work, send), daemon=True)
+    with receive, _restored_offsets():
+        process.start()
+        send.close()
+        try:
+            if not receive.poll(seconds):  # a lock that another thread held when forking is never released
+                raise ForkError(f"no answer within {seconds:g} seconds")
+            fine, answer = pickle.loads(receive.recv_bytes())
+        except EOFError:
+            raise ForkError("the process that was forked for it has ended") from None
+        finally:
+            process.kill()
+            process.join()
+    if not fine:
+        raise ForkError(answer)
+    found: T = answer
+    return found
+
+
+def _answer(work: Callable[[], Any], send: Any) -> None:
+    """Run ``work`` in the fork and send its result."""
+    torch.set_num_threads(1)  # a fork has no thread pool
+    answer = io.BytesIO()
+    try:
+        _Pickler(answer).dump((True, work()))
+    except BaseException as error:
+        answer = io.BytesIO(pickle.dumps((False, first_line(error))))
+    send.send_bytes(answer.getvalue())
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles small views of large tensors without the rest of their storage."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not torch.Tensor or value.layout is not torch.strided:
+            return NotImplemented
+        if value.untyped_storage().nbytes() <= value.nbytes:
+            return NotImplemented
+        return value.detach().clone().__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+
+
+@contextmanager
+def _restored_offsets() -> Iterator[None]:
+    """Restore the offsets of files that are open for reading."""
+    offsets: dict[int, int] = {}
+    for number in [int(file.name) for file in Path("/proc/self/fd").iterdir()]:
+        with suppress(OSError):  # the descriptor that listed the folder is closed by now
+            reads = fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+            if reads and stat.S_ISREG(os.fstat(number).st_mode):
+                offsets[number] = os.lseek(number, 0, os.SEEK_CUR)
+    try:
+        yield
+    finally:
+        for number, offset in offsets.items():
+            with suppress(OSError):
+                os.lseek(number, offset, os.SEEK_SET)

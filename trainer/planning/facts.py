@@ -1,13 +1,9 @@
 """The facts of a run that the planner may look at, without weights and without an accelerator.
 
-``gather`` builds the configured model without storage, gives it fake tensors (shapes and dtypes) and runs it forward
-once. Torch's own dispatch decides what is saved for backward and how many floating-point operations there are. A
-second run counts what else is there in forward and backward (``trainer/model/temporaries.py``). A 70 B model takes
-about one second (of blocks that are alike three run) and a few hundred megabytes. The counts are cached
-(``trainer/model/count_cache.py``). Facts of a live model come from ``plan_for.py``.
-
-Blocks are found by structure (``strategies/engine/forward/blocks.py``); parameters registered before the first block
-belong to the embedding, those after to the head. A tied parameter counts once, where it comes first.
+``gather`` builds the configured model without storage and runs it on fake tensors, forward and backward. Torch's own
+dispatch decides what is saved and how many floating-point operations there are. A 70 B model takes about one second (of
+blocks that are alike three run) and a few hundred megabytes. The counts are cached (``trainer/model/count_cache.py``).
+Facts of a live model come from ``plan_for.py``.
 
 Batches count as padded or packed, so that attention needs a mask. Full rows of one document each save less, where key
 and value heads are grouped about a tenth: without a mask torch's fused attention does not repeat them.

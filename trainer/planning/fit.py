@@ -1,11 +1,11 @@
 """``launch/plan.py --fit``: plans of a model in several ways of training, and what to write for each, as one table.
 
 All weights, and low-rank adapters; each as it is, with every strategy that saves memory (``Strategy.to_fit``), with all
-of those together, and over more ranks with the strategies that need them. Each row is a plan that ``plan_of`` makes of
-a config that can be written. What fits has its predicted peaks within 0.9 of the memory, which is what ``auto`` uses.
+of those together, and over more ranks with the strategies that need them. Each row is a plan of a config that can be
+written; if the planner refuses it, the row has the bytes that it said are needed. What fits has its predicted peaks
+within 0.9 of the memory, which is what ``auto`` uses.
 
-If the planner refuses a plan, its row has the bytes that it said are needed. Not counted: the network between ranks (no
-simulated step), and a model's weights while they are loaded into host memory.
+Not counted: the network between ranks (no simulated step), and weights while they are loaded into host memory.
 
 The table also ends every refusal for memory (``explained``): the command attaches it, since it needs plans itself.
 """
@@ -30,7 +30,6 @@ from trainer.config.load import build, load_tree
 from trainer.config.yaml_file import one_line
 from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError, TooLargeError
-from trainer.machine.profiles import known_rates
 from trainer.planning.facts import precision_of
 from trainer.planning.from_config import plans_of
 
@@ -175,27 +174,11 @@ class Fit:
         """``way`` with what its plan on ``ranks`` needs. Raises ConfigError about the model if no strategy is on."""
         row = replace(way, ranks=ranks.world_size, write=changes(self.written or self.config.tree(), way.tree))
         self.say(f"planning {row.training} on {row.ranks} rank{'s' * (row.ranks > 1)}")
-        if known_rates(self.machine).rates is None:
-            return self._planned(row, ranks, self.machine)
-        # Without rates nothing is simulated, and a plan takes a tenth of the time. With rates saved tensors may wait on
-        # the host, too: that makes room on the device for as many other bytes, so the host has to hold as much as
-        # before, up to the sizes of slots.
-        without = replace(self.machine, origin="profile", rates=None)
-        quick = self._planned(row, ranks, without, only_host=True)
-        short = Home.HOST in quick.missing or quick.refused
-        return quick if short else self._planned(row, ranks, self.machine)
-
-    def _planned(self, row: FitRow, ranks: Ranks, machine: Machine, *, only_host: bool = False) -> FitRow:
-        """``row`` with what ``plans_of`` finds; of stages, that which needs most. ``only_host``: how much the device is
-        short of is not wanted.
-        """
         try:
-            plans = plans_of(build(row.tree).like(self.config), ranks, machine, say=lambda line: None)
-            plan = max(plans, key=lambda each: each.peak(Home.DEVICE))
+            plans = plans_of(build(row.tree).like(self.config), ranks, self.machine, say=lambda line: None)
+            plan = max(plans, key=lambda each: each.peak(Home.DEVICE))  # of stages, that which needs most
         except TooLargeError as short:
             home = Home(short.home)
-            if only_host and home is not Home.HOST:
-                return row
             return replace(row, needed={home: short.needed}, missing={home: short.needed - short.budget})
         except (ConfigError, ValueError) as error:  # pydantic's is a ValueError
             if isinstance(error, ConfigError) and not row.strategies and not row.given:

@@ -2,13 +2,9 @@
 ``--tokens``: what a whole run takes, with the best of them or with the config's own degrees.
 
 The global batch is what the config says: micro-batch x accumulation x ranks. Everything that the search decides is
-taken out of the config first; the rest stays, and so do budgets of memory.
-
-A rank's share of the model is counted for each micro-batch and tensor degree as that of a config with
-``strategies.tensor`` (``trainer/model/tensor_share.py``) or ``strategies.pipeline``. Not tried: tensor degrees that the
-strategy refuses for this model or beside what else is in the config.
-
-Refused: machines of unknown speed, a network of unknown speed, and jobs that nothing fits.
+taken out of the config first; the rest stays, and so do budgets of memory. A rank's share of the model is counted for
+each micro-batch and tensor degree as that of a config with ``strategies.tensor`` or ``strategies.pipeline``. Not tried:
+tensor degrees that the strategy refuses for this model or beside what else is in the config.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ from strategies.planner.hybrid import keys
 from strategies.planner.hybrid.cluster import Cluster, Wire
 from strategies.planner.hybrid.degrees import HERE, Degrees, Rule, Stowed
 from strategies.planner.hybrid.parts import Model, Models
-from strategies.planner.hybrid.search import Options, hybrid
+from strategies.planner.hybrid.search import Known, Options, hybrid
 from strategies.planner.hybrid.step_seconds import Pricing
 from strategies.planner.step_cost import plan_cost, step_flops
 from strategies.report import hybrid_table, run_budget
@@ -47,7 +43,6 @@ if TYPE_CHECKING:
     from trainer.machine.probe import Machine
 
 MICRO_BATCHES, TENSOR = (1, 2, 4), (2, 4, 8)
-Known = dict[tuple[int, int], Facts]
 Say = Callable[[str], None]
 
 
@@ -58,7 +53,6 @@ def search(
 
     Args:
         gigabits: per second, of a rank's network to other machines; None: what is known of the machine.
-        say: told of each count before it is made, and of the CPU seconds at the end.
         asked: of a whole run with the first of the best.
 
     Raises:
@@ -93,7 +87,7 @@ def search(
         many = f"{ranks.world_size} rank{'s' * (ranks.world_size > 1)}"
         line = f"--search: nothing fits on {many} of {machine.name} with {size}; nearest:"
         raise ConfigError([line, *hybrid_table.nothing_fits(answer)])
-    peak = machine.peak_flops.of(facts.run.precision.value) if machine.peak_flops else None
+    peak = machine.peak_flops.get(facts.run.precision.value)
     flops = step_flops(facts) * sequences / facts.run.micro_batch
     scale = hybrid_table.Scale(
         tokens=sequences * facts.run.sequence,
@@ -131,7 +125,7 @@ def budget(
     """
     shares, degrees = Shares(config, ranks, machine, lambda _: None), keys.read(config.tree(), ranks.world_size)
     whole, cost, rates = shares.whole, plan_cost(plans[0]), known_rates(machine).rates
-    peak = machine.peak_flops.of(whole.run.precision.value) if machine.peak_flops else None
+    peak = machine.peak_flops.get(whole.run.precision.value)
     if rates is None and not peak:
         raise ConfigError(f"--tokens: neither the rates nor the peak of {machine.name} are known; give --profile")
     steps: list[Step] = [(ranks.world_size, plans[0].facts.run.tokens_per_step, None)]
@@ -221,7 +215,7 @@ class Shares:
     def by_tensor(self, sequences: int) -> tuple[Known, list[str]]:
         """Facts by micro-batch and tensor degree, and why degrees are not tried."""
         own = self.whole.run.micro_batch
-        found, refused = Known({(own, 1): self.whole}), []
+        found, refused = {(own, 1): self.whole}, []
         sizes = [own, *(size for size in MICRO_BATCHES if sequences % size == 0 and size != own)]
         for degree in (1, *(each for each in TENSOR if self._ranks.local_world_size % each == 0)):
             try:

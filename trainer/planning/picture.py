@@ -1,8 +1,8 @@
 """The plan as a picture: the simulated step over time above the device's memory, or the memory of a rank as bars.
 
-With a simulated step: resources over a time axis, white while they are idle. The memory curve is the arena and what
-forward has saved so far, during the ticks of the first pass. Without one (nothing is stowed, or the machine's rates are
-unknown): one bar per home that adds up to the predicted peak of a rank. The red line is the budget.
+The memory curve is the arena and what forward has saved so far, during the ticks of the first pass. Without a simulated
+step (nothing is stowed, or the machine's rates are unknown): one bar per home that adds up to the predicted peak of a
+rank. The red line is the budget.
 """
 
 from __future__ import annotations

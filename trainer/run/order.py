@@ -326,8 +326,7 @@ def check_packing(config: RunConfig) -> None:
 def make_meter(run: Run, device: torch.device) -> Meter:
     """The meter of tokens and time over all ranks, with MFU if the device's peak is known."""
     known = run.plan.facts.run
-    peaks = run.machine.peak_flops
-    peak = peaks.of(known.precision.value) if peaks else None
+    peak = run.machine.peak_flops.get(known.precision.value)
 
     def sum_over_ranks(number: int) -> int:
         total = torch.tensor(number, dtype=torch.int64, device=device)

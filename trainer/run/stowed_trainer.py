@@ -27,8 +27,7 @@ from strategies.core.protocol import Refusal
 from strategies.engine import SGD, AdamW, StowOptimizer, UpdateRule, stow, stowed_by
 from strategies.engine.forward.checkpointing import recompute
 from trainer.errors import CountingError, first_line, write_line
-from trainer.model.forked import ForkError, in_fork
-from trainer.model.undisturbed import undisturbed
+from trainer.model.undisturbed import ForkError, in_fork, undisturbed
 from trainer.planning.plan_for import plan_for
 from trainer.run import training_state
 from trainer.run.accelerator import StowAccelerator
@@ -159,7 +158,7 @@ class StowedTrainer:
     def _first_call(self) -> dict[str, Any] | None:
         """The keyword arguments of the first rank's first call of the model; None if it cannot be found out.
 
-        The run is not disturbed: rows are made in a fork (``forked.py``), and what the loss does before it calls the
+        The run is not disturbed: rows are made in a fork, and what the loss does before it calls the
         model is undone (``undisturbed.py``).
         """
         packed: bytes | None = None

@@ -1,6 +1,6 @@
 """One bucket at run time: its parameters, the views of its memory, and the state of its weights.
 
-Only this file writes the state of a bucket (``tests/unit/test_bucket_state.py``); others call its methods, which are
+Only this file writes the state of a bucket (``tests/unit/test_architecture.py``); others call its methods, which are
 the transitions, and read. Events are written by whoever records them. ``grads`` is the state of its gradients
 (``gradient_state.py``), ``views`` what its parameters are to the model (``parameter_views.py``).
 

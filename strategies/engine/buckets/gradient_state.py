@@ -1,11 +1,10 @@
 """The gradients of one bucket between backward and step: which parameters have one, and where it is.
 
-Problem. In plain torch a gradient stays on the parameter until it is removed: a second backward adds to it, a
-second ``step`` uses it again, and ``zero_grad(set_to_none=False)`` leaves a zero, so that ``step`` decays a weight for
-which backward brought nothing. Here ``step`` takes the gradients away, and there is no memory for a zero gradient.
-
-Loops that would therefore train differently are refused. A gradient is *spent* from ``step`` until ``zero_grad``:
-spent gradients cannot be read, added to or stepped with. A *zeroed* parameter must get a gradient before the next step.
+In plain torch a gradient stays on the parameter until it is removed: a second backward adds to it, a second ``step``
+uses it again, and ``zero_grad(set_to_none=False)`` leaves a zero, with which ``step`` decays the weight. Here ``step``
+takes the gradients away, and there is no memory for a zero gradient. So loops that would train differently are refused:
+a gradient is *spent* from ``step`` until ``zero_grad``, and cannot be read, added to or stepped with; a *zeroed*
+parameter must get a gradient before the next step.
 
 Only this class changes its sets; others call its methods. Parameters are given by their index in the bucket.
 """

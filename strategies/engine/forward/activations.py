@@ -1,7 +1,5 @@
 """Saved tensors that wait on the host: copied down during forward, brought back during backward.
 
-What a recomputed block keeps lies on the device from its forward to its backward, and nobody reads it. So:
-
     forward of i             a copy down begins as soon as the tensor is made
     end of forward of i + 1  compute waits for those copies; only then is the device's memory released
     backward of i + 1 begins the copies up begin
@@ -19,9 +17,9 @@ brought back. A slot on the host is free again when the graph is gone: backward 
 retained. A copy down waits for the last copy up, which may read its slot. Slots are a stack: forward pushes, backward
 pops. A tensor that finds no slot, or that has gaps, is not sent; the first time this is logged.
 
-[Note: no graph] The room must not reference a graph, because the graph references the room: that cycle would leak the
-graph. Outputs of operators are sent before autograd has seen them, so at the end of their block they are replaced by
-detached aliases. These share the version counter, by which a later write is noticed, and refused.
+[Note: no graph] The graph references the room, so the room must not reference a graph. Outputs of operators are sent
+before autograd has seen them, so at the end of their block they are replaced by detached aliases. These share the
+version counter, by which a later write is noticed, and refused.
 """
 
 from __future__ import annotations

@@ -2,25 +2,24 @@
 
 The mechanism is torch's: non-reentrant checkpoints, with their selective contexts if anything is kept. A checkpoint
 replaces a block's ``forward``, inside all hooks of the block, so that the block's weights, which the memory engine or
-ZeRO fetches in hooks, are there when backward runs it again. No module is renamed or wrapped. The engine also stands
-``around`` each run, because backward may start one before any hook of the block has run (``guard.py``).
+ZeRO fetches in hooks, are there when backward runs it again. The engine also stands ``around`` each run, because
+backward may start one before any hook of the block has run (``guard.py``).
 
-What is kept is named by kind and number within one forward of a block, the same for all models and devices: "linear 3"
-is its fourth product with a weight.
+What is kept is named by kind and number within one forward of a block: "linear 3" is its fourth product with a weight.
 
     linear      a product with a weight
     attention   a fused kernel, or the product of two activations after a softmax
     scores      any other product of two activations
     softmax     of any size
 
-What waits on the host (``activations.py``) is sent in two ways, neither of which interferes with torch's contexts. The
-input goes through saved-tensor hooks around the checkpoint. Outputs are sent by a dispatch mode beneath the selective
-one, for which they are not kept; in the replay the same mode returns them instead of running the operator.
+What waits on the host (``activations.py``) is sent in two ways: the input by saved-tensor hooks around the checkpoint,
+outputs by a dispatch mode beneath the selective one, for which they are not kept; in the replay the same mode returns
+them instead of running the operator.
 
-Exactness. An operator that is not found where it was expected is run again, or kept for nothing: this costs time and
-changes no bit. Two kinds of output cannot be kept. One that is written to later would come back changed, so the first
-forward keeps nothing and looks for such outputs. One that draws random numbers would not draw them in the replay, so
-operators that are replayed after it would get other numbers: a fused attention with dropout is run again.
+Exactness. An operator that is not found where it was expected is run again, or kept for nothing, which changes no bit.
+Two kinds of output cannot be kept. One that is written to later would come back changed, so the first forward keeps
+nothing and looks for such outputs. One that draws random numbers would not draw them in the replay, so operators that
+are replayed after it would get other numbers: a fused attention with dropout is run again.
 """
 
 from __future__ import annotations

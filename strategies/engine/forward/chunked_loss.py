@@ -6,15 +6,13 @@ backward computes the log-probabilities again and writes the gradient of the log
 
 Exactness. ``_log_softmax``, its gradient and the gradient of ``nll_loss`` treat every row by itself. A chunk starts on
 a multiple of ``ROWS`` rows, so that a row has the alignment in its chunk that it has in the whole, by which kernels may
-choose how they add up. The losses of the rows are reduced by ``nll_loss`` itself, on one column per row, in an order
-that depends on the number of rows only. The products of the head are not cut (as
-``torch.nn.functional.linear_cross_entropy`` and DeepSpeed's ``TiledFusedLogitsLoss`` do), so sums over rows stay as
-they are. Tried on CPUs; no GPU has run it yet.
+choose how they add up. The losses of the rows are reduced by ``nll_loss`` itself, on one column per row. The products
+of the head are not cut, so sums over rows stay as they are. Tried on CPUs; no GPU has run it yet.
 
-[Note: memory of the logits] The gradient has the size and dtype of the logits, and is written into their memory if
-nothing else can read them any more. Tensors that share memory hold its storage, so the storage is asked how many there
-are, and it must be only the one that is saved here. A backward that keeps the graph needs the logits again, and other
-code's hooks on saved tensors may have kept them; then the gradient gets memory of its own.
+[Note: memory of the logits] The gradient is written into the memory of the logits if nothing else can read them any
+more: the storage is asked how many tensors hold it, and it must be only the one that is saved here. A backward that
+keeps the graph needs the logits again, and other code's hooks on saved tensors may have kept them; then the gradient
+gets memory of its own.
 
 Left to Transformers is what ``_is_foreign`` says. A second derivative is refused.
 """

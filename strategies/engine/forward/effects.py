@@ -1,18 +1,15 @@
 """Side effects of a block happen once, however often the block runs.
 
 A recomputed block runs again in backward. A batch norm would move its running statistics again, a block that drops
-itself by ``random.random()`` would draw again, and backward would be that of another forward. So a replay starts from
-the state that the first run found, and afterwards everything is restored to what it was before the replay:
+itself by ``random.random()`` would draw again. So a replay starts from the state that the first run found, and
+afterwards everything is restored to what it was before the replay: random numbers of Python, of NumPy, and of
+generators that are attributes of the block's modules (torch's own are restored by its checkpoints); tensors in buffers
+and attributes of these modules; and numbers in attributes, as counters are.
 
-    random numbers   of Python, of NumPy, and of generators that are attributes of the block's modules. Torch's own are
-                     restored by its checkpoints
-    tensors          buffers and attributes of the block's modules
-    numbers          in attributes of the block's modules, as counters are
-
-What the block writes to is learned in its first run: everything is copied before and compared bit by bit afterwards. It
-is learned again when one of its modules changes between training and evaluation. After that torch's version counters
-are compared, and a write to a tensor that the first run did not write to is refused. The copies, until backward, are
-small (statistics, an auxiliary loss) and not in the plan.
+What the block writes to is learned in its first run, and again when one of its modules changes between training and
+evaluation: everything is copied before and compared bit by bit afterwards. After that torch's version counters are
+compared, and a write to a tensor that the first run did not write to is refused. The copies, until backward, are small
+(statistics, an auxiliary loss) and not in the plan.
 
 Not noticed: anything in lists, closures and other objects; writes through ``.data`` that begin after the first run;
 numbers under DeepSpeed's stage 3, whose hooks count in the attributes of modules, and have to count each run.

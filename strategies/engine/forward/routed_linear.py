@@ -3,11 +3,10 @@
 The class of a routed layer becomes a subclass that differs in ``forward`` only, so names, shapes, state dict and
 ``isinstance`` do not change. In eval mode the stock ``forward`` runs.
 
-The second copy of a weight is stamped with what it was made of: the weight's version, which in-place operations seen
-by autograd raise, its address, and a count of the changes that autograd does not see, such as those of fused optimizers
-and of engines with flat buffers: whoever drives the optimizer announces its steps with ``weights_changed``, as our
-Trainer does. If the copy was written again between a forward and its backward, backward raises. Backward saves the
-weight as the parameter itself, not as a view, so it reads what an engine that moves weights has put there by then.
+The second copy of a weight is stamped with what it was made of: the weight's version, its address, and a count of the
+changes that autograd does not see: whoever drives the optimizer announces its steps with ``weights_changed``. If the
+copy was written again between a forward and its backward, backward raises. Backward saves the weight as the parameter
+itself, not as a view, so it reads what an engine that moves weights has put there by then.
 """
 
 from __future__ import annotations

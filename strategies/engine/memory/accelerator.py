@@ -1,9 +1,8 @@
 """What this machine's accelerator can do beyond ``torch.accelerator``, one row of a table per kind of device.
 
-Streams, events, memory statistics and waiting have calls that are the same for all accelerators, and the project uses
-those. What has no such call is here, and this is the only file that names ``torch.cuda``. A kind of device without a
-row trains with the same results: where host memory cannot be registered, copies make the host wait. Apple's ``mps`` has
-no streams; it is ignored, and training runs on the CPU.
+What has no call that is the same for all accelerators is here, and this is the only file that names ``torch.cuda``. A
+kind of device without a row trains with the same results: where host memory cannot be registered, copies make the host
+wait. Apple's ``mps`` has no streams; it is ignored, and training runs on the CPU.
 """
 
 from __future__ import annotations

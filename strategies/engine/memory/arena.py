@@ -1,16 +1,14 @@
 """The arenas: one stretch of memory per home, reserved once. Nothing else in the engine allocates buffers.
 
-A caching allocator rounds up, fragments, and gives memory to whoever asks first; torch's pinned allocator rounds to
-powers of two, so that 20 GiB become 32. A plan that knows every address needs none of that.
+A caching allocator rounds up and fragments, and torch's pinned one makes 32 GiB of 20. A plan has every address.
 
     device   one ``torch.empty``
     host     one anonymous mapping of the exact size (huge pages where the kernel grants them), registered with the
              accelerator's driver in pieces, because one registration of hundreds of gigabytes fails. What ranks of one
              machine read from each other comes first, in a mapping of its own (``common_host.py``)
 
-Without an accelerator both are ordinary memory and the same code runs, so every rule about addresses is tested on any
-machine. The arenas do not grow, shrink or move; a region is a view, never a copy. The few places in
-``strategies/engine`` that allocate something else are listed, with reasons, in ``tests/unit/test_one_allocator.py``.
+Without an accelerator both are ordinary memory and the same code runs. The arenas do not grow, shrink or move; a region
+is a view, never a copy. ``tests/unit/test_one_allocator.py`` lists what else allocates, and why.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """The host memory that ranks of one machine read from each other, and up to which update they may.
 
-Consumer cards cannot copy to each other: what a rank gets over the network goes down from the other's device, through
-the host's memory, and up again, although the host has had it from the start. So each rank maps the first part of the
-others' arenas, which has the weights that rest or are updated on the host, and copies all spans up by itself.
+Consumer cards cannot copy to each other: what a rank gets over the network goes down from the other's device and up
+again, although the host has had it from the start. So each rank maps the first part of the others' arenas, which has
+the weights that rest or are updated on the host, and copies all spans up by itself.
 
 Each rank makes one file that exists in memory only (``memfd_create``) and ends with the last process that has mapped
 it; the others open it by way of ``/proc``. Behind the weights it has one number per bucket: how many times the rank's
-span has been replaced, by an update or by a load. All ranks count alike, since they do the same. What is read and
-written when is in ``strategies/engine/ranks/shares.py``, Note: common memory.
+span has been replaced, by an update or by a load, which all ranks count alike. What is read and written when is in
+``strategies/engine/ranks/shares.py``, Note: common memory.
 
-Memory that one core writes before it counts is seen by a core that has seen the count: x86 keeps the order of writes
-and of reads. Others may not, and are refused; so are ranks that do not see each other's processes.
+Refused: machines whose cores may reorder writes (x86 does not), since a number would be seen before the weights; and
+ranks that do not see each other's processes.
 """
 
 from __future__ import annotations

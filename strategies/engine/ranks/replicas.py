@@ -1,11 +1,9 @@
 """Ranks that each have the whole training state: the weights they start with, buffers, and gradients averaged.
 
-Torch's DistributedDataParallel broadcasts the first rank's buffers (running statistics, codebooks, counters) before a
-forward if gradients were averaged after the last forward; with several micro-batches under ``no_sync`` that is before
-the first one only. Hugging Face's Trainer trains like that, and evaluates the model itself, each rank with its own
-buffers. The same is done here: buffers are shared before the first forward with gradients, before the first one after
-each step, and before any forward that follows a step's last micro-batch. Forwards without gradients share nothing and
-do not count; a loop that evaluates through DistributedDataParallel itself would see the first rank's buffers there.
+Buffers (running statistics, codebooks, counters) are shared as by torch's DistributedDataParallel under Hugging Face's
+Trainer, which evaluates the model itself, each rank with its own buffers: the first rank's are sent before the first
+forward with gradients, before the first one after each step, and before any forward that follows a step's last
+micro-batch. Forwards without gradients share nothing and do not count.
 
 What a host has to know before it goes on, the hosts tell each other, and not the devices: a device would first do all
 that it was given. So they have a group of their own, of gloo's collectives, unless the device is the CPU.

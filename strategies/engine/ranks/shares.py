@@ -6,9 +6,9 @@
 
 Exactness. N ranks have the bits of one process that accumulates N micro-batches: an owner adds the gradients in the
 order of ranks, and an element-wise update of a span has the bits of the update of the whole. Both divide by N first,
-which is exact for powers of two. With ``reduction: fast`` the library adds while it sends, in an order of its own: N -
-1 additions of each element round otherwise. The norm of a parameter needs all its elements in one place: most have one
-owner; of one that is cut the owner of its first elements gets the others' sums, behind its own span in the slot.
+which is exact for powers of two. With ``reduction: fast`` the library adds in an order of its own. The norm of a
+parameter needs all its elements in one place: most have one owner; of one that is cut the owner of its first elements
+gets the others' sums, behind its own span in the slot.
 
 Ordering. All are on the lane NET of one process group, and every rank issues them in the same order, which follows from
 the plan and the model, never from timing. UP before NET: a fetch brings up this rank's span first. COMPUTE before NET:
@@ -17,9 +17,9 @@ are whole, gradients are there to be added. DOWN reads this rank's span only, af
 others.
 
 [Note: common memory] Each rank writes its span on the host when its update is done, and reads all spans when it fetches
-the weight, or receives it if it stays. No event of one process is known in another. What is told across is one number
-per bucket, how often the rank's span was replaced (``memory/common_host.py``); every rank counts the same updates and
-loads in the same order. So whoever reads gets from every rank the weights after as many updates as it has submitted.
+the weight, or receives it if it stays. Across processes one number per bucket is told: how often the rank's span was
+replaced (``memory/common_host.py``), which every rank counts in the same order. So whoever reads gets from every rank
+the weights after as many updates as it has submitted.
     read after write   the reader waits on its host for the numbers of all ranks. An update by the worker has written
                        when it ends; one on the device when DOWN has (``stored``), for which a thread waits
     write after read   all that is read before an update was issued by ``step``. Before any update is submitted there,

@@ -1,14 +1,11 @@
 """Reading and writing a stowed model from outside: state dicts, chosen parameters, optimizer state.
 
-    state_dict          each module that owns parameters returns views of the newest weights: the host's copy of
-                        offloaded ones, the home of residents. They have storages of their own and are no copies, except
-                        between backward and step where a gradient waits in the copy's place (``loans.py``). A
-                        module that customizes what is saved gets copies of its weights; its result is not changed
-    load_state_dict     before a module is loaded its parameters are plain views of the newest weights; afterwards
-                        masters and homes get the loaded values
-    present             chosen parameters are on loan (``loans.py``), with copies on the device; changes are kept
-
-A function that reads a parameter at any other time asks its keeper (``keeper.py``).
+state_dict          views of the newest weights, with storages of their own: the host's copy of offloaded ones, the
+                    home of residents; for copies see ``loans.py``. A module that customizes what is saved gets
+                    copies of its weights; its result is not changed
+load_state_dict     before a module is loaded its parameters are plain views of the newest weights; afterwards
+                    masters and homes get the loaded values
+present             chosen parameters are on loan (``loans.py``), with copies on the device; changes are kept
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The memory engine's state on disk, in the format of all strategies (``strategies/state/saved_state.py``).
-
-The state takes up to three times the memory of fp32 weights, so it is written directly from the arenas, hashed while
-writing, and read directly into them, under any layout. A save takes the place of an earlier one once it is on the disk
-(``strategies/core/commit.py``). ``load`` checks everything, hashes included, before it changes anything.
+"""The memory engine's state on disk, in the format of all strategies (``strategies/state/saved_state.py``): written
+directly from the arenas and read directly into them, under any layout, since it is up to three times as large as fp32
+weights. A save takes the place of an earlier one once it is on the disk (``strategies/core/commit.py``). ``load``
+checks everything, hashes included, before it changes anything.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """The guard: saved weights that backward reads are in their home when it reads them, whatever made the node run.
 
-Offloaded weights come and go when scopes are entered and left (``module_hooks.py``). A backward node may run where no
-hook announced it: an auxiliary loss that a block made after its output and left in an attribute, an output that cannot
-be hooked, a segment of several blocks that is recomputed as one. Its weights may be absent.
-
-A guard packs and unpacks every tensor that autograd saves while the scope runs. A view of an offloaded weight is kept
-with its bucket; when backward unpacks it, the bucket is in its home or is fetched first. That is right by construction:
-a node cannot use a saved tensor without unpacking it. Such fetches are counted.
+A backward node may run where no hook announced it (``module_hooks.py``): an auxiliary loss that a block left in an
+attribute, an output that cannot be hooked, several blocks that are recomputed as one. Its weights may be absent. So a
+guard packs and unpacks every tensor that autograd saves while a scope runs. A view of an offloaded weight is kept with
+its bucket, which is fetched, and counted, if it is not in its home when backward unpacks the view. A node cannot use a
+saved tensor without unpacking it.
 
 If other code has hooks on saved tensors at that moment (a checkpoint, activation offloading), it gets all tensors but
 these. Hooks switch off torch's own check of versions, so it is done here, for weights and for all others.

@@ -2,16 +2,14 @@
 
 Two things need them: ``optimizer.present``, inside of which user code reads and writes weights as in plain torch, and
 modules that customize their state dict. A parameter on loan shows a copy on the device, or its home if it is resident.
-The engine leaves it alone until the loan ends: forward uses its value, including what was written to it, ``state_dict``
-returns it, and ``load_state_dict`` writes to it. At the end a value that differs becomes the new weight. Meanwhile the
-weight changes only by writes to its value, so no update may begin: ``step`` is refused, and so is a backward that
-updates. Writes, after the loan, to tensors that share memory with a copy are not seen.
+Until the loan ends forward, ``state_dict`` and ``load_state_dict`` use its value; then a value that differs becomes the
+new weight. Meanwhile no update may begin: ``step`` is refused, and so is a backward that updates. Writes, after the
+loan, to tensors that share memory with a copy are not seen.
 
 [Note: state dicts] A state dict is views of the host's copies, so that saving a model needs no second one in memory.
 Where a gradient waits in the copy's place (``parks_in_copy``), a view would show the gradient after the next backward.
-So before that each view that somebody still holds gets memory of its own, with the weight as it is then. That is more
-memory than the plan has, for whoever holds a state dict that long. Other tensors made of such a view (``detach``,
-slices) cannot be given any, and to hold them during backward is refused.
+So before that each view that somebody still holds gets memory of its own, which the plan does not have. Other tensors
+made of such a view (``detach``, slices) cannot be given any, and to hold them during backward is refused.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
 """The parameters of one bucket as the model sees them: views of the home, or absent.
 
-Invariant. A parameter is *shown* (``parameters.py``: present or visiting, its memory a view of the home) only while
-COMPUTE may read the home: the newest weights have arrived there, and no other bucket may take the address. Resident
-weights are shown until their next update begins, others while a scope that uses them is open. A parameter that is not
-shown is an ``AbsentParameter``; once the home may belong to another bucket, its memory is one NaN expanded to its
-shape. A parameter on loan is left alone (``loans.py``).
+Invariant. A parameter is *shown* (present or visiting, its memory a view of the home) only while COMPUTE may read the
+home: the newest weights have arrived there, and no other bucket may take the address. Resident weights are shown until
+their next update begins, others while a scope that uses them is open. A parameter that is not shown is an
+``AbsentParameter``; once the home may belong to another bucket, its memory is one NaN expanded to its shape.
 
 [Note: versions] Torch counts the writes to a tensor, stores the count with every tensor that it saves for backward, and
 raises if the count has changed when backward reads the tensor. Parameters that are not shown have a count that no saved
-tensor has. So torch itself refuses a backward node that reads a weight while its home may hold another bucket,
-whatever made the node run then; ``guard.py`` makes sure that the weight is there instead.
+tensor has. So torch itself refuses a backward node that reads a weight while its home may hold another bucket;
+``guard.py`` makes sure that the weight is there instead.
 
 Only this file writes the fields of ``ParameterViews``.
 """

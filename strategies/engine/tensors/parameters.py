@@ -1,8 +1,8 @@
 """The classes of a stowed model's parameters, by which any code can read them at any time.
 
-Any code may read a parameter: a loss that multiplies by ``lm_head.weight`` itself, a callback that averages weights,
-``torch.nn.utils.clip_grad_norm_``. The engine moves weights when modules are called, and gradients as soon as they are
-accumulated. So it changes the *class* of a parameter and nothing else; modules and optimizers keep the same object.
+The engine moves weights when modules are called, but any code may read a parameter: a loss that multiplies by
+``lm_head.weight`` itself, a callback that averages weights. So the engine changes the *class* of a parameter and
+nothing else; modules and optimizers keep the same object.
 
     PresentParameter   its memory has its newest value, and no pending copy will change that. Reading it costs nothing
     VisitingParameter  the same, for a weight that travels. Views of it may be used after it was evicted, so each is an
@@ -11,10 +11,8 @@ accumulated. So it changes the *class* of a parameter and nothing else; modules 
                        weight finishes its update and becomes present; of one that travels a copy is made, through
                        which gradients flow
 
-``param.grad`` has a class of its own, too (``pending_gradient.py``).
-
-Invariant. What is read is right, or reading raises. Writing outside of ``optimizer.present`` or ``load_state_dict``
-raises: at once if the write goes through a torch function, otherwise at the next step, by torch's version counter.
+What is read is right, or reading raises. Writing outside of ``optimizer.present`` or ``load_state_dict`` raises: at
+once if the write goes through a torch function, otherwise at the next step, by torch's version counter.
 
 [Note: other hooks] If other code has hooks on what autograd saves inside of a block, these keep the tensors that they
 are given, unseen by ``guard.py`` and by torch's own check of versions. There a weight that travels is read as a copy.

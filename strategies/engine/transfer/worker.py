@@ -1,13 +1,10 @@
-"""The worker: one thread of this process that runs host updates, the most urgent first, without the GIL.
+"""The worker: one thread of this process that runs host updates, the most urgent first, beside Python.
 
-Torch's kernels release the GIL, so the worker computes beside Python. Work is taken in order of priority (a bucket's
-position in forward), because the next forward needs the first buckets first, whatever order backward finished them in.
-(AutoHete, arXiv 2503.01890, reports 1.16 to 1.21 times the speed from that alone.)
-
-The kernels of an update use all cores but one, which Python and the data loader need. ``torch.set_num_threads`` in a
-thread holds for that thread, but becomes the default of threads that start later; so the thread that made the worker
-sets its own number again. If the device is the CPU itself, a second team of threads costs more than it gains
-(benchmarks/records/2026-11-21_cpu-update_2-core): work runs when it is submitted.
+Work is taken in order of priority (a bucket's position in forward), because the next forward needs the first buckets
+first, whatever order backward finished them in. The kernels of an update use all cores but one, which Python and the
+data loader need. ``torch.set_num_threads`` in a thread holds for that thread, but becomes the default of threads that
+start later; so the thread that made the worker sets its own number again. If the device is the CPU itself, a second
+team of threads costs more than it gains (benchmarks/records/2026-11-21_cpu-update_2-core): work runs when submitted.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
 """Clipping: the one factor on a step's gradients, given by the plan, ``clip`` or the loop; and skipped steps.
 
 The update multiplies every gradient with the factor as it reads it. It is torch's: ``max_norm / (norm + 1e-6)``, at
-most 1. It comes from ``clip``, or from a loop that reads norms of ``param.grad`` and multiplies it, as
-``torch.nn.utils.clip_grad_norm_`` does. Without either, gradients are clipped to the plan's norm.
+most 1. A loop gives it by ``clip``, or by multiplying each ``param.grad``, as ``torch.nn.utils.clip_grad_norm_`` does.
 
 If updates begin in backward, the norm is not known yet. Then nothing is clipped, and a gradient that is not finite
 skips the update of its bucket and of all later ones in this step; if the loss itself is not finite that is all of them.
 
-A skipped step changes nothing. The device finds out while later work has already been launched, and the result is not
-waited for, so it is known some steps late. After ``PATIENCE`` in a row no later one will differ, since the weights do
-not change: ``step`` then raises. Ranks that train together have to raise it in the same step, whichever device is
-faster: they wait for the result, which costs little, since they have just waited for each other's norms.
+A skipped step changes nothing. It is known some steps late, since the device is not waited for. After ``PATIENCE`` in a
+row no later one will differ, since the weights do not change: ``step`` then raises. Ranks that train together have to
+raise it in the same step: they wait for the result, which costs little after they have waited for each other's norms.
 
 Refused: different factors within one step, clipping twice, clipping where updates begin in backward.
 """

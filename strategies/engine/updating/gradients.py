@@ -11,11 +11,9 @@ from the parameter, so that no other code can add to it or free it; ``param.grad
     updated on the host   what waits on the device goes DOWN once, after the last micro-batch
 
 Exactness. Adding in the slot is what autograd does with a gradient that it finds. The norm is that of
-``torch.nn.utils.clip_grad_norm_``: one norm per parameter, by the same function, in bf16 of the gradient as fp32; then
-the norm of the norms in the order of ``model.parameters()``, so that it does not depend on buckets.
-
-Over ranks gradients are averaged bucket by bucket, always in the order of the buckets, so that all ranks call the same
-collectives (``ranks/``). Norms of owners are combined, so that all ranks have the same norm and skip the same steps.
+``torch.nn.utils.clip_grad_norm_``: of the norms of all parameters, in bf16 of the gradient as fp32, in the order of
+``model.parameters()``, so that it does not depend on buckets. Over ranks gradients are averaged bucket by bucket,
+always in the order of the buckets, and norms of owners are combined, so that all ranks skip the same steps.
 
 Refused: sparse gradients, and more backward passes than the plan's accumulation.
 """

@@ -1,9 +1,7 @@
 """Bytes of one rank under given degrees, stage by stage. With one stage and one tensor rank: the bytes of the plan.
 
-States are split by ZeRO over the data ranks as ``zero_bytes.py`` says, the peak along forward and backward is that of
-``strategies/core/peak.py``, and both see the units of the part that the stage holds. In a pipeline, what forward saves
-of the other micro-batches in flight is there as well. Torch's pipeline trains plainly under autocast, and allocates a
-buffer for every micro-batch that a stage receives, activations and gradients (``strategies/pipeline.py``).
+In a pipeline, what forward saves of the other micro-batches in flight is there as well. Torch's pipeline trains plainly
+under autocast, and allocates a buffer for every micro-batch that a stage receives, activations and gradients.
 
 With offload this is an estimate, since ``strategies.offload`` places buckets and this does not: the device has weights
 (or the largest unit and two blocks twice, where they are fetched), the gradients that wait there, or two slots for the
@@ -39,25 +37,11 @@ class Bytes:
     host: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Passes:
-    """Forward and backward of one micro-batch: the peak without gradients and with, and what waits between."""
-
-    peak: int
-    landing: int
-    waiting: int
-
-
 class Account:
-    """Counts bytes, and remembers what it counted.
-
-    Args:
-        chunked: what ``strategies.cross_entropy`` says; None: it is not in the config, and offload brings it.
-    """
+    """Counts bytes. ``chunked``: what ``strategies.cross_entropy`` says; None: it is off, but offload brings it."""
 
     def __init__(self, models: Models, chunked: Chunked = None) -> None:
         self._models, self._chunked = models, chunked
-        self._states_of: dict[object, tuple[int, int, int]] = {}
         self._saved_of: dict[object, list[Saved]] = {}
 
     def of(self, degrees: Degrees) -> Bytes:
@@ -74,35 +58,32 @@ class Account:
         """The bytes of a rank of one ``stage``, which holds ``part``."""
         model = self._models.of(degrees)
         flying = Schedule.ONE_F_ONE_B.in_flight(stage, degrees.stages, degrees.micro_batches)
-        passes = self._passes(degrees, model, part)
-        besides = (flying - 1) * passes.waiting + self._received(degrees, stage, flying)
+        peak, landing, waiting = self._passes(degrees, model, part)
+        besides = (flying - 1) * waiting + self._received(degrees, stage, flying)
         runtime = model.facts.machine.runtime_host_bytes
         if degrees.offload is not Stowed.NOTHING:
-            return self._offloaded(degrees, model, part, passes.peak + besides)
+            return self._offloaded(degrees, model, part, peak + besides)
         standing, grads, at_step = self._states(degrees, model, part)
         if degrees.micro_batches > 1:  # then gradients of all units are there all along
-            return Bytes(standing + grads + max(at_step, passes.peak + besides), runtime)
-        return Bytes(standing + max(grads + at_step, passes.landing + besides), runtime)
+            return Bytes(standing + grads + max(at_step, peak + besides), runtime)
+        return Bytes(standing + max(grads + at_step, landing + besides), runtime)
 
     def _states(self, degrees: Degrees, model: Model, part: Part) -> tuple[int, int, int]:
         """Bytes that are always there, of gradients, and of the optimizer step."""
-        plain = self._models.plain(degrees)
-        key = (degrees.tensor, plain, degrees.zero, degrees.data, model.key(part))
-        if key not in self._states_of:
-            facts = self._part(model, part)
-            held = list(_messages(facts, degrees) if plain else buffers(facts, degrees.zero, degrees.data))
-            whole = sum(each.num_bytes for each in held if each.when is When.ALWAYS)
-            sizes = {kind: state_bytes(facts.units, facts.run, degrees, kind, plain=plain) for kind in Kind}
-            grads = sizes.pop(Kind.GRAD)
-            at_step = sum(each.num_bytes for each in held if each.when is When.STEP)
-            self._states_of[key] = whole + sum(sizes.values()), grads, at_step
-        return self._states_of[key]
+        plain, facts = self._models.plain(degrees), self._part(model, part)
+        held = list(_messages(facts, degrees) if plain else buffers(facts, degrees.zero, degrees.data))
+        whole = sum(each.num_bytes for each in held if each.when is When.ALWAYS)
+        sizes = {kind: state_bytes(facts.units, facts.run, degrees, kind, plain=plain) for kind in Kind}
+        grads = sizes.pop(Kind.GRAD)
+        at_step = sum(each.num_bytes for each in held if each.when is When.STEP)
+        return whole + sum(sizes.values()), grads, at_step
 
     def _part(self, model: Model, part: Part) -> Facts:
         """The facts of a part; of its units only states and buffers are read."""
         return replace(model.facts, units=model.units(part), params=(), linears=())
 
-    def _passes(self, degrees: Degrees, model: Model, part: Part) -> _Passes:
+    def _passes(self, degrees: Degrees, model: Model, part: Part) -> tuple[int, int, int]:
+        """Of one micro-batch, the peak without gradients and with, and what waits between forward and backward."""
         start, end = model.span(part)
         kept = self._saved(degrees, model)[start:end]
         forward = forward_peak(kept)
@@ -111,7 +92,7 @@ class Account:
             plain, run = self._models.plain(degrees), model.facts.run
             grads = [state_bytes([unit], run, degrees, Kind.GRAD, plain=plain) for unit in model.units(part)]
             landing = max(forward, backward_peak(kept, grads))
-        return _Passes(peak, landing, sum(saved.waiting for saved in kept))
+        return peak, landing, sum(saved.waiting for saved in kept)
 
     def _saved(self, degrees: Degrees, model: Model) -> list[Saved]:
         """What each unit of the whole model saves."""
@@ -162,10 +143,8 @@ def in_chunks(unit: Unit, chunked: Chunked) -> bool:
 
 
 def state_bytes(units: Sequence[Unit], run: RunFacts, degrees: Degrees, kind: Kind, *, plain: bool = False) -> int:
-    """Bytes of one kind of tensor, each unit's rounded up to whole elements per rank.
-
-    Args:
-        plain: tensors as they are loaded, without masters, as in torch's pipeline.
+    """Bytes of one kind of tensor, each unit's rounded up to whole elements per rank. ``plain``: as they are loaded,
+    without masters, as in torch's pipeline.
     """
     if plain:
         trained = sum(unit.num_trainable for unit in units)

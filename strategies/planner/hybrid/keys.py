@@ -16,35 +16,30 @@ Offer = tuple[str, Tree, Callable[[Degrees], bool]]  # a strategy, options, and 
 
 def without(tree: Tree, tensor: int = 1) -> Tree:
     """A config as the model is counted: nothing recomputed, and weights in the dtype of compute."""
-    others = {name: options for name, options in tree["strategies"].items() if name not in SEARCHED}
-    divided = {"tensor": {"degree": tensor}} if tensor > 1 else {}
-    return _with(tree, others | divided | {"zero": {"stage": 1 if divided else 0}}, {})
+    divided = {"tensor": {"degree": tensor}, "zero": {"stage": 1}}
+    return _with(tree, divided if tensor > 1 else {"zero": {"stage": 0}}, {})
 
 
 def staged(tree: Tree) -> Tree:
     """The same for a stage of torch's pipeline: plain training under autocast."""
-    others = {name: options for name, options in tree["strategies"].items() if name not in SEARCHED}
-    return _with(tree, others | {"pipeline": {"stages": 2}}, {})
+    return _with(tree, {"pipeline": {"stages": 2}}, {})
 
 
 def written(degrees: Degrees, tree: Tree, blocks: Sequence[int] | None = None) -> Tree:
-    """``tree`` with all that the search decides as ``degrees`` say; budgets of memory stay.
-
-    Args:
-        blocks: of each stage, where they are not those that ``strategies.pipeline`` chooses itself.
+    """``tree`` with all that the search decides as ``degrees`` say; budgets of memory stay. ``blocks``: of each stage,
+    where they are not those that ``strategies.pipeline`` chooses itself.
     """
-    before = tree["strategies"]
-    strategies = {name: options for name, options in before.items() if name not in SEARCHED}
+    chosen = {}
     for name, options, used in offers(degrees):
         if used(degrees):
-            kept = {key: value for key, value in before.get(name, {}).items() if key in BUDGETS}
+            kept = {key: value for key, value in tree["strategies"].get(name, {}).items() if key in BUDGETS}
             cut = {"blocks": list(blocks)} if name == "pipeline" and blocks is not None else {}
-            strategies[name] = kept | options | cut
+            chosen[name] = kept | options | cut
     training = {
         "per_device_train_batch_size": degrees.micro_batch,
         "gradient_accumulation_steps": degrees.micro_batches,
     }
-    return _with(tree, strategies, training)
+    return _with(tree, chosen, training)
 
 
 def read(tree: Tree, ranks: int) -> Degrees:
@@ -85,9 +80,11 @@ def _writes_zero(degrees: Degrees) -> bool:
     return degrees.zero > 0 or (degrees.stages == 1 and degrees.offload is Stowed.NOTHING)
 
 
-def _with(tree: Tree, strategies: Tree, training: Tree) -> Tree:
+def _with(tree: Tree, chosen: Tree, training: Tree) -> Tree:
+    """``tree`` with these strategies in place of all that the search decides."""
     whole = tree["training"] | training
     if whole.get("gradient_checkpointing"):
         whole["gradient_checkpointing"] = False
     whole.pop("activation_checkpointing", None)
-    return tree | {"training": whole, "strategies": strategies}
+    others = {name: options for name, options in tree["strategies"].items() if name not in SEARCHED}
+    return tree | {"training": whole, "strategies": others | chosen}

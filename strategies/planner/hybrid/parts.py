@@ -1,9 +1,9 @@
 """Parts of a model: consecutive blocks, with what is before the first and after the last one. A stage holds one part.
 
 Splits give every stage but the last as many blocks, or one more to the later ones, in which fewer micro-batches are in
-flight. The last stage also has the head, so it may have fewer: all numbers between what its operations alone suggest
-and an even share are tried. The choice is by operations and not by seconds, so that it does not depend on a network or
-on memory: the least over a family that is fixed can only fall if either gets better.
+flight. The last stage also has the head: all numbers of blocks between what its operations alone suggest and an even
+share are tried. The choice is by operations and not by seconds, so that it does not depend on a network or on memory:
+the least over a family that is fixed can only fall if either gets better.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import floor
 
-from strategies.core.facts import Facts, Param, Unit, UnitKind
+from strategies.core.facts import Facts, Unit, UnitKind
 from strategies.planner.hybrid.degrees import Degrees, Stowed
 from strategies.planner.step_cost import unit_flops
 
@@ -66,22 +66,11 @@ class Model:
         """The units of ``part``, in order; a last stage has a copy of a tied table."""
         start, end = self.span(part)
         units = self.facts.units[start:end]
-        if part.begins or not part.ends or not self._tied:
+        if part.begins or not part.ends or not self.facts.run.tied:
             return units
-        return tuple(self._with_copies(unit) for unit in units)
-
-    @cached_property
-    def _tied(self) -> list[Param]:
-        """Parameters of what is before the blocks that are used behind them, too."""
-        before = {unit.name for unit in self.facts.units[: self._at[0]]} if self._at else set[str]()
-        behind = {unit.name for unit in self.facts.units[self._at[-1] + 1 :]} if self._at else set[str]()
-        return [each for each in self.facts.params if each.unit in before and behind & {*each.users}]
-
-    def _with_copies(self, unit: Unit) -> Unit:
-        tied = [each for each in self._tied if unit.name in each.users]
-        trained = sum(each.num_elements for each in tied if each.group is not None)
-        size = sum(each.num_elements for each in tied)
-        return replace(unit, num_params=unit.num_params + size, num_trainable=unit.num_trainable + trained)
+        table, head = self.facts.units[0], units[-1]
+        whole, trained = head.num_params + table.num_params, head.num_trainable + table.num_trainable
+        return (*units[:-1], replace(head, num_params=whole, num_trainable=trained))
 
     def splits(self, stages: int) -> Iterator[int]:
         """Numbers of blocks of the last stage that are worth trying."""
@@ -110,12 +99,12 @@ class Model:
 
 
 class Models:
-    """What a rank runs: by micro-batch and tensor degree; in the stages of torch's pipeline by micro-batch.
+    """What a rank runs.
 
     Args:
-        known: facts of one tensor rank's share.
-        in_stages: facts of stages in torch's pipeline, plain training under autocast; empty: stages are run by the
-            engine that runs all else, as in Megatron-LM.
+        known: facts of one tensor rank's share, by micro-batch and tensor degree; with rates and counted operations.
+        in_stages: facts of stages in torch's pipeline, plain training under autocast, by micro-batch; none: stages are
+            run by the engine that runs all else, as in Megatron-LM.
     """
 
     def __init__(self, known: Mapping[tuple[int, int], Facts], in_stages: Mapping[int, Facts] | None = None) -> None:

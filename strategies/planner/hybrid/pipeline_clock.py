@@ -1,12 +1,10 @@
-"""When each stage of a pipeline runs which micro-batch: an event simulation of GPipe and 1F1B.
+"""When each stage of a pipeline runs which micro-batch: an event simulation of 1F1B.
 
-Each stage runs its tasks in a fixed order. GPipe: all forwards, then all backwards. 1F1B: with s stages to come, s
-forwards to fill the pipeline, then one forward and one backward in turn; so at most s + 1 micro-batches are in flight.
-A forward waits for the activations of the stage before, a backward for the gradients of the stage after. They are sent
+With s stages to come, a stage runs s forwards to fill the pipeline, then one forward and one backward in turn. A
+forward waits for the activations of the stage before, a backward for the gradients of the stage after. They are sent
 while stages compute, one after the other in each direction of each boundary.
 
 Orders do not depend on times, so an end is a maximum of sums of durations: what gets shorter makes no end later.
-Checked against the closed form of equal stages: (M + p - 1)(f + b).
 """
 
 from __future__ import annotations
@@ -26,29 +24,22 @@ class StageSeconds:
     send: float = 0.0  # to the next stage; the last one sends nothing
 
 
-def order(stage: int, stages: int, micro_batches: int, schedule: Schedule) -> Iterator[tuple[bool, int]]:
-    """The tasks of a stage with one part: whether it is a backward, and the micro-batch."""
-    assert schedule.parts_per_stage == 1, f"the order of {schedule.value} is not known here"
-    ahead = schedule.in_flight(stage, stages, micro_batches)
-    for number in range(ahead - 1):
-        yield False, number
-    for number in range(ahead - 1, micro_batches):
-        yield False, number
-        if schedule is Schedule.ONE_F_ONE_B:
+def order(stage: int, stages: int, micro_batches: int) -> Iterator[tuple[bool, int]]:
+    """The tasks of a stage: whether it is a backward, and the micro-batch."""
+    ahead = Schedule.ONE_F_ONE_B.in_flight(stage, stages, micro_batches)
+    for number in range(micro_batches + ahead - 1):
+        if number < micro_batches:
+            yield False, number
+        if number >= ahead - 1:
             yield True, number - ahead + 1
-    done = micro_batches - ahead + 1 if schedule is Schedule.ONE_F_ONE_B else 0
-    for number in range(done, micro_batches):
-        yield True, number
 
 
-def last_backwards(
-    stages: Sequence[StageSeconds], micro_batches: int, schedule: Schedule = Schedule.ONE_F_ONE_B
-) -> list[float]:
+def last_backwards(stages: Sequence[StageSeconds], micro_batches: int) -> list[float]:
     """Per stage, when its last backward ends, in seconds from the start of the step."""
     count = len(stages)
     if count == 1:
         return [micro_batches * (stages[0].forward + stages[0].backward)]
-    orders = [list(order(index, count, micro_batches, schedule)) for index in range(count)]
+    orders = [list(order(index, count, micro_batches)) for index in range(count)]
     at, clocks = [0] * count, [0.0] * count
     # When activations and gradients of each micro-batch are there; those of the first and last stage always are.
     there: list[list[list[float]]] = [[[], []] for _ in stages]
@@ -83,10 +74,7 @@ def last_backwards(
 
 
 def least_seconds(stages: Sequence[StageSeconds], micro_batches: int) -> float:
-    """No schedule is faster: a stage waits for the first micro-batch, does all, and the last one has to go back.
-
-    For equal stages 1F1B and GPipe take exactly this.
-    """
+    """No schedule is faster: a stage waits for the first micro-batch, does all, and the last one has to go back."""
     found = before = 0.0
     for stage in stages:
         own = stage.forward + stage.backward

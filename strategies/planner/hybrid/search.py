@@ -1,9 +1,8 @@
 """The search over uniform degrees: every stage has the same ranks, used in the same way.
 
-Blocks of a transformer are alike, so the problem collapses to a grid: stages x tensor x data x ZeRO x recompute x
-offload x micro-batch, with few splits each (``parts.py``). The global batch is given: micro-batches
-are what is left of it. Degrees that cannot be run (``degrees.py``) or do not fit (``account.py``) are left out; of the
-rest each has a lower bound, and only those that can be among the best are priced by the clock (``step_seconds.py``).
+The grid: stages x tensor x data x ZeRO x recompute x offload x micro-batch, with few splits each (``parts.py``).
+Degrees that cannot be run (``degrees.py``) or do not fit (``account.py``) are left out; of the rest each has a lower
+bound, and only those that can be among the best are priced by the clock (``step_seconds.py``).
 """
 
 from __future__ import annotations
@@ -66,10 +65,9 @@ class Lacking:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What a rule leaves out and would fit: the one with the lowest bound on its seconds."""
+    """A rule that leaves out what would fit, and the lowest bound on the seconds of that."""
 
     rule: Rule
-    best: Degrees
     seconds: float
 
 
@@ -86,7 +84,6 @@ class Answer:
         firsts: what would be first with the network at the hopeful and at the careful end of what is assumed.
     """
 
-    sequences: int
     best: tuple[Found, ...]
     tried: int
     fitting: int
@@ -119,14 +116,8 @@ def hybrid(
     options: Options | None = None,
     in_stages: Mapping[int, Facts] | None = None,
 ) -> Answer:
-    """The best degrees for ``sequences`` per step, simulated. Pure.
-
-    Args:
-        in_stages: facts of stages in torch's pipeline, by micro-batch; None: another engine runs them (``parts.py``).
-        known: facts of one tensor rank's share of the model, for each micro-batch and each tensor degree that the
-            model allows; with rates and counted operations.
-    """
-    return _Search(known, cluster, sequences, options or Options(), in_stages or {}).answer()
+    """The best degrees for ``sequences`` per step, simulated. Pure. ``known`` and ``in_stages``: see ``Models``."""
+    return _Search(known, cluster, sequences, options or Options(), in_stages).answer()
 
 
 def divisors(number: int) -> list[int]:
@@ -138,7 +129,7 @@ class _Search:
     """One question, with what was counted for it so far."""
 
     def __init__(
-        self, known: Known, cluster: Cluster, sequences: int, options: Options, in_stages: Mapping[int, Facts]
+        self, known: Known, cluster: Cluster, sequences: int, options: Options, in_stages: Mapping[int, Facts] | None
     ) -> None:
         facts = next(iter(known.values()))
         rates, run, machine = facts.machine.rates, facts.run, facts.machine
@@ -151,7 +142,6 @@ class _Search:
         self._limits = Limits(self._whole.blocks, cluster.per_machine, run.precision is not Precision.FP32, run.tied)
 
     def answer(self) -> Answer:
-        """All of it."""
         fitting: list[tuple[Degrees, Bytes]] = []
         short: list[Lacking] = []
         left: dict[str, Left] = {}
@@ -174,7 +164,7 @@ class _Search:
                         short += [] if rule else [Lacking(degrees, max(0, device), max(0, host))]
                     elif rule is not None:
                         found.add(rule.name)
-                        one = Left(rule, degrees, self._pricing.least(degrees))
+                        one = Left(rule, self._pricing.least(degrees))
                         left[rule.name] = min(left.get(rule.name, one), one, key=lambda each: each.seconds)
                     else:
                         fitting.append((degrees, need))
@@ -183,7 +173,6 @@ class _Search:
         found_best, priced = _best(fitting, self._pricing)
         best, firsts = self._weighed(found_best, fitting)
         return Answer(
-            sequences=self._sequences,
             best=best,
             firsts=firsts,
             tried=tried,

@@ -6,17 +6,16 @@ A stage's forward and backward are those of ``step_cost.py``, with what recomput
                 recomputation the first two again; nothing hides them
     ZeRO 3      weights gathered in forward and in backward, gradients scattered, at every micro-batch (3 M); ZeRO 2
                 scatters gradients at every micro-batch (M + 1); in a machine a pass takes the longer of compute and
-                exchange, across machines their sum (``cluster.py``). One message per unit, since blocks are gathered
-                whole
+                exchange, across machines their sum (``cluster.py``). One message per unit: blocks are gathered whole
     ZeRO 0, 1   gradients once per step (2), under the backward of the last micro-batch, but for the last unit's;
                 torch's pipeline sums them after it
     offload     gradients down under the last backward; then the CPU's update and the new weights up under the next
-                forward, but never counted as less than an update on the device, so that offload is not proposed where
-                it is not needed. Weights that travel come up twice per micro-batch, under its passes
+                forward, but never less than an update on the device, so that offload is not proposed where it is not
+                needed. Weights that travel come up twice per micro-batch, under its passes
     update      on the device, as in ``step_cost.py``; ZeRO 1 and 2 gather the new weights after it
 
-and the clock of the pipeline (``pipeline_clock.py``) with sending between stages. That smaller products are slower is
-not modelled, so narrow shards and small micro-batches look better than they are.
+and the clock of the pipeline (``pipeline_clock.py``). That smaller products are slower is not modelled, so narrow
+shards and small micro-batches look better than they are.
 """
 
 from __future__ import annotations
@@ -28,24 +27,12 @@ from itertools import accumulate
 from strategies.core.facts import HOST_UPDATE_BYTES, Rates, UnitKind, Work
 from strategies.core.layout import SCRATCH_ELEMENTS
 from strategies.planner.activation_policy import FULL, by_policy
-from strategies.planner.cuts import Schedule
 from strategies.planner.hybrid.cluster import Cluster
 from strategies.planner.hybrid.degrees import Degrees, Stowed
 from strategies.planner.hybrid.parts import Model, Models, Part
 from strategies.planner.hybrid.pipeline_clock import StageSeconds, last_backwards, least_seconds
 from strategies.planner.pipeline_bytes import boundary_bytes
 from strategies.planner.step_cost import LAUNCHES, TOUCHED_BYTES, unit_seconds
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """One micro-batch of one stage: seconds of compute, of what is repeated, and of tensor exchanges, both passes."""
-
-    forward: float
-    backward: float
-    again: float
-    reduced_forward: float
-    reduced_backward: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +112,10 @@ class Pricing:
         end = least_seconds([stage.seconds for stage in stages], degrees.micro_batches)
         return stages[0].exposed(end) + max(stage.after for stage in stages)
 
-    def price(self, degrees: Degrees, schedule: Schedule = Schedule.ONE_F_ONE_B) -> Price:
+    def price(self, degrees: Degrees) -> Price:
         """The simulated step. No update begins before all gradients are there, since they are clipped together."""
         stages = self.stages(degrees)
-        ends = last_backwards([stage.seconds for stage in stages], degrees.micro_batches, schedule)
+        ends = last_backwards([stage.seconds for stage in stages], degrees.micro_batches)
         complete = max(stage.exposed(end) for stage, end in zip(stages, ends, strict=True))
         after = max(stage.after for stage in stages)
         share = degrees.micro_batches / len(stages)
@@ -145,8 +132,13 @@ class Pricing:
 
     def _stage(self, degrees: Degrees, model: Model, part: Part) -> StagePrice:
         facts, rates = model.facts, self._rates
-        work, units = self._work(degrees, model, part), model.units(part)
-        plain = self._models.plain(degrees)
+        units, plain = model.units(part), self._models.plain(degrees)
+        start, end = model.span(part)
+        key = (degrees.micro_batch, degrees.tensor, degrees.recompute, plain)
+        if key not in self._sums_of:
+            self._sums_of[key] = self._sums(degrees, model)
+        forward, backward, again, *reduced = (sums[end] - sums[start] for sums in self._sums_of[key])
+        work = forward + backward
         size = facts.run.trained_bytes if plain else facts.run.precision.element_bytes
         weights = size * sum(unit.num_params for unit in units)
         trained = sum(unit.num_trainable for unit in units)
@@ -155,8 +147,7 @@ class Pricing:
         def gather(num_bytes: float) -> float:
             return self._cluster.gather_seconds(num_bytes, degrees.data, degrees.tensor, messages)
 
-        forward = work.forward + work.reduced_forward
-        backward = work.backward + work.again + work.reduced_backward
+        forward, backward = forward + reduced[0], backward + again + reduced[1]
         arriving = gather(weights) if degrees.zero == 3 else 0.0
         leaving = gather(grads) if degrees.zero >= 2 else 0.0
         if self._cluster.exposes(degrees.data, degrees.tensor):
@@ -185,8 +176,7 @@ class Pricing:
             )
             update = max(update, max(on_host) - seconds.forward)
         after += update
-        alone = work.forward + work.backward
-        return StagePrice(alone, work.again, work.reduced_forward + work.reduced_backward, seconds, sync, first, after)
+        return StagePrice(work, again, sum(reduced), seconds, sync, first, after)
 
     def _fetched(self, degrees: Degrees, weights: float) -> float:
         """Seconds in which weights that rest on the host come up, once."""
@@ -195,15 +185,10 @@ class Pricing:
         own = weights / (degrees.data if degrees.zero == 3 else 1)
         return max(own / self._rates.up_bytes_per_s, own / self._rates.dram_bytes_per_s)
 
-    def _work(self, degrees: Degrees, model: Model, part: Part) -> _Work:
-        """The compute of a part, from sums along the units of the model."""
-        key = (degrees.micro_batch, degrees.tensor, degrees.recompute, self._models.plain(degrees))
-        if key not in self._sums_of:
-            self._sums_of[key] = self._sums(degrees, model)
-        start, end = model.span(part)
-        return _Work(*(sums[end] - sums[start] for sums in self._sums_of[key]))
-
     def _sums(self, degrees: Degrees, model: Model) -> list[list[float]]:
+        """Sums along the units of the model, of seconds for one micro-batch: forward, backward, what is repeated, and
+        tensor exchanges of both passes.
+        """
         facts, precision = model.facts, model.facts.run.precision
         plain = unit_seconds(
             replace(facts, units=tuple(replace(unit, again=Work()) for unit in facts.units)), self._rates
