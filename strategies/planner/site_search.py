@@ -33,10 +33,10 @@ from strategies.planner.step_cost import evictions_of, problem_of, seconds_of, u
 
 EFFORT = 1000  # buckets in all plans of a climb
 MOST_TRIED = 60  # plans of a climb, of few buckets
-SLOWER = 1.03  # times the best: what is estimated to take longer is not worked out
+SLOWER = 1.06  # times the best: what is estimated to take longer is not worked out
 FEW = 12  # weight schedules that are compared to rank a placement
 MOVES = 20  # drawn for each that is worked out, at most
-LONGEST = 4  # at most one in so many of the buckets move together
+LONGEST = 12  # at most one in so many of the buckets move together
 SHARES = 64  # parts that a mix counts in
 LESS = 2  # shares that a mix keeps less on the device than may fit
 STARTS = 12  # mixes that are worked out, the best by the estimate
@@ -221,7 +221,7 @@ class _Walk:
         found, choices, count = list(placement), self._places.choices, len(self._open)
         length = 1 + int(random.random() ** 3 * count / LONGEST)
         runs = [self._open[at : at + length] for at in (random.randrange(count - length + 1) for _ in range(2))]
-        if random.random() < 0.3:
+        if random.random() < 0.6:
             for here, there in zip(*runs, strict=True):
                 if found[there] in choices[here] and found[here] in choices[there]:
                     found[here], found[there] = found[there], found[here]
