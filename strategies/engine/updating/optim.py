@@ -69,13 +69,24 @@ class AdamW:
         return {**asdict(self), "fused": self.fused or None, "decoupled_weight_decay": True, **TORCH}
 
     def update(self, on: Operands, group: Mapping[str, Any], bad: Tensor | None) -> None:
-        (beta1, beta2), (first, second) = group["betas"], on.state
-        rates = {name: group[name] for name in ("lr", "weight_decay", "eps")}
-        fused = self.fused or None  # None: torch chooses, as in torch.optim.AdamW
+        beta1, beta2 = group["betas"]
         adamw(
-            on.params, on.grads, first, second, [], on.steps, fused=fused, found_inf=bad, amsgrad=False, maximize=False,
-            beta1=beta1, beta2=beta2, **rates,
-        )  # fmt: skip
+            on.params,
+            on.grads,
+            on.state[0],
+            on.state[1],
+            [],
+            on.steps,
+            fused=self.fused or None,  # None: torch chooses, as in torch.optim.AdamW
+            found_inf=bad,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +106,15 @@ class SGD:
         return asdict(self)
 
     def update(self, on: Operands, group: Mapping[str, Any], bad: Tensor | None) -> None:
-        rates = {name: group[name] for name in ("lr", "weight_decay")}
-        moments: list[Tensor | None] = [None] * len(on.params)
-        sgd(on.params, on.grads, moments, momentum=0.0, dampening=0.0, nesterov=False, maximize=False, **rates)
+        sgd(
+            on.params,
+            on.grads,
+            [None] * len(on.params),
+            weight_decay=group["weight_decay"],
+            momentum=0.0,
+            lr=group["lr"],
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+        )
         torch._foreach_add_(on.steps, 1)
