@@ -36,7 +36,8 @@ MOST_TRIED = 60  # plans of a climb, of few buckets
 SLOWER = 1.06  # times the best: what is estimated to take longer is not worked out
 FEW = 12  # weight schedules that are compared to rank a placement
 MOVES = 20  # drawn for each that is worked out, at most
-LONGEST = 12  # at most one in so many of the buckets move together
+SMALL = 100  # a bucket that the largest is more times as large as stays where the mixes put it
+LONGEST = 4  # at most one in so many of the buckets move together
 SHARES = 64  # parts that a mix counts in
 LESS = 2  # shares that a mix keeps less on the device than may fit
 STARTS = 12  # mixes that are worked out, the best by the estimate
@@ -168,7 +169,9 @@ class _Walk:
 
     def __init__(self, places: Places, mixed: Callable[[Mix], Placement], estimate: Measure, simulate: Measure) -> None:
         self._places, self._mixed, self._estimate, self._simulate = places, mixed, estimate, simulate
-        self._open = [index for index, choices in enumerate(places.choices) if len(choices) > 1]
+        sizes, choices = [bucket.weight_bytes for bucket in places.buckets], places.choices
+        some = [index for index in range(len(sizes)) if len(choices[index]) > 1]
+        self._open = [index for index in some if SMALL * sizes[index] >= max(sizes)] or some  # those that moves change
         self._kinds = list(dict.fromkeys(place for choices in places.choices for place in choices))
         self._times: dict[Placement, float] = {}
         self.best: Placement | None = None
@@ -221,7 +224,7 @@ class _Walk:
         found, choices, count = list(placement), self._places.choices, len(self._open)
         length = 1 + int(random.random() ** 3 * count / LONGEST)
         runs = [self._open[at : at + length] for at in (random.randrange(count - length + 1) for _ in range(2))]
-        if random.random() < 0.6:
+        if random.random() < 0.3:
             for here, there in zip(*runs, strict=True):
                 if found[there] in choices[here] and found[here] in choices[there]:
                     found[here], found[there] = found[there], found[here]

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from strategies.engine.transfer.transfer import Transfer
-from strategies.planner.cuts import Schedule
 from strategies.planner.hybrid import pipeline_clock
 from tests.helpers.doubles import Delayed, RaceDetector, Vacant
 from tests.helpers.engine import STEPS, Result, checkpointing, differences, plain, plan_of, stowed
@@ -108,7 +107,10 @@ def both(
     moves = transfer or TRANSFERS[case["transfer"]]()
     tasks = None
     if "order" in case:  # of the first of three stages, which has most micro-batches under way
-        tasks = list(pipeline_clock.order(0, 3, case["accumulation"], Schedule(case["order"])))
+        passes = case["accumulation"]
+        tasks = list(pipeline_clock.order(0, 3, passes))
+        if case["order"] == "gpipe":
+            tasks = [(backward, number) for backward in (False, True) for number in range(passes)]
     return wanted, stowed(model, plan, batches, transfer=moves, device=device, tasks=tasks, **loop)
 
 
