@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import child, work
-from benchmarks.harness.work import MODELS, Shape, Work
+from benchmarks.harness.work import Work
 from strategies.core.protocol import Refusal
 from strategies.engine.memory import accelerator
 from strategies.engine.memory.arena import PIECE_BYTES, HostMemory
@@ -66,19 +66,13 @@ def largest(gpu_memory: str, length: int) -> str:
     def too_large(blocks: int) -> bool:
         try:
             with torch.device("meta"):
-                model = child.llama(todo(_with(blocks), length))
+                model = child.llama(todo(f"{blocks} blocks", length))
             plan_for(model, batch=(1, length), max_grad_norm=1.0, gpu_memory=gpu_memory)
         except Refusal:
             return True
         return False
 
-    return _with(bisect_left(range(2, LARGEST), True, key=too_large) + 1)
-
-
-def _with(blocks: int) -> str:
-    name = f"{blocks} blocks"
-    MODELS[name] = Shape(4096, 11008, blocks, 32, 32000, rows=1, length=2048)  # type: ignore[index]
-    return name
+    return f"{bisect_left(range(2, LARGEST), True, key=too_large) + 1} blocks"
 
 
 def todo(model: str, length: int) -> Work:
@@ -94,7 +88,7 @@ def measured(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield from (pinning(float(gib)) for gib in given.pin.split(","))
     if given.model:
         name = largest(given.gpu_memory, given.length) if given.model == "largest" else given.model
-        found = {"model": name, "params": MODELS[name].num_params}
+        found = {"model": name, "params": work.shape_of(name).num_params}
         yield found | child.run(todo(name, given.length), "contenders:Ours", {"gpu_memory": given.gpu_memory})
 
 

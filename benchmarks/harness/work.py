@@ -73,7 +73,7 @@ class Work:
 
     @property
     def shape(self) -> Shape:
-        return MODELS[self.model]
+        return shape_of(self.model)
 
     @property
     def tokens(self) -> int:
@@ -175,6 +175,12 @@ def memory(option: str, text: str) -> int:
         raise ConfigError(f"{option} {text}: {error}") from None
 
 
+def shape_of(model: str) -> Shape:
+    """Of one of ``MODELS``, or of "40 blocks": a Llama of 4096 by 11008 with so many."""
+    blocks, _, word = model.partition(" ")
+    return Shape(4096, 11008, int(blocks), 32, 32000, rows=1, length=2048) if word == "blocks" else MODELS[model]
+
+
 def work(
     model: str, *, tokens: int | None = None, rows: int | None = None, length: int | None = None, accumulation: int = 1,
     **rest: Any,
@@ -184,7 +190,7 @@ def work(
     Raises:
         ConfigError: if the numbers contradict each other.
     """
-    shape = MODELS[model]
+    shape = shape_of(model)
     if tokens is not None:
         length = length or min(shape.length, max(1, tokens // accumulation // (rows or 1)))
         product = f"{rows or 'rows'} x {length} x {accumulation}"

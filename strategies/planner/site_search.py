@@ -36,7 +36,7 @@ MOST_TRIED = 60  # plans of a climb, of few buckets
 SLOWER = 1.06  # times the best: what is estimated to take longer is not worked out
 FEW = 12  # weight schedules that are compared to rank a placement
 MOVES = 20  # drawn for each that is worked out, at most
-SMALL = 100  # a bucket that the largest is more times as large as stays where the mixes put it
+SMALL = 100  # buckets below one in so many of the largest stay where a mix has them: their moves change little
 LONGEST = 4  # at most one in so many of the buckets move together
 SHARES = 64  # parts that a mix counts in
 LESS = 2  # shares that a mix keeps less on the device than may fit
@@ -169,9 +169,9 @@ class _Walk:
 
     def __init__(self, places: Places, mixed: Callable[[Mix], Placement], estimate: Measure, simulate: Measure) -> None:
         self._places, self._mixed, self._estimate, self._simulate = places, mixed, estimate, simulate
-        sizes, choices = [bucket.weight_bytes for bucket in places.buckets], places.choices
-        some = [index for index in range(len(sizes)) if len(choices[index]) > 1]
-        self._open = [index for index in some if SMALL * sizes[index] >= max(sizes)] or some  # those that moves change
+        some = [index for index, choices in enumerate(places.choices) if len(choices) > 1]
+        least = max((bucket.weight_bytes for bucket in places.buckets), default=0) / SMALL
+        self._open = [index for index in some if places.buckets[index].weight_bytes >= least] or some
         self._kinds = list(dict.fromkeys(place for choices in places.choices for place in choices))
         self._times: dict[Placement, float] = {}
         self.best: Placement | None = None
