@@ -153,7 +153,7 @@ def read_data(
             contents = {"sources": sources, "tokenizer": tokenizer, "fingerprint": fingerprint}
             resumed.compare_contents(config, contents, hf_config)
 
-    return words, preparing.prepare(
+    prepared = preparing.prepare(
         config.data,
         words,
         rows,
@@ -163,6 +163,9 @@ def read_data(
         opened,
         compares=ranks is None or ranks.is_first_local,
     )
+    if prepared.chat_template is not None:
+        words.chat_template = prepared.chat_template  # the exported model is talked to as it was trained
+    return words, prepared
 
 
 def first_then_all(ranks: Ranks, work: Callable[[], T]) -> T:
