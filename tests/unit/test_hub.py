@@ -20,7 +20,7 @@ def _asked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_name_that_is_not_cached_is_refused_without_retries(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as model:
         build.load_config(ModelSection(name_or_path="owner/nothing-of-this-name"))
-    with pytest.raises(ConfigError, match="^model.tokenizer: owner/nothing-of-this-name cannot be loaded: ") as words:
+    with pytest.raises(ConfigError, match=r"^model\.tokenizer: owner/nothing-of-this-name cannot be loaded: ") as words:
         tokenizer.load("owner/nothing-of-this-name", None, False, tmp_path, [])
     with pytest.raises(DataError) as data:
         sources.open_source("owner/nothing-of-this-name", None, "train", False)
