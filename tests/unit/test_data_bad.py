@@ -280,6 +280,7 @@ def test_hub_failure_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ConnectionError("Couldn't reach the Hub\nwith a long tail")
 
     monkeypatch.setattr("datasets.load_dataset", refuse)
+    monkeypatch.setattr("trainer.model.hub.unreachable", lambda: None)
     with pytest.raises(DataError) as caught:
         sources.open_source("owner/name", None, "train", False)
     line = "data.path: hub data set owner/name cannot be loaded: ConnectionError: Couldn't reach the Hub"
