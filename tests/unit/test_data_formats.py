@@ -129,6 +129,7 @@ def test_saved_and_hub_data_sets(streaming: bool, tokenizer: Any, monkeypatch: p
         assert (path, name) == ("owner/name", "en")
         return saved[split].to_iterable_dataset() if streaming else saved[split]
 
+    monkeypatch.setattr("trainer.model.hub.unreachable", lambda: "")
     monkeypatch.setattr("datasets.load_dataset", load)
     for options in ({"path": "saved"}, {"path": "owner/name", "name": "en"}):
         prepared = prepare(tokenizer, **options, streaming=streaming, eval_split="validation")

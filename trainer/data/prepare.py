@@ -32,7 +32,7 @@ from strategies.core.sealed import Damaged, damage, digest_of, seal
 from strategies.core.sealed import read as read_manifest
 from trainer.data import packing
 from trainer.data.formats import Document, Encoded, Encoder, detect, make_encoder
-from trainer.data.packing import MASKED, Span, Tokens
+from trainer.data.packing import MASKED, Spans, Tokens
 from trainer.data.sources import Row, Source, open_source
 from trainer.errors import DataError
 
@@ -182,9 +182,9 @@ def _write(
     def read(document: int) -> tuple[Tokens, Tokens]:
         return ids[document].values.to_numpy(), labels[document].values.to_numpy()
 
-    sides = {side: packing.whole(pa.compute.list_value_length(ids).to_pylist())}
+    sides = {side: packing.whole(pa.compute.list_value_length(ids).to_numpy())}
     if held_out:
-        if len(spans := sides[side]) == 1 and (encoder.format.name != "text" or spans[0].stop < 4):
+        if len(spans := sides[side]) == 1 and (encoder.format.name != "text" or spans[0, 2] < 4):
             raise DataError(f"data.eval_fraction: {source.name} has one row; use data.eval_path")
         sides[side], sides["eval"] = packing.split(spans, held_out, seed)
     for name, spans in sorted(sides.items()):
@@ -193,9 +193,7 @@ def _write(
         say(f"data: {name}: {rows:,} rows of up to {encoder.options.max_length:,} tokens; {share}")
 
 
-def _rows(
-    encoder: Encoder, spans: list[Span], read: Callable[[int], tuple[Tokens, Tokens]]
-) -> Iterator[dict[str, Tokens]]:
+def _rows(encoder: Encoder, spans: Spans, read: Callable[[int], tuple[Tokens, Tokens]]) -> Iterator[dict[str, Tokens]]:
     """The rows of some spans. Only text is cut into several: half an answer is not a sample."""
     if encoder.format.name == "text":
         spans = packing.chunk(spans, encoder.options.max_length)
