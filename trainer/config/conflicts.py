@@ -93,6 +93,8 @@ def _data(d: Values, t: Values) -> Found:
         yield "data.streaming", "a stream has no known length; write training.max_steps"
     if d.assistant_only_loss and d.completion_only_loss:
         yield "data.assistant_only_loss", f"cannot go with data.completion_only_loss; {KEEP_ONE}"
+    if d.chat_template and d.chat_template_path:
+        yield "data.chat_template_path", f"cannot go with data.chat_template; {KEEP_ONE}"
     if d.path == "pydoc":
         if d.name in (None, "text"):
             for key in ("completion_only_loss", "assistant_only_loss"):
