@@ -149,7 +149,10 @@ def read_data(
     say = (lambda line: None) if quiet else write_line
     opened = partial(resumed.compare_contents, config, hf_config) if resumed else (lambda *hashes: None)
     seed, compares = config.training.seed, ranks is None or ranks.is_first_local
-    return words, preparing.prepare(config.data, words, rows, seed, folder / "data", say, opened, compares=compares)
+    prepared = preparing.prepare(config.data, words, rows, seed, folder / "data", say, opened, compares=compares)
+    if prepared.chat_template is not None:
+        words.chat_template = prepared.chat_template  # the exported model is talked to as it was trained
+    return words, prepared
 
 
 def first_then_all(ranks: Ranks, work: Callable[[], T]) -> T:
