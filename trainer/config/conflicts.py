@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from strategies.core.optimizers import options_of
 from strategies.core.protocol import Requirement
 from strategies.core.registry import available, find
 from trainer.config.yaml_file import MISSING, Fault
@@ -126,6 +127,11 @@ def _training(d: Values, t: Values) -> Found:
             yield f"training.activation_checkpointing{suffix}", what
     if t.warmup_steps and t.max_steps != -1 and t.warmup_steps > t.max_steps:
         yield "training.warmup_steps", f"must be <= training.max_steps, which is {t.max_steps}"
+    if isinstance(t.optim_args, str) and isinstance(t.optim, str):
+        try:
+            options_of(t.optim, t.optim_args)
+        except ValueError as error:
+            yield "training.optim_args", str(error)
     if t.save_strategy == "best" and t.eval_strategy == "no":
         yield "training.save_strategy", f"needs evaluations; {EVALUATE}"
     if t.save_strategy == "best" and t.metric_for_best_model is None:

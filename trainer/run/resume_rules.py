@@ -63,7 +63,7 @@ _SAID = """
     training.lr_scheduler_kwargs training.warmup_steps
 """
 _NEVER = """
-    training.optim model.tokenizer model.lora model.lora.r model.lora.target_modules model.lora.bias
+    training.optim training.optim_args model.tokenizer model.lora model.lora.r model.lora.target_modules model.lora.bias
     model.lora.modules_to_save model.lora.use_dora
 """
 RULES: Mapping[str, str] = {
