@@ -202,7 +202,7 @@ def _whole(config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | Non
 
 def show_sample(config: RunConfig) -> None:
     """Print one tokenised row of the training data, with its trained and its masked tokens."""
-    words, prepared = order.read_data(config, Path(config.training.output_dir), quiet=True)
+    words, prepared = order.read_data(config, Ranks(), quiet=True)
     print(sample.render(prepared, words, colour=sys.stdout.isatty()))
 
 
