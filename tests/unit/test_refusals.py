@@ -105,7 +105,12 @@ def test_a_key_that_is_not_written_names_its_section(
 
 def test_a_key_of_another_section(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     path = write("  offload: {}", training="  fp16: true")
-    assert planned(path, capsys).startswith(f"{path}:6: training.fp16 = true: strategies.offload trains in bf16")
+    assert plan_command.main(["--config", str(path), "--profile", "rtx4090-pcie4"]) == 0
+    assert "fp16" in capsys.readouterr().out
+    assert trained(path, capsys).startswith(f"{path}:6: training.fp16 = true: Accelerate trains in fp32 on the CPU")
+    path = write("  offload: {update_in_backward: true}", training="  fp16: true\n  max_grad_norm: 0")
+    expected = f"{path}:10: strategies.offload.update_in_backward = true: fp16's loss scale needs all gradients first"
+    assert planned(path, capsys).startswith(expected)
     path = write("  offload: {weights: streamed, site: host}", training="  torch_compile: true")
     assert planned(path, capsys).startswith(f"{path}:6: training.torch_compile = true: weights travel in this plan")
     path = write("  offload: {update_in_backward: true}")
