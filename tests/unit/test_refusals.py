@@ -112,7 +112,7 @@ def test_a_key_of_another_section(write: Callable[..., Path], capsys: pytest.Cap
     with pytest.raises(ConfigError, match=r"training\.fp16 = true: Accelerate trains in fp32 on the CPU then"):
         check_options(load(path), 1)
     path = write("  offload: {update_in_backward: true}", training="  fp16: true\n  max_grad_norm: 0")
-    expected = f"{path}:10: strategies.offload.update_in_backward = true: fp16's loss scale needs all gradients first"
+    expected = f"{path}:9: strategies.offload.update_in_backward = true: fp16's loss scale needs all gradients first"
     assert planned(path, capsys).startswith(expected)
     path = write("  offload: {weights: streamed, site: host}", training="  torch_compile: true")
     assert planned(path, capsys).startswith(f"{path}:6: training.torch_compile = true: weights travel in this plan")
