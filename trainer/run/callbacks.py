@@ -291,7 +291,7 @@ class EarlyStopping(EarlyStoppingCallback):
 
     def over(self, state: TrainerState) -> bool:
         """Whether training had stopped at this ``state``, which was saved; takes its count."""
-        saved = state.stateful_callbacks.get(type(self).__name__)
+        saved: Any = (state.stateful_callbacks or {}).get(type(self).__name__)
         if saved is not None:
             self.early_stopping_patience_counter = saved["attributes"]["early_stopping_patience_counter"]
         return self.early_stopping_patience_counter >= self.early_stopping_patience
@@ -302,8 +302,8 @@ class EarlyStopping(EarlyStoppingCallback):
             key = f'training.metric_for_best_model = "{args.metric_for_best_model}"'
             raise ConfigError(f"{key}: evaluations give {', '.join(sorted(metrics))}{nearest(name, metrics)}")
         super().on_evaluate(args, state, control, metrics, **kwargs)
-        if control.should_training_stop and state.is_world_process_zero:
-            count, best = self.early_stopping_patience_counter, state.best_metric
+        count, best = self.early_stopping_patience_counter, state.best_metric
+        if control.should_training_stop and state.is_world_process_zero and best is not None:
             write_line(f"{count} evaluations without a better {name}, which was {human_number(best, 4)}: training ends")
 
 
