@@ -169,6 +169,8 @@ def _strategies(sections: Mapping[str, Values]) -> Found:
                 section, _, field = key.partition(".")
                 if (given := sections[section][field]) not in (*OFF, WRONG) and value in ("", given):
                     yield key, f"{why}; {KEEP_ONE}"
+            if t.fp16 and m.dtype == "float16" and find(name).requires >= PLANNED:
+                yield "model.dtype", f"strategies.{name} keeps float32 weights under training.fp16; write float32"
             if half and find(name).requires >= PLANNED:
                 what = f"strategies.{name} computes in float32 without training.bf16"
                 yield "model.dtype", f"{what}; write training.bf16: true, or float32"
