@@ -20,6 +20,7 @@ from trainer.errors import ConfigError
 Share = Annotated[float, Field(ge=0, le=0.5)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
+Excess = Literal["truncate", "drop", "split"]
 Columns = Literal[
     "text", "prompt", "completion", "messages", "system", "tools", "instruction", "input", "output", "input_ids",
     "labels",
@@ -74,7 +75,10 @@ class DataSection(Section):
     columns: Annotated[
         dict[Columns, NonEmpty], Allowed(f"a mapping from our fields ({', '.join(get_args(Columns))}) to columns")
     ] = option("Our field -> their column, where the two differ.", {})
-    max_length: Annotated[int, Field(ge=8)] = option("Tokens per sample; longer ones are cut.", 1024)
+    max_length: Annotated[int, Field(ge=8)] = option("Tokens per sample.", 1024)
+    excess_length_strategy: Excess | None = option(
+        "What becomes of longer samples; not set: text is split, others are truncated."
+    )
     packing: bool = option("Fill each sequence with several samples; they do not mix.", False)
     completion_only_loss: bool | None = option("Loss on completions only; not set: yes for prompt/completion data.")
     assistant_only_loss: bool = option("Loss on the assistant's turns of messages only.", False)
