@@ -191,10 +191,18 @@ MachineKey = dict[str, str | int]  # what rates were measured on; they are valid
 class StoredRates:
     """The content of a file."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")  # of rates, too: a misspelt one would not count
+
     rates: Rates | None = None
     date: str = ""
     others_share: float = 0.0  # of the cores, that other processes used during the measurement
     ignored: str = ""  # why the file is not used
+    key: MachineKey = field(default_factory=dict)
+    points: dict[str, Any] = field(default_factory=dict, compare=False)  # measurements that the rates were fitted to
+    format: Literal[2] = 2
+
+
+FILE = TypeAdapter(StoredRates)
 
 
 def key_of(machine: Machine, root: Path = ROOT) -> MachineKey:
@@ -216,42 +224,21 @@ def _cpu_model(root: Path) -> str:
     return " ".join(word for word in words if word)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _File:
-    """What is stored; ``points`` are the measurements that the rates were fitted to."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")  # of rates, too: a misspelt one would not count
-
-    format: Literal[2] = 2
-    key: MachineKey
-    rates: Rates
-    date: str
-    others_share: float
-    points: dict[str, Any] = field(default_factory=dict)
-
-
-FILE = TypeAdapter(_File)
-
-
-def save(path: Path, key: MachineKey, stored: StoredRates, points: dict[str, Any]) -> None:
+def save(path: Path, stored: StoredRates) -> None:
     """Write a file that ``load`` reads, atomically."""
-    assert stored.rates is not None
     path.parent.mkdir(parents=True, exist_ok=True)
-    told = _File(key=key, rates=stored.rates, date=stored.date, others_share=stored.others_share, points=points)
-    replace_file(path, FILE.dump_json(told, indent=1))
+    replace_file(path, FILE.dump_json(stored, indent=1))
 
 
 def load(path: Path, here: MachineKey) -> StoredRates:
-    """The rates in ``path`` if they were measured on ``here``; empty if there is no file."""
+    """What is stored in ``path`` if it was measured on ``here``; empty if there is no file."""
     found, ignored = kept(path, FILE, "a machine profile")
-    if found is not None:
-        different = [
-            f"{name} {found.key.get(name)}, here {now}" for name, now in here.items() if found.key.get(name) != now
-        ]
-        if not different:
-            return StoredRates(found.rates, found.date, found.others_share)
+    key = here if found is None else found.key
+    if different := [f"{name} {key.get(name)}, here {now}" for name, now in here.items() if key.get(name) != now]:
         ignored = f"{path} is ignored: measured with {', '.join(different)}"
-    return StoredRates(ignored=ignored and f"{ignored}; to measure again: {COMMAND}")
+    if ignored:
+        return StoredRates(ignored=f"{ignored}; to measure again: {COMMAND}")
+    return found or StoredRates()
 
 
 def kept(path: Path, form: TypeAdapter[T], what: str) -> tuple[T, str] | tuple[None, str]:
