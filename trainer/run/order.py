@@ -47,7 +47,7 @@ from trainer.planning import facts
 from trainer.planning.fit import explained
 from trainer.planning.from_config import advice, plans_of, refuse_impossible
 from trainer.run import checkpoint, resuming
-from trainer.run.callbacks import Meter, MetricsFile, ProgressLine, SampleText, StepSeen
+from trainer.run.callbacks import EarlyStopping, Meter, MetricsFile, ProgressLine, SampleText, StepSeen
 from trainer.run.plan_check import PlanCheck
 from trainer.run.resuming import Resumed
 from trainer.run.stage_trial import form_of_stages
@@ -246,7 +246,9 @@ def make_trainer(run: Run, together: Agreement | None = None) -> Trainer:
     arguments = make_arguments(run)
     meter = make_meter(run, arguments.device)
     prompt = sample_prompt(run)
-    sample = [SampleText(prompt)] if prompt and run.form is None else []  # stages cannot generate
+    file, training = MetricsFile(run.folder / "metrics.jsonl"), run.config.training
+    sample = [SampleText(prompt, training.sample_prompts or (), file)] if run.form is None else []  # stages cannot
+    patience, threshold = training.early_stopping_patience, training.early_stopping_threshold
     packing = run.config.data.packing
     # Flash attention takes packed documents as one long row instead of a batch of rows.
     flatten = packing and str(run.config.model.attn_implementation).startswith("flash_attention")
@@ -269,8 +271,9 @@ def make_trainer(run: Run, together: Agreement | None = None) -> Trainer:
         together=together or Agreement(),
         callbacks=[
             ProgressLine(),
-            MetricsFile(run.folder / "metrics.jsonl"),
+            file,
             *sample,
+            *([EarlyStopping(patience, threshold)] if patience is not None else []),
             *([plan_check] if plan_check else []),
             resuming.TakenOver(resuming.other(run.resumed, run.config)),
             StepSeen(),
