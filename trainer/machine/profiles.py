@@ -104,7 +104,6 @@ def _card(
         name=device,
         origin="profile",
         device_kind="cuda",
-        num_devices=1,
         device_total_bytes=int(device_gib * GIB),
         peak_flops=peaks,
         host_available_bytes=host.gib * GIB * 9 // 10,  # a tenth for the system and other processes
@@ -165,7 +164,7 @@ def sized(machine: Machine, device_bytes: int | None, host_bytes: int | None) ->
     known), and of what is free of its host; None: as it is.
     """
     if device_bytes and machine.device_kind == "cpu":
-        machine = replace(machine, name="a GPU", origin="profile", device_kind="cuda", num_devices=1, rates=None)
+        machine = replace(machine, name="a GPU", origin="profile", device_kind="cuda", rates=None)
     if device_bytes:
         machine = replace(machine, device_total_bytes=device_bytes)
     if host_bytes:
@@ -209,19 +208,12 @@ def key_of(machine: Machine, root: Path = ROOT) -> MachineKey:
     """The key of ``machine``, which is this one. ``root`` is the folder with ``proc``."""
     import torch
 
-    cpu = _cpu_model(root)
-    return {"device": machine.name, "cpu": cpu, "cores": machine.usable_cores, "torch": str(torch.__version__)}
-
-
-def _cpu_model(root: Path) -> str:
-    """The processor's name and its model numbers, since virtual machines often shorten the name."""
-    try:
-        lines = (root / "proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-    except OSError:
-        return "unknown"
+    info = root / "proc/cpuinfo"
+    lines = info.read_text().split("\n\n")[0].splitlines() if info.exists() else []
     said = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    words = (said.get("model name", "unknown"), said.get("cpu family", ""), said.get("model", ""))
-    return " ".join(word for word in words if word)
+    # With its model numbers, since virtual machines often shorten the name.
+    cpu = " ".join(filter(None, (said.get("model name", "unknown"), said.get("cpu family"), said.get("model"))))
+    return {"device": machine.name, "cpu": cpu, "cores": machine.usable_cores, "torch": str(torch.__version__)}
 
 
 def save(path: Path, stored: StoredRates) -> None:
