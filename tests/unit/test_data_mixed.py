@@ -113,7 +113,9 @@ def test_the_same_rows_again_and_others_otherwise(tokenizer: Any) -> None:
 def test_one_in_a_list_is_that_one(tokenizer: Any) -> None:
     alone = preparing.prepare(DataSection(path="a.jsonl", max_length=16), tokenizer, VOCAB, 0, Path("prepared"), print)
     assert prepare(tokenizer, {"path": "a.jsonl"}).fingerprint == alone.fingerprint
-    assert times(prepare(tokenizer, {"path": "a.jsonl", "weight": 2.0}).train) == Counter({n: 2 for n in range(10, 50)})
+    assert times(prepare(tokenizer, {"path": "a.jsonl", "weight": 2.0}).train) == Counter(
+        dict.fromkeys(range(10, 50), 2)
+    )
 
 
 def test_refusals(tokenizer: Any) -> None:

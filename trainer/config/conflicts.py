@@ -154,6 +154,12 @@ def _training(d: Values, t: Values) -> Found:
             options_of(t.optim, t.optim_args)
         except ValueError as error:
             yield "training.optim_args", str(error)
+    if t.eval_strategy == "no":
+        for key in ("early_stopping_patience", "sample_prompts"):
+            if t[key] not in (None, WRONG):
+                yield f"training.{key}", f"needs evaluations; {EVALUATE}"
+    if t.early_stopping_threshold not in (*OFF, WRONG) and t.early_stopping_patience is None:
+        yield "training.early_stopping_threshold", "needs training.early_stopping_patience"
     if t.save_strategy == "best" and t.eval_strategy == "no":
         yield "training.save_strategy", f"needs evaluations; {EVALUATE}"
     if t.save_strategy == "best" and t.metric_for_best_model is None:
@@ -185,6 +191,8 @@ def _strategies(sections: Mapping[str, Values]) -> Found:
                 section, _, field = key.partition(".")
                 if (given := sections[section][field]) not in (*OFF, WRONG) and value in ("", given):
                     yield key, f"{why}; {KEEP_ONE}"
+            if t.fp16 and m.dtype == "float16" and find(name).requires >= PLANNED:
+                yield "model.dtype", f"strategies.{name} keeps float32 weights under training.fp16; write float32"
             if half and find(name).requires >= PLANNED:
                 what = f"strategies.{name} computes in float32 without training.bf16"
                 yield "model.dtype", f"{what}; write training.bf16: true, or float32"

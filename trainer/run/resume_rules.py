@@ -34,6 +34,7 @@ _SILENT_TRAINING = """
     dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
     dataloader_multiprocessing_context ddp_timeout torch_empty_cache_steps gradient_checkpointing
     gradient_checkpointing_kwargs activation_checkpointing activation_checkpointing_kwargs allow_change overwrite
+    sample_prompts
 """
 # What changes the result, by the name that training.allow_change takes.
 _GROUPS: Mapping[str, str] = {
@@ -60,7 +61,8 @@ _GROUPS: Mapping[str, str] = {
 }
 _SAID = """
     training.learning_rate training.max_steps training.num_train_epochs training.lr_scheduler_type
-    training.lr_scheduler_kwargs training.warmup_steps
+    training.lr_scheduler_kwargs training.warmup_steps training.early_stopping_patience
+    training.early_stopping_threshold
 """
 _NEVER = """
     training.optim training.optim_args model.tokenizer model.lora model.lora.r model.lora.target_modules model.lora.bias
