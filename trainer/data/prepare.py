@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -24,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
-from datasets import Dataset, Features, IterableDataset, List, Value
+from datasets import Dataset, Features, IterableDataset, List, Value, config
 from transformers import PreTrainedTokenizerBase
 
 from strategies.core.commit import added_folder, remove
@@ -64,6 +66,18 @@ class Prepared:
     tokenizer: str = ""
     chat_template: str | None = None  # that the config names; the tokenizer is exported with it
     report: Mapping[str, Any] | None = None  # what became of the rows; None where nothing was read ahead
+
+
+def cache(otherwise: Path) -> Path:
+    """Where this machine keeps prepared rows, for all runs: beside Hugging Face's own data; ``otherwise`` where that
+    cannot be written.
+    """
+    shared = Path(config.HF_DATASETS_CACHE, "deepstow")
+    try:
+        shared.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return otherwise
+    return shared if os.access(shared, os.W_OK) else otherwise
 
 
 class Part(NamedTuple):
@@ -206,7 +220,7 @@ def _write(
     eval.arrow. What became of their rows, and a line for each file.
     """
     path, options = draft / "documents.arrow", parts[0].encoder.options
-    tallies = [Tally(part.source.name, options.max_length, part.encoder.excess) for part in parts]
+    tallies = [_tally(part) for part in parts]
     good = (tally.documents(_encode(part, options.num_proc), say) for part, tally in zip(parts, tallies, strict=True))
     documents = itertools.chain.from_iterable(good)
     _save(path, ({"input_ids": document.ids, "labels": document.labels} for document in documents))
@@ -238,6 +252,12 @@ def _write(
         lines.append(f"data: {name}: {rows:,} rows of up to {options.max_length:,} tokens; {share}")
         say(lines[-1])
     return tallies, lines
+
+
+def _tally(part: Part) -> Tally:
+    options, total = part.encoder.options, part.source.count() if sys.stderr.isatty() else None
+    total = options.limit if total is None else min(total, options.limit or total)
+    return Tally(part.source.name, options.max_length, part.encoder.excess, total)
 
 
 def _mixed(parts: Sequence[Part], spans: list[Spans], seed: int) -> tuple[list[Spans], str]:

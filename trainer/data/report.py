@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
 from trainer.errors import DataError
 
@@ -54,6 +55,7 @@ class Tally:
     name: str
     max_length: int
     how: str
+    total: int | None = None  # that there are, for the progress bar
     rows: int = 0
     long: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
@@ -65,7 +67,9 @@ class Tally:
         bad: list[str] = []
         num_after_bad = 0
         spoken = time.monotonic()
-        for result in results:
+        # On a terminal a bar, elsewhere a line every ten seconds.
+        bar = tqdm(results, f"data: {self.name}", self.total, unit=" rows", leave=False, disable=None)
+        for result in bar:
             if isinstance(result, str):
                 bad.append(result)
             elif not bad:
@@ -75,7 +79,7 @@ class Tally:
             num_after_bad += bool(bad)
             if num_after_bad > _PATIENCE:
                 break
-            if time.monotonic() - spoken > 10:
+            if bar.disable and time.monotonic() - spoken > 10:
                 spoken = time.monotonic()
                 say(f"data: {self.name}: {self.rows:,} rows tokenised")
         if bad:

@@ -139,7 +139,7 @@ def read_data(
         )
     say = (lambda line: None) if quiet else write_line
     opened = partial(resumed.compare_contents, config, hf_config) if resumed else (lambda *hashes: None)
-    seed, home, compares = config.training.seed, folder / "data", ranks.is_first_local
+    seed, home, compares = config.training.seed, preparing.cache(folder / "data"), ranks.is_first_local
     prepared = preparing.prepare(config.data, words, rows, seed, home, say, opened, compares=compares)
     if prepared.chat_template is not None:
         words.chat_template = prepared.chat_template  # the exported model is talked to as it was trained
