@@ -129,9 +129,9 @@ def test_rows_are_kept_for_all_runs_of_a_machine(tmp_path: Path, monkeypatch: py
 
 
 def test_histogram() -> None:
-    lengths = {"0": 1, "3": 4, "4": 2, "1000": 80}
+    lengths = {"1": 1, "3": 4, "4": 2, "1000": 80}
     bins = report.binned(lengths, 1)
-    assert bins[0, 1] == 1 and bins[2, 4] == 4 and bins[4, 8] == 2 and bins[8, 16] == 0 and bins[512, 1024] == 80
+    assert bins[1, 2] == 1 and bins[2, 4] == 4 and bins[4, 8] == 2 and bins[8, 16] == 0 and bins[512, 1024] == 80
     assert sum(report.binned(lengths, 4).values()) == 87
     shown = report.text({"max_length": 5, "sources": [{"line": "d", "lengths": lengths}], "lines": ["data: train"]})
     marked = [line for line in shown.splitlines() if "max_length" in line]

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -47,7 +48,8 @@ T = TypeVar("T")
 KIND = "data"  # in the manifest
 REPORT = "report.json"
 _LAYOUT = 1  # raise when the same inputs would give other rows
-_BATCH = 256  # rows tokenised in one call, documents written at once
+_BATCH = 256  # rows tokenised in one call
+_SAVED = 1 << 19  # tokens written at once
 _WINDOW = 512  # documents that streaming packs together
 # Keys that do not decide the rows, or whose content is part of the fingerprint.
 _LATER = {"excess_length_strategy", "datasets", "limit"}  # and those that decide nothing where they are not set
@@ -73,10 +75,8 @@ def cache(otherwise: Path) -> Path:
     cannot be written.
     """
     shared = Path(config.HF_DATASETS_CACHE, "deepstow")
-    try:
+    with suppress(OSError):
         shared.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return otherwise
     return shared if os.access(shared, os.W_OK) else otherwise
 
 
@@ -223,7 +223,8 @@ def _write(
     tallies = [_tally(part) for part in parts]
     good = (tally.documents(_encode(part, options.num_proc), say) for part, tally in zip(parts, tallies, strict=True))
     documents = itertools.chain.from_iterable(good)
-    _save(path, ({"input_ids": document.ids, "labels": document.labels} for document in documents))
+    as_arrays = (np.array([each.ids, each.labels], np.int32) for each in documents)  # a tenth of the lists
+    _save(path, ({"input_ids": ids, "labels": labels} for ids, labels in as_arrays))
     table = _open(path).data
     path.unlink()  # it exists as long as it is mapped
     ids, labels = table.column("input_ids"), table.column("labels")
@@ -302,7 +303,7 @@ def _save(path: Path, rows: Iterable[dict[str, Any]]) -> tuple[int, int, int]:
     """Write rows of token lists as an Arrow stream, batch by batch; how many rows, tokens, and tokens trained on."""
     num_rows = tokens = trained = 0
     writer: pa.RecordBatchStreamWriter | None = None
-    for batch in _batched(rows, _BATCH):
+    for batch in _by_tokens(rows):
         columns = {name: pa.array([row[name] for row in batch], type=_TOKENS) for name in batch[0]}
         table = pa.record_batch(columns)
         writer = writer or pa.ipc.new_stream(str(path), table.schema)
@@ -313,6 +314,19 @@ def _save(path: Path, rows: Iterable[dict[str, Any]]) -> tuple[int, int, int]:
     assert writer is not None, "a source without rows is refused before this"
     writer.close()
     return num_rows, tokens, trained
+
+
+def _by_tokens(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Batches of about as many tokens each: a file of small ones takes memory for each of them when it is open."""
+    batch, size = [], 0
+    for row in rows:
+        batch.append(row)
+        size += len(row["labels"]) + 64  # as much as its arrays take besides
+        if size >= _SAVED:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _open(path: Path) -> Dataset:

@@ -6,11 +6,13 @@ is remembered of a row are 8 bytes, by which duplicates are found; lengths are c
 
 from __future__ import annotations
 
+import math
 import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,14 +145,11 @@ def text(report: Mapping[str, Any]) -> str:
 
 def binned(lengths: Mapping[str, int], per_octave: int) -> dict[tuple[int, int], int]:
     """Rows by (least, first above) length, from the shortest to the longest, empty bins between them included."""
-    pairs = sorted((int(length), number) for length, number in lengths.items())
-    edges = [0, 1]
-    while edges[-1] <= pairs[-1][0]:
-        steps = (round(edges[-1] * 2 ** (step / per_octave)) for step in range(1, per_octave + 1))
-        edges += sorted({*steps} - {edges[-1]})
-    counts, _ = np.histogram([length for length, _ in pairs], edges, weights=[number for _, number in pairs])
-    used = np.flatnonzero(counts)
-    return {(edges[i], edges[i + 1]): int(counts[i]) for i in range(used[0], used[-1] + 1)}
+    counts: Counter[int] = Counter()
+    for length, number in lengths.items():
+        counts[math.floor(math.log2(max(1, int(length))) * per_octave)] += number
+    edges = [math.ceil(2 ** (step / per_octave)) for step in range(min(counts), max(counts) + 2)]
+    return {(low, high): counts[min(counts) + index] for index, (low, high) in enumerate(pairwise(edges)) if low < high}
 
 
 def draw(report: Mapping[str, Any], path: Path) -> None:
