@@ -92,8 +92,7 @@ def of_layers(ranks: Ranks, config: RunConfig) -> dict[str, Any]:
         made = [layer._copy.tensor._version for layer in layers if isinstance(layer, Routed)]
     finally:
         trainer.accelerator.free_memory()
-    named = all(type(module).__name__.startswith("Routed") for module in routed)
-    return {"routed": len(routed), "copies": copies, "same": same, "named": named, "made": made}
+    return {"routed": len(routed), "copies": copies, "same": same, "made": made}
 
 
 @pytest.mark.ranks
@@ -101,7 +100,7 @@ def test_layers_are_routed_and_copies_are_made_once_per_optimizer_step(tmp_path:
     """What is compared above is not the stock layer with itself. Not once per micro-batch, of which there are three."""
     config, _ = routed(ACCUMULATED, COPIES, tmp_path, ranks=1, zero={"stage": 2})
     # Seven layers in each of two blocks, and the head.
-    wanted = {"routed": 15, "copies": 15, "same": True, "named": True, "made": [STEPS] * 15}
+    wanted = {"routed": 15, "copies": 15, "same": True, "made": [STEPS] * 15}
     assert run_world(1, of_layers, config) == wanted
 
 
