@@ -37,8 +37,16 @@ SHARDING = (
 LOGARITHM = "the rate rises linearly here, and there by the logarithm of the step"
 STREAM = "rows are filled with whole documents that do not see each other, not cut out of one stream"
 TASK = "fine-tuning and pretraining can be imported, and nothing else"
-ATTENTION = {"fa2": "flash_attention_2", "fa3": "flash_attention_3", "sdpa": "sdpa", "disabled": "eager", "auto": None}
+ATTENTION = {
+    "fa2": "flash_attention_2",
+    "fa3": "flash_attention_3",
+    "sdpa": "sdpa",
+    "disabled": "eager",
+    "auto": None,
+    "flash": "flash_attention_2",
+}
 TEMPLATES = ("chatml", "zephyr", "vicuna")  # those that are known by name here
+ROLES = {"role", "content", "from", "value"}  # of messages, as they are known here
 DATASET = {"path", "type", "split", "name", "field", "field_messages", "ds_type", "data_files"}  # keys that are read
 
 EXCESS, OUT = "data.excess_length_strategy", "training.output_dir"
@@ -122,7 +130,7 @@ def _ranks(given: Given, draft: Draft) -> None:
 
 
 def _sharding(given: Given, draft: Draft) -> dict[str, Any]:
-    words = re.findall(r"\w+", str(given.value).lower())
+    words = _words(str(given.value).lower())
     hybrid = "sharding within machines and copies between them are not here; stage 3 is written"
     return {
         "strategies.zero.stage": next((FSDP[word] for word in words if word in FSDP), 3) or None,
@@ -159,7 +167,11 @@ def _named_file(given: Given, draft: Draft) -> str | None:
     read += [
         str(given.value).rpartition("/")[2] for source in draft.sources if source.kind in given.name
     ]  # another is given instead
-    return None if str(given.value).rpartition("/")[2] in read else "there is no such file here; give it, too"
+    return (
+        None
+        if given.value is True or str(given.value).rpartition("/")[2] in read
+        else "there is no such file here; give it, too"
+    )
 
 
 def _nothing(key: Given, draft: Draft) -> None:
@@ -208,9 +220,14 @@ ARGUMENTS: dict[str, Rule] = {
     "stage": _task,
     "finetuning_type": _only(("lora", "full"), "there are lora and full here; full is written"),
     **dict.fromkeys(("template", "chat_template"), _template),
+    "model_revision": _only(("main",), "the main branch is loaded"),
     "flash_attn": lambda key, draft: {"model.attn_implementation": ATTENTION.get(key.value, key.value)},
     **dict.fromkeys(("use_peft", "dataset_train_split", "dataset_test_split"), _nothing),
 }
+
+
+def _words(value: Any) -> list[str]:
+    return re.findall(r"\w+", str(value))
 
 
 def _datasets(given: Given, draft: Draft) -> dict[str, Any]:
@@ -228,9 +245,10 @@ def _datasets(given: Given, draft: Draft) -> dict[str, Any]:
     lost = [] if len(entries) == 1 else [f"these are {len(entries)} data sets, and the first is written"]
     if kind == "alpaca":
         lost.append("the words around instruction, input and output are others here (### Instruction ...)")
-    elif kind not in ("completion", "chat_template"):
+    elif kind not in ("completion", "pretrain", "chat_template"):
         lost.append(f"type {kind or 'not given'}: here columns decide the format, see data.columns")
-    if unread := sorted(entry.keys() - DATASET):
+    usual = {name for name in entry if name.startswith("message_") and {*_words(entry[name])} <= ROLES}
+    if unread := sorted(entry.keys() - DATASET - usual):
         lost.append(f"not read of it: {', '.join(unread)}")
     return {target: value for target, value in ours.items() if value} | {LOST: "; ".join(lost)}
 
@@ -257,6 +275,8 @@ def _per_epoch(given: Given, draft: Draft) -> dict[str, Any] | None:
 AXOLOTL: dict[str, Rule] = {
     **ARGUMENTS,
     "datasets": _datasets,
+    "pretraining_dataset": lambda key, draft: _datasets(key, draft) | {"data.streaming": True, EXCESS: "split"},
+    "attention": lambda key, draft: {"model.attn_implementation": ATTENTION.get(key.value, key.value)},
     "adapter": _only(("lora", "qlora"), "there are LoRA and full fine-tuning here; full is written"),
     "optimizer": _optim,
     "bf16": _bf16,
@@ -300,7 +320,7 @@ def _finish_arguments(draft: Draft, source: Source) -> None:
         for name in ("save", "eval") if _evaluates(source) else ("save",):
             if f"training.{name}_steps" not in draft.values:
                 draft.default(f"training.{name}_strategy", "epoch", source)
-        draft.values.setdefault(WARMUP, Value(0.03, "Axolotl's default, there at most 100 steps"))
+        draft.values.setdefault(WARMUP, Value(0.03, "default of Axolotl, there at most 100 steps"))
     adapted = {
         "trl": bool(tree.get("use_peft")),
         "llamafactory": tree.get("finetuning_type", "lora") == "lora",
