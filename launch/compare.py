@@ -53,7 +53,8 @@ def _compare(folders: Sequence[Path], plot: Path | None) -> None:
 def _changed(first: Any, second: Any) -> Iterator[tuple[str, str, str]]:
     for key, old, new in differences(first, second):
         if key not in ("training.output_dir", "training.resume_from_checkpoint"):
-            yield key, *("not set" if value is None else json.dumps(value) for value in (old, new))
+            before, after = ("not set" if value is None else json.dumps(value) for value in (old, new))
+            yield key, before, after
 
 
 if __name__ == "__main__":
