@@ -27,6 +27,7 @@ from strategies.core.commit import replace_file
 from strategies.core.compose import in_order
 from strategies.core.facts import Precision
 from strategies.core.plan import Plan
+from strategies.core.sealed import digest_of
 from strategies.planner.step_cost import plan_cost, step_flops
 from strategies.report import full_report
 from trainer.config.sections import RunConfig
@@ -48,6 +49,7 @@ from trainer.planning.fit import explained
 from trainer.planning.from_config import advice, plans_of, refuse_impossible
 from trainer.run import checkpoint, resuming
 from trainer.run.callbacks import EarlyStopping, Meter, MetricsFile, ProgressLine, SampleText, StepSeen
+from trainer.run.checkpoint import About, DataFacts, ModelFacts
 from trainer.run.plan_check import PlanCheck
 from trainer.run.resuming import Resumed
 from trainer.run.stage_trial import form_of_stages
@@ -288,14 +290,23 @@ def make_trainer(run: Run, together: Agreement | None = None) -> Trainer:
     return trainer
 
 
-def about(run: Run, model: PreTrainedModel) -> checkpoint.About:
+def about(run: Run, model: PreTrainedModel) -> About:
     """What every checkpoint of the run says about it. Raise ConfigError if it resumes one with other parameters."""
     named = (run.stage.whole if run.stage else model).named_parameters()
-    shapes = {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in named}
+    shapes = digest_of({name: list(getattr(each, "ds_shape", each.shape)) for name, each in named})
     if run.resumed is not None:
         run.resumed.compare_shapes(shapes)
-    hf_config = build.load_config(run.config.model, facts.vocab_size_of(run.config))
-    return checkpoint.about(run.config, run.prepared, hf_config, shapes, run.ranks.world_size)
+    as_loaded = build.load_config(run.config.model, facts.vocab_size_of(run.config))  # the run may change its copy
+    tree, data = json.loads(json.dumps(run.config.tree()), parse_constant=str), run.prepared
+    rows = len(data.train) if hasattr(data.train, "__len__") else None
+    return About(
+        config=tree,
+        config_sha256=digest_of(tree),
+        versions=checkpoint.versions(),
+        world_size=run.ranks.world_size,
+        data=DataFacts(fingerprint=data.fingerprint, sources=data.sources, tokenizer=data.tokenizer, rows=rows),
+        model=ModelFacts(config=checkpoint.plain_config(as_loaded), shapes=shapes),
+    )
 
 
 def check_packing(config: RunConfig) -> None:

@@ -51,7 +51,7 @@ class Draft:
 
     def default(self, target: str, value: Any, source: Source) -> None:
         """Write what holds in the source, if nothing else is written."""
-        self.values.setdefault(target, Value(value, f"{NAMES[source.kind]}'s default"))
+        self.values.setdefault(target, Value(value, f"default of {NAMES[source.kind]}"))
 
     def put(self, target: str, value: Any, given: Given, wins: bool = False) -> None:
         """Write our key. If another source wrote another value, that one stays, unless this one ``wins``, and both are
@@ -84,6 +84,9 @@ class Draft:
         for given in _parts(Given(source, (), source.tree), rules):
             rule = rules.get(given.name)
             if given.value in (None, "", [], {}) or (given.value == "auto" and (not source.trains or not rule)):
+                continue
+            if isinstance(given.value, str) and "$" in given.value and not source.locations:
+                self.lose(given, "a variable of the shell")
                 continue
             if rule is None:
                 self._translate(given)

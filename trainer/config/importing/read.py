@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from string import Template
 from typing import Any, NamedTuple
 
 from trainer.config.arguments import TrainingSection
@@ -139,8 +140,13 @@ def _source(tree: dict[str, Any], file: str, kind: str | None, document: Documen
 
 
 def _commands(text: str) -> list[list[str]]:
-    """The commands of a shell script that begin with a launcher or a Python file, and have options if any has."""
+    """The commands of a shell script that begin with a launcher or a Python file, and have options if any has; with the
+    values of its variables, as far as they are plain.
+    """
     found = []
+    variables = dict(re.findall(r"^\s*(?:export\s+)?(\w+)=[\"']?([^\s\"'`()]*)[\"']?\s*$", text, re.MULTILINE))
+    for _ in range(3):  # of which one may be in another
+        text = Template(text).safe_substitute(variables)
     for line in re.sub(r"\\\r?\n", " ", text).splitlines():
         try:
             words = shlex.split(line, comments=True)
