@@ -291,7 +291,8 @@ class EarlyStopping(EarlyStoppingCallback):
 
     def over(self, state: TrainerState) -> bool:
         """Whether training had stopped at this ``state``, which was saved; takes its count."""
-        saved: Any = (state.stateful_callbacks or {}).get(type(self).__name__)
+        known: Any = state.stateful_callbacks or {}
+        saved = known.get(type(self).__name__)
         if saved is not None:
             self.early_stopping_patience_counter = saved["attributes"]["early_stopping_patience_counter"]
         return self.early_stopping_patience_counter >= self.early_stopping_patience
