@@ -146,17 +146,3 @@ def test_a_rank_that_is_stopped_or_dead(
     if number is signal.SIGSTOP:
         send(pids[rank], signal.SIGKILL)
     assert job.wait().code == (13 if number is signal.SIGSTOP else -9)
-
-
-@pytest.mark.parametrize("round", range(10))
-def test_of_two_runs_in_one_folder_one_trains(round: int, server: Server, tmp_path: Path, whole: Any) -> None:
-    """Started at once, by two servers: one is refused, the other one ends as if it had been alone."""
-    config = config_in(tmp_path, save_steps=5)
-    other = Server()
-    try:
-        jobs = [start(each, 1, config) for each in (server, other)]
-        codes = sorted(job.wait().code for job in jobs)
-    finally:
-        other.close()
-    assert codes == [0, 2]
-    same_end(config, whole("plain"))
