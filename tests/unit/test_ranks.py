@@ -119,7 +119,7 @@ def train_guarded(ranks: Ranks, config: RunConfig, folder: Path, fails: bool) ->
     util.Finalize(None, write_threads, args=(folder / f"threads-{ranks.rank}",), exitpriority=0)
     seen: dict[str, int] = {}
 
-    def finish(_run: Any, trainer: Any) -> None:
+    def finish(_run: Any, trainer: Any, _together: Any) -> None:
         seen["during"] = gloo_threads()
         assert trainer.state.global_step == 1
         if fails:
