@@ -20,14 +20,7 @@ from tests.helpers.releases import HIGHEST_STAGE
 from tests.helpers.tiny import LLAMA, run_config
 from trainer.config.sections import RunConfig
 from trainer.dist import deepspeed_ops
-from trainer.dist.ranks import (
-    Ranks,
-    describe,
-    from_environment,
-    process_group,
-    settle_environment,
-    spare_peer_access,
-)
+from trainer.dist.ranks import Ranks, describe, from_environment, process_group, settle_environment, spare_peer_access
 from trainer.dist.spawn import run_world
 from trainer.dist.stopping import Stop
 from trainer.errors import ExitCode
