@@ -353,7 +353,7 @@ def plan_of(
     assert bool(moving) is (weights != "resident")
     buckets = tuple(replace(b, resident_ticks=()) for b in buckets)
     bare = replace(made.layout, buckets=buckets, keeps_copies=copies, visit_slots=visit_slots)
-    return Made.of(weight_schedule.window(bare, moving, int(prefetch)), made.facts.params, ranks, debug=debug)
+    return Made.of(weight_schedule.only_while_used(bare, moving, int(prefetch)), made.facts.params, ranks, debug=debug)
 
 
 def _ends(buckets: Sequence[Bucket], facts: Facts) -> list[int]:
