@@ -12,8 +12,9 @@ from transformers import BatchEncoding, TrainerControl, TrainerState
 
 from strategies.core.sizes import human_duration, human_number
 from strategies.engine.memory import accelerator
+from trainer.errors import ConfigError
 from trainer.run import callbacks
-from trainer.run.callbacks import Meter, MetricsFile, ProgressLine, SampleText
+from trainer.run.callbacks import EarlyStopping, Meter, MetricsFile, ProgressLine, SampleText
 
 RECORD = {
     "loss": 4.8123,
@@ -188,14 +189,22 @@ def test_continuation_is_greedy_without_the_prompt_and_restores_the_mode() -> No
             return " ".join(map(str, ids.tolist()))
 
     class Model(torch.nn.Module):
-        device = "cpu"
+        device, config = "cpu", SimpleNamespace(max_position_embeddings=50)
 
         def generate(self, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
             assert options["do_sample"] is False and options["pad_token_id"] == 9
-            assert options["min_new_tokens"] <= options["max_new_tokens"] == 3
+            assert options["min_new_tokens"] == 20 and options["max_new_tokens"] == 48, "no more than there are places"
             assert not self.training
             return torch.cat([input_ids, torch.tensor([[7, 8]])], dim=1)
 
     model = Model()
-    assert callbacks.continuation(model, Tokenizer(), "prompt", 3) == "7 8"
+    assert callbacks.continuation(model, Tokenizer(), "prompt") == "7 8"
     assert model.training
+
+
+def test_early_stopping_names_the_metrics_that_there_are() -> None:
+    args = SimpleNamespace(metric_for_best_model="perplexty", greater_is_better=False)
+    with pytest.raises(
+        ConfigError, match="evaluations give eval_loss, eval_perplexity; did you mean 'eval_perplexity'"
+    ):
+        EarlyStopping(2).on_evaluate(args, state(3), TrainerControl(), {"eval_loss": 1.0, "eval_perplexity": 2.7})

@@ -1,5 +1,7 @@
 """A run whose gradients are not finite ends: when, with which words, and with which checkpoint left."""
 
+import math
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.helpers.moves import made
 from tests.helpers.tiny import LLAMA, run_config
-from tests.unit.test_trainer import UNEVEN, prepared
+from tests.unit.test_trainer import UNEVEN
 from trainer.config.sections import RunConfig
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
@@ -23,10 +26,9 @@ BOTH = {**PIPELINE, **OFFLOAD}
 
 def train(ranks: Ranks, config: RunConfig, bad_from: int, where: str) -> dict[str, Any]:
     """Train until something is not finite from step ``bad_from`` on; what was said, and what is left."""
-    from trainer.run import order
     from trainer.run.nonfinite import NonFinite
 
-    trainer: Any = order.make_trainer(prepared(config, ranks, UNEVEN))
+    trainer = made(ranks, config, UNEVEN)
 
     def spoil(value: Any) -> Any:
         return value * float("nan") if trainer.state.global_step + 1 >= bad_from else value
@@ -108,12 +110,13 @@ def test_one_bad_step_ends_nothing_with_the_engine(tmp_path: Path) -> None:
 
 
 def test_overflows_count_when_the_scale_is_at_its_minimum() -> None:
-    from trainer.run.nonfinite import _is_searching_scale
+    from trainer.run.nonfinite import NonFinite, StopNonFinite
 
-    def searching(fp16: bool, scale: float) -> bool:
-        accelerator = SimpleNamespace(scaler=SimpleNamespace(get_scale=lambda: scale))
-        trainer: Any = SimpleNamespace(args=SimpleNamespace(fp16=fp16), accelerator=accelerator)
-        return _is_searching_scale(trainer)
-
-    assert [searching(True, scale) for scale in (65536.0, 2.0, 1.0)] == [True, True, False]
-    assert not searching(False, 65536.0)
+    for fp16, scale in ((True, 65536.0), (True, 2.0), (True, 1.0), (False, 65536.0)):
+        scaler = SimpleNamespace(get_scale=lambda scale=scale: scale)
+        accelerator = SimpleNamespace(scaler=scaler, stowed=None, last_norm=math.inf)
+        trainer: Any = SimpleNamespace(accelerator=accelerator, last_loss=1.0, log=lambda record: None)
+        stop = StopNonFinite(trainer, lambda step, what: NonFinite(what))
+        args, state = SimpleNamespace(fp16=fp16), SimpleNamespace(global_step=1)
+        with nullcontext() if fp16 and scale > 1.0 else pytest.raises(NonFinite):
+            stop.on_pre_optimizer_step(args, state, None)  # type: ignore[arg-type]

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from strategies.core.optimizers import refuse_optimizer
 
 
 class Allowed(str):
@@ -61,7 +63,10 @@ Changeable = Literal[
     "weight_decay", "clipping", "precision", "kernels", "model", "ranks",
 ]  # fmt: skip
 ALLOWABLE: tuple[str, ...] = get_args(Changeable)
-Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop"]
+Optimizer = Annotated[
+    Literal["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop"],
+    BeforeValidator(refuse_optimizer),
+]
 
 # Release 5.23 of Transformers renamed these and warns about the old names; earlier releases have only the old ones.
 # Both are accepted in the config, and the old one, which every supported release understands, is passed on.
@@ -69,7 +74,8 @@ RENAMED: Mapping[str, str] = {
     "activation_checkpointing": "gradient_checkpointing",
     "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
 }
-OWN = frozenset(["allow_change", "overwrite"])  # keys that TrainingArguments does not have
+# Keys that TrainingArguments does not have.
+OWN = frozenset(["allow_change", "overwrite", "early_stopping_patience", "early_stopping_threshold", "sample_prompts"])
 
 
 class TrainingSection(Section):
@@ -83,6 +89,9 @@ class TrainingSection(Section):
     max_steps: MaxSteps = option("Optimizer steps; -1 means num_train_epochs decides.", -1)
     max_grad_norm: NonNegative = option("Gradients are clipped to this global norm; 0 switches clipping off.", 1.0)
     optim: Optimizer = option("Optimizer; those that need no further package.", "adamw_torch_fused")
+    optim_args: NonEmpty | None = option(
+        "Further options of sgd, adagrad or rmsprop, as in momentum=0.9,nesterov=true."
+    )
     weight_decay: NonNegative | None = option("Weight decay; not applied to biases and norms.")
     adam_beta1: Ratio | None = option("Decay of Adam's first moment.")
     adam_beta2: Ratio | None = option("Decay of Adam's second moment.")
@@ -138,6 +147,11 @@ class TrainingSection(Section):
     load_best_model_at_end: bool | None = option("End with the weights of the best evaluation.")
     metric_for_best_model: NonEmpty | None = option("Metric that decides which evaluation is best; not set means loss.")
     greater_is_better: bool | None = option("Whether a greater metric is better.")
+    early_stopping_patience: Count | None = option("Training ends after so many evaluations that are not better.")
+    early_stopping_threshold: NonNegative = option("How much better the metric must be, to count.", 0.0)
+    sample_prompts: Annotated[list[NonEmpty], Field(min_length=1)] | None = option(
+        "Prompts that are continued, greedily, at each evaluation; printed, and in metrics.jsonl."
+    )
     resume_from_checkpoint: Resume | None = option("Folder to resume from; true or auto for the newest valid one.")
     allow_change: list[Changeable] = option("What a resumed run may do differently although the result changes.", [])
     overwrite: bool = option("Delete an earlier run in output_dir; otherwise it moves to earlier-N in it.", False)
@@ -161,4 +175,10 @@ class TrainingSection(Section):
     def arguments(self) -> dict[str, object]:
         """The keyword arguments for TrainingArguments: what is set, without our own and ``Trainer.train``'s."""
         given = self.model_dump(exclude={"resume_from_checkpoint", *OWN})
+        if self.early_stopping_patience is not None:
+            given["metric_for_best_model"] = self.metric_for_best_model or "loss"
+        if self.greater_is_better is None and str(self.metric_for_best_model).endswith("perplexity"):
+            given["greater_is_better"] = (
+                False  # Hugging Face takes whatever does not end in loss to be better if greater
+            )
         return {RENAMED.get(name, name): value for name, value in given.items() if value is not None}

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from strategies.core.compose import degrees, requirements_of
+from strategies.core.compose import casts, degrees, requirements_of
 from strategies.core.facts import (
     IN_ORDER,
     Facts,
@@ -29,6 +29,7 @@ from strategies.core.facts import (
     UnitKind,
 )
 from strategies.core.linears import Linear
+from strategies.core.optimizers import moments_of
 from strategies.core.protocol import Axis, Refusal, Requirement
 from trainer.errors import ConfigError, first_line
 from trainer.machine.profiles import known_rates
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 # Resident memory besides tensors. On CPU with torch, Transformers and datasets: 600 to 632 MiB in small runs, workspace
 # of a few kernels included; DeepSpeed's engine and a CUDA context need more, 0.6 to 1.0 GiB.
 RUNTIME_HOST_BYTES, ENGINE_HOST_BYTES = 624 << 20, 1 << 30
-MOMENTS = {"sgd": 0, "adagrad": 1, "adafactor": 0, "lion": 1}  # others keep two fp32 numbers per parameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,7 @@ def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) 
         max_grad_norm=training.max_grad_norm,
         precision=precision_of(config),
         world_size=world_size,
-        moments=MOMENTS.get(training.optim, 2),
+        moments=moments_of(training.optim, training.optim_args),
         optim=training.optim,
         recomputes=training.gradient_checkpointing or bool(training.activation_checkpointing),
         accelerated=accelerated,
@@ -180,8 +180,8 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
 
     precision = precision_of(config)
     compute = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(precision)
-    casts = compute is not None and Requirement.COMPUTE_DTYPE in requirements_of(config.strategies)
-    autocast = None if casts else compute
+    casted = casts(config.strategies, precision)
+    autocast = None if casted else compute
     model: Any = _meta_model(config)
     whole = _whole(config)
     if whole is not None:
@@ -189,7 +189,7 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
     sizes = {False: 0, True: 0}  # the largest, if some of the trained ones have another dtype
     for param in model.parameters():
         sizes[param.requires_grad] = max(sizes[param.requires_grad], param.element_size())
-    if casts:
+    if casted:
         # As DeepSpeed does, adapters and buffers included; our engine leaves buffers, which are small.
         model.to(compute)
     with fake_tensors():

@@ -17,7 +17,7 @@ import time
 import traceback
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed
 from transformers import TrainerCallback, TrainerState
@@ -28,24 +28,22 @@ from strategies.core.compose import requirements_of
 from strategies.core.protocol import Requirement
 from strategies.core.sizes import human
 from strategies.engine.memory import accelerator
+from trainer.data import report as data_report
 from trainer.data import sample
 from trainer.dist import deepspeed_ops
 from trainer.dist.agreement import Agreement, agreement
 from trainer.dist.ranks import GRACE_S, Ranks, collectives_of, process_group, quiet_libraries
 from trainer.dist.stopping import Phase, Stop, Stopped
 from trainer.dist.watchdog import Watchdog
-from trainer.errors import ExitCode, UserError, first_line, report, write_line
+from trainer.errors import ConfigError, ExitCode, UserError, first_line, report, write_line
 from trainer.planning.from_config import check_options, refuse_folder
 from trainer.run import export, lock, oom, order, resuming, saving
 from trainer.run.callbacks import Watched
-from trainer.run.model_card import model_card
 from trainer.run.order import Run
 from trainer.run.resume_rules import leaves
 from trainer.run.trainer import Trainer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from trainer.config.sections import RunConfig
 
 TIMEOUT_SAYS = ("Timed out waiting", "Application timeout")  # gloo
@@ -106,7 +104,7 @@ def refuse_unbuildable(config: RunConfig, ranks: Ranks) -> None:
         deepspeed_ops.refuse_what_cannot_be_built()
 
 
-def run(config: RunConfig, ranks: Ranks, stop: Stop | None = None) -> int:
+def run(config: RunConfig, ranks: Ranks, stop: Stop) -> int:
     """Train as ``config`` says, on this rank. All process groups are closed, whatever happens."""
     quiet_libraries()
     on_cpu = bool(config.training.use_cpu)
@@ -114,7 +112,7 @@ def run(config: RunConfig, ranks: Ranks, stop: Stop | None = None) -> int:
     shown = shown_by(write_line) if ranks.is_first else nullcontext()
     try:
         with shown, process_group(ranks, timeout_s(config), single=single, on_cpu=on_cpu) as watchdog:
-            return _guarded(config, ranks, stop or Stop(), watchdog)
+            return _guarded(config, ranks, stop, watchdog)
     except torch.distributed.DistError as error:
         write_line(f"rank {ranks.rank}: another rank has ended while the ranks met: {first_line(error)}", sys.stderr)
         return ExitCode.PEER_DIED
@@ -125,17 +123,15 @@ def timeout_s(config: RunConfig) -> int:
     return config.training.ddp_timeout or 1800
 
 
-def _guarded(config: RunConfig, ranks: Ranks, stop: Stop | None = None, watchdog: Watchdog | None = None) -> int:
+def _guarded(config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | None = None) -> int:
     """Run, and turn every error into lines and an exit code while the process group is open.
 
     A traceback refers to its frames, the frames to the engine, and the engine to its groups, so the frames are cleared
     before the groups are closed (see [Note: closing gloo] in ``trainer/dist/ranks.py``).
     """
-    stop = stop or Stop()
     seen: list[Run] = []
     try:
-        with ExitStack() as held:
-            _whole(config, ranks, stop, watchdog, held, seen)
+        _whole(config, ranks, stop, watchdog, seen)
         return ExitCode.FINISHED
     except (UserError, Stopped, KeyboardInterrupt) as error:
         stop.leave()
@@ -154,14 +150,11 @@ def _ended(error: UserError | Stopped | KeyboardInterrupt, ranks: Ranks, stop: S
         elif error.says_more:  # a launcher ends all ranks when one has ended, and the first one still reports
             time.sleep(REPORT_S)
         return error.code
-    if isinstance(error, Stopped):
-        if ranks.is_first or stop.phase is not Phase.TRAINING:
-            write_line(error.line, sys.stderr)
-        return error.code
-    if ranks.is_first:
-        line = "interrupted; training.resume_from_checkpoint=auto goes on from the last checkpoint"
+    line = "interrupted; training.resume_from_checkpoint=auto goes on from the last checkpoint"
+    line, code = (error.line, error.code) if isinstance(error, Stopped) else (line, ExitCode.INTERRUPTED)
+    if ranks.is_first or (isinstance(error, Stopped) and stop.phase is not Phase.TRAINING):
         write_line(line, sys.stderr)
-    return ExitCode.INTERRUPTED
+    return code
 
 
 def _failed(config: RunConfig, seen: list[Run], stop: Stop, watchdog: Watchdog | None, error: Exception) -> ExitCode:
@@ -184,43 +177,56 @@ def _failed(config: RunConfig, seen: list[Run], stop: Stop, watchdog: Watchdog |
     return code
 
 
-def _whole(
-    config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | None, held: ExitStack, seen: list[Run]
-) -> None:
-    """The run from the lock on its folder to its export; nothing if it is over already. ``held`` is released at the
-    end; ``seen`` takes the prepared run, for errors that come later.
+def _whole(config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | None, seen: list[Run]) -> None:
+    """The run from the lock on its folder to its export; nothing if it is over already. ``seen`` takes the prepared
+    run, for errors that come later.
     """
-    together = held.enter_context(agreement(ranks, timeout_s(config)))
-    together.refuse_different(leaves(config.tree()))
+    with agreement(ranks, timeout_s(config)) as together, ExitStack() as held:
+        together.refuse_different(leaves(config.tree()))
 
-    def take_lock() -> None:
-        refuse_folder(config)
-        held.enter_context(lock.held(config))
+        def take_lock() -> None:
+            refuse_folder(config)
+            held.enter_context(lock.held(config))
 
-    together.on_first(ranks.rank, take_lock)
-    resumed = resuming.decide(config, ranks, write_line)
-    step = resumed.found.step if resumed else None
-    over = together.on_first(ranks.rank, lambda: None if step is None else export.finished_before(config, step))
-    if over is not None:
-        if ranks.is_first:
-            write_line(over)
-        return
-    prepared = order.prepare(config, ranks, resumed)
-    seen.append(prepared)
-    train(prepared, stop, together, watchdog)
+        together.on_first(ranks.rank, take_lock)
+        resumed = resuming.decide(config, ranks)
+        step = resumed.found.step if resumed else None
+        over = together.on_first(ranks.rank, lambda: None if step is None else export.finished_before(config, step))
+        if over is not None:
+            if ranks.is_first:
+                write_line(over)
+            return
+        seen.append(order.prepare(config, ranks, resumed))
+        train(seen[0], stop, together, watchdog)
 
 
 def show_sample(config: RunConfig) -> None:
     """Print one tokenised row of the training data, with its trained and its masked tokens."""
-    words, prepared = order.read_data(config, Path(config.training.output_dir), quiet=True)
+    words, prepared = order.read_data(config, Ranks(), quiet=True)
     print(sample.render(prepared, words, colour=sys.stdout.isatty()))
+
+
+def show_data(config: RunConfig, picture: Path | None) -> None:
+    """Print what became of the rows, with a histogram of their lengths; draw it if there is a ``picture``."""
+    _, prepared = order.read_data(config, Ranks(), quiet=True)
+    found = prepared.report
+    if found is None:
+        why = "data.streaming: nothing is read ahead of training, so there is no report"
+        raise ConfigError(f"{why}; data.streaming=false writes one")
+    write_line(data_report.text(found))
+    if picture is not None:
+        try:
+            data_report.draw(found, picture)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--plot {picture}: {error}") from None
 
 
 def train(run: Run, stop: Stop, together: Agreement, watchdog: Watchdog | None) -> None:
     """Train and finish. The trainer is a local variable, so that it is freed with this frame."""
     trainer = order.make_trainer(run, together)
     trainer.add_callback(SaveAndStop(stop, trainer))
-    trainer.add_callback(Watched(watchdog, timeout_s(run.config)))
+    if watchdog is not None:
+        trainer.add_callback(Watched(watchdog))
     checkpoint = str(run.resumed.path) if run.resumed is not None else None
     if checkpoint is not None:
         run.say(f"resuming from {checkpoint}")
@@ -243,19 +249,11 @@ def finish(run: Run, trainer: Trainer) -> None:
     step, log = trainer.state.global_step, trainer.state.log_history
     if run.prepared.eval is not None and not any("eval_loss" in record and record["step"] == step for record in log):
         trainer.evaluate()
-    folder, section, hf_config = run.folder, run.config.model, cast("PreTrainedModel", trainer.model).config
+    folder = run.folder
     if over := trainer.together.on_first(run.ranks.rank, lambda: export.make_room(run.config, step)):
         run.say(over)
         return
-    receipt = export.export(
-        trainer,
-        run.tokenizer,
-        folder / "export",
-        merge=section.lora is not None and section.name_or_path is None,
-        trust_remote_code=section.trust_remote_code,
-        card=model_card(run.config, hf_config, trainer.state, sys.argv, run.ranks.world_size),
-        about=export.about(run.config, step),
-    )
+    receipt = export.export(trainer, run.tokenizer, run.config)
     if not run.ranks.is_first:
         return
     if len(history := [record for record in log if "eval_loss" in record]) > 1:

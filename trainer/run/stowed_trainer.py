@@ -5,15 +5,16 @@ that are not in ``param.grad``, average them over the ranks again, and copy the 
 subclass overrides only that. It plans from the Trainer's own arguments and from the first batch that the Trainer makes.
 
 Invariant. The result has the bits of the Trainer alone, in the precision of model and arguments: fp32 weights stay fp32
-and are autocast with ``bf16=True``. A model loaded in bf16 gets fp32 masters, which plain training does not have.
+and are autocast with ``bf16=True`` or ``fp16=True``. A model loaded in bf16 gets fp32 masters, which plain training
+does not have.
 
-Refused: optimizers other than AdamW and SGD, fp16, DeepSpeed and FSDP together with the engine, one process with
-several devices, compiled models whose weights travel.
+Refused: optimizers that do not update element by element (``strategies/core/optimizers.py``), DeepSpeed and FSDP
+together with the engine, one process with several devices, compiled models whose weights travel.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import inspect
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,9 +24,11 @@ import torch
 from accelerate.utils import broadcast_object_list
 from torch.utils._pytree import tree_map_only
 
+from strategies.core.optimizers import STATE
 from strategies.core.protocol import Refusal
-from strategies.engine import SGD, AdamW, StowOptimizer, UpdateRule, stow, stowed_by
+from strategies.engine import StowOptimizer, UpdateRule, stow, stowed_by
 from strategies.engine.forward.checkpointing import recompute
+from strategies.engine.model_checks import not_in_kernels
 from trainer.errors import CountingError, first_line, write_line
 from trainer.model.undisturbed import ForkError, in_fork, undisturbed
 from trainer.planning.plan_for import plan_for
@@ -34,9 +37,6 @@ from trainer.run.accelerator import StowAccelerator
 
 if TYPE_CHECKING:
     from strategies.core.plan import Plan
-
-# Options that the engine's update rules do not have; ``None`` and these values are accepted.
-PLAIN = {"amsgrad": False, "maximize": False, "differentiable": False, "momentum": 0, "dampening": 0, "nesterov": False}
 
 
 def stowed(base: type, **options: Any) -> type:
@@ -85,7 +85,8 @@ class StowedTrainer:
     @property
     def stowed(self) -> StowOptimizer | None:
         """The memory engine's optimizer, once training or evaluation has begun."""
-        return self.optimizer if isinstance(self.optimizer, StowOptimizer) else None
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate wraps it where it scales the loss
+        return inner if isinstance(inner, StowOptimizer) else None
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make Hugging Face's accelerator and turn it into a ``StowAccelerator``."""
@@ -96,7 +97,7 @@ class StowedTrainer:
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Let the Trainer make its optimizer, plan with it, and give the model to the engine."""
         if self.stowed is not None:
-            return self.stowed
+            return self.optimizer  # type: ignore[no-any-return]
         optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         if not self.stows or isinstance(optimizer, StowOptimizer):
             return optimizer
@@ -130,20 +131,21 @@ class StowedTrainer:
             "world_size": self.args.world_size,
             "moments": moments,
         }
+        if self.args.fp16:  # its loss scale needs all gradients first
+            options["update_in_backward"] = False
         try:
             with self.accelerator.autocast():
-                if "batch" in options:
-                    plan = plan_for(self.model, groups, **options)
-                else:
-                    plan = self._plan_for_first_call(groups, options)
+                plan = self._plan(groups, options)
         except Refusal as refused:
             raise ValueError(str(refused).replace("strategies.offload.", "")) from None
         if "recompute" in options:
             recompute(self.model, plan)
         return plan
 
-    def _plan_for_first_call(self, groups: list[dict[str, Any]], options: Mapping[str, Any]) -> Plan:
-        """Plan with the Trainer's first batch, or without a batch if forward cannot be counted on it."""
+    def _plan(self, groups: list[dict[str, Any]], options: Mapping[str, Any]) -> Plan:
+        """With the batch of the options, or the Trainer's first one; without, if forward cannot be counted on that."""
+        if "batch" in options:
+            return plan_for(self.model, groups, **options)
         try:
             return plan_for(self.model, groups, batch=self._first_call(), **options)
         except CountingError as error:
@@ -191,10 +193,11 @@ class StowedTrainer:
         args = self.args
         engine = getattr(self, "is_deepspeed_enabled", False) or getattr(self, "is_fsdp_enabled", False)
         own_buffers = args.ddp_broadcast_buffers is False and args.world_size > 1
+        early = self.stow_options.get("update_in_backward") is True
         twice = "recompute" in self.stow_options and (args.gradient_checkpointing or args.activation_checkpointing)
         refusals = {
             "a stowed trainer cannot be combined with DeepSpeed or FSDP: leave out deepspeed= and fsdp=": engine,
-            "fp16=True: a stowed trainer trains in fp32 or bf16; write bf16=True": args.fp16,
+            "update_in_backward=True: fp16's loss scale needs all gradients first; leave it out": early and args.fp16,
             f"one process with {args.n_gpu} devices: start one for each, as torchrun does": args.n_gpu > 1,
             "ddp_broadcast_buffers=False: a stowed trainer copies the first rank's buffers; leave it out": own_buffers,
             "recompute= cannot be combined with gradient_checkpointing=True: keep one of the two": twice,
@@ -269,22 +272,18 @@ def adopt(optimizer: torch.optim.Optimizer) -> tuple[UpdateRule, list[dict[str, 
 
     The groups are the same objects, so a scheduler that was made for the optimizer still sets their learning rates.
     """
-    kind, defaults = type(optimizer), optimizer.defaults
-    rules: dict[type, Any] = {torch.optim.AdamW: AdamW, torch.optim.SGD: SGD}
-    if kind not in rules:
+    kind = type(optimizer)
+    if kind.__name__ not in STATE or getattr(torch.optim, kind.__name__, None) is not kind:
         raise ValueError(
-            f"a stowed trainer updates with torch.optim.AdamW or torch.optim.SGD, not with {kind.__name__}: write "
-            f"optim='adamw_torch_fused', or pass no other optimizer"
+            f"a stowed trainer updates element by element, as torch.optim's {', '.join(STATE)} do, and not with "
+            f"{kind.__name__}: write optim='adamw_torch_fused', or pass no other optimizer"
         )
-    for group in optimizer.param_groups:
-        for name, plain in PLAIN.items():
-            if group.get(name, plain) not in (plain, None):
-                raise ValueError(f"a stowed trainer has no {kind.__name__} with {name}={group[name]}: leave it out")
-    if optimizer.state:
+    takes = inspect.signature(kind).parameters
+    rule = UpdateRule(kind.__name__, **{name: given for name, given in optimizer.defaults.items() if name in takes})
+    for complaint in not_in_kernels(optimizer.param_groups, rule):
+        raise ValueError(f"{kind.__name__} of a stowed trainer: {complaint}")
+    if any(state.get("step", 1) for state in optimizer.state.values()):  # Adagrad has some from the beginning
         raise ValueError("this optimizer has state already: pass a stowed trainer a new one")
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise ValueError("this optimizer has step hooks, which a stowed trainer would not call: use a TrainerCallback")
-    fused = {} if kind is torch.optim.SGD else {"fused": bool(defaults.get("fused"))}
-    names = {field.name for field in dataclasses.fields(rules[kind])} - {"fused"}
-    rule: UpdateRule = rules[kind](**{name: defaults[name] for name in names}, **fused)
     return rule, optimizer.param_groups

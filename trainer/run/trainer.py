@@ -31,13 +31,13 @@ from strategies.state.spans import WEIGHT
 from trainer.dist.agreement import Agreement
 from trainer.errors import ConfigError, write_line
 from trainer.run import checkpoint, saving, training_state
-from trainer.run.callbacks import Meter
+from trainer.run.callbacks import EarlyStopping, Meter
 from trainer.run.nonfinite import DEEPSPEED_SAYS, NonFinite, StopNonFinite, first_not_finite
 from trainer.run.pipeline_trainer import PipelineTrainer, token_losses
 from trainer.run.stowed_trainer import StowedTrainer
 
 if TYPE_CHECKING:
-    from transformers.trainer_utils import EvalLoopOutput, EvalPrediction
+    from transformers.trainer_utils import EvalPrediction
 
     from strategies.core.plan import Plan
     from trainer.run.plan_check import PlanCheck
@@ -132,7 +132,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         )
 
     def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
-        """As Hugging Face's, but no epoch for a run that is resumed at its last step.
+        """As Hugging Face's, but no epoch for a run that is resumed at its last step, or where it had stopped early.
 
         Hugging Face counts whole epochs. It would begin one more wherever the last step is not the end of an epoch,
         and look at the number of steps after the first of them.
@@ -140,7 +140,8 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         num_epochs, *others, max_steps = super().set_initial_training_values(*args, **kwargs)
         if self._resumed is not None:
             state = TrainerState.load_from_json(str(Path(self._resumed) / TRAINER_STATE_NAME))
-            num_epochs = num_epochs if state.global_step < max_steps else 0
+            early = [each for each in self.callback_handler.callbacks if isinstance(each, EarlyStopping)]
+            num_epochs = 0 if state.global_step >= max_steps or any(each.over(state) for each in early) else num_epochs
         return num_epochs, *others, max_steps
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *rest: Any, **more: Any) -> torch.Tensor:
@@ -164,15 +165,6 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         """As Hugging Face's, but it draws no random number of training's: its loader would."""
         with torch.random.fork_rng(devices=[]):
             return super().evaluate(*args, **kwargs)
-
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
-        """As Hugging Face's, but the loss is the mean over trained tokens."""
-        kwargs["metric_key_prefix"] = metric_key_prefix
-        output: EvalLoopOutput = super().evaluation_loop(*args, **kwargs)
-        metrics = output.metrics or {}
-        if f"{metric_key_prefix}_token_loss" in metrics:
-            metrics[f"{metric_key_prefix}_loss"] = metrics.pop(f"{metric_key_prefix}_token_loss")
-        return output
 
     # --- loading a checkpoint ----------------------------------------------------------------------------------------
 
@@ -224,10 +216,6 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         self.settle()
         folder, writes = self.output_dir / f"checkpoint-{self.state.global_step}", bool(self.args.should_save)
         former = self.state.best_model_checkpoint
-        missing = saving.shortage(self.output_dir, self.save_bytes) if self.args.process_index == 0 else None
-        if self.together.any(missing is not None):
-            self._say(f"step {self.state.global_step}: no checkpoint was saved: {missing}; the next save tries again")
-            return
         self.store_flos()
 
         def write(draft: Path) -> None:
@@ -236,7 +224,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
             training_state.save_random_state(self, draft)
 
         try:
-            with saving.draft(self.output_dir, writes=writes) as drafts:
+            with saving.draft(self.output_dir, self.save_bytes, writes=writes) as drafts:
                 draft = drafts / folder.name
                 saving.together(lambda: write(draft))
                 self.state.best_model_checkpoint = self._best(former)
@@ -268,11 +256,8 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
 
     def _not_saved(self, folder: Path, error: OSError, best: str | None) -> None:
         self.state.best_model_checkpoint = best
-        self._say(f"{folder} was not saved: {error}; older ones are as they were; the next save tries again")
-
-    def _say(self, line: str) -> None:
         if self.args.process_index == 0:
-            write_line(line)
+            write_line(f"{folder} was not saved: {error}; older ones are as they were; the next save tries again")
 
     def _best(self, former: str | None) -> str | None:
         """The best checkpoint, by the name that it will have."""
@@ -317,6 +302,7 @@ def _reads_saves(callback: TrainerCallback) -> bool:
 
 
 def _mean_over_tokens(prediction: EvalPrediction) -> dict[str, float]:
+    """Metrics of an evaluation; Hugging Face puts its prefix before them, and this loss in the place of its own."""
     rows: Any = prediction.predictions  # what token_losses made of each sequence: [N, 2]
     loss, tokens = rows.astype("float64").sum(axis=0)
-    return {"token_loss": float(loss / max(tokens, 1.0)), "tokens": int(tokens)}
+    return {"loss": float(loss / max(tokens, 1.0)), "tokens": int(tokens)}
