@@ -330,7 +330,7 @@ def read(tmp_path: Path, files: dict[str, Any], command: str = "", kind: str | N
     for name, content in files.items():
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text(content if isinstance(content, str) else json.dumps(content))
-    given = [name for name in files if "/" not in name and name not in command]
+    given = [name for name in files if "/" not in name and name not in command]  # the others are named in it
     return imported(read_all(given, command.split(), kind))
 
 
@@ -412,6 +412,7 @@ REFUSED = (
         "a.sh: holds 2 commands; give the one that trains after --",
     ),
     ({"a.yaml": "seed: 1\nseed: 2"}, "a.yaml:2: seed = 2: duplicate key, first on line 1; keep one"),
+    ({"a.sh": "python a.py"}, "a.sh: neither options of a script, nor a file that is here"),
     ({"a.yaml": "- 1"}, "a.yaml: holds no keys and no command"),
     ({"a.yaml": "base_model: x\nrl: dpo"}, 'a.yaml:2: rl = "dpo": '),
 )
@@ -430,6 +431,21 @@ def test_whose_it_is_can_be_said(tmp_path: Path) -> None:
     arguments = {"args.json": {"output_dir": "o"}}
     assert read(tmp_path, arguments).of("training.learning_rate") is None
     assert read(tmp_path, arguments, kind="trl").of("training.learning_rate") == 2e-5
+
+
+def test_a_command_that_names_files_alone(tmp_path: Path) -> None:
+    """As Axolotl and LLaMA-Factory are started; an option beside the file comes before what the file says."""
+    files = {"x/a.yml": AXOLOTL, "x/lf.yaml": LLAMA_FACTORY, "x/acc.yaml": FSDP2}
+    for command, kinds in (
+        ("accelerate launch --config_file x/acc.yaml -m axolotl.cli.train x/a.yml", ["axolotl", "accelerate"]),
+        ("FORCE_TORCHRUN=1 llamafactory-cli train x/lf.yaml", ["llamafactory"]),
+        ("axolotl train x/a.yml --learning_rate 1e-3 --lora_alpha 64", ["axolotl", "axolotl"]),
+    ):
+        draft = read(tmp_path, files, command)
+        assert list(dict.fromkeys(source.kind for source in draft.sources)) == list(dict.fromkeys(kinds)), command
+    assert (draft.of("training.learning_rate"), draft.of("model.lora.lora_alpha")) == (1e-3, 64) and (
+        "learning_rate",
+    ) in [fault.key for fault in draft.lost]
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -300,10 +300,14 @@ RULES = {"deepspeed": SHARED, "accelerate": SHARED, "axolotl": AXOLOTL}
 def imported(sources: list[Source]) -> Draft:
     """Our config, filled from all sources."""
     draft = Draft(sources)
-    for source in sources:
+    training = [source for source in sources if source.trains]
+    for source in training:
         draft.carry(source, RULES.get(source.kind, ARGUMENTS), WINS)
-        if source.trains:
-            _finish_arguments(draft, source)
+    if training:  # a command line and the file that it names are one
+        whole = {name: value for source in reversed(training) for name, value in source.tree.items()}
+        _finish_arguments(draft, training[0]._replace(tree=whole))
+    for source in sources[len(training) :]:
+        draft.carry(source, RULES[source.kind], WINS)
     for source in sources:
         if source.kind == "deepspeed":
             _finish_deepspeed(draft, source)
