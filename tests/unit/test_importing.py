@@ -120,6 +120,10 @@ datasets:
     field_messages: conversations
     split: train[:10%]
     roles_to_train: [assistant]
+    message_property_mappings: {role: from, content: value}
+  - path: notes.jsonl
+    type: completion
+    field: body
 dataset_prepared_path:
 val_set_size: 0.05
 output_dir: ./outputs/lora-out
@@ -180,7 +184,7 @@ finetuning_type: lora
 lora_rank: 4
 lora_target: q_proj,v_proj
 deepspeed: examples/deepspeed/ds_z3_config.json
-dataset: identity
+dataset: identity, alpaca_en_demo
 template: llama3
 max_samples: 1000
 overwrite_cache: true
@@ -284,8 +288,9 @@ strategies: {zero: {stage: 2}, offload: {}}
         """
 model: {name_or_path: NousResearch/Meta-Llama-3-8B, dtype: bfloat16, attn_implementation: flash_attention_2,
   lora: {r: 32, lora_alpha: 8, lora_dropout: 0.05, target_modules: all-linear, use_dora: true}}
-data: {path: org/chats, split: "train[:10%]", columns: {messages: conversations}, eval_fraction: 0.05,
-  max_length: 4096, packing: true, excess_length_strategy: drop, assistant_only_loss: true}
+data: {datasets: [{path: org/chats, split: "train[:10%]", columns: {messages: conversations},
+  assistant_only_loss: true}, {path: notes.jsonl, columns: {text: body}}], eval_fraction: 0.05,
+  max_length: 4096, packing: true, excess_length_strategy: drop}
 training: {output_dir: ./outputs/lora-out, learning_rate: 2e-4, per_device_train_batch_size: 2,
   gradient_accumulation_steps: 4, num_train_epochs: 4, optim: adamw_torch_fused, lr_scheduler_type: cosine,
   warmup_steps: 0.03, bf16: true, tf32: false, gradient_checkpointing: true, logging_steps: 1, report_to: wandb,
@@ -312,7 +317,8 @@ strategies: {zero: {stage: 2}, offload: {}}
         """
 model: {name_or_path: meta-llama/Meta-Llama-3-8B-Instruct, dtype: bfloat16, attn_implementation: flash_attention_2,
   lora: {r: 4, lora_alpha: 8, lora_dropout: 0.0, target_modules: [q_proj, v_proj]}}
-data: {path: identity, eval_fraction: 0.1, max_length: 2048, excess_length_strategy: truncate}
+data: {datasets: [{path: identity, limit: 1000}, {path: alpaca_en_demo, limit: 1000}],
+  eval_fraction: 0.1, max_length: 2048, excess_length_strategy: truncate}
 training: {output_dir: saves/sft, learning_rate: 1e-4, bf16: true, logging_steps: 500, eval_strategy: steps,
   eval_steps: 500}
 """,
@@ -320,7 +326,6 @@ training: {output_dir: saves/sft, learning_rate: 1e-4, bf16: true, logging_steps
             "deepspeed": "no such file",
             "dataset": "dataset_info.json",
             "template": "the tokenizer's own",
-            "max_samples": "no key for it here",
         },
     ),
 }
