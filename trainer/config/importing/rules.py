@@ -174,6 +174,13 @@ def _named_file(given: Given, draft: Draft) -> str | None:
     )
 
 
+def _named_datasets(given: Given, draft: Draft) -> dict[str, Any]:
+    limit = {"limit": given.tree["max_samples"]} if given.tree.get("max_samples") else {}
+    names = given.value.split(",") if isinstance(given.value, str) else given.value
+    lost = {LOST: "from dataset_info.json; write a file or a hub name instead of each name"}
+    return _mixed([{"path": name.strip()} | limit for name in names]) | lost
+
+
 def _nothing(key: Given, draft: Draft) -> None:
     """For what is looked at when all else is known."""
 
@@ -210,10 +217,7 @@ ARGUMENTS: dict[str, Rule] = {
     "block_size": lambda key, draft: {"data.max_length": key.value, "data.packing": True, LOST: STREAM},
     "validation_split_percentage": lambda key, draft: {"data.eval_fraction": key.value / 100},
     "val_size": _share,
-    "dataset": lambda key, draft: {
-        "data.path": key.value,
-        LOST: "a name in dataset_info.json; write a file or hub name",
-    },
+    "dataset": _named_datasets,
     "dataset_text_field": lambda key, draft: None if key.value == "text" else {"data.columns": {"text": key.value}},
     "packing_strategy": _only(("bfd",), STREAM),
     "truncation_mode": _only(("keep_start",), "samples lose their ends here"),
@@ -222,7 +226,7 @@ ARGUMENTS: dict[str, Rule] = {
     **dict.fromkeys(("template", "chat_template"), _template),
     "model_revision": _only(("main",), "the main branch is loaded"),
     "flash_attn": lambda key, draft: {"model.attn_implementation": ATTENTION.get(key.value, key.value)},
-    **dict.fromkeys(("use_peft", "dataset_train_split", "dataset_test_split"), _nothing),
+    **dict.fromkeys(("use_peft", "dataset_train_split", "dataset_test_split", "max_samples"), _nothing),
 }
 
 
@@ -231,26 +235,33 @@ def _words(value: Any) -> list[str]:
 
 
 def _datasets(given: Given, draft: Draft) -> dict[str, Any]:
-    entries = [{name: value for name, value in each.items() if value not in (None, [], {})} for each in given.value]
-    entry = entries[0]
-    kind, files = str(entry.get("type", "")).partition(".")[0], entry.get("data_files")
-    columns = {"text": entry.get("field", "text"), "messages": entry.get("field_messages", "messages")}
-    ours = {
-        "data.path": files[0] if isinstance(files, list) else files or entry.get("path"),
-        "data.split": entry.get("split"),
-        "data.name": entry.get("name"),
-        "data.columns": {name: column for name, column in columns.items() if name != column},
-        "data.assistant_only_loss": kind == "chat_template" and not given.tree.get("train_on_inputs"),
-    }
-    lost = [] if len(entries) == 1 else [f"these are {len(entries)} data sets, and the first is written"]
-    if kind == "alpaca":
-        lost.append("the words around instruction, input and output are others here (### Instruction ...)")
-    elif kind not in ("completion", "pretrain", "chat_template"):
-        lost.append(f"type {kind or 'not given'}: here columns decide the format, see data.columns")
-    usual = {name for name in entry if name.startswith("message_") and {*_words(entry[name])} <= ROLES}
-    if unread := sorted(entry.keys() - DATASET - usual):
-        lost.append(f"not read of it: {', '.join(unread)}")
-    return {target: value for target, value in ours.items() if value} | {LOST: "; ".join(lost)}
+    ours: list[dict[str, Any]] = []
+    lost: dict[str, None] = {}
+    for each in given.value:
+        entry = {name: value for name, value in each.items() if value not in (None, [], {})}
+        kind, files = str(entry.get("type", "")).partition(".")[0], entry.get("data_files")
+        columns = {"text": entry.get("field", "text"), "messages": entry.get("field_messages", "messages")}
+        one = {
+            "path": files[0] if isinstance(files, list) else files or entry.get("path"),
+            "name": entry.get("name"),
+            "split": entry.get("split"),
+            "columns": {name: column for name, column in columns.items() if name != column},
+            "assistant_only_loss": kind == "chat_template" and not given.tree.get("train_on_inputs"),
+        }
+        ours.append({name: value for name, value in one.items() if value})
+        usual = {name for name in entry if name.startswith("message_") and {*_words(entry[name])} <= ROLES}
+        if kind == "alpaca":
+            lost["the words around instruction, input and output are others here (### Instruction ...)"] = None
+        elif kind not in ("completion", "pretrain", "chat_template"):
+            lost[f"type {kind or 'not given'}: here columns decide the format, see data.columns"] = None
+        if unread := sorted(entry.keys() - DATASET - usual):
+            lost[f"not read of it: {', '.join(unread)}"] = None
+    return _mixed(ours) | {LOST: "; ".join(lost)}
+
+
+def _mixed(datasets: list[dict[str, Any]]) -> dict[str, Any]:
+    single = {f"data.{name}": value for name, value in datasets[0].items()}
+    return single if len(datasets) == 1 else {"data.datasets": datasets}
 
 
 def _evaluates(source: Source) -> bool:
@@ -300,10 +311,14 @@ RULES = {"deepspeed": SHARED, "accelerate": SHARED, "axolotl": AXOLOTL}
 def imported(sources: list[Source]) -> Draft:
     """Our config, filled from all sources."""
     draft = Draft(sources)
-    for source in sources:
+    training = [source for source in sources if source.trains]
+    for source in training:
         draft.carry(source, RULES.get(source.kind, ARGUMENTS), WINS)
-        if source.trains:
-            _finish_arguments(draft, source)
+    if training:  # a command line and the file that it names are one
+        whole = {name: value for source in reversed(training) for name, value in source.tree.items()}
+        _finish_arguments(draft, training[0]._replace(tree=whole))
+    for source in sources[len(training) :]:
+        draft.carry(source, RULES[source.kind], WINS)
     for source in sources:
         if source.kind == "deepspeed":
             _finish_deepspeed(draft, source)
