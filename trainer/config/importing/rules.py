@@ -21,10 +21,10 @@ ADAM = ("adam", "adamw", "fusedadam", "cpuadam")
 SMALL = ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit")
 ADAMW = ("adamw_hf", "adamw_apex_fused", "paged_adamw", "paged_adamw_32bit", *SMALL)
 SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine_with_min_lr"}
-SCALING = {"initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1, "loss_scale": 0}
 # How FSDP says that weights are sharded all the time (stage 3), or gathered from forward to backward (2).
 FSDP = {"full_shard": 3, "shard_grad_op": 2, "no_shard": 0, "1": 3, "2": 2, "3": 0, "true": 3, "false": 2}
 MICRO, STEPS = "training.per_device_train_batch_size", "training.gradient_accumulation_steps"
+WARMUP = "training.warmup_steps"
 RATE, SCHEDULE, KWARGS = (f"training.{name}" for name in ("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs"))
 OFFLOAD = (
     "offload_optimizer_device", "offload_param_device", "zero_optimization.offload_optimizer.device",
@@ -37,20 +37,26 @@ SHARDING = (
 LOGARITHM = "the rate rises linearly here, and there by the logarithm of the step"
 STREAM = "rows are filled with whole documents that do not see each other, not cut out of one stream"
 TASK = "fine-tuning and pretraining can be imported, and nothing else"
-ATTENTION = {"fa2": "flash_attention_2", "fa3": "flash_attention_3", "sdpa": "sdpa", "disabled": "eager", "auto": None}
+ATTENTION = {
+    "fa2": "flash_attention_2",
+    "fa3": "flash_attention_3",
+    "sdpa": "sdpa",
+    "disabled": "eager",
+    "auto": None,
+    "flash": "flash_attention_2",
+}
 TEMPLATES = ("chatml", "zephyr", "vicuna")  # those that are known by name here
+ROLES = {"role", "content", "from", "value"}  # of messages, as they are known here
 DATASET = {"path", "type", "split", "name", "field", "field_messages", "ds_type", "data_files"}  # keys that are read
 
+EXCESS, OUT = "data.excess_length_strategy", "training.output_dir"
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "transformers": {"training.output_dir": "trainer_output", "training.logging_steps": 500},
-    "trl": {
-        "training.output_dir": "trainer_output", "training.logging_steps": 10, RATE: 2e-5,
-        "training.gradient_checkpointing": True,
-    },
-    "llamafactory": {"training.output_dir": "saves", "training.logging_steps": 500, "data.max_length": 2048},
+    "transformers": {OUT: "trainer_output", "training.logging_steps": 500},
+    "trl": {OUT: "trainer_output", RATE: 2e-5, "training.gradient_checkpointing": True, EXCESS: "truncate"},
+    "llamafactory": {OUT: "saves", "training.logging_steps": 500, "data.max_length": 2048, EXCESS: "truncate"},
     "axolotl": {
-        "training.output_dir": "model-out", MICRO: 1, "training.num_train_epochs": 1.0, SCHEDULE: "cosine",
-        "training.warmup_steps": 0.03, "training.logging_steps": 500, "data.max_length": 512,
+        OUT: "model-out", MICRO: 1, "training.num_train_epochs": 1.0, SCHEDULE: "cosine", "data.max_length": 512,
+        EXCESS: "drop",
     },
 }  # fmt: skip
 LORA: dict[str, dict[str, Any]] = {
@@ -73,9 +79,10 @@ def _only(values: Collection[object], why: str) -> Rule:
     return lambda given, draft: None if given.value in values else why
 
 
-def _task(given: Given, draft: Draft) -> None:
+def _task(given: Given, draft: Draft) -> dict[str, Any]:
     if given.value not in ("sft", "pt", False):
         raise ConfigError(f"{given.where}: {error_line(given.key, given.value, TASK)}")
+    return {"data.packing": True, EXCESS: "split", LOST: STREAM} if given.value == "pt" else {}
 
 
 def _optim(given: Given, draft: Draft) -> dict[str, Any]:
@@ -94,7 +101,7 @@ def _scheduler(given: Given, draft: Draft) -> dict[str, Any] | str:
     if given.value not in SCHEDULES:
         return f"there is no such schedule here; of DeepSpeed's there are {', '.join(SCHEDULES)}"
     missing: dict[str, dict[str, Any]] = {
-        "warmup_num_steps": {"training.warmup_steps": 1000},
+        "warmup_num_steps": {WARMUP: 1000},
         "warmup_max_lr": {RATE: 1e-3} if given.value == "WarmupDecayLR" else {},
         "cos_min_ratio": {KWARGS: {"min_lr_rate": 1e-4}} if "Cosine" in given.value else {},
         "warmup_type": {LOST: LOGARITHM},
@@ -107,12 +114,6 @@ def _scheduler(given: Given, draft: Draft) -> dict[str, Any] | str:
 def _offload(given: Given, draft: Draft) -> dict[str, Any]:
     lost = {LOST: "there is no disk tier; it rests in host memory"} if given.value == "nvme" else {}
     return {"strategies.offload": {}} | lost if given.value in ("cpu", "nvme", True) else {}
-
-
-def _scaling(given: Given, draft: Draft) -> str | None:
-    default = SCALING[given.key[-1]]
-    is_lost = draft.of("training.fp16") and given.value != default
-    return f"the scale of the loss is dynamic, with DeepSpeed's default {default}" if is_lost else None
 
 
 def _precision(given: Given, draft: Draft) -> dict[str, Any] | str | None:
@@ -129,7 +130,7 @@ def _ranks(given: Given, draft: Draft) -> None:
 
 
 def _sharding(given: Given, draft: Draft) -> dict[str, Any]:
-    words = re.findall(r"\w+", str(given.value).lower())
+    words = _words(str(given.value).lower())
     hybrid = "sharding within machines and copies between them are not here; stage 3 is written"
     return {
         "strategies.zero.stage": next((FSDP[word] for word in words if word in FSDP), 3) or None,
@@ -166,7 +167,18 @@ def _named_file(given: Given, draft: Draft) -> str | None:
     read += [
         str(given.value).rpartition("/")[2] for source in draft.sources if source.kind in given.name
     ]  # another is given instead
-    return None if str(given.value).rpartition("/")[2] in read else "there is no such file here; give it, too"
+    return (
+        None
+        if given.value is True or str(given.value).rpartition("/")[2] in read
+        else "there is no such file here; give it, too"
+    )
+
+
+def _named_datasets(given: Given, draft: Draft) -> dict[str, Any]:
+    limit = {"limit": given.tree["max_samples"]} if given.tree.get("max_samples") else {}
+    names = given.value.split(",") if isinstance(given.value, str) else given.value
+    lost = {LOST: "from dataset_info.json; write a file or a hub name instead of each name"}
+    return _mixed([{"path": name.strip()} | limit for name in names]) | lost
 
 
 def _nothing(key: Given, draft: Draft) -> None:
@@ -189,7 +201,6 @@ SHARED: dict[str, Rule] = {
     "steps_per_print": lambda key, draft: None if draft.trains else {"training.logging_steps": key.value},
     "mixed_precision": _precision,
     "distributed_type": _job,
-    **{f"fp16.{name}": _scaling for name in SCALING},
     **dict.fromkeys(OFFLOAD, _offload),
     **dict.fromkeys(("num_processes", "num_gpus", "nproc_per_node"), _ranks),
     **dict.fromkeys(SHARDING, _sharding),
@@ -200,46 +211,57 @@ ARGUMENTS: dict[str, Rule] = {
     **SHARED,
     "optim": _optim,
     "activation_checkpointing": lambda key, draft: {f"training.{key.name}": key.value or None},
-    "warmup_ratio": lambda key, draft: None if key.tree.get("warmup_steps") else {"training.warmup_steps": key.value},
+    "warmup_ratio": lambda key, draft: None if key.tree.get("warmup_steps") else {WARMUP: key.value},
     "lora_target": _lora_target,
     "lora_target_modules": _lora_target,
     "block_size": lambda key, draft: {"data.max_length": key.value, "data.packing": True, LOST: STREAM},
     "validation_split_percentage": lambda key, draft: {"data.eval_fraction": key.value / 100},
     "val_size": _share,
-    "dataset": lambda key, draft: {
-        "data.path": key.value,
-        LOST: "a name in dataset_info.json; write a file or hub name",
-    },
+    "dataset": _named_datasets,
     "dataset_text_field": lambda key, draft: None if key.value == "text" else {"data.columns": {"text": key.value}},
     "packing_strategy": _only(("bfd",), STREAM),
+    "truncation_mode": _only(("keep_start",), "samples lose their ends here"),
     "stage": _task,
     "finetuning_type": _only(("lora", "full"), "there are lora and full here; full is written"),
     **dict.fromkeys(("template", "chat_template"), _template),
+    "model_revision": _only(("main",), "the main branch is loaded"),
     "flash_attn": lambda key, draft: {"model.attn_implementation": ATTENTION.get(key.value, key.value)},
-    **dict.fromkeys(("use_peft", "dataset_train_split", "dataset_test_split"), _nothing),
+    **dict.fromkeys(("use_peft", "dataset_train_split", "dataset_test_split", "max_samples"), _nothing),
 }
 
 
+def _words(value: Any) -> list[str]:
+    return re.findall(r"\w+", str(value))
+
+
 def _datasets(given: Given, draft: Draft) -> dict[str, Any]:
-    entries = [{name: value for name, value in each.items() if value not in (None, [], {})} for each in given.value]
-    entry = entries[0]
-    kind, files = str(entry.get("type", "")).partition(".")[0], entry.get("data_files")
-    columns = {"text": entry.get("field", "text"), "messages": entry.get("field_messages", "messages")}
-    ours = {
-        "data.path": files[0] if isinstance(files, list) else files or entry.get("path"),
-        "data.split": entry.get("split"),
-        "data.name": entry.get("name"),
-        "data.columns": {name: column for name, column in columns.items() if name != column},
-        "data.assistant_only_loss": kind == "chat_template" and not given.tree.get("train_on_inputs"),
-    }
-    lost = [] if len(entries) == 1 else [f"these are {len(entries)} data sets, and the first is written"]
-    if kind == "alpaca":
-        lost.append("the words around instruction, input and output are others here (### Instruction ...)")
-    elif kind not in ("completion", "chat_template"):
-        lost.append(f"type {kind or 'not given'}: here columns decide the format, see data.columns")
-    if unread := sorted(entry.keys() - DATASET):
-        lost.append(f"not read of it: {', '.join(unread)}")
-    return {target: value for target, value in ours.items() if value} | {LOST: "; ".join(lost)}
+    ours: list[dict[str, Any]] = []
+    lost: dict[str, None] = {}
+    for each in given.value:
+        entry = {name: value for name, value in each.items() if value not in (None, [], {})}
+        kind, files = str(entry.get("type", "")).partition(".")[0], entry.get("data_files")
+        columns = {"text": entry.get("field", "text"), "messages": entry.get("field_messages", "messages")}
+        one = {
+            "path": files[0] if isinstance(files, list) else files or entry.get("path"),
+            "name": entry.get("name"),
+            "split": entry.get("split"),
+            "columns": {name: column for name, column in columns.items() if name != column},
+            "assistant_only_loss": kind == "chat_template" and not given.tree.get("train_on_inputs"),
+        }
+        ours.append({name: value for name, value in one.items() if value})
+        usual = {name for name in entry if name.startswith("message_") and {*_words(entry[name])} <= ROLES}
+        if kind == "alpaca":
+            lost["the words around instruction, input and output are others here (### Instruction ...)"] = None
+        elif kind not in ("completion", "pretrain", "chat_template"):
+            lost[f"type {kind or 'not given'}: here columns decide the format, see data.columns"] = None
+        if unread := sorted(entry.keys() - DATASET - usual):
+            lost[f"not read of it: {', '.join(unread)}"] = None
+    return _mixed(ours) | {LOST: "; ".join(lost)}
+
+
+def _mixed(datasets: list[dict[str, Any]]) -> dict[str, Any]:
+    single = {f"data.{name}": value for name, value in datasets[0].items()}
+    return single if len(datasets) == 1 else {"data.datasets": datasets}
 
 
 def _evaluates(source: Source) -> bool:
@@ -264,6 +286,8 @@ def _per_epoch(given: Given, draft: Draft) -> dict[str, Any] | None:
 AXOLOTL: dict[str, Rule] = {
     **ARGUMENTS,
     "datasets": _datasets,
+    "pretraining_dataset": lambda key, draft: _datasets(key, draft) | {"data.streaming": True, EXCESS: "split"},
+    "attention": lambda key, draft: {"model.attn_implementation": ATTENTION.get(key.value, key.value)},
     "adapter": _only(("lora", "qlora"), "there are LoRA and full fine-tuning here; full is written"),
     "optimizer": _optim,
     "bf16": _bf16,
@@ -287,10 +311,14 @@ RULES = {"deepspeed": SHARED, "accelerate": SHARED, "axolotl": AXOLOTL}
 def imported(sources: list[Source]) -> Draft:
     """Our config, filled from all sources."""
     draft = Draft(sources)
-    for source in sources:
+    training = [source for source in sources if source.trains]
+    for source in training:
         draft.carry(source, RULES.get(source.kind, ARGUMENTS), WINS)
-        if source.trains:
-            _finish_arguments(draft, source)
+    if training:  # a command line and the file that it names are one
+        whole = {name: value for source in reversed(training) for name, value in source.tree.items()}
+        _finish_arguments(draft, training[0]._replace(tree=whole))
+    for source in sources[len(training) :]:
+        draft.carry(source, RULES[source.kind], WINS)
     for source in sources:
         if source.kind == "deepspeed":
             _finish_deepspeed(draft, source)
@@ -299,11 +327,15 @@ def imported(sources: list[Source]) -> Draft:
 
 def _finish_arguments(draft: Draft, source: Source) -> None:
     tree, kind, whole = source.tree, source.kind, Given(source, (), source.tree)
-    if kind == "trl" and not draft.of("training.fp16"):
+    if kind in ("trl", "axolotl") and "bf16" not in tree and not draft.of("training.fp16"):
         draft.default("training.bf16", True, source)
-    for name in ("save", "eval") if kind == "axolotl" else ():
-        if f"training.{name}_steps" not in draft.values and (name == "save" or _evaluates(source)):
-            draft.default(f"training.{name}_strategy", "epoch", source)
+        if kind == "axolotl":
+            draft.default("model.dtype", "bfloat16", source)
+    if kind == "axolotl":
+        for name in ("save", "eval") if _evaluates(source) else ("save",):
+            if f"training.{name}_steps" not in draft.values:
+                draft.default(f"training.{name}_strategy", "epoch", source)
+        draft.values.setdefault(WARMUP, Value(0.03, "default of Axolotl, there at most 100 steps"))
     adapted = {
         "trl": bool(tree.get("use_peft")),
         "llamafactory": tree.get("finetuning_type", "lora") == "lora",
@@ -343,13 +375,12 @@ def _batch(draft: Draft, total: Given) -> None:
     """What DeepSpeed makes of the batch of all ranks: one of its three factors follows from the other two."""
     assumed = (8, 1) if draft.trains else (None, None)  # of TrainingArguments
     micro, steps = (draft.of(name) or default for name, default in zip((MICRO, STEPS), assumed, strict=True))
+    rest, left = divmod(total.value, (micro or 1) * (steps or 1) * (draft.ranks or 1))
+    product = f"{micro} per device x {steps or 1} micro-batches x {draft.ranks or rest} ranks"
     if micro is None and draft.ranks is None:
         draft.values[MICRO] = Value(None, f"train_batch_size {total.value} / ranks / micro-batches", total)
         draft.lose(total, "that is of all ranks; write how many each has into the line that is null")
-        return
-    rest, left = divmod(total.value, (micro or 1) * (steps or 1) * (draft.ranks or 1))
-    product = f"{micro or '?'} per device x {steps or 1} micro-batches x {draft.ranks or rest} ranks"
-    if left or (rest > 1 and None not in (micro, steps, draft.ranks)):
+    elif left or (rest > 1 and None not in (micro, steps, draft.ranks)):
         draft.lose(total, f"{product} is another batch")
     elif draft.ranks is None:
         draft.ranks = rest
