@@ -155,6 +155,9 @@ class Offload(Strategy):
         if self.reduction == "fast" and not self._stage:
             cure = "is about ranks that share the state; write strategies.zero with stage 1, 2 or 3 beside it, or exact"
             yield self._refusal("reduction", cure)
+        if run.stages > 1 and run.tied:
+            cure = "gradients of a tied head's two ends are added before any update; leave strategies.offload out"
+            yield Refusal("strategies.pipeline.stages", run.stages, f"cannot go with strategies.offload: {cure}")
         if self._sums_over_ranks(run) and self.gradients == "host":
             cure = "micro-batches would be summed on the host before the ranks are; write auto or device"
             yield self._refusal("gradients", cure)
@@ -187,9 +190,6 @@ class Offload(Strategy):
         engine = [by for decision, by in plan.answers.values() if isinstance(decision, EngineSet)]
         if engine:
             raise Conflict(("Share", "all units"), engine[0], "offload")
-        if facts.cut is not None and facts.run.tied:
-            cure = "gradients of a tied head's two ends are added before any update; leave strategies.offload out"
-            raise Refusal("strategies.pipeline.stages", facts.run.stages, f"cannot go with strategies.offload: {cure}")
         machine, budget = facts.machine, device_budget(facts.machine, self.gpu_memory)
         if self.gather == "host" and 0 < machine.ranks < facts.run.world_size:
             on = f"{facts.run.world_size} ranks are on machines of {machine.ranks} each"

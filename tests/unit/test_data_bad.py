@@ -58,6 +58,14 @@ CASES = [
     case("renamed column, near", {"d.jsonl": jsonl({"id": 1, "txt": "x"})}, {},
         f"d.jsonl: no known format in columns id, txt; expected one of {FORMATS}; "
         "did you mean data.columns: {text: txt}?"),
+    case("preference pairs", {"d.jsonl": jsonl({"prompt": "x", "chosen": "y", "rejected": "z"})}, {},
+        f"d.jsonl: no known format in columns prompt, chosen, rejected; expected one of {FORMATS}; "
+        "chosen and rejected are preference pairs, on which a language model's own loss is not trained"),
+    case("questions and answers", {"d.jsonl": jsonl({"question": "x", "answer": "y"})}, {},
+        f"d.jsonl: no known format in columns question, answer; expected one of {FORMATS}; "
+        "did you mean data.columns: {prompt: question, completion: answer}?"),
+    case("half a format", {"d.jsonl": jsonl({"id": 1, "completions": "y"})}, {},
+        f"d.jsonl: no known format in columns id, completions; expected one of {FORMATS}"),
     case("mapped column absent", {"d.jsonl": jsonl({"body": "x"})}, {"columns": {"text": "bodi"}},
         "data.columns: text: 'bodi' is not in d.jsonl; found: body; did you mean 'body'?"),
     case("ambiguous", {"d.jsonl": jsonl({"text": "x", "instruction": "y", "output": "z"})}, {},
@@ -230,6 +238,7 @@ def test_hub_failure_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ConnectionError("Couldn't reach the Hub\nwith a long tail")
 
     monkeypatch.setattr("datasets.load_dataset", refuse)
+    monkeypatch.setattr("trainer.model.hub.unreachable", lambda: None)
     with pytest.raises(DataError) as caught:
         sources.open_source("owner/name", None, "train", False)
     line = "data.path: hub data set owner/name cannot be loaded: ConnectionError: Couldn't reach the Hub"

@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -61,6 +62,12 @@ class Document(NamedTuple):
     num_cut: int = 0
 
 
+# Columns of well-known data sets that hold a prompt and its completion.
+_PAIRS = (
+    ("question", "answer"), ("query", "response"), ("prompt", "response"), ("instruction", "response"),
+    ("problem", "solution"), ("question", "response"), ("input", "output"),
+)  # fmt: skip
+
 Segment = tuple[str, bool]  # a string that is tokenised alone, and whether it is trained on
 # A row after each step: a Document, None for an empty text, or a line about what is wrong.
 Encoded = Document | str | None
@@ -86,9 +93,9 @@ def detect(options: DataSection, source: Source) -> tuple[Format, dict[str, str]
         fits = [format for format in fits if any(name in given for name in format.required)]
     if not fits:
         known = ", ".join("+".join(format.required) for format in FORMATS)
-        close = next((f"{f}: {c}" for c in first.columns for f in FIELDS if nearest(c, [f])), None)
-        hint = f"; did you mean data.columns: {{{close}}}?" if close else ""
-        raise DataError(f"{first.name}: no known format in columns {found}; expected one of {known}{hint}")
+        raise DataError(
+            f"{first.name}: no known format in columns {found}; expected one of {known}{_meant(first.columns)}"
+        )
     if len(fits) > 1:
         names = " and ".join(format.name for format in fits)
         example = fits[0].required[0]
@@ -103,6 +110,21 @@ def detect(options: DataSection, source: Source) -> tuple[Format, dict[str, str]
                 line = f"{table.name}: no column {columns[name]!r}, which {first.name} has; found: {others}"
                 raise DataError(f"{line}; every file of a folder must have the same fields")
     return format, columns
+
+
+def _meant(columns: Sequence[str]) -> str:
+    """What these columns may be meant as: only whole formats, since half a guess trains on nonsense."""
+    if {"chosen", "rejected"} & set(columns):
+        return "; chosen and rejected are preference pairs, on which a language model's own loss is not trained"
+    for prompt, completion in _PAIRS:
+        if prompt in columns and completion in columns:
+            return f"; did you mean data.columns: {{prompt: {prompt}, completion: {completion}}}?"
+    for format in FORMATS:
+        near = {name: get_close_matches(name, columns, n=1) for name in format.required}
+        if all(near.values()):
+            wrong = ", ".join(f"{name}: {close[0]}" for name, close in near.items() if name != close[0])
+            return f"; did you mean data.columns: {{{wrong}}}?"
+    return ""
 
 
 @dataclass(frozen=True)

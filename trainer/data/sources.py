@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 
 from strategies.core.sealed import size_and_hash
 from trainer.errors import DataError, first_line, nearest, nearest_file
+from trainer.model import hub
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _SPLIT_WORD = re.compile(r"(?:^|/)(train|training|test|validation|valid|val|dev|eval)(?:[-_./0-9]|$)")
@@ -290,8 +291,12 @@ def _saved(folder: Path, split: str, key: str) -> Source:
 
 
 def _hub(path: str, name: str | None, split: str, streaming: bool, key: str) -> Source:
-    from datasets import load_dataset
+    from datasets import config, load_dataset
 
+    cached = Path(config.HF_DATASETS_CACHE, path.replace("/", "___")).is_dir() and not streaming
+    if not cached and (why := hub.unreachable()):
+        what = "is neither here nor in the cache of Hugging Face datasets, and the hub cannot be reached"
+        raise DataError(f"{key}path: {path} {what} ({why})")
     try:
         data = load_dataset(path, name, split=split, streaming=streaming)
     except Exception as error:  # the hub client raises many unrelated types

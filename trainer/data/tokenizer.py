@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from strategies.core.commit import added_folder
 from strategies.core.sealed import Damaged, damage, read, seal
 from trainer.errors import ConfigError, DataError, first_line
+from trainer.model import hub
 
 if TYPE_CHECKING:
     from trainer.config.sections import TrainTokenizer
@@ -55,7 +56,8 @@ def load(
     if name is None:
         raise ConfigError("model.tokenizer: missing; name a tokenizer, or train one with a vocab_size")
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        options = {"trust_remote_code": trust_remote_code, **hub.options(name)}
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **options)
     except Exception as error:  # hub, file, format and remote-code errors have no common type
         raise ConfigError(f"model.tokenizer: {name} cannot be loaded: {first_line(error)}") from None
     if tokenizer.pad_token is None:

@@ -135,12 +135,8 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, Any], ranks: tuple[int, 
 def compare_contents(
     saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequence[str], changed: Collection[str], name: str
 ) -> Changes:
-    """Compare what is known after data, tokenizer and model config were opened, and before anything is made of them:
-    ``sources`` and ``tokenizer`` (hashes), ``fingerprint`` of the rows, ``config`` of the model.
-
-    Args:
-        allowed: ``training.allow_change``.
-        changed: keys of the config that differ and may.
+    """Compare what is known after data, tokenizer and model config were opened: ``sources`` and ``tokenizer`` (hashes),
+    ``fingerprint`` of the rows, ``config`` of the model. ``changed``: keys of the run's config that differ and may.
     """
     # Releases of Transformers add keys, so only what both have is compared.
     both = saved["config"].keys() & now["config"].keys()
