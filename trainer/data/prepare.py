@@ -80,14 +80,14 @@ def prepare(
     before any row is made, and may refuse. ``compares``: with its manifest; a machine's first rank does so for all.
     DataError has one line per problem, naming file, row and field.
     """
-    train, held_out = open_train(section), _open_eval(section)
+    train, held_out = open_train(section), open_eval(section)
     encoder = make_encoder(section, train, tokenizer, vocab_size)
     eval_encoder = make_encoder(section, held_out, tokenizer, vocab_size) if held_out else None
     marks = [source.identity(not section.streaming) for source in ([train, held_out] if held_out else [train])]
-    key, made_of = fingerprint(encoder, seed, marks), (digest_of(marks[0]), digest_of(_tokenizer_content(tokenizer)))
+    key, made_of = fingerprint(encoder, seed, marks), (digest_of(marks[0]), digest_of(tokenizer_content(tokenizer)))
     opened(*made_of, key)
     home = folder / key
-    if home.is_dir() and (not compares or _is_whole(home, say)):
+    if home.is_dir() and (not compares or is_whole(home, say)):
         say(f"data: {train.name} is prepared already ({key})")
     elif held_out or not section.streaming:
         with added_folder(home) as draft:
@@ -101,7 +101,7 @@ def prepare(
     return Prepared(rows, evaluation, key, encoder.format.name, *made_of)
 
 
-def _is_whole(home: Path, say: Say) -> bool:
+def is_whole(home: Path, say: Say) -> bool:
     """Whether the prepared data in ``home`` is what was written. Data that is not is deleted, and made anew."""
     try:
         lines = damage(home, read_manifest(home, KIND))
@@ -121,7 +121,8 @@ def open_train(section: DataSection) -> Source:
     return open_source(section.path, section.name, section.split, section.streaming)
 
 
-def _open_eval(section: DataSection) -> Source | None:
+def open_eval(section: DataSection) -> Source | None:
+    """The source of the evaluation rows, if they are apart from the training rows."""
     path, name, split = section.eval_path, None, section.eval_split or section.split
     if path is None:
         if section.eval_split is None:
@@ -149,7 +150,7 @@ def fingerprint(encoder: Encoder, seed: int, marks: Sequence[list[str]]) -> str:
         "layout": _LAYOUT,
         "options": {k: v for k, v in encoder.options.model_dump(mode="json").items() if k not in _NOT_CONTENT},
         "template": encoder.template,
-        "tokenizer": _tokenizer_content(encoder.tokenizer),
+        "tokenizer": tokenizer_content(encoder.tokenizer),
         "vocab_size": encoder.vocab_size,
         "seed": seed,
         "sources": list(marks),
@@ -157,7 +158,8 @@ def fingerprint(encoder: Encoder, seed: int, marks: Sequence[list[str]]) -> str:
     return digest_of(content)[:16]
 
 
-def _tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+def tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+    """All that decides what a tokenizer makes of a text."""
     special = sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items())
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
@@ -206,7 +208,7 @@ def _save(path: Path, rows: Iterable[dict[str, Any]]) -> tuple[int, int, int]:
     """Write rows of token lists as an Arrow stream, batch by batch; how many rows, tokens, and tokens trained on."""
     num_rows = tokens = trained = 0
     writer: pa.RecordBatchStreamWriter | None = None
-    for batch in _batched(rows, _BATCH):
+    for batch in batched(rows, _BATCH):
         columns = {name: pa.array([row[name] for row in batch], type=_TOKENS) for name in batch[0]}
         table = pa.record_batch(columns)
         writer = writer or pa.ipc.new_stream(str(path), table.schema)
@@ -225,14 +227,14 @@ def _open(path: Path) -> Dataset:
 
 def _encode(encoder: Encoder, source: Source, num_proc: int | None) -> Iterator[Encoded]:
     """One result per row, in order. A fast tokenizer uses all cores; ``num_proc`` is for the others."""
-    batches = _batched(source.rows(list(encoder.columns.values())), _BATCH)
+    batches = batched(source.rows(list(encoder.columns.values())), _BATCH)
     if num_proc is None or num_proc == 1:
         yield from itertools.chain.from_iterable(map(encoder.encode, batches))
         return
     # Spawned, not forked: a fork of a process that holds threads or a process group can hang.
     with ProcessPoolExecutor(num_proc, get_context("spawn"), _start_worker, (encoder,)) as pool:
         try:
-            for group in _batched(batches, 4 * num_proc):  # bounds what is read ahead
+            for group in batched(batches, 4 * num_proc):  # bounds what is read ahead
                 yield from itertools.chain.from_iterable(pool.map(_work, group))
         except BrokenProcessPool:
             raise DataError("data.num_proc: a tokenising process died, out of memory?; use fewer") from None
@@ -297,11 +299,12 @@ def _stream_rows(source: Source, encoder: Encoder) -> Iterator[dict[str, Tokens]
             if result is not None:
                 yield np.array(result.ids, np.int32), np.array(result.labels, np.int32)
 
-    for window in _batched(documents(), _WINDOW if encoder.options.packing else 1):
+    for window in batched(documents(), _WINDOW if encoder.options.packing else 1):
         yield from _rows(encoder, packing.whole([len(ids) for ids, _ in window]), window.__getitem__)
 
 
-def _batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
+def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Lists of ``size`` items; the last may be shorter."""
     iterator = iter(items)
     while batch := list(itertools.islice(iterator, size)):
         yield batch

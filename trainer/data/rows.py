@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from datasets import Dataset
 from strategies.core.commit import added_folder
 from strategies.core.sealed import digest_of, seal
 from trainer.data import packing
-from trainer.data.prepare import KIND, Prepared, Say, is_whole, open_eval, open_train, tokenizer_content
+from trainer.data.prepare import KIND, Prepared, Say, batched, is_whole, open_eval, open_train, tokenizer_content
 from trainer.data.sources import Row, Source, kind
 from trainer.errors import DataError, nearest
 
@@ -87,14 +86,14 @@ def texts(task: Task, data: DataSection) -> Iterator[str]:
 
 def columns_of(task: Task, data: DataSection, source: Source) -> dict[str, str]:
     """The column of each field. Raise DataError if one that every row needs is missing."""
-    found = dict[str, str]()
+    found, given = dict[str, str](), {str(name): column for name, column in data.columns.items()}
     for table in source.tables:
         there = ", ".join(table.columns)
         for name, _, required in task.fields:
-            column = data.columns.get(name, name)  # type: ignore[call-overload]
+            column = given.get(name, name)
             if column in table.columns:
                 found[name] = column
-            elif required or name in data.columns:
+            elif required or name in given:
                 all_of = " + ".join(field.name for field in task.fields if field.required)
                 hint = nearest(column, table.columns) or f"; data.columns says which column it is: {{{name}: ...}}"
                 raise DataError(f"{table.name}: task {task.name} needs {all_of}, no {column!r} in {there}{hint}")
@@ -128,7 +127,7 @@ def _fields(task: Task, columns: Mapping[str, str], row: Row) -> dict[str, Any] 
     values = dict[str, Any]()
     for name, kinds, required in task.fields:
         value = row.values.get(columns.get(name, name))
-        if value is None and not required:
+        if not required and name not in columns:
             continue
         if type(value) not in kinds:
             wanted = " or ".join(kind(each()) for each in kinds)
@@ -142,10 +141,12 @@ def _write(draft: Path, side: str, rows: Iterable[dict[str, Any]], held_out: flo
     whole = draft / "whole.arrow"
     _save(whole, rows)
     made = Dataset.from_file(str(whole))
-    spans, sides = packing.whole([1] * len(made)), dict[str, list[packing.Span]]()
-    if held_out and len(spans) == 1:
-        raise DataError("data.eval_fraction: the data has one row; use data.eval_path")
-    sides[side], sides["eval" if held_out else side] = packing.split(spans, held_out, seed) if held_out else (spans,) * 2
+    spans = packing.whole([1] * len(made))
+    sides = {side: spans}
+    if held_out:
+        if len(spans) == 1:
+            raise DataError("data.eval_fraction: the data has one row; use data.eval_path")
+        sides[side], sides["eval"] = packing.split(spans, held_out, seed)
     for name, chosen in sides.items():
         _save(draft / f"{name}.arrow", made.select([span.document for span in chosen]))
         say(f"data: {name}: {len(chosen):,} rows of {', '.join(made.column_names)}")
@@ -154,13 +155,13 @@ def _write(draft: Path, side: str, rows: Iterable[dict[str, Any]], held_out: flo
 
 def _save(path: Path, rows: Iterable[Any]) -> None:
     batches = batched(rows, BATCH)
-    first = pa.Table.from_pylist(list(next(batches, ())))
+    first = pa.Table.from_pylist(next(batches, []))
     if not first.num_rows:
         raise DataError("data.path: there are no rows")
     with pa.ipc.new_stream(str(path), first.schema) as writer:
         writer.write_table(first)
         for batch in batches:
-            writer.write_table(pa.Table.from_pylist(list(batch), schema=first.schema))
+            writer.write_table(pa.Table.from_pylist(batch, schema=first.schema))
 
 
 def _open(home: Path, used: Path, side: str) -> Dataset | None:

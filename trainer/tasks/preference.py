@@ -54,10 +54,14 @@ class Preference(Task):
     ) -> list[dict[str, Any] | str]:
         if tokenizer.eos_token is None:
             return ["the tokenizer has no eos token, with which an answer ends"] * len(rows)
-        alike = {name: type(value) for name, value in rows[0].items()}
-        texts = [name for name in ("prompt", "chosen", "rejected", "completion") if name in alike]
-        wrong = "prompt and answers are not all text, or all lists of messages"
-        return [dict(row) if len({type(row[name]) for name in texts}) == 1 else wrong for row in rows]
+        texts = [name for name in ("prompt", "chosen", "rejected", "completion") if name in rows[0]]
+        mixed = "prompt and answers are not all text, or all lists of messages"
+        kinds = [{type(row[name]) for name in texts} for row in rows]
+        if [list] in map(list, kinds) and tokenizer.chat_template is None:
+            return ["messages need a chat template; data.chat_template_path names one"] * len(rows)
+        return [
+            mixed if kind != kinds[0] or len(kind) > 1 else dict(row) for row, kind in zip(rows, kinds, strict=True)
+        ]
 
     def complete(self, given: dict[str, Any], config: RunConfig) -> dict[str, Any]:
         given = {"gradient_checkpointing": False, **given, "max_length": config.data.max_length}
