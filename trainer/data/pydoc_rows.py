@@ -40,7 +40,8 @@ def rows(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
             for part in paragraphs:
                 yield topic, {"text": part.strip(), "label": "code" if any(m in part for m in CODE) else "prose"}
         return
-    others = dict(zip(parts, [*list(parts.values())[1:], list(parts.values())[0]], strict=True))
+    bodies = list(parts.values())
+    others = dict(zip(parts, [*bodies[1:], bodies[0]], strict=True))
     for topic, text in known:
         prompt = _prompt(topic, text)
         for own, other in zip(parts[topic][:20], others[topic], strict=False):

@@ -275,6 +275,9 @@ def _meta_model(config: RunConfig) -> PreTrainedModel:
     auto = loaded(task.model_class)
     hf_config = load_config(section, vocab_size_of(config))
     check_model(config, hf_config)
+    for name in ("pad_token_id", "decoder_start_token_id"):  # a run takes those of the tokenizer
+        if not task.language and getattr(hf_config, name, None) is None:
+            setattr(hf_config, name, 0)
     # A flash kernel that is not installed here saves what torch's fused attention saves.
     attention = "eager" if section.attn_implementation == "eager" else "sdpa"
     options = {"dtype": getattr(torch, section.dtype), "trust_remote_code": section.trust_remote_code}

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from huggingface_hub import ModelCard
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from strategies.backends.tensor_shards import whole_shape
@@ -37,6 +37,8 @@ from trainer.errors import write_line
 from trainer.model.build import set_use_cache
 from trainer.run.checkpoint import move_aside
 from trainer.run.trainer import Trainer
+from trainer.tasks.table import LANGUAGE
+from trainer.tasks.task import Task, loaded
 
 if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
@@ -67,6 +69,7 @@ def export(
     *,
     merge: bool,
     trust_remote_code: bool = False,
+    task: Task = LANGUAGE,
     card: ModelCard | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> Receipt | None:
@@ -76,11 +79,12 @@ def export(
     Args:
         merge: merge adapters into the weights; for a base that cannot be loaded by name.
         trust_remote_code: run Python code that came with the model when it is reloaded.
+        task: whose class of models opens it.
         card: written as README.md.
         about: what the manifest says.
     """
     model: Any = trainer.accelerator.unwrap_model(trainer.whole, keep_torch_compile=False)
-    probe, logits = probe_logits(trainer)
+    probe, logits = probe_logits(trainer, task)
     expected = shapes(model)
     gathered = {name.replace("_orig_mod.", ""): tensor for name, tensor in trainer.whole_state().items()}  # compiled
     state, has_adapters = tied_again(model, gathered), hasattr(model, "peft_config")
@@ -105,8 +109,9 @@ def export(
         tokenizer.save_pretrained(draft)
         if card is not None:
             card.save(draft / "README.md")
+        how = {"task": task, "labels": labels_of(model), "trust_remote_code": trust_remote_code}
         with as_a_user(trainer):
-            receipt = check(draft, expected, state, probe, logits, tolerance, trust_remote_code=trust_remote_code)
+            receipt = check(draft, expected, state, task.probe(probe), logits, tolerance, **how)
         same_modes(draft)
         seal(draft, KIND, about or {"step": trainer.state.global_step})
         return receipt
@@ -167,7 +172,13 @@ def shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: whole_shape(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
-def probe_logits(trainer: Trainer) -> tuple[torch.Tensor, torch.Tensor]:
+def labels_of(model: Any) -> dict[str, Any]:
+    """What a user says about the labels when opening adapters, whose files do not have them."""
+    config = model.config
+    return {"id2label": config.id2label, "label2id": config.label2id} if hasattr(model, "peft_config") else {}
+
+
+def probe_logits(trainer: Trainer, task: Task = LANGUAGE) -> tuple[torch.Tensor, torch.Tensor]:
     """A fixed row of tokens and its logits from the trained model. [1, T], [1, T, V]"""
     rows = trainer.whole.get_input_embeddings().num_embeddings
     probe = (torch.arange(PROBE_TOKENS) * 7919 % rows).unsqueeze(0)
@@ -177,7 +188,7 @@ def probe_logits(trainer: Trainer) -> tuple[torch.Tensor, torch.Tensor]:
     was_training = wrapped.training
     wrapped.eval()
     with torch.no_grad(), trainer.compute_loss_context_manager():
-        logits = wrapped(input_ids=probe.to(trainer.args.device)).logits
+        logits = wrapped(**task.probe(probe.to(trainer.args.device))).logits
     wrapped.train(was_training)
     return probe, logits.float().cpu()
 
@@ -186,18 +197,17 @@ def check(
     folder: Path,
     expected: Mapping[str, tuple[int, ...]],
     state: Mapping[str, torch.Tensor],
-    probe: torch.Tensor,
+    probe: Mapping[str, torch.Tensor],
     logits: torch.Tensor,
     tolerance: float,
-    *,
-    trust_remote_code: bool,
+    **how: Any,
 ) -> Receipt:
     """Load the model from ``folder`` as a user would and compare it; ExportError names the first differences.
 
     Tied weights are stored once, and the model has both names after loading, so names are compared on the model:
     those that are ``expected``, with their shapes, if any are.
     """
-    model, wrong = reload(folder, trust_remote_code=trust_remote_code)
+    model, wrong = reload(folder, **how)
     wrong += _different_names(expected, shapes(model)) if expected else []
     wrong = wrong or _different_values(state, model.state_dict())
     if wrong:
@@ -205,7 +215,7 @@ def check(
     model.eval()
     model.config.use_cache = False  # as it was for ``logits``
     with torch.no_grad():
-        again = model(input_ids=probe).logits.float()
+        again = model(**probe).logits.float()
         difference = float((again - logits).abs().max() / logits.abs().max().clamp_min(1e-12))
     if not difference <= tolerance:
         raise ExportError(f"export: logits differ by {difference:.2e} of the largest after reloading")
@@ -213,16 +223,22 @@ def check(
     return Receipt(len(model.state_dict()), num_bytes, difference)
 
 
-def reload(folder: Path, *, trust_remote_code: bool) -> tuple[PreTrainedModel, list[str]]:
+def reload(
+    folder: Path, *, task: Task, labels: Mapping[str, Any], trust_remote_code: bool
+) -> tuple[PreTrainedModel, list[str]]:
     """The model in ``folder``, and a line for each weight that was missing or had another shape."""
     logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=trust_remote_code
+        opened: Any = loaded(task.model_class).from_pretrained(
+            folder,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            trust_remote_code=trust_remote_code,
+            **labels,
         )
     except (RuntimeError, OSError, ValueError, SafetensorError) as error:
         raise ExportError(f"export: cannot be opened: {' '.join(str(error).split())}") from error
-    model, loading = loaded
+    model, loading = opened
     return model, [f"{name} is not in the file" for name in loading["missing_keys"]] + [
         f"{name} has shape {tuple(found)} in the file, not {tuple(wanted)}"
         for name, found, wanted in loading["mismatched_keys"]

@@ -37,11 +37,12 @@ from trainer.dist.watchdog import Watchdog
 from trainer.errors import ExitCode, UserError, first_line, report, write_line
 from trainer.planning.from_config import check_options, refuse_folder
 from trainer.run import export, lock, oom, order, resuming, saving
-from trainer.run.callbacks import Watched
+from trainer.run.callbacks import SAID, Watched
 from trainer.run.model_card import model_card
 from trainer.run.order import Run
 from trainer.run.resume_rules import leaves
 from trainer.run.trainer import Trainer
+from trainer.tasks.table import TASKS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -246,14 +247,17 @@ def finish(run: Run, trainer: Trainer) -> None:
         folder / "export",
         merge=section.lora is not None and section.name_or_path is None,
         trust_remote_code=section.trust_remote_code,
+        task=TASKS[run.config.task],
         card=model_card(run.config, hf_config, trainer.state, sys.argv, run.ranks.world_size),
         about=export.about(run.config, step),
     )
     if not run.ranks.is_first:
         return
     if len(history := [record for record in log if "eval_loss" in record]) > 1:
-        first, last = (f"{each['eval_perplexity']:.1f} at step {each['step']}" for each in (history[0], history[-1]))
-        write_line(f"perplexity {first} -> {last}")
+        key = next((name for name in SAID if f"eval_{name}" in history[0]), "loss")
+        ends, digits = (history[0], history[-1]), 1 if key == SAID[0] else 3
+        first, last = (f"{each[f'eval_{key}']:.{digits}f} at step {each['step']}" for each in ends)
+        write_line(f"{key} {first} -> {last}")
     assert receipt is not None
     write_line(
         f"export: {folder / 'export'} ({human(receipt.num_bytes)}), reloaded: {receipt.num_tensors} tensors, names and "

@@ -9,7 +9,8 @@ Refused: rows with several labels, and numbers to predict (regression); their lo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import nearest
@@ -44,6 +45,12 @@ class Classification(Task):
             for index, label in enumerate(labels)
         ]
 
+    def name_tokens(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Decoders read the logits at the last token that is no padding."""
+        config = model.config.get_text_config()
+        if config.pad_token_id is None:
+            config.pad_token_id = tokenizer.pad_token_id
+
     def complete(self, given: dict[str, Any], config: RunConfig) -> dict[str, Any]:
         return {**given, "remove_unused_columns": True}  # what the tokenizer makes and the model does not take
 
@@ -58,6 +65,12 @@ class Classification(Task):
 
     def targets(self, ids: Tensor, config: RunConfig) -> dict[str, Any]:
         return {"labels": ids[:, 0]}
+
+    def forward(self, model: Any, config: RunConfig) -> Callable[..., Any]:
+        takes = inspect.signature((model.get_base_model() if config.model.lora else model).forward).parameters
+        if "token_type_ids" not in takes:
+            return super().forward(model, config)
+        return lambda **inputs: model(token_type_ids=inputs["input_ids"], **inputs)  # zeros in both
 
 
 def number_of(label: str | int, model: PretrainedConfig) -> int | str:

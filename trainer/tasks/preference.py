@@ -6,7 +6,7 @@ model once for what it says about every row, before the first step (``precompute
 ever in memory. The forward of the reference keeps nothing for backward; its seconds are not in the simulated step.
 
 Refused: a second model as reference, which no plan has a place for; DeepSpeed's engine where the reference is asked
-before training, since it does not exist then. ORPO is in TRL's ``experimental`` folder: a release may change or move it.
+before training, since it does not exist then. ORPO is in TRL's ``experimental`` folder; a release may move it.
 """
 
 from __future__ import annotations

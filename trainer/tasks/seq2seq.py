@@ -44,6 +44,12 @@ class Seq2Seq(Task):
         labels = [ids if eos is None or ids[-1:] == [eos] else [*ids[: most - 1], eos] for ids in made]
         return [{"input_ids": ids, "labels": own} for ids, own in zip(prompts["input_ids"], labels, strict=True)]
 
+    def name_tokens(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+        """A decoder of random weights begins with padding, as T5's."""
+        for config in (model.config, model.generation_config):
+            if getattr(config, "decoder_start_token_id", None) is None:
+                config.decoder_start_token_id = tokenizer.pad_token_id
+
     def complete(self, given: dict[str, Any], config: RunConfig) -> dict[str, Any]:
         return {**given, "remove_unused_columns": True}
 

@@ -75,6 +75,9 @@ class Task:
         """What the Trainer is given of each of some rows, or a line about what is wrong. ``data``: the section."""
         raise NotImplementedError
 
+    def name_tokens(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Write into the model's config which tokens its forward has to know."""
+
     def complete(self, given: dict[str, Any], config: RunConfig) -> dict[str, Any]:
         """The keyword arguments for ``arguments``, from those that are the same for all tasks."""
         return {**given, "remove_unused_columns": False}  # the collator takes what it needs
