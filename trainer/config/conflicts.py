@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from strategies.core.optimizers import options_of
 from strategies.core.protocol import Requirement
 from strategies.core.registry import available, find
 from trainer.config.arguments import KTO_LOSSES, TrainingSection
@@ -100,6 +101,8 @@ def _data(d: Values, t: Values) -> Found:
         yield "data.streaming", "a stream has no known length; write training.max_steps"
     if d.assistant_only_loss and d.completion_only_loss:
         yield "data.assistant_only_loss", f"cannot go with data.completion_only_loss; {KEEP_ONE}"
+    if d.chat_template and d.chat_template_path:
+        yield "data.chat_template_path", f"cannot go with data.chat_template; {KEEP_ONE}"
     if d.path == "pydoc":
         if d.name in (None, "text"):
             for key in ("completion_only_loss", "assistant_only_loss"):
@@ -185,6 +188,11 @@ def _training(d: Values, t: Values) -> Found:
             yield f"training.activation_checkpointing{suffix}", what
     if t.warmup_steps and t.max_steps != -1 and t.warmup_steps > t.max_steps:
         yield "training.warmup_steps", f"must be <= training.max_steps, which is {t.max_steps}"
+    if isinstance(t.optim_args, str) and isinstance(t.optim, str):
+        try:
+            options_of(t.optim, t.optim_args)
+        except ValueError as error:
+            yield "training.optim_args", str(error)
     if t.save_strategy == "best" and t.eval_strategy == "no":
         yield "training.save_strategy", f"needs evaluations; {EVALUATE}"
     if t.save_strategy == "best" and t.metric_for_best_model is None:

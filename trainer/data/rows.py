@@ -18,6 +18,7 @@ from datasets import Dataset
 from strategies.core.commit import added_folder
 from strategies.core.sealed import digest_of, seal
 from trainer.data import packing
+from trainer.data.chats import find_template
 from trainer.data.prepare import KIND, Prepared, Say, batched, is_whole, open_eval, open_train, tokenizer_content
 from trainer.data.sources import Row, Source, kind
 from trainer.errors import DataError, nearest
@@ -46,10 +47,13 @@ def prepare(
 ) -> Prepared:
     """As ``trainer.data.prepare.prepare``, for ``task``. ``model`` knows the labels."""
     data, seed = config.data, config.training.seed
+    if named := data.chat_template or data.chat_template_path:
+        tokenizer.chat_template = find_template(data, tokenizer).text
     sources = {"train": open_train(data)} | ({"eval": held} if (held := open_eval(data)) else {})
     marks = [digest_of(source.identity(True)) for source in sources.values()]
     words = digest_of(tokenizer_content(tokenizer))
     options = {"task": task.name, "labels": model.label2id, "columns": data.columns, "lengths": lengths(data)}
+    options |= {"template": tokenizer.chat_template}
     key = digest_of([options, data.eval_fraction, seed, marks, words])[:16]
     opened(marks[0], words, key)
     home = folder / key
@@ -63,7 +67,7 @@ def prepare(
             seal(draft, KIND, {"fingerprint": key})
     train, evaluation = (_open(home, folder / f"{key}.used", side) for side in ("train", "eval"))
     assert train is not None
-    return Prepared(train, evaluation, key, task.name, marks[0], words)
+    return Prepared(train, evaluation, key, task.name, marks[0], words, tokenizer.chat_template if named else None)
 
 
 def lengths(data: DataSection) -> tuple[int, int | None]:

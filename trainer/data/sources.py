@@ -120,7 +120,7 @@ def _read_parquet(path: Path, wanted: Collection[str]) -> Numbered:
             return
         columns = [name for name in names if name in wanted]
         for batch in file.iter_batches(batch_size=256, columns=columns):
-            yield from enumerate(batch.to_pylist(), start=done + 1)
+            yield from enumerate(map(_plain, batch.to_pylist()), start=done + 1)
             done += len(batch)
     except (pa.ArrowException, OSError):
         if done is None:
@@ -134,7 +134,18 @@ def _read_pydoc(name: str, wanted: Collection[str]) -> Numbered:
 
 def _read_arrow(dataset: Any, wanted: Collection[str]) -> Numbered:
     names = [name for name in dataset.column_names or () if name in wanted]
-    yield from enumerate(dataset.select_columns(names) if names else dataset, start=1)
+    yield from enumerate(map(_plain, dataset.select_columns(names) if names else dataset), start=1)
+
+
+def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the keys that Arrow adds to an object because another one has them (``tool_calls`` in every message)."""
+    return {name: _present(value) for name, value in row.items()}
+
+
+def _present(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _present(inner) for name, inner in value.items() if inner is not None}
+    return list(map(_present, value)) if isinstance(value, list) and value and isinstance(value[0], dict) else value
 
 
 _READERS: dict[str, Callable[[Path, Collection[str]], Numbered]] = {

@@ -156,9 +156,11 @@ def read_data(
     seed, compares = config.training.seed, ranks is None or ranks.is_first_local
     home = folder / "data"
     if not task.language:
-        made = task_rows.prepare(task, config, words, hf_config, home, say, opened, compares=compares)
-        return words, made
-    return words, preparing.prepare(config.data, words, rows, seed, home, say, opened, compares=compares)
+        return words, task_rows.prepare(task, config, words, hf_config, home, say, opened, compares=compares)
+    prepared = preparing.prepare(config.data, words, rows, seed, home, say, opened, compares=compares)
+    if prepared.chat_template is not None:
+        words.chat_template = prepared.chat_template  # the exported model is talked to as it was trained
+    return words, prepared
 
 
 def first_then_all(ranks: Ranks, work: Callable[[], T]) -> T:

@@ -39,7 +39,8 @@ _SILENT_TRAINING = """
 # What changes the result, by the name that training.allow_change takes.
 _GROUPS: Mapping[str, str] = {
     "data": """data.path data.name data.split data.eval_path data.eval_split data.eval_fraction data.columns
-        data.completion_only_loss data.assistant_only_loss data.chat_template_path data.streaming""",
+        data.completion_only_loss data.assistant_only_loss data.chat_template data.chat_template_path
+        data.streaming""",
     "max_length": "data.max_length data.max_target_length",
     "packing": "data.packing",
     "seed": "training.seed training.data_seed",
@@ -64,7 +65,8 @@ _SAID = """
     training.lr_scheduler_kwargs training.warmup_steps
 """
 _NEVER = """
-    task training.optim model.tokenizer model.labels model.lora model.lora.r model.lora.target_modules model.lora.bias
+    task training.optim training.optim_args model.tokenizer model.labels model.lora model.lora.r
+    model.lora.target_modules model.lora.bias
     model.lora.modules_to_save model.lora.use_dora
 """
 RULES: Mapping[str, str] = {

@@ -17,7 +17,7 @@ import time
 import traceback
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed
 from transformers import TrainerCallback, TrainerState
@@ -38,15 +38,11 @@ from trainer.errors import ExitCode, UserError, first_line, report, write_line
 from trainer.planning.from_config import check_options, refuse_folder
 from trainer.run import export, lock, oom, order, resuming, saving
 from trainer.run.callbacks import SAID, Watched
-from trainer.run.model_card import model_card
 from trainer.run.order import Run
 from trainer.run.resume_rules import leaves
 from trainer.run.trainer import Trainer
-from trainer.tasks.table import TASKS
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from trainer.config.sections import RunConfig
 
 TIMEOUT_SAYS = ("Timed out waiting", "Application timeout")  # gloo
@@ -237,20 +233,11 @@ def finish(run: Run, trainer: Trainer) -> None:
     step, log = trainer.state.global_step, trainer.state.log_history
     if run.prepared.eval is not None and not any("eval_loss" in record and record["step"] == step for record in log):
         trainer.evaluate()
-    folder, section, hf_config = run.folder, run.config.model, cast("PreTrainedModel", trainer.model).config
+    folder = run.folder
     if over := trainer.together.on_first(run.ranks.rank, lambda: export.make_room(run.config, step)):
         run.say(over)
         return
-    receipt = export.export(
-        trainer,
-        run.tokenizer,
-        folder / "export",
-        merge=section.lora is not None and section.name_or_path is None,
-        trust_remote_code=section.trust_remote_code,
-        task=TASKS[run.config.task],
-        card=model_card(run.config, hf_config, trainer.state, sys.argv, run.ranks.world_size),
-        about=export.about(run.config, step),
-    )
+    receipt = export.export(trainer, run.tokenizer, run.config)
     if not run.ranks.is_first:
         return
     if len(history := [record for record in log if "eval_loss" in record]) > 1:

@@ -38,7 +38,6 @@ from trainer.run.stowed_trainer import StowedTrainer
 from trainer.tasks.task import loaded
 
 if TYPE_CHECKING:
-
     from strategies.core.plan import Plan
     from trainer.run.plan_check import PlanCheck
     from trainer.tasks.task import Task

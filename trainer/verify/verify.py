@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 
 ROWS = 64
 _KEPT = """
-    learning_rate gradient_accumulation_steps max_grad_norm optim weight_decay adam_beta1 adam_beta2 adam_epsilon
-    lr_scheduler_type seed bf16 fp16 gradient_checkpointing activation_checkpointing label_smoothing_factor
+    learning_rate gradient_accumulation_steps max_grad_norm optim optim_args weight_decay adam_beta1 adam_beta2
+    adam_epsilon lr_scheduler_type seed bf16 fp16 gradient_checkpointing activation_checkpointing label_smoothing_factor
 """
 KEPT = frozenset(_KEPT.split())
 
@@ -102,7 +102,7 @@ def shrink(
     if (config.training.bf16 or config.training.fp16) and not keep_optimizer:
         # Adam divides a gradient by its own size, which turns the rounding of a tiny gradient into a step of full
         # length: a comparison would show Adam and not the strategy. SGD keeps a small difference small.
-        training |= {"optim": "sgd", "learning_rate": 1.0}
+        training |= {"optim": "sgd", "optim_args": None, "learning_rate": 1.0}
     training |= {
         "output_dir": str(folder),
         "max_steps": steps,
