@@ -151,7 +151,7 @@ def _task(task: Any, m: Values, t: Values) -> Found:
         if t.precompute_ref_log_probs is False and m.lora is None:
             what = "a second model as reference is not kept; leave it out, or write model.lora, whose base is one"
             yield "training.precompute_ref_log_probs", what
-        if t.precompute_ref_log_probs and m.lora:
+        if t.precompute_ref_log_probs and m.lora not in (None, WRONG):
             yield "training.precompute_ref_log_probs", "the reference is the base of model.lora; leave it out"
         if t.loss_type not in (None, WRONG) and (t.loss_type in KTO_LOSSES) != (task == "kto"):
             yield "training.loss_type", f"is not a loss of task {task}"

@@ -69,7 +69,8 @@ def _own_config(section: ModelSection, vocab_size: int | None) -> PretrainedConf
     if section.labels is not None:
         saved = "".join(config.architectures or ()) if section.name_or_path else ""
         if "ForSequenceClassification" in saved and len(section.labels) != config.num_labels:
-            what = f"{section.name_or_path} has {config.num_labels}: {', '.join(map(str, config.id2label.values()))}"
+            names = ", ".join(map(str, (config.id2label or {}).values()))
+            what = f"{section.name_or_path} has {config.num_labels}: {names}"
             raise ConfigError(f"model.labels = {section.labels}: {what}")
         config.id2label = dict(enumerate(section.labels))
         config.label2id = {label: number for number, label in config.id2label.items()}
@@ -141,7 +142,7 @@ def build(
     if section.name_or_path is not None:
         if section.trust_remote_code:
             logger.warning(REMOTE_CODE)
-        options = {**attention, **hub.options(section.name_or_path)}
+        options: dict[str, Any] = {**attention, **hub.options(section.name_or_path)}
         if section.labels is not None:
             options |= {"id2label": config.id2label, "label2id": config.label2id}
         model = auto.from_pretrained(
@@ -155,8 +156,9 @@ def build(
         model = make() if partitioned else _random_weights(make, seed)
     model.own_use_cache = getattr(model.config, "use_cache", None)
     model.config.use_cache = False
-    adapts = section.lora is not None and not task.adds_adapters
-    return with_lora(model, section.lora, task) if adapts else cast("PreTrainedModel", model)
+    if section.lora is None or task.adds_adapters:
+        return cast("PreTrainedModel", model)
+    return with_lora(model, section.lora, task)
 
 
 def _random_weights(make: Callable[[], PreTrainedModel], seed: int) -> PreTrainedModel:

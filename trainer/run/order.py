@@ -314,8 +314,10 @@ def options(run: Run, model: PreTrainedModel) -> dict[str, Any]:
     """The keyword arguments of the Trainer that are the task's."""
     config, task = run.config, TASKS[run.config.task]
     if not task.language:
-        adapters = {"peft_config": build.lora_config(config.model.lora, task)} if adapters_follow(config) else {}
-        return {**task.options(model, run.tokenizer, config), **adapters}
+        given = task.options(model, run.tokenizer, config)
+        if config.model.lora is not None and task.adds_adapters:
+            given["peft_config"] = build.lora_config(config.model.lora, task)
+        return given
     packing = config.data.packing
     # Flash attention takes packed documents as one long row instead of a batch of rows.
     flatten = packing and str(config.model.attn_implementation).startswith("flash_attention")

@@ -75,7 +75,7 @@ class Classification(Task):
 
 def number_of(label: str | int, model: PretrainedConfig) -> int | str:
     """The number of a label, or a line about what is wrong with it."""
-    names = {str(name): number for name, number in model.label2id.items()}
+    names = {str(name): number for name, number in (model.label2id or {}).items()}
     if str(label) in names:
         return int(names[str(label)])
     number = int(label) if str(label).isdecimal() else -1

@@ -85,9 +85,10 @@ def token_losses(logits: Any, labels: Tensor) -> Tensor:
 
 def texts_alike(tokenizer: PreTrainedTokenizerBase, prediction: EvalPrediction) -> dict[str, float]:
     """Share of generated texts that are those of the data, and how many tokens they have."""
+    sides: Any = (prediction.predictions, prediction.label_ids)
     generated, wanted = (
         [[token for token in row if token not in (MASKED, tokenizer.pad_token_id)] for row in rows.tolist()]
-        for rows in (prediction.predictions, prediction.label_ids)
+        for rows in sides
     )
     texts = [tokenizer.batch_decode(rows, skip_special_tokens=True) for rows in (generated, wanted)]
     alike = sum(one.strip() == other.strip() for one, other in zip(*texts, strict=True))

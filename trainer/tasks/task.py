@@ -119,7 +119,7 @@ def loaded(dotted: str) -> Any:
 
 
 def mean_over_tokens(prediction: EvalPrediction) -> dict[str, float]:
-    """The loss of an evaluation, from what was made of each sequence: summed loss and number of tokens, [N, 2]."""
-    rows: Any = prediction.predictions
+    """Metrics of an evaluation; Hugging Face puts its prefix before them, and this loss in the place of its own."""
+    rows: Any = prediction.predictions  # what was made of each sequence: summed loss and number of tokens, [N, 2]
     loss, tokens = rows.astype("float64").sum(axis=0)
-    return {"token_loss": float(loss / max(tokens, 1.0)), "tokens": int(tokens)}
+    return {"loss": float(loss / max(tokens, 1.0)), "tokens": int(tokens)}
