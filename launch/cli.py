@@ -32,7 +32,7 @@ EXAMPLES = {
     "plan": ("--config my.yaml --profile rtx4090-pcie4", "--fit --config my.yaml --gpu-memory 24GiB"),
     "verify": ("--config my.yaml", "--checkpoint runs/mine/checkpoint-400"),
     "doctor": ("", "--rates"),
-    "bench": ("offload --model 45m", "linear --models gpt2-xl --dtypes bf16"),
+    "bench": ("offload --model 45m", "linear --model 45m --tokens 64"),
 }
 MEANINGS = {
     ExitCode.FINISHED: "finished",

@@ -5,14 +5,13 @@ process of the job at once, as when a machine goes down.
 """
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.commands import Job, Server, digest, metrics
-from tests.e2e.interrupted import config_in
+from tests.e2e.commands import Server, digest, metrics
+from tests.e2e.interrupted import config_in, start, until
 from tests.helpers.releases import HIGHEST_STAGE
 
 pytestmark = pytest.mark.ranks
@@ -46,16 +45,6 @@ def config_of(folder: Path, strategies: dict[str, Any]) -> Path:
     )  # fmt: skip
 
 
-def kill_after(job: Job, mark: Path, timeout_s: float = 120.0) -> None:
-    """As soon as ``mark`` is there."""
-    deadline_s = time.monotonic() + timeout_s
-    while not mark.exists():
-        assert job.poll() is None and time.monotonic() < deadline_s, job.wait().text
-        time.sleep(0.001)
-    assert job.poll() is None, job.wait().text
-    job.kill()
-
-
 @pytest.mark.parametrize(("num_ranks", "strategies"), CASES)
 def test_killed_and_resumed(
     num_ranks: int, strategies: dict[str, Any], server: Server, tmp_path_factory: pytest.TempPathFactory
@@ -63,8 +52,9 @@ def test_killed_and_resumed(
     folder = tmp_path_factory.mktemp("resume")
     whole, killed = config_of(folder / "whole", strategies), config_of(folder / "killed", strategies)
     server.run(num_ranks, whole).check().quiet()
-    job = server.start(num_ranks, ["--config", str(killed)], killed.parent)
-    kill_after(job, killed.parent / "run" / f"checkpoint-{SAVE}" / "manifest.json")
+    job = start(server, num_ranks, killed)
+    until((killed.parent / "run" / f"checkpoint-{SAVE}" / "manifest.json").exists, job, "saved", 120.0)
+    job.kill()
     assert not (killed.parent / "run" / "export").exists(), "the run was over before it was killed"
     found = server.run(num_ranks, killed, "training.resume_from_checkpoint=auto").check().quiet()
     assert len(found.lines("resuming from ")) == 1

@@ -110,22 +110,16 @@ def run(kind: Kind, folder: Path, steps: int, resume: Path | None = None) -> dic
 
 
 def made(ranks: Ranks, config: RunConfig, some: Sequence[Mapping[str, Any]] = ROWS) -> Any:
-    """The trainer of a run on ``some`` rows."""
+    """The trainer of a run on ``some`` rows, which are evaluated on as well if the config evaluates."""
     from datasets import Dataset
 
     from trainer.data.prepare import Prepared
-    from trainer.machine.probe import probe
-    from trainer.planning.from_config import plan_of
     from trainer.run import order
-    from trainer.run.stage_trial import form_of_stages
-    from trainer.verify.verify import _tokenizer
+    from trainer.verify.verify import run_on
 
-    machine, rows = probe(), Dataset.from_list([dict(row) for row in some])
+    rows = Dataset.from_list([dict(row) for row in some])
     prepared = Prepared(rows, rows if config.training.eval_strategy != "no" else None, "test", "input_ids")
-    plan = plan_of(config, ranks, machine)
-    form = form_of_stages(config)
-    folder = Path(config.training.output_dir)
-    return order.make_trainer(order.Run(config, ranks, folder, _tokenizer(), prepared, machine, plan, form=form))
+    return order.make_trainer(run_on(prepared, config, ranks))
 
 
 def _run(ranks: Ranks, config: RunConfig, resume: str | None) -> dict[str, Any]:

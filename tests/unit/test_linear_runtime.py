@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from strategies.core.linears import LEGAL, Gemm, Route, Routes
@@ -107,12 +106,6 @@ def test_a_native_forward_makes_the_call_of_the_stock_layer(monkeypatch: pytest.
     assert (made(torch.randn(2, 3, dtype=torch.float64)) == 7.0).all()
 
 
-def test_native_layers_are_not_touched() -> None:
-    model = nn.Sequential(nn.Linear(3, 4))
-    route(model, {"0": Routes()})
-    assert type(model[0]) is nn.Linear and "_routes" not in model[0].__dict__
-
-
 def test_frozen_weights_and_inputs_take_no_products() -> None:
     made = routed(layer("linear", 4, 3), BOTH)
     made.weight.requires_grad_(False)
@@ -179,16 +172,6 @@ def test_backward_refuses_a_copy_made_since_its_forward() -> None:
         first.sum().backward()
 
 
-def test_a_deep_copy_has_a_copy_of_its_own() -> None:
-    made = routed(layer("linear", 3, 4), BOTH)
-    x = torch.randn(2, 3, dtype=torch.float64)
-    made(x)
-    other = copy.deepcopy(made)
-    with torch.no_grad():
-        other.weight.zero_()
-    assert torch.equal(other(x), other.bias.expand(2, 4)) and not torch.equal(made(x), other(x))
-
-
 # --- surroundings ----------------------------------------------------------------------------------------------------
 
 
@@ -201,21 +184,6 @@ def test_autocast(routes: Routes) -> None:
     for one, other in zip(expected, found, strict=True):
         assert one.dtype == other.dtype
         torch.testing.assert_close(other, one, rtol=2e-2, atol=2e-2)
-
-
-def test_reentrant_recomputation() -> None:
-    stock = layer("linear", 5, 5)
-    made = routed(stock, Routes(Route.COPY, Route.COPY, Route.LEFT))
-    x = torch.randn(4, 5, dtype=torch.float64)
-    expected = results(stock, x)
-
-    class Recomputed(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(made, x, use_reentrant=True)
-
-    found = results(Recomputed(), x)
-    for one, other in zip(expected, [*found, made.weight.grad, made.bias.grad], strict=True):
-        torch.testing.assert_close(other, one)
 
 
 def test_other_layers_are_refused_by_name() -> None:

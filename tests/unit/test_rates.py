@@ -116,18 +116,21 @@ def test_foreign_and_stale_files_are_ignored(tmp_path: Path) -> None:
 
 
 def broken(**changes: Any) -> str:
-    content: dict[str, Any] = {"format": profiles.FORMAT, "date": "d", "others_share": 0.0, "key": HERE}
+    content: dict[str, Any] = {"format": 2, "date": "d", "others_share": 0.0, "key": HERE, "points": {}}
     return json.dumps({**content, "rates": asdict(some_rates()), **changes})
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "not a machine profile: Expecting value"),
-        ("[1, 2]", "not a machine profile: "),
-        ("{}", "not a machine profile: 'format' is missing"),
-        (broken(format=1), "its format is 1, this is 2"),
-        (broken(rates={**asdict(some_rates()), "duplex_factor": 7.0}), "not a machine profile: duplex_factor = 7.0"),
+        ("", "not a machine profile: Invalid JSON"),
+        ("{}", "not a machine profile: key: Field required"),
+        (broken(format=1), "not a machine profile: format: Input should be 2"),
+        (
+            broken(rates={**asdict(some_rates()), "duplex_factor": 7.0}),
+            "not a machine profile: rates: Value error, duplex_factor = 7.0",
+        ),
+        (broken(rates={**asdict(some_rates()), "net_byts_per_s": 7.0}), "not a machine profile: net_byts_per_s: "),
     ],
     ids=range(5),
 )

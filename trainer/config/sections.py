@@ -20,6 +20,7 @@ from trainer.errors import ConfigError
 Share = Annotated[float, Field(ge=0, le=0.5)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
+Excess = Literal["truncate", "drop", "split"]
 Columns = Literal[
     "text", "prompt", "completion", "messages", "system", "tools", "instruction", "input", "output", "input_ids",
     "labels", "text_pair", "label", "chosen", "rejected", "margin",
@@ -82,7 +83,10 @@ class DataSection(Section):
     columns: Annotated[
         dict[Columns, NonEmpty], Allowed(f"a mapping from our fields ({', '.join(get_args(Columns))}) to columns")
     ] = option("Our field -> their column, where the two differ.", {})
-    max_length: Annotated[int, Field(ge=8)] = option("Tokens per sample; longer ones are cut.", 1024)
+    max_length: Annotated[int, Field(ge=8)] = option("Tokens per sample.", 1024)
+    excess_length_strategy: Excess | None = option(
+        "What becomes of longer samples; not set: text is split, others are truncated."
+    )
     max_target_length: Annotated[int, Field(ge=2)] | None = option(
         "seq2seq: tokens of a completion; longer ones are cut; not set means max_length."
     )

@@ -12,8 +12,8 @@ streaming only evaluation data is saved, packing sees a window of documents, and
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -30,24 +30,28 @@ from transformers import PreTrainedTokenizerBase
 from strategies.core.commit import added_folder, remove
 from strategies.core.sealed import Damaged, damage, digest_of, seal
 from strategies.core.sealed import read as read_manifest
-from trainer.data import packing
-from trainer.data.formats import Document, Encoded, Encoder, detect, make_encoder
-from trainer.data.packing import MASKED, Span, Tokens
+from trainer.data import packing, report
+from trainer.data.formats import Encoder, detect, make_encoder
+from trainer.data.packing import MASKED, Spans, Tokens
+from trainer.data.report import Document, Encoded, Say, Tally
 from trainer.data.sources import Row, Source, open_source
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
     from trainer.config.sections import DataSection
 
-Say = Callable[[str], None]
 T = TypeVar("T")
 
 KIND = "data"  # in the manifest
+REPORT = "report.json"
 _LAYOUT = 1  # raise when the same inputs would give other rows
 _BATCH = 256  # rows tokenised in one call, documents written at once
 _WINDOW = 512  # documents that streaming packs together
-_PATIENCE = 10_000  # rows still read after the first bad one, to report the others with it
 # Keys that do not decide the rows, or whose content is part of the fingerprint.
+_LATER = {
+    "max_target_length",
+    "excess_length_strategy",
+}  # that configs of before do not have; unset, it decides nothing
 _NOT_CONTENT = {"path", "eval_path", "num_proc", "chat_template", "chat_template_path"}
 
 
@@ -62,6 +66,7 @@ class Prepared:
     sources: str = ""
     tokenizer: str = ""
     chat_template: str | None = None  # that the config names; the tokenizer is exported with it
+    report: Mapping[str, Any] | None = None  # what became of the rows; None where nothing was read ahead
 
 
 def prepare(
@@ -92,16 +97,17 @@ def prepare(
         say(f"data: {train.name} is prepared already ({key})")
     elif held_out or not section.streaming:
         with added_folder(home) as draft:
-            if held_out and eval_encoder:
-                _write("eval", held_out, eval_encoder, draft, say)
+            made = [_write("eval", held_out, eval_encoder, draft, say)] if held_out and eval_encoder else []
             if not section.streaming:
-                _write("train", train, encoder, draft, say, section.eval_fraction, seed)
+                made.append(_write("train", train, encoder, draft, say, section.eval_fraction, seed))
+            (draft / REPORT).write_text(json.dumps(report.content(section.max_length, made)))
             seal(draft, KIND, {"fingerprint": key})
     rows = _stream(train, encoder) if section.streaming else _open(home / "train.arrow")
     evaluation = _open(home / "eval.arrow") if (home / "eval.arrow").exists() else None
     named = section.chat_template or section.chat_template_path
     template = encoder.template.text if encoder.template and named else None
-    return Prepared(rows, evaluation, key, encoder.format.name, *made_of, template)
+    found = json.loads((home / REPORT).read_text()) if (home / REPORT).exists() else None
+    return Prepared(rows, evaluation, key, encoder.format.name, *made_of, template, found)
 
 
 def is_whole(home: Path, say: Say) -> bool:
@@ -149,9 +155,10 @@ def texts(section: DataSection) -> Iterator[str]:
 
 def fingerprint(encoder: Encoder, seed: int, marks: Sequence[list[str]]) -> str:
     """16 hex digits that differ for different rows; ``marks`` are the identity of each source."""
+    options = encoder.options.model_dump(mode="json")
     content = {
         "layout": _LAYOUT,
-        "options": {k: v for k, v in encoder.options.model_dump(mode="json").items() if k not in _NOT_CONTENT},
+        "options": {k: v for k, v in options.items() if k not in _NOT_CONTENT and not (v is None and k in _LATER)},
         "template": encoder.template and encoder.template.text,
         "tokenizer": tokenizer_content(encoder.tokenizer),
         "vocab_size": encoder.vocab_size,
@@ -172,10 +179,13 @@ def tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
 
 def _write(
     side: str, source: Source, encoder: Encoder, draft: Path, say: Say, held_out: float = 0.0, seed: int = 0
-) -> None:
-    """Tokenise ``source`` and write the rows of ``side``.arrow; a share of ``held_out`` of them to eval.arrow."""
+) -> tuple[Tally, list[str]]:
+    """Tokenise ``source`` and write the rows of ``side``.arrow; a share of ``held_out`` of them to eval.arrow. What
+    became of its rows, and a line for each file.
+    """
     path = draft / "documents.arrow"
-    good = _good(_encode(encoder, source, encoder.options.num_proc), source, say)
+    tally = Tally(source.name, encoder.options.max_length, encoder.excess)
+    good = tally.documents(_encode(encoder, source, encoder.options.num_proc), say)
     _save(path, ({"input_ids": document.ids, "labels": document.labels} for document in good))
     table = _open(path).data
     path.unlink()  # it exists as long as it is mapped
@@ -184,24 +194,39 @@ def _write(
     def read(document: int) -> tuple[Tokens, Tokens]:
         return ids[document].values.to_numpy(), labels[document].values.to_numpy()
 
-    sides = {side: packing.whole(pa.compute.list_value_length(ids).to_pylist())}
+    sides = {side: packing.whole(pa.compute.list_value_length(ids).to_numpy())}
     if held_out:
-        if len(spans := sides[side]) == 1 and (encoder.format.name != "text" or spans[0].stop < 4):
+        if len(spans := sides[side]) == 1 and (encoder.format.name != "text" or spans[0, 2] < 4):
             raise DataError(f"data.eval_fraction: {source.name} has one row; use data.eval_path")
         sides[side], sides["eval"] = packing.split(spans, held_out, seed)
+    lines = []
     for name, spans in sorted(sides.items()):
-        rows, tokens, trained = _save(draft / f"{name}.arrow", _rows(encoder, spans, read))
+        pieces = _pieces(encoder, spans, read)
+        rows, tokens, trained = _save(draft / f"{name}.arrow", _rows(encoder, pieces, read))
         share = f"{trained:,} of {tokens:,} tokens trained on"
-        say(f"data: {name}: {rows:,} rows of up to {encoder.options.max_length:,} tokens; {share}")
+        lines.append(f"data: {name}: {rows:,} rows of up to {encoder.options.max_length:,} tokens; {share}")
+        say(lines[-1])
+    return tally, lines
 
 
-def _rows(
-    encoder: Encoder, spans: list[Span], read: Callable[[int], tuple[Tokens, Tokens]]
-) -> Iterator[dict[str, Tokens]]:
-    """The rows of some spans. Only text is cut into several: half an answer is not a sample."""
+def _pieces(encoder: Encoder, spans: Spans, read: Callable[[int], tuple[Tokens, Tokens]]) -> Spans:
+    """Spans that fit into a row: cut where documents are to be split, without pieces that nothing is trained on in."""
+    if encoder.excess != "split":
+        return spans
+    pieces, limit = packing.chunk(spans, encoder.options.max_length), encoder.options.max_length
     if encoder.format.name == "text":
-        spans = packing.chunk(spans, encoder.options.max_length)
-    return packing.rows(spans, read, encoder.options.max_length, encoder.options.packing)
+        return pieces
+    cut = np.isin(pieces[:, 0], spans[spans[:, 2] - spans[:, 1] > limit, 0])
+    useless = [
+        index
+        for index in np.flatnonzero(cut)
+        if (read(pieces[index, 0])[1][pieces[index, 1] + 1 : pieces[index, 2]] == MASKED).all()
+    ]
+    return np.delete(pieces, useless, axis=0)
+
+
+def _rows(encoder: Encoder, pieces: Spans, read: Callable[[int], tuple[Tokens, Tokens]]) -> Iterator[dict[str, Tokens]]:
+    return packing.rows(pieces, read, encoder.options.max_length, encoder.options.packing)
 
 
 _TOKENS = pa.list_(pa.int32())
@@ -255,36 +280,6 @@ def _work(rows: list[Row]) -> list[Encoded]:
     return _worker.encode(rows)
 
 
-def _good(results: Iterable[Encoded], source: Source, say: Say) -> Iterator[Document]:
-    """Yield documents; after the first bad row only collect further bad rows, and raise DataError with them."""
-    bad: list[str] = []
-    num_empty = num_cut = num_good = num_after_bad = 0
-    spoken = time.monotonic()
-    for result in results:
-        if isinstance(result, str):
-            bad.append(result)
-        elif result is None:
-            num_empty += 1
-        elif not bad:
-            num_good += 1
-            num_cut += result.num_cut > 0
-            yield result
-        num_after_bad += bool(bad)
-        if num_after_bad > _PATIENCE:
-            break
-        if time.monotonic() - spoken > 10:
-            spoken = time.monotonic()
-            say(f"data: {source.name}: {num_good:,} rows tokenised")
-    if bad:
-        raise DataError(bad if len(bad) <= 5 else [*bad[:5], f"... and {len(bad) - 5:,} more bad rows"])
-    if num_good == 0:
-        reason = f"all {num_empty} rows are empty text" if num_empty else "there are no rows"
-        raise DataError(f"{source.name}: {reason}")
-    notes = [f"{num_empty:,} empty rows skipped"] * (num_empty > 0)
-    notes += [f"{num_cut:,} rows cut to data.max_length"] * (num_cut > 0)
-    say("; ".join([f"data: {source.name}: {num_good:,} rows tokenised", *notes]))
-
-
 def _stream(source: Source, encoder: Encoder) -> IterableDataset:
     names = ["input_ids", "labels", "position_ids"] if encoder.options.packing else ["input_ids", "labels"]
     features = Features({name: List(Value("int32")) for name in names})
@@ -299,11 +294,12 @@ def _stream_rows(source: Source, encoder: Encoder) -> Iterator[dict[str, Tokens]
         for result in _encode(encoder, source, None):
             if isinstance(result, str):
                 raise DataError(result)
-            if result is not None:
+            if isinstance(result, Document):
                 yield np.array(result.ids, np.int32), np.array(result.labels, np.int32)
 
     for window in batched(documents(), _WINDOW if encoder.options.packing else 1):
-        yield from _rows(encoder, packing.whole([len(ids) for ids, _ in window]), window.__getitem__)
+        spans = packing.whole([len(ids) for ids, _ in window])
+        yield from _rows(encoder, _pieces(encoder, spans, window.__getitem__), window.__getitem__)
 
 
 def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:

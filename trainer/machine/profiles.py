@@ -34,10 +34,11 @@ Sources of the named cards' rates. Whatever is not marked as published is an ass
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from strategies.core.commit import replace_file
 from strategies.core.facts import HOST_UPDATE_BYTES, Rates
@@ -174,7 +175,7 @@ def sized(machine: Machine, device_bytes: int | None, host_bytes: int | None) ->
 
 # --- measured ----------------------------------------------------------------------------------------------------
 
-FORMAT = 2
+T = TypeVar("T")
 COMMAND = "python launch/doctor.py --rates"
 
 
@@ -215,36 +216,56 @@ def _cpu_model(root: Path) -> str:
     return " ".join(word for word in words if word)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    """What is stored; ``points`` are the measurements that the rates were fitted to."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # of rates, too: a misspelt one would not count
+
+    format: Literal[2] = 2
+    key: MachineKey
+    rates: Rates
+    date: str
+    others_share: float
+    points: dict[str, Any] = field(default_factory=dict)
+
+
+FILE = TypeAdapter(_File)
+
+
 def save(path: Path, key: MachineKey, stored: StoredRates, points: dict[str, Any]) -> None:
-    """Write a file that ``load`` reads, atomically. ``points`` are the measurements that the rates were fitted to."""
+    """Write a file that ``load`` reads, atomically."""
+    assert stored.rates is not None
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"format": FORMAT, "key": key, **asdict(stored), "points": points}
-    del content["ignored"]
-    replace_file(path, json.dumps(content, indent=1) + "\n")
+    told = _File(key=key, rates=stored.rates, date=stored.date, others_share=stored.others_share, points=points)
+    replace_file(path, FILE.dump_json(told, indent=1))
 
 
 def load(path: Path, here: MachineKey) -> StoredRates:
     """The rates in ``path`` if they were measured on ``here``; empty if there is no file."""
+    found, ignored = kept(path, FILE, "a machine profile")
+    if found is not None:
+        different = [
+            f"{name} {found.key.get(name)}, here {now}" for name, now in here.items() if found.key.get(name) != now
+        ]
+        if not different:
+            return StoredRates(found.rates, found.date, found.others_share)
+        ignored = f"{path} is ignored: measured with {', '.join(different)}"
+    return StoredRates(ignored=ignored and f"{ignored}; to measure again: {COMMAND}")
+
+
+def kept(path: Path, form: TypeAdapter[T], what: str) -> tuple[T, str] | tuple[None, str]:
+    """What a file of measurements holds, and why it is ignored, for people; neither if there is no file."""
     try:
-        content = json.loads(path.read_text())
-        if content["format"] != FORMAT:
-            return _ignored(path, f"its format is {content['format']!r}, this is {FORMAT}")
-        key = content["key"]
-        differences = [f"{name} {key[name]}, here {now}" for name, now in here.items() if key[name] != now]
-        stored = StoredRates(Rates(**content["rates"]), str(content["date"]), float(content["others_share"]))
+        return form.validate_json(path.read_bytes()), ""
     except FileNotFoundError:
-        return StoredRates()
+        return None, ""
     except OSError as error:
-        return _ignored(path, str(error.strerror))
-    except KeyError as error:
-        return _ignored(path, f"not a machine profile: {error} is missing")
-    except (ValueError, TypeError) as error:  # no JSON, no object, an unknown field, a number that cannot be
-        return _ignored(path, f"not a machine profile: {error}")
-    return _ignored(path, f"measured with {', '.join(differences)}") if differences else stored
-
-
-def _ignored(path: Path, reason: str) -> StoredRates:
-    return StoredRates(ignored=f"{path} is ignored: {reason}; to measure again: {COMMAND}")
+        return None, f"{path} is ignored: {error.strerror}"
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = "".join(f"{name}: " for name in first["loc"][-1:])
+        return None, f"{path} is ignored: not {what}: {where}{first['msg']}"
 
 
 def known_rates(machine: Machine) -> StoredRates:

@@ -11,7 +11,7 @@ stage 3, or each rank would build the whole model.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -89,9 +89,7 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
     if config.model.config is not None:  # a saved model's is found by the first rank, with the data
         facts.check_model(config, build.load_config(config.model, facts.vocab_size_of(config)))
         form = form_of_stages(config)
-    tokenizer, prepared = first_then_all(
-        ranks, lambda: read_data(config, folder, resumed, ranks, quiet=not ranks.is_first)
-    )
+    tokenizer, prepared = first_then_all(ranks, lambda: read_data(config, ranks, resumed, quiet=not ranks.is_first))
     machine = probe()
     with explained(config, ranks, machine):
         plans = plans_of(config, ranks, machine, resumes=resumed is not None, tune=True, say=write_line)
@@ -100,13 +98,8 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
     form = form or form_of_stages(config)
     refuse_under_zero(config, deepspeed.stage(plan))
     run = Run(config, ranks, folder, tokenizer, prepared, machine, plan, resumed, form)
-    cost, shown = plan_cost(plan), ""
     if ranks.is_first:
-        shown = full_report.text(plan, cost, advice(config, plan), plans)
-        write_plan(run, shown, full_report.to_json(plan, cost))
-    if ignored := known_rates(machine).ignored:
-        run.say(ignored)
-    run.say(f"\n{shown}\n")
+        show_plan(run, plans)
     with explained(config, ranks, machine):
         for each in plans:
             refuse_impossible(each)
@@ -122,24 +115,20 @@ def refuse_under_zero(config: RunConfig, stage: int | None) -> None:
     """Raise ConfigError for a schedule that DeepSpeed's optimizer, which replaces torch's, would not follow: it does
     not know the first rate, which ``min_lr`` is a part of.
     """
-    training = config.training
-    lowest = (training.lr_scheduler_kwargs or {}).get("min_lr")
+    lowest = (config.training.lr_scheduler_kwargs or {}).get("min_lr")
     if stage and lowest is not None:
-        rate = f"{lowest / training.learning_rate:.6g}"
-        cure = (
-            f"not with strategies.zero.stage {stage}, whose optimizer does not know the first rate; write "
-            f"min_lr_rate: {rate}"
-        )
-        raise config.error("training.lr_scheduler_kwargs.min_lr", lowest, cure)
+        why = f"not with strategies.zero.stage {stage}, whose optimizer does not know the first rate"
+        cure = f"write min_lr_rate: {lowest / config.training.learning_rate:.6g}"
+        raise config.error("training.lr_scheduler_kwargs.min_lr", lowest, f"{why}; {cure}")
 
 
 def read_data(
-    config: RunConfig, folder: Path, resumed: Resumed | None = None, ranks: Ranks | None = None, *, quiet: bool
+    config: RunConfig, ranks: Ranks, resumed: Resumed | None = None, *, quiet: bool
 ) -> tuple[PreTrainedTokenizerBase, Prepared]:
-    """The tokenizer and the tokenised data, made now or found in ``folder``. Raise DataError if the data cannot be
+    """The tokenizer and the tokenised data, made now or found in the run's folder. Raise DataError if it cannot be
     trained on, and ConfigError if the tokenizer cannot be used, or the run resumes one with other contents.
     """
-    section = config.model
+    section, folder = config.model, Path(config.training.output_dir)
     build.refuse_missing_folder(section)
     hf_config = build.load_config(section, facts.vocab_size_of(config))
     facts.check_model(config, hf_config)
@@ -153,8 +142,7 @@ def read_data(
         )
     say = (lambda line: None) if quiet else write_line
     opened = partial(resumed.compare_contents, config, hf_config) if resumed else (lambda *hashes: None)
-    seed, compares = config.training.seed, ranks is None or ranks.is_first_local
-    home = folder / "data"
+    seed, home, compares = config.training.seed, folder / "data", ranks.is_first_local
     if not task.language:
         return words, task_rows.prepare(task, config, words, hf_config, home, say, opened, compares=compares)
     prepared = preparing.prepare(config.data, words, rows, seed, home, say, opened, compares=compares)
@@ -174,14 +162,19 @@ def first_then_all(ranks: Ranks, work: Callable[[], T]) -> T:
     return made[0] if made else work()
 
 
-def write_plan(run: Run, text: str, content: dict[str, Any]) -> None:
-    """Write config, plan (as text and as JSON) and DeepSpeed config into the run's folder."""
+def show_plan(run: Run, plans: Sequence[Plan]) -> None:
+    """Print the plan; write it (as text and as JSON), config and DeepSpeed config into the run's folder."""
+    cost = plan_cost(run.plan)
+    text = full_report.text(run.plan, cost, advice(run.config, run.plan), plans)
     run.folder.mkdir(parents=True, exist_ok=True)
     replace_file(run.folder / "config.yaml", run.config.dump())
-    replace_file(run.folder / "plan.json", json.dumps(content, indent=1))
+    replace_file(run.folder / "plan.json", json.dumps(full_report.to_json(run.plan, cost), indent=1))
     replace_file(run.folder / "plan.txt", text + "\n")
     replace_file(run.folder / "ds_config.json", json.dumps(deepspeed.ds_config(run.plan), indent=1))
     block_timing.store(run.folder, run.plan.facts)
+    if ignored := known_rates(run.machine).ignored:
+        write_line(ignored)
+    write_line(f"\n{text}\n")
 
 
 def make_arguments(run: Run) -> TrainingArguments:

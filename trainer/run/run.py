@@ -28,13 +28,14 @@ from strategies.core.compose import requirements_of
 from strategies.core.protocol import Requirement
 from strategies.core.sizes import human
 from strategies.engine.memory import accelerator
+from trainer.data import report as data_report
 from trainer.data import sample
 from trainer.dist import deepspeed_ops
 from trainer.dist.agreement import Agreement, agreement
 from trainer.dist.ranks import GRACE_S, Ranks, collectives_of, process_group, quiet_libraries
 from trainer.dist.stopping import Phase, Stop, Stopped
 from trainer.dist.watchdog import Watchdog
-from trainer.errors import ExitCode, UserError, first_line, report, write_line
+from trainer.errors import ConfigError, ExitCode, UserError, first_line, report, write_line
 from trainer.planning.from_config import check_options, refuse_folder
 from trainer.run import export, lock, oom, order, resuming, saving
 from trainer.run.callbacks import SAID, Watched
@@ -201,8 +202,22 @@ def _whole(config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | Non
 
 def show_sample(config: RunConfig) -> None:
     """Print one tokenised row of the training data, with its trained and its masked tokens."""
-    words, prepared = order.read_data(config, Path(config.training.output_dir), quiet=True)
+    words, prepared = order.read_data(config, Ranks(), quiet=True)
     print(sample.render(prepared, words, colour=sys.stdout.isatty()))
+
+
+def show_data(config: RunConfig, picture: Path | None) -> None:
+    """Print what became of the rows, with a histogram of their lengths; draw it if there is a ``picture``."""
+    found = order.read_data(config, Path(config.training.output_dir), quiet=True)[1].report
+    if found is None:
+        why = "data.streaming: nothing is read ahead of training, so there is no report"
+        raise ConfigError(f"{why}; data.streaming=false writes one")
+    write_line(data_report.text(found))
+    if picture is not None:
+        try:
+            data_report.draw(found, picture)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--plot {picture}: {error}") from None
 
 
 def train(run: Run, stop: Stop, together: Agreement, watchdog: Watchdog | None) -> None:

@@ -131,18 +131,17 @@ class StowedTrainer:
         }
         try:
             with self.accelerator.autocast():
-                if "batch" in options:
-                    plan = plan_for(self.model, groups, **options)
-                else:
-                    plan = self._plan_for_first_call(groups, options)
+                plan = self._plan(groups, options)
         except Refusal as refused:
             raise ValueError(str(refused).replace("strategies.offload.", "")) from None
         if "recompute" in options:
             recompute(self.model, plan)
         return plan
 
-    def _plan_for_first_call(self, groups: list[dict[str, Any]], options: Mapping[str, Any]) -> Plan:
-        """Plan with the Trainer's first batch, or without a batch if forward cannot be counted on it."""
+    def _plan(self, groups: list[dict[str, Any]], options: Mapping[str, Any]) -> Plan:
+        """With the batch of the options, or the Trainer's first one; without, if forward cannot be counted on that."""
+        if "batch" in options:
+            return plan_for(self.model, groups, **options)
         try:
             return plan_for(self.model, groups, batch=self._first_call(), **options)
         except CountingError as error:
