@@ -38,7 +38,7 @@ from trainer.data.packing import MASKED
 from trainer.data.prepare import Prepared
 from trainer.dist.agreement import Agreement, agreement
 from trainer.dist.ranks import Ranks, name_device
-from trainer.errors import ConfigError, write_line
+from trainer.errors import ConfigError, DataError, write_line
 from trainer.machine import block_timing
 from trainer.machine.probe import Machine, probe
 from trainer.machine.profiles import known_rates
@@ -295,6 +295,7 @@ def make_trainer(run: Run, together: Agreement | None = None) -> Trainer:
             meter,
         ],
     )
+    say_what_is_left(run, trainer)
     trainer.remove_callback(PrinterCallback)  # our line says more
     if run.stage is not None:
         trainer.start_pipeline(run.stage)
@@ -317,6 +318,18 @@ def options(run: Run, model: PreTrainedModel) -> dict[str, Any]:
     collator = Collator(run.tokenizer.pad_token_id, packing, flatten=flatten)
     losses = {"compute_metrics": mean_over_tokens, "preprocess_logits_for_metrics": token_losses}
     return {"data_collator": collator, **losses}
+
+
+def say_what_is_left(run: Run, trainer: Trainer) -> None:
+    """Say how many rows a Trainer that tokenises them by itself has dropped. Raise DataError if none is left."""
+    if TASKS[run.config.task].language:
+        return
+    found, left = len(run.prepared.train), len(trainer.train_dataset)  # type: ignore[arg-type]
+    line = f"data: {left:,} of {found:,} rows are left, the others do not fit into data.max_length"
+    if not left:
+        raise DataError(f"{line}; raise it from {run.config.data.max_length}")
+    if left < found:
+        run.say(line)
 
 
 def describe(run: Run, model: PreTrainedModel) -> checkpoint.About:
