@@ -206,7 +206,7 @@ class Engine(Copied):
             self.ranks.stop_reading()
             for bucket in touched:
                 self._submit(bucket, scale)
-        if self.clipping.scale is not None:
+        if self.clipping.scale is not None and not self.clipping.of_scaled_loss:
             self.skipped_steps.add(self.clipping.scale, self.gradients.norms())
         self.clipping.clear()
         self.gradients.spend()

@@ -5,6 +5,7 @@ process of the job at once, as when a machine goes down.
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +93,30 @@ def same_history(expected: Path, found: Path) -> None:
 
     assert [step for step, *_ in numbers(expected)] == list(range(1, STEPS + 1))
     assert numbers(found) == numbers(expected)
+
+
+def test_a_run_that_stops_early_stops_there_again(server: Server, tmp_path: Path) -> None:
+    """Killed before its last evaluations, and before its export alone. Prompts that are continued change no bit."""
+    early = {
+        "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "max_steps": 40, "learning_rate": 0.5,
+        "early_stopping_patience": 3, "metric_for_best_model": "perplexity",
+    }  # fmt: skip
+    whole = config_in(tmp_path / "whole", STREAMED, **early)
+    found = config_in(tmp_path / "found", STREAMED, **early, sample_prompts=["The first", "One more"])
+    for config in (whole, found):
+        data = ["data.eval_path=" + str(config.parent / "few.jsonl")]
+        said = server.run(1, config, *data).check().lines("3 evaluations without a better eval_perplexity")
+        assert len(said) == 1
+    folder = found.parent / "run"
+    steps = sorted(int(path.name.removeprefix("checkpoint-")) for path in folder.glob("checkpoint-*"))
+    assert 3 < len(steps) < 40
+    assert len([record for record in metrics(folder) if "prompt" in record]) == 2 * len(steps)
+    expected = digest(whole.parent / "run" / "export")
+    assert digest(folder / "export") == expected
+    for gone in ([], steps[-2:]):
+        for path in [folder / "export", *(folder / f"checkpoint-{step}" for step in gone)]:
+            shutil.rmtree(path)
+        again = server.run(1, found, *data).check()
+        assert len(again.lines("step ")) == len(gone)
+        assert digest(folder / "export") == expected
+    assert [record["step"] for record in metrics(folder) if "eval_loss" in record] == steps

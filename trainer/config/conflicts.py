@@ -130,6 +130,8 @@ def _keys_of_tasks(task: Any, sections: Mapping[str, Values]) -> Found:
         yield "data.max_target_length", f"is for task seq2seq, and this is {task}; write data.max_length"
     if m.labels and task not in ("classification", "reward"):
         yield "model.labels", f"are for task classification, and this is {task}; leave them out"
+    if t.sample_prompts and task in ("classification", "reward", "seq2seq"):
+        yield "training.sample_prompts", f"a model of task {task} continues no text; leave it out"
     for key in NOT_IN_TRL:
         if t[key] and task in PREFERENCES:
             yield f"training.{key}", f"the loss of task {task} is TRL's and does not take it; leave it out"
@@ -193,6 +195,12 @@ def _training(d: Values, t: Values) -> Found:
             options_of(t.optim, t.optim_args)
         except ValueError as error:
             yield "training.optim_args", str(error)
+    if t.eval_strategy == "no":
+        for key in ("early_stopping_patience", "sample_prompts"):
+            if t[key] not in (None, WRONG):
+                yield f"training.{key}", f"needs evaluations; {EVALUATE}"
+    if t.early_stopping_threshold not in (*OFF, WRONG) and t.early_stopping_patience is None:
+        yield "training.early_stopping_threshold", "needs training.early_stopping_patience"
     if t.save_strategy == "best" and t.eval_strategy == "no":
         yield "training.save_strategy", f"needs evaluations; {EVALUATE}"
     if t.save_strategy == "best" and t.metric_for_best_model is None:
@@ -224,6 +232,8 @@ def _strategies(sections: Mapping[str, Values]) -> Found:
                 section, _, field = key.partition(".")
                 if (given := sections[section][field]) not in (*OFF, WRONG) and value in ("", given):
                     yield key, f"{why}; {KEEP_ONE}"
+            if t.fp16 and m.dtype == "float16" and find(name).requires >= PLANNED:
+                yield "model.dtype", f"strategies.{name} keeps float32 weights under training.fp16; write float32"
             if half and find(name).requires >= PLANNED:
                 what = f"strategies.{name} computes in float32 without training.bf16"
                 yield "model.dtype", f"{what}; write training.bf16: true, or float32"

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from strategies.core.compose import degrees, requirements_of
+from strategies.core.compose import casts, degrees, requirements_of
 from strategies.core.facts import (
     IN_ORDER,
     Facts,
@@ -186,8 +186,8 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
 
     precision, task = precision_of(config), TASKS[config.task]
     compute = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(precision)
-    casts = compute is not None and Requirement.COMPUTE_DTYPE in requirements_of(config.strategies)
-    autocast = None if casts else compute
+    casted = casts(config.strategies, precision)
+    autocast = None if casted else compute
     model: Any = _meta_model(config)
     whole = _whole(config)
     if whole is not None:
@@ -195,7 +195,7 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
     sizes = {False: 0, True: 0}  # the largest, if some of the trained ones have another dtype
     for param in model.parameters():
         sizes[param.requires_grad] = max(sizes[param.requires_grad], param.element_size())
-    if casts:
+    if casted:
         # As DeepSpeed does, adapters and buffers included; our engine leaves buffers, which are small.
         model.to(compute)
     with fake_tensors():

@@ -48,7 +48,7 @@ from trainer.planning import facts
 from trainer.planning.fit import explained
 from trainer.planning.from_config import advice, plans_of, refuse_impossible
 from trainer.run import checkpoint, resuming
-from trainer.run.callbacks import Meter, MetricsFile, ProgressLine, SampleText, StepSeen
+from trainer.run.callbacks import EarlyStopping, Meter, MetricsFile, ProgressLine, SampleText, StepSeen
 from trainer.run.pipeline_trainer import token_losses
 from trainer.run.plan_check import PlanCheck
 from trainer.run.resuming import Resumed
@@ -267,7 +267,10 @@ def make_trainer(run: Run, together: Agreement | None = None) -> Trainer:
     meter = make_meter(run, arguments.device)
     task = TASKS[run.config.task]
     prompt = sample_prompt(run) if task.language else ""
-    sample = [SampleText(prompt)] if prompt and run.form is None else []  # stages cannot generate
+    file, training = MetricsFile(run.folder / "metrics.jsonl"), run.config.training
+    generates = task.generates and run.form is None  # stages cannot
+    sample = [SampleText(prompt, training.sample_prompts or (), file)] if generates else []
+    patience, threshold = training.early_stopping_patience, training.early_stopping_threshold
     recomputes = arguments.gradient_checkpointing or bool(run.config.training.activation_checkpointing)
     without_mask = partial(facts.saved_without_mask, run.config)
     check = PlanCheck(run.plan, run.folder, recomputes=recomputes, without_mask=without_mask)
@@ -287,8 +290,9 @@ def make_trainer(run: Run, together: Agreement | None = None) -> Trainer:
         together=together or Agreement(),
         callbacks=[
             ProgressLine(),
-            MetricsFile(run.folder / "metrics.jsonl"),
+            file,
             *sample,
+            *([EarlyStopping(patience, threshold)] if patience is not None else []),
             *([plan_check] if plan_check else []),
             resuming.TakenOver(resuming.other(run.resumed, run.config)),
             StepSeen(),

@@ -35,6 +35,7 @@ _SILENT_TRAINING = """
     dataloader_multiprocessing_context ddp_timeout torch_empty_cache_steps
     predict_with_generate generation_max_length generation_num_beams gradient_checkpointing
     gradient_checkpointing_kwargs activation_checkpointing activation_checkpointing_kwargs allow_change overwrite
+    sample_prompts
 """
 # What changes the result, by the name that training.allow_change takes.
 _GROUPS: Mapping[str, str] = {
@@ -62,7 +63,8 @@ _GROUPS: Mapping[str, str] = {
 }
 _SAID = """
     training.learning_rate training.max_steps training.num_train_epochs training.lr_scheduler_type
-    training.lr_scheduler_kwargs training.warmup_steps
+    training.lr_scheduler_kwargs training.warmup_steps training.early_stopping_patience
+    training.early_stopping_threshold
 """
 _NEVER = """
     task training.optim training.optim_args model.tokenizer model.labels model.lora model.lora.r

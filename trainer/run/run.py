@@ -208,7 +208,8 @@ def show_sample(config: RunConfig) -> None:
 
 def show_data(config: RunConfig, picture: Path | None) -> None:
     """Print what became of the rows, with a histogram of their lengths; draw it if there is a ``picture``."""
-    found = order.read_data(config, Path(config.training.output_dir), quiet=True)[1].report
+    _, prepared = order.read_data(config, Ranks(), quiet=True)
+    found = prepared.report
     if found is None:
         why = "data.streaming: nothing is read ahead of training, so there is no report"
         raise ConfigError(f"{why}; data.streaming=false writes one")

@@ -31,7 +31,7 @@ from strategies.state.spans import WEIGHT
 from trainer.dist.agreement import Agreement
 from trainer.errors import ConfigError, write_line
 from trainer.run import checkpoint, saving, training_state
-from trainer.run.callbacks import Meter
+from trainer.run.callbacks import EarlyStopping, Meter
 from trainer.run.nonfinite import DEEPSPEED_SAYS, NonFinite, StopNonFinite, first_not_finite
 from trainer.run.pipeline_trainer import PipelineTrainer
 from trainer.run.stowed_trainer import StowedTrainer
@@ -133,7 +133,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         )
 
     def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
-        """As Hugging Face's, but no epoch for a run that is resumed at its last step.
+        """As Hugging Face's, but no epoch for a run that is resumed at its last step, or where it had stopped early.
 
         Hugging Face counts whole epochs. It would begin one more wherever the last step is not the end of an epoch,
         and look at the number of steps after the first of them.
@@ -141,7 +141,8 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         num_epochs, *others, max_steps = super().set_initial_training_values(*args, **kwargs)
         if self._resumed is not None:
             state = TrainerState.load_from_json(str(Path(self._resumed) / TRAINER_STATE_NAME))
-            num_epochs = num_epochs if state.global_step < max_steps else 0
+            early = [each for each in self.callback_handler.callbacks if isinstance(each, EarlyStopping)]
+            num_epochs = 0 if state.global_step >= max_steps or any(each.over(state) for each in early) else num_epochs
         return num_epochs, *others, max_steps
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *rest: Any, **more: Any) -> torch.Tensor:

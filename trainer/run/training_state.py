@@ -61,7 +61,7 @@ def _misfits() -> Iterator[None]:
 
 def holder_of(trainer: Any) -> Any:
     """The training state of a trainer, wherever its strategy keeps it: a ``Holder`` that can also write weights."""
-    inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate wraps what is not stowed
+    inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate may wrap it
     if trainer.pipeline is not None:
         from strategies.backends.pipeline_state import EnginesStage, pipeline_state
 
@@ -69,8 +69,8 @@ def holder_of(trainer: Any) -> Any:
         if isinstance(inner, StowOptimizer):
             return EnginesStage(inner, trainer.pipeline, writes=writes)
         return pipeline_state(inner, trainer.pipeline, trainer.gradients, writes=writes)
-    if isinstance(trainer.optimizer, StowOptimizer):
-        return state_file.EngineState(trainer.optimizer.access, writes=trainer.args.should_save)
+    if isinstance(inner, StowOptimizer):
+        return state_file.EngineState(inner.access, writes=trainer.args.should_save)
     if trainer.is_deepspeed_enabled:
         from strategies.backends.deepspeed_state import DeepSpeedState
 

@@ -62,6 +62,11 @@ class Task:
         """Whether it predicts the next token of rows of text."""
         return not self.fields
 
+    @property
+    def generates(self) -> bool:
+        """Whether the model continues a text."""
+        return self.model_class.endswith("CausalLM")
+
     def refusals(self, config: RunConfig) -> Iterator[Refusal]:
         """What cannot work, known from the config alone."""
         for name, strategy in config.strategies.items():
