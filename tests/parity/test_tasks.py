@@ -25,7 +25,7 @@ SAID: dict[str, Any] = {
     "per_device_train_batch_size": 2, "max_steps": 3, "learning_rate": 1e-2, "use_cpu": True, "report_to": "none",
     "save_strategy": "no", "logging_steps": 1, "seed": 7,
 }  # fmt: skip
-LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
+LORA = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "q", "v"]}
 TRL = {"gradient_checkpointing": False, "bf16": False, "max_length": LENGTH}  # what TRL's arguments have otherwise
 LABELS = ["prose", "code", "neither"]
 
@@ -124,6 +124,10 @@ def seq2seq(base: str, folder: str, lora: Any) -> Any:
     set_seed(SAID["seed"])
     model = AutoModelForSeq2SeqLM.from_pretrained(base)
     model.config.use_cache = False
+    if lora is not None:
+        from peft import get_peft_model
+
+        model = get_peft_model(model, lora("SEQ_2_SEQ_LM"))
     given = Seq2SeqTrainingArguments(folder, **SAID)
     collator = DataCollatorForSeq2Seq(words, model=model, pad_to_multiple_of=8)
     return Seq2SeqTrainer(model, given, train_dataset=made, data_collator=collator)
@@ -133,7 +137,7 @@ def of_trl(task: str, rows: str, **said: Any) -> Callable[..., Any]:
     """A model's name, rows of text, and nothing else."""
 
     def make(base: str, folder: str, lora: Any) -> Any:
-        from transformers import AutoTokenizer
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
 
         from trainer.tasks.table import TASKS
         from trainer.tasks.task import loaded
@@ -141,8 +145,11 @@ def of_trl(task: str, rows: str, **said: Any) -> Callable[..., Any]:
         kind, arguments = (loaded(name) for name in (TASKS[task].trainer, TASKS[task].arguments))
         more = {"peft_config": lora("SEQ_CLS" if task == "reward" else "CAUSAL_LM")} if lora else {}
         given = arguments(folder, **SAID, **TRL, **said)
-        data = Dataset.from_list(rows_of(rows))
-        return kind(base, args=given, train_dataset=data, processing_class=AutoTokenizer.from_pretrained(base), **more)
+        data, model = Dataset.from_list(rows_of(rows)), base
+        if task == "reward":  # TRL seeds again after the head is drawn if it is given a model
+            set_seed(SAID["seed"])
+            model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+        return kind(model, args=given, train_dataset=data, processing_class=AutoTokenizer.from_pretrained(base), **more)
 
     return make
 
@@ -161,7 +168,7 @@ STOCK: dict[str, tuple[str, Callable[..., Any]]] = {  # rows, and the Trainer
 def lora_config(kind: str) -> Any:
     from peft import LoraConfig
 
-    return LoraConfig(task_type=kind, lora_alpha=16, lora_dropout=0.0, **LORA)
+    return LoraConfig(task_type=kind, **LORA)
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -190,11 +197,7 @@ def test_as_the_trainer_that_its_users_know(task: str, model: str, lora: str, ba
 
     section: dict[str, Any] = {"name_or_path": base}
     section |= {"labels": LABELS} if task == "classification" else {}
-    section |= (
-        {"lora": {**LORA, "lora_alpha": 16, "target_modules": ["q", "v"] if model == "t5" else LORA["target_modules"]}}
-        if lora
-        else {}
-    )
+    section |= {"lora": LORA} if lora else {}
     data = {"path": str(write_jsonl(tmp_path / "rows.jsonl", rows_of(rows))), "max_length": LENGTH}
     data |= {"max_target_length": TARGET} if task == "seq2seq" else {}
     travel = {"offload": {"site": "host", "weights": "streamed", "prefetch": 0}}

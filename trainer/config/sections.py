@@ -107,7 +107,7 @@ SECTIONS: Mapping[str, type[Section]] = {"model": ModelSection, "data": DataSect
 class RunConfig(Section):
     """Everything that decides a run. ``trainer.config.load`` makes it from files; equal configs give equal runs."""
 
-    task: TaskName = option("What is learned, and from which columns: a page of docs has them all.", "sft")
+    task: TaskName = option("What is learned; docs/tasks.md has the columns that each needs.", "sft")
     model: ModelSection
     data: DataSection
     training: TrainingSection

@@ -208,6 +208,8 @@ def compare(
     """
     found = model.state_dict()
     trained = {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}  # the prefix is peft's
+    # What peft keeps of a module that is trained in full is not saved, and a new head has other random numbers.
+    trained = {name: tensor for name, tensor in trained.items() if ".original_module." not in name}
     assert trained.keys() & found.keys(), "nothing to compare"
     refuse_different(f"{name} is not in the model" for name in trained.keys() - found.keys() if names)
     refuse_different(
