@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,11 +51,12 @@ def prepare(
     data, seed = config.data, config.training.seed
     if named := data.chat_template or data.chat_template_path:
         tokenizer.chat_template = find_template(data, tokenizer).text
-    sources = {"train": open_train(data)} | ({"eval": held} if (held := open_eval(data)) else {})
+    sources, held = {"train": next(open_train(data))}, open_eval(data)
+    sources |= {"eval": held} if held else {}
     marks = [digest_of(source.identity(True)) for source in sources.values()]
     words = digest_of(tokenizer_content(tokenizer))
-    options = {"task": task.name, "labels": model.label2id, "columns": data.columns, "lengths": lengths(data)}
-    options |= {"template": tokenizer.chat_template}
+    options = {"task": task.name, "labels": model.label2id, "template": tokenizer.chat_template}
+    options |= {"columns": data.columns, "limit": data.limit, "lengths": lengths(data)}
     key = digest_of([options, data.eval_fraction, seed, marks, words])[:16]
     opened(marks[0], words, key)
     home = folder / key
@@ -78,7 +80,7 @@ def lengths(data: DataSection) -> tuple[int, int | None]:
 
 def texts(task: Task, data: DataSection) -> Iterator[str]:
     """All strings of the training data, to train a tokenizer on."""
-    source = open_train(data)
+    source = next(open_train(data))
     columns = columns_of(task, data, source)
     for row in source.rows(columns.values()):
         values = {} if isinstance(row.values, str) else row.values
@@ -110,7 +112,7 @@ def _made(
 ) -> Iterator[dict[str, Any]]:
     """The rows of a source; after the first bad one only others are looked for, and DataError has them."""
     columns, bad = columns_of(task, data, source), list[str]()
-    for batch in batched(source.rows(list(columns.values())), BATCH):
+    for batch in batched(islice(source.rows(list(columns.values())), data.limit), BATCH):
         read = [(row.place, _fields(task, columns, row)) for row in batch]
         bad += [f"{place}: {values}" for place, values in read if isinstance(values, str)]
         good = [(place, values) for place, values in read if not isinstance(values, str)]

@@ -27,18 +27,19 @@ from strategies.core.commit import replace_file
 from strategies.core.compose import in_order
 from strategies.core.facts import Precision
 from strategies.core.plan import Plan
+from strategies.core.sealed import digest_of
 from strategies.planner.step_cost import plan_cost, step_flops
 from strategies.report import full_report
 from trainer.config.sections import RunConfig
 from trainer.data import prepare as preparing
 from trainer.data import rows as task_rows
 from trainer.data import tokenizer as tokenizers
-from trainer.data.collate import Collator, packing_supported
+from trainer.data.collate import packing_supported
 from trainer.data.packing import MASKED
 from trainer.data.prepare import Prepared
 from trainer.dist.agreement import Agreement, agreement
 from trainer.dist.ranks import Ranks, name_device
-from trainer.errors import ConfigError, DataError, write_line
+from trainer.errors import ConfigError, write_line
 from trainer.machine import block_timing
 from trainer.machine.probe import Machine, probe
 from trainer.machine.profiles import known_rates
@@ -49,13 +50,14 @@ from trainer.planning.fit import explained
 from trainer.planning.from_config import advice, plans_of, refuse_impossible
 from trainer.run import checkpoint, resuming
 from trainer.run.callbacks import EarlyStopping, Meter, MetricsFile, ProgressLine, SampleText, StepSeen
-from trainer.run.pipeline_trainer import token_losses
+from trainer.run.checkpoint import About, DataFacts, ModelFacts
 from trainer.run.plan_check import PlanCheck
 from trainer.run.resuming import Resumed
 from trainer.run.stage_trial import form_of_stages
-from trainer.run.trainer import Trainer, class_for
+from trainer.run.task_trainer import adapters_follow, class_for, left_out, options
+from trainer.run.trainer import Trainer
 from trainer.tasks.table import TASKS
-from trainer.tasks.task import loaded, mean_over_tokens
+from trainer.tasks.task import loaded
 
 T = TypeVar("T")
 WEEK_S = 7 * 24 * 3600
@@ -235,11 +237,6 @@ def make_model(run: Run) -> PreTrainedModel:
     return weights
 
 
-def adapters_follow(config: RunConfig) -> bool:
-    """Whether the Trainer adds adapters to the model that it is given."""
-    return config.model.lora is not None and TASKS[config.task].adds_adapters
-
-
 def to_compute(weights: PreTrainedModel, run: Run) -> None:
     """Give weights that the engine computes with in bf16 that dtype."""
     if run.plan.layout is not None and run.plan.facts.run.precision is Precision.BF16:
@@ -282,7 +279,7 @@ def make_trainer(run: Run, together: Agreement | None = None) -> Trainer:
         train_dataset=run.prepared.train,
         eval_dataset=run.prepared.eval,
         processing_class=run.tokenizer,
-        **options(run, model),
+        **options(run.config, model, run.tokenizer),
         meter=meter,
         plan=run.plan,
         plan_check=plan_check,
@@ -299,7 +296,8 @@ def make_trainer(run: Run, together: Agreement | None = None) -> Trainer:
             meter,
         ],
     )
-    say_what_is_left(run, trainer)
+    if not task.language and (line := left_out(run.config, len(run.prepared.train), trainer)):
+        run.say(line)
     trainer.remove_callback(PrinterCallback)  # our line says more
     if run.stage is not None:
         trainer.start_pipeline(run.stage)
@@ -308,35 +306,7 @@ def make_trainer(run: Run, together: Agreement | None = None) -> Trainer:
     return trainer
 
 
-def options(run: Run, model: PreTrainedModel) -> dict[str, Any]:
-    """The keyword arguments of the Trainer that are the task's."""
-    config, task = run.config, TASKS[run.config.task]
-    if not task.language:
-        given = task.options(model, run.tokenizer, config)
-        if config.model.lora is not None and task.adds_adapters:
-            given["peft_config"] = build.lora_config(config.model.lora, task)
-        return given
-    packing = config.data.packing
-    # Flash attention takes packed documents as one long row instead of a batch of rows.
-    flatten = packing and str(config.model.attn_implementation).startswith("flash_attention")
-    collator = Collator(run.tokenizer.pad_token_id, packing, flatten=flatten)
-    losses = {"compute_metrics": mean_over_tokens, "preprocess_logits_for_metrics": token_losses}
-    return {"data_collator": collator, **losses}
-
-
-def say_what_is_left(run: Run, trainer: Trainer) -> None:
-    """Say how many rows a Trainer that tokenises them by itself has dropped. Raise DataError if none is left."""
-    if TASKS[run.config.task].language:
-        return
-    found, left = len(run.prepared.train), len(trainer.train_dataset)  # type: ignore[arg-type]
-    line = f"data: {left:,} of {found:,} rows are left, the others do not fit into data.max_length"
-    if not left:
-        raise DataError(f"{line}; raise it from {run.config.data.max_length}")
-    if left < found:
-        run.say(line)
-
-
-def describe(run: Run, model: PreTrainedModel) -> checkpoint.About:
+def describe(run: Run, model: PreTrainedModel) -> About:
     """``about`` the model as the Trainer has it; adapters that it has added are part of the plan."""
     if adapters_follow(run.config):
         to_compute(model, run)
@@ -344,14 +314,23 @@ def describe(run: Run, model: PreTrainedModel) -> checkpoint.About:
     return about(run, model)
 
 
-def about(run: Run, model: PreTrainedModel) -> checkpoint.About:
+def about(run: Run, model: PreTrainedModel) -> About:
     """What every checkpoint of the run says about it. Raise ConfigError if it resumes one with other parameters."""
     named = (run.stage.whole if run.stage else model).named_parameters()
-    shapes = {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in named}
+    shapes = digest_of({name: list(getattr(each, "ds_shape", each.shape)) for name, each in named})
     if run.resumed is not None:
         run.resumed.compare_shapes(shapes)
-    hf_config = build.load_config(run.config.model, facts.vocab_size_of(run.config))
-    return checkpoint.about(run.config, run.prepared, hf_config, shapes, run.ranks.world_size)
+    as_loaded = build.load_config(run.config.model, facts.vocab_size_of(run.config))  # the run may change its copy
+    tree, data = json.loads(json.dumps(run.config.tree()), parse_constant=str), run.prepared
+    rows = len(data.train) if hasattr(data.train, "__len__") else None
+    return About(
+        config=tree,
+        config_sha256=digest_of(tree),
+        versions=checkpoint.versions(),
+        world_size=run.ranks.world_size,
+        data=DataFacts(fingerprint=data.fingerprint, sources=data.sources, tokenizer=data.tokenizer, rows=rows),
+        model=ModelFacts(config=checkpoint.plain_config(as_loaded), shapes=shapes),
+    )
 
 
 def check_packing(config: RunConfig) -> None:

@@ -35,12 +35,10 @@ from trainer.run.callbacks import EarlyStopping, Meter
 from trainer.run.nonfinite import DEEPSPEED_SAYS, NonFinite, StopNonFinite, first_not_finite
 from trainer.run.pipeline_trainer import PipelineTrainer
 from trainer.run.stowed_trainer import StowedTrainer
-from trainer.tasks.task import loaded
 
 if TYPE_CHECKING:
     from strategies.core.plan import Plan
     from trainer.run.plan_check import PlanCheck
-    from trainer.tasks.task import Task
 
 
 class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
@@ -217,10 +215,6 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         self.settle()
         folder, writes = self.output_dir / f"checkpoint-{self.state.global_step}", bool(self.args.should_save)
         former = self.state.best_model_checkpoint
-        missing = saving.shortage(self.output_dir, self.save_bytes) if self.args.process_index == 0 else None
-        if self.together.any(missing is not None):
-            self._say(f"step {self.state.global_step}: no checkpoint was saved: {missing}; the next save tries again")
-            return
         self.store_flos()
 
         def write(draft: Path) -> None:
@@ -229,7 +223,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
             training_state.save_random_state(self, draft)
 
         try:
-            with saving.draft(self.output_dir, writes=writes) as drafts:
+            with saving.draft(self.output_dir, self.save_bytes, writes=writes) as drafts:
                 draft = drafts / folder.name
                 saving.together(lambda: write(draft))
                 self.state.best_model_checkpoint = self._best(former)
@@ -261,11 +255,8 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
 
     def _not_saved(self, folder: Path, error: OSError, best: str | None) -> None:
         self.state.best_model_checkpoint = best
-        self._say(f"{folder} was not saved: {error}; older ones are as they were; the next save tries again")
-
-    def _say(self, line: str) -> None:
         if self.args.process_index == 0:
-            write_line(line)
+            write_line(f"{folder} was not saved: {error}; older ones are as they were; the next save tries again")
 
     def _best(self, former: str | None) -> str | None:
         """The best checkpoint, by the name that it will have."""
@@ -298,12 +289,6 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
                 return [f"{folder.parent}: older checkpoints could not be deleted: {error}"]
 
         return seal
-
-
-def class_for(task: Task) -> type[Trainer]:
-    """The Trainer of a task, as one rank of a job."""
-    base = loaded(task.trainer)
-    return Trainer if base is transformers.Trainer else type("Trainer", (Trainer, base), {})
 
 
 def _reads_saves(callback: TrainerCallback) -> bool:
