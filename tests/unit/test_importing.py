@@ -2,6 +2,7 @@
 
 import json
 import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import yaml
 from launch import cli, import_config
 from trainer.config.check import check
 from trainer.config.importing.draft import Draft
-from trainer.config.importing.read import read_all
-from trainer.config.importing.rules import imported
+from trainer.config.importing.finish import imported
+from trainer.config.importing.read import NAMES, Source, read_all
+from trainer.config.importing.rules import ARGUMENTS, RULES
 from trainer.config.load import load
 from trainer.config.yaml_file import parse
 from trainer.errors import ConfigError
@@ -430,6 +432,19 @@ def test_refused(files: dict[str, str], line: str, tmp_path: Path) -> None:
     assert len(caught.value.lines) == 1 and line in caught.value.lines[0]
     with pytest.raises(ConfigError, match=r"^a\.yml: no such file"):
         read_all(["a.yml"], [], None)
+
+
+@pytest.mark.parametrize("odd", [True, 3, 0.5, "x y", [1], {"a": {"b": 1}}, [{"a": 1}]])
+def test_odd_values_are_named_and_nothing_breaks(odd: object, tmp_path: Path) -> None:
+    for kind in NAMES:
+        tree: dict[str, Any] = {}
+        for name in sorted(RULES.get(kind, ARGUMENTS).keys() - {""} - {"rl", "stage"}):
+            inner = tree
+            for part in name.split(".")[:-1]:
+                inner = inner.setdefault(part, {}) if isinstance(inner.get(part, {}), dict) else {}
+            inner[name.rpartition(".")[2]] = deepcopy(odd)
+        draft = imported([Source(kind, "odd.yaml", tree)])
+        assert len(draft.lost) > 3 and parse(draft.text("start"), "")[0] == draft.tree()
 
 
 def test_whose_it_is_can_be_said(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from trainer.data import tokenizer as tokenizers
 from trainer.data.collate import packing_supported
 from trainer.data.packing import MASKED
 from trainer.data.prepare import Prepared
-from trainer.dist.agreement import Agreement, agreement
+from trainer.dist.agreement import agreement
 from trainer.dist.ranks import Ranks, name_device
 from trainer.errors import ConfigError, write_line
 from trainer.machine import block_timing
@@ -258,7 +258,7 @@ def names_of(weights: PreTrainedModel) -> list[str]:
     return [name for kind in kinds for name, _ in kind]
 
 
-def make_trainer(run: Run, together: Agreement | None = None) -> Trainer:
+def make_trainer(run: Run) -> Trainer:
     """The trainer with its callbacks, in the order in which they see an event; the meter must be last."""
     arguments = make_arguments(run)
     meter = make_meter(run, arguments.device)
@@ -284,7 +284,6 @@ def make_trainer(run: Run, together: Agreement | None = None) -> Trainer:
         plan=run.plan,
         plan_check=plan_check,
         describe=partial(describe, run),
-        together=together or Agreement(),
         callbacks=[
             ProgressLine(),
             file,

@@ -28,7 +28,6 @@ from strategies.core.commit import same_modes
 from strategies.core.sealed import Damaged
 from strategies.engine import NonFiniteError
 from strategies.state.spans import WEIGHT
-from trainer.dist.agreement import Agreement
 from trainer.errors import ConfigError, write_line
 from trainer.run import checkpoint, saving, training_state
 from trainer.run.callbacks import EarlyStopping, Meter
@@ -47,7 +46,6 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
     Args:
         meter, plan_check: also among the ``callbacks``.
         describe: what every checkpoint says about the run of a model.
-        together: decides with the other ranks.
     """
 
     plan: Plan
@@ -59,11 +57,9 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         plan: Plan,
         plan_check: PlanCheck | None,
         describe: Callable[[Any], checkpoint.About],
-        together: Agreement,
         **kwargs: Any,
     ) -> None:
-        self.meter, self.plan_check, self.plan, self.together = meter, plan_check, plan, together
-        self._describe = describe
+        self.meter, self.plan_check, self.plan, self._describe = meter, plan_check, plan, describe
         self._saving: saving.Save | None = None
         self._resumed: str | None = None
         self._trained = False
@@ -72,7 +68,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         self.keep, self.args.save_total_limit = self.args.save_total_limit, None
         self.output_dir = Path(str(self.args.output_dir))
         self.newest, self.save_bytes = "", 0  # of this run's newest save: its name, and how much the next one takes
-        self.add_callback(StopNonFinite(self, self.not_finite))
+        self.add_callback(StopNonFinite(self))
 
     @property
     def stows(self) -> bool:

@@ -93,7 +93,10 @@ class Draft:
             if rule is None:
                 self._translate(given)
                 continue
-            outcome = rule(given, self)
+            try:
+                outcome = rule(given, self)
+            except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError):
+                outcome = "is not what is written there"
             for target, value in outcome.items() if isinstance(outcome, dict) else [(LOST, outcome)]:
                 if target == LOST and value:
                     self.lose(given, value)
