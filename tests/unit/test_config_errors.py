@@ -189,7 +189,10 @@ training.lr = 1.0: unknown key; that is PyTorch's name, write 'training.learning
 training.max_length = 512: unknown key; write 'data.max_length'
 fsdp = "full_shard": unknown key; that is Hugging Face's name; DeepSpeed is the engine here; write the section strategies
 """  # noqa: E501
-BEYOND = {"strategies.zero.stage", "strategies.recompute", "strategies.recompute.activation_offloading"}
+BEYOND = {
+    "strategies.zero.stage", "strategies.recompute", "strategies.recompute.activation_offloading",
+    "strategies.tensor.degree",
+}  # fmt: skip
 
 
 def test_every_foreign_key_is_answered() -> None:

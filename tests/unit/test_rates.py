@@ -97,13 +97,13 @@ def test_rates_that_cannot_be() -> None:
 
 def stored_file(folder: Path, key: MachineKey = HERE) -> Path:
     path = folder / "some/folder/machine.json"
-    profiles.save(path, key, StoredRates(some_rates(), "2026-11-21 06:00:00Z", 0.01), {"gemm": [1]})
+    profiles.save(path, StoredRates(some_rates(), "2026-11-21 06:00:00Z", 0.01, key=key, points={"gemm": [1]}))
     return path
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = stored_file(tmp_path)
-    assert profiles.load(path, HERE) == StoredRates(some_rates(), "2026-11-21 06:00:00Z", 0.01)
+    assert profiles.load(path, HERE) == StoredRates(some_rates(), "2026-11-21 06:00:00Z", 0.01, key=HERE)
     assert [each.name for each in path.parent.iterdir()] == ["machine.json"]
     assert profiles.load(tmp_path / "none.json", HERE) == StoredRates()
 
@@ -124,7 +124,7 @@ def broken(**changes: Any) -> str:
     ("text", "said"),
     [
         ("", "not a machine profile: Invalid JSON"),
-        ("{}", "not a machine profile: key: Field required"),
+        ("{}", "measured with device None, here card, "),
         (broken(format=1), "not a machine profile: format: Input should be 2"),
         (
             broken(rates={**asdict(some_rates()), "duplex_factor": 7.0}),
@@ -163,7 +163,7 @@ def test_facts_take_what_was_measured_then_a_named_card_then_nothing(
     assert machine_facts(here, 1).rates is None
     card = replace(here, name="NVIDIA H100 80GB HBM3")
     assert machine_facts(card, 1).rates == profiles.profile("h100-sxm-pcie5").rates
-    profiles.save(path, profiles.key_of(card), StoredRates(some_rates()), {})
+    profiles.save(path, StoredRates(some_rates(), key=profiles.key_of(card)))
     assert machine_facts(card, 2).rates == some_rates().shared_by(2)
     assert machine_facts(here, 1).rates is None and "device NVIDIA H100" in profiles.known_rates(here).ignored
 

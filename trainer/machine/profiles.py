@@ -104,7 +104,6 @@ def _card(
         name=device,
         origin="profile",
         device_kind="cuda",
-        num_devices=1,
         device_total_bytes=int(device_gib * GIB),
         peak_flops=peaks,
         host_available_bytes=host.gib * GIB * 9 // 10,  # a tenth for the system and other processes
@@ -165,7 +164,7 @@ def sized(machine: Machine, device_bytes: int | None, host_bytes: int | None) ->
     known), and of what is free of its host; None: as it is.
     """
     if device_bytes and machine.device_kind == "cpu":
-        machine = replace(machine, name="a GPU", origin="profile", device_kind="cuda", num_devices=1, rates=None)
+        machine = replace(machine, name="a GPU", origin="profile", device_kind="cuda", rates=None)
     if device_bytes:
         machine = replace(machine, device_total_bytes=device_bytes)
     if host_bytes:
@@ -191,67 +190,47 @@ MachineKey = dict[str, str | int]  # what rates were measured on; they are valid
 class StoredRates:
     """The content of a file."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")  # of rates, too: a misspelt one would not count
+
     rates: Rates | None = None
     date: str = ""
     others_share: float = 0.0  # of the cores, that other processes used during the measurement
     ignored: str = ""  # why the file is not used
+    key: MachineKey = field(default_factory=dict)
+    points: dict[str, Any] = field(default_factory=dict, compare=False)  # measurements that the rates were fitted to
+    format: Literal[2] = 2
+
+
+FILE = TypeAdapter(StoredRates)
 
 
 def key_of(machine: Machine, root: Path = ROOT) -> MachineKey:
     """The key of ``machine``, which is this one. ``root`` is the folder with ``proc``."""
     import torch
 
-    cpu = _cpu_model(root)
+    info = root / "proc/cpuinfo"
+    lines = info.read_text().split("\n\n")[0].splitlines() if info.exists() else []
+    said = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    # With its model numbers, since virtual machines often shorten the name.
+    cpu = " ".join(filter(None, (said.get("model name", "unknown"), said.get("cpu family"), said.get("model"))))
     return {"device": machine.name, "cpu": cpu, "cores": machine.usable_cores, "torch": str(torch.__version__)}
 
 
-def _cpu_model(root: Path) -> str:
-    """The processor's name and its model numbers, since virtual machines often shorten the name."""
-    try:
-        lines = (root / "proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-    except OSError:
-        return "unknown"
-    said = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    words = (said.get("model name", "unknown"), said.get("cpu family", ""), said.get("model", ""))
-    return " ".join(word for word in words if word)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _File:
-    """What is stored; ``points`` are the measurements that the rates were fitted to."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")  # of rates, too: a misspelt one would not count
-
-    format: Literal[2] = 2
-    key: MachineKey
-    rates: Rates
-    date: str
-    others_share: float
-    points: dict[str, Any] = field(default_factory=dict)
-
-
-FILE = TypeAdapter(_File)
-
-
-def save(path: Path, key: MachineKey, stored: StoredRates, points: dict[str, Any]) -> None:
+def save(path: Path, stored: StoredRates) -> None:
     """Write a file that ``load`` reads, atomically."""
-    assert stored.rates is not None
     path.parent.mkdir(parents=True, exist_ok=True)
-    told = _File(key=key, rates=stored.rates, date=stored.date, others_share=stored.others_share, points=points)
-    replace_file(path, FILE.dump_json(told, indent=1))
+    replace_file(path, FILE.dump_json(stored, indent=1))
 
 
 def load(path: Path, here: MachineKey) -> StoredRates:
-    """The rates in ``path`` if they were measured on ``here``; empty if there is no file."""
+    """What is stored in ``path`` if it was measured on ``here``; empty if there is no file."""
     found, ignored = kept(path, FILE, "a machine profile")
-    if found is not None:
-        different = [
-            f"{name} {found.key.get(name)}, here {now}" for name, now in here.items() if found.key.get(name) != now
-        ]
-        if not different:
-            return StoredRates(found.rates, found.date, found.others_share)
+    key = here if found is None else found.key
+    if different := [f"{name} {key.get(name)}, here {now}" for name, now in here.items() if key.get(name) != now]:
         ignored = f"{path} is ignored: measured with {', '.join(different)}"
-    return StoredRates(ignored=ignored and f"{ignored}; to measure again: {COMMAND}")
+    if ignored:
+        return StoredRates(ignored=f"{ignored}; to measure again: {COMMAND}")
+    return found or StoredRates()
 
 
 def kept(path: Path, form: TypeAdapter[T], what: str) -> tuple[T, str] | tuple[None, str]:
