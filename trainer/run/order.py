@@ -49,6 +49,7 @@ from trainer.planning.from_config import advice, plans_of, refuse_impossible
 from trainer.run import checkpoint, resuming
 from trainer.run.callbacks import EarlyStopping, Meter, MetricsFile, ProgressLine, SampleText, StepSeen
 from trainer.run.plan_check import PlanCheck
+from trainer.run.profile import Profile
 from trainer.run.resuming import Resumed
 from trainer.run.stage_trial import form_of_stages
 from trainer.run.trainer import Trainer
@@ -281,6 +282,9 @@ def make_trainer(run: Run, together: Agreement | None = None) -> Trainer:
         ],
     )
     trainer.remove_callback(PrinterCallback)  # our line says more
+    if training.profile is not None:
+        model_name = run.config.model.name_or_path or type(model).__name__
+        trainer.add_callback(Profile(trainer, run.plan, training.profile.steps, run.folder, model_name))
     if run.stage is not None:
         trainer.start_pipeline(run.stage)
     if deepspeed.clips_itself(run.plan):
