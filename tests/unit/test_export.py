@@ -21,6 +21,7 @@ from trainer.model.build import build, load_config
 from trainer.run import export as export_module
 from trainer.run.export import ExportError, export
 from trainer.run.model_card import model_card
+from trainer.run.pipeline_trainer import PipelineTrainer
 from trainer.verify.verify import _tokenizer, random_run
 
 WEIGHTS = "model.safetensors"
@@ -33,7 +34,8 @@ def loop(model: Any, *, is_first: bool = True) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():  # zeros and ones hide mistakes
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)) * 0.05)
-    return SimpleNamespace(
+    trainer: Any = SimpleNamespace(
+        logits_of=lambda ids: PipelineTrainer.logits_of(trainer, ids),
         accelerator=SimpleNamespace(unwrap_model=lambda wrapped, keep_torch_compile: wrapped),
         whole_state=lambda: copies(model),
         model_wrapped=model,
@@ -45,6 +47,7 @@ def loop(model: Any, *, is_first: bool = True) -> Any:
         compute_loss_context_manager=torch.enable_grad,
         is_world_process_zero=lambda: is_first,
     )
+    return trainer
 
 
 def copies(model: Any) -> dict[str, torch.Tensor]:
@@ -143,14 +146,9 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
 # As it came
 
 XLM: Mapping[str, Any] = {  # an architecture without the key
-    "model_type": "xlm",
-    "emb_dim": 32,
-    "n_layers": 2,
-    "n_heads": 4,
-    "vocab_size": VOCAB,
-    "dropout": 0.0,
+    "model_type": "xlm", "emb_dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": VOCAB, "dropout": 0.0,
     "attention_dropout": 0.0,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

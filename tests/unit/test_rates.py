@@ -80,7 +80,7 @@ def test_dram_counts_with_what_copies_and_updates_reach_together() -> None:
 def test_rates_by_precision() -> None:
     known = some_rates()
     assert [known.gemm_flops(each) for each in Precision] == [50e12, 600e12, 600e12]
-    assert [known.update_params_per_s(each) for each in Precision] == [5e9, 4e9, 4e9]
+    assert [known.update_params_per_s(each) for each in Precision] == [5e9, 4e9, 5e9]
     assert some_rates(gemm_bf16_flops_per_s=None).gemm_flops(Precision.BF16) == 50e12
 
 

@@ -43,13 +43,10 @@ def chunk(spans: Spans, max_length: int) -> Spans:
     return pieces
 
 
-def chosen(count: int, share: int, seed: int) -> NDArray[np.bool_]:
-    """Which ``share`` of ``count`` things a seed chooses. By a hash, since the shuffle of a library may change."""
+def shuffled(count: int, seed: int) -> NDArray[np.int64]:
+    """The numbers below ``count`` in an order of the seed. By a hash, since the shuffle of a library may change."""
     keys = (hashlib.sha256(f"{seed}:{index}".encode()).digest()[:8] for index in range(count))
-    ranked = np.argsort(np.frombuffer(b"".join(keys), ">u8"), kind="stable")
-    mask = np.zeros(count, bool)
-    mask[ranked[:share]] = True
-    return mask
+    return np.argsort(np.frombuffer(b"".join(keys), ">u8"), kind="stable")
 
 
 def split(spans: Spans, fraction: float, seed: int) -> tuple[Spans, Spans]:
@@ -58,8 +55,24 @@ def split(spans: Spans, fraction: float, seed: int) -> tuple[Spans, Spans]:
         document, start, stop = spans[0].tolist()
         cut = stop - min(max(2, round((stop - start) * fraction)), (stop - start) // 2)
         return np.array([[document, start, cut]], np.int32), np.array([[document, cut, stop]], np.int32)
-    held = chosen(len(spans), min(max(1, round(len(spans) * fraction)), len(spans) - 1), seed)
+    held = np.zeros(len(spans), bool)
+    held[shuffled(len(spans), seed)[: min(max(1, round(len(spans) * fraction)), len(spans) - 1)]] = True
     return spans[~held], spans[held]
+
+
+def weighted(spans: Spans, weight: float, seed: int) -> Spans:
+    """All spans ``weight`` times, in order; of a fraction of all tokens, the spans that the seed chooses first."""
+    times = np.full(len(spans), int(weight))
+    order, lengths = shuffled(len(spans), seed), (spans[:, 2] - spans[:, 1]).astype(np.int64)
+    times[order[np.cumsum(lengths[order]) <= (weight - int(weight)) * lengths.sum()]] += 1
+    return np.repeat(spans, times, axis=0)
+
+
+def weights_of(shares: Sequence[float], tokens: Sequence[int]) -> list[float]:
+    """The weights with which data sets of so many ``tokens`` have these shares of all; the largest is 1."""
+    least = min(count / share for share, count in zip(shares, tokens, strict=True))
+    found = (share * least / count for share, count in zip(shares, tokens, strict=True))
+    return [1.0 if abs(weight - 1) < 1e-9 else weight for weight in found]  # not all of it but one row
 
 
 def pack(lengths: Sequence[int] | NDArray[np.integer], capacity: int) -> Iterator[list[int]]:

@@ -110,12 +110,13 @@ class Tally:
         return "; ".join([f"{self.name}: {self.rows:,} rows tokenised", *notes])
 
 
-def content(max_length: int, made: Iterable[tuple[Tally, list[str]]]) -> dict[str, Any]:
+def content(max_length: int, made: Iterable[tuple[list[Tally], list[str]]]) -> dict[str, Any]:
     """What is kept of what was ``made``: each source, and the lines about the files that were written."""
-    tallies, lines = zip(*made, strict=True)
-    sources = [{"line": one.line(), "lengths": dict(sorted(one.lengths.items()))} for one in tallies]
+    sides, lines = zip(*made, strict=True)
+    sources = [{"line": one.line(), "lengths": dict(sorted(one.lengths.items()))} for side in sides for one in side]
     said = [line for each in lines for line in each]
-    if len(tallies) == 2 and (both := int(np.isin(tallies[0].hashes, tallies[1].hashes).sum())):
+    hashes = [np.concatenate([tally.hashes for tally in side]) for side in sides]
+    if len(hashes) == 2 and (both := int(np.isin(hashes[0], hashes[1]).sum())):
         said.append(f"data: {both:,} of the evaluation documents are trained on, too")
     return {"max_length": max_length, "sources": sources, "lines": said}
 

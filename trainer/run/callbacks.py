@@ -291,8 +291,8 @@ class EarlyStopping(EarlyStoppingCallback):
 
     def over(self, state: TrainerState) -> bool:
         """Whether training had stopped at this ``state``, which was saved; takes its count."""
-        saved: Any = (state.stateful_callbacks or {}).get(type(self).__name__)
-        if saved is not None:
+        kept: Any = state.stateful_callbacks  # a mapping, once it was read from a file
+        if saved := (kept or {}).get(type(self).__name__):
             self.early_stopping_patience_counter = saved["attributes"]["early_stopping_patience_counter"]
         return self.early_stopping_patience_counter >= self.early_stopping_patience
 

@@ -66,7 +66,9 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, config: RunConf
     """
     merge = config.model.lora is not None and config.model.name_or_path is None
     model: Any = trainer.accelerator.unwrap_model(trainer.whole, keep_torch_compile=False)
-    probe, logits = probe_logits(trainer)
+    rows = trainer.whole.get_input_embeddings().num_embeddings
+    probe = (torch.arange(PROBE_TOKENS) * 7919 % rows).unsqueeze(0)
+    logits = trainer.logits_of(probe)
     gathered = {name.replace("_orig_mod.", ""): tensor for name, tensor in trainer.whole_state().items()}  # compiled
     state, has_adapters = tied_again(model, gathered), hasattr(model, "peft_config")
     if trainer.stowed is not None and has_adapters and merge:
@@ -146,21 +148,6 @@ def as_a_user(trainer: Trainer) -> Iterator[None]:
     finally:
         if config is not None:
             set_hf_deepspeed_config(config)
-
-
-def probe_logits(trainer: Trainer) -> tuple[torch.Tensor, torch.Tensor]:
-    """A fixed row of tokens and its logits from the trained model. [1, T], [1, T, V]"""
-    rows = trainer.whole.get_input_embeddings().num_embeddings
-    probe = (torch.arange(PROBE_TOKENS) * 7919 % rows).unsqueeze(0)
-    if trainer.pipeline is not None:
-        return probe, trainer.logits_of(probe)
-    wrapped = trainer.model_wrapped
-    was_training = wrapped.training
-    wrapped.eval()
-    with torch.no_grad(), trainer.compute_loss_context_manager():
-        logits = wrapped(input_ids=probe.to(trainer.args.device)).logits
-    wrapped.train(was_training)
-    return probe, logits.float().cpu()
 
 
 def reload(folder: Path, *, trust_remote_code: bool) -> PreTrainedModel:

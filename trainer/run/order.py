@@ -27,6 +27,7 @@ from strategies.core.commit import replace_file
 from strategies.core.compose import in_order
 from strategies.core.facts import Precision
 from strategies.core.plan import Plan
+from strategies.core.sealed import digest_of
 from strategies.planner.step_cost import plan_cost, step_flops
 from strategies.report import full_report
 from trainer.config.sections import RunConfig
@@ -35,7 +36,7 @@ from trainer.data import tokenizer as tokenizers
 from trainer.data.collate import Collator, packing_supported
 from trainer.data.packing import MASKED
 from trainer.data.prepare import Prepared
-from trainer.dist.agreement import Agreement, agreement
+from trainer.dist.agreement import agreement
 from trainer.dist.ranks import Ranks, name_device
 from trainer.errors import ConfigError, write_line
 from trainer.machine import block_timing
@@ -48,6 +49,7 @@ from trainer.planning.fit import explained
 from trainer.planning.from_config import advice, plans_of, refuse_impossible
 from trainer.run import checkpoint, resuming
 from trainer.run.callbacks import EarlyStopping, Meter, MetricsFile, ProgressLine, SampleText, StepSeen
+from trainer.run.checkpoint import About, DataFacts, ModelFacts
 from trainer.run.plan_check import PlanCheck
 from trainer.run.profile import Profile
 from trainer.run.resuming import Resumed
@@ -242,7 +244,7 @@ def names_of(weights: PreTrainedModel) -> list[str]:
     return [name for kind in kinds for name, _ in kind]
 
 
-def make_trainer(run: Run, together: Agreement | None = None) -> Trainer:
+def make_trainer(run: Run) -> Trainer:
     """The trainer with its callbacks, in the order in which they see an event; the meter must be last."""
     arguments = make_arguments(run)
     meter = make_meter(run, arguments.device)
@@ -269,7 +271,6 @@ def make_trainer(run: Run, together: Agreement | None = None) -> Trainer:
         plan=run.plan,
         plan_check=plan_check,
         about=about(run, model),
-        together=together or Agreement(),
         callbacks=[
             ProgressLine(),
             file,
@@ -292,14 +293,23 @@ def make_trainer(run: Run, together: Agreement | None = None) -> Trainer:
     return trainer
 
 
-def about(run: Run, model: PreTrainedModel) -> checkpoint.About:
+def about(run: Run, model: PreTrainedModel) -> About:
     """What every checkpoint of the run says about it. Raise ConfigError if it resumes one with other parameters."""
     named = (run.stage.whole if run.stage else model).named_parameters()
-    shapes = {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in named}
+    shapes = digest_of({name: list(getattr(each, "ds_shape", each.shape)) for name, each in named})
     if run.resumed is not None:
         run.resumed.compare_shapes(shapes)
-    hf_config = build.load_config(run.config.model, facts.vocab_size_of(run.config))
-    return checkpoint.about(run.config, run.prepared, hf_config, shapes, run.ranks.world_size)
+    as_loaded = build.load_config(run.config.model, facts.vocab_size_of(run.config))  # the run may change its copy
+    tree, data = json.loads(json.dumps(run.config.tree()), parse_constant=str), run.prepared
+    rows = len(data.train) if hasattr(data.train, "__len__") else None
+    return About(
+        config=tree,
+        config_sha256=digest_of(tree),
+        versions=checkpoint.versions(),
+        world_size=run.ranks.world_size,
+        data=DataFacts(fingerprint=data.fingerprint, sources=data.sources, tokenizer=data.tokenizer, rows=rows),
+        model=ModelFacts(config=checkpoint.plain_config(as_loaded), shapes=shapes),
+    )
 
 
 def check_packing(config: RunConfig) -> None:

@@ -38,9 +38,9 @@ _SILENT_TRAINING = """
 """
 # What changes the result, by the name that training.allow_change takes.
 _GROUPS: Mapping[str, str] = {
-    "data": """data.path data.name data.split data.eval_path data.eval_split data.eval_fraction data.columns
-        data.completion_only_loss data.assistant_only_loss data.chat_template data.chat_template_path
-        data.streaming""",
+    "data": """data.path data.datasets data.name data.split data.limit data.eval_path data.eval_split
+        data.eval_fraction data.columns data.completion_only_loss data.assistant_only_loss
+        data.chat_template data.chat_template_path data.streaming""",
     "max_length": "data.max_length data.excess_length_strategy",
     "packing": "data.packing",
     "seed": "training.seed training.data_seed",

@@ -28,7 +28,6 @@ from strategies.core.commit import same_modes
 from strategies.core.sealed import Damaged
 from strategies.engine import NonFiniteError
 from strategies.state.spans import WEIGHT
-from trainer.dist.agreement import Agreement
 from trainer.errors import ConfigError, write_line
 from trainer.run import checkpoint, saving, training_state
 from trainer.run.callbacks import EarlyStopping, Meter
@@ -49,7 +48,6 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
     Args:
         meter, plan_check: also among the ``callbacks``.
         about: what every checkpoint says about the run.
-        together: decides with the other ranks.
     """
 
     plan: Plan
@@ -61,10 +59,9 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         plan: Plan,
         plan_check: PlanCheck | None,
         about: checkpoint.About,
-        together: Agreement,
         **kwargs: Any,
     ) -> None:
-        self.meter, self.plan_check, self.plan, self.about, self.together = meter, plan_check, plan, about, together
+        self.meter, self.plan_check, self.plan, self.about = meter, plan_check, plan, about
         self._saving: saving.Save | None = None
         self._resumed: str | None = None
         self._trained = False
@@ -74,7 +71,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         self.keep, self.args.save_total_limit = self.args.save_total_limit, None
         self.output_dir = Path(str(self.args.output_dir))
         self.newest, self.save_bytes = "", 0  # of this run's newest save: its name, and how much the next one takes
-        self.add_callback(StopNonFinite(self, self.not_finite))
+        self.add_callback(StopNonFinite(self))
 
     @property
     def stows(self) -> bool:
@@ -216,10 +213,6 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         self.settle()
         folder, writes = self.output_dir / f"checkpoint-{self.state.global_step}", bool(self.args.should_save)
         former = self.state.best_model_checkpoint
-        missing = saving.shortage(self.output_dir, self.save_bytes) if self.args.process_index == 0 else None
-        if self.together.any(missing is not None):
-            self._say(f"step {self.state.global_step}: no checkpoint was saved: {missing}; the next save tries again")
-            return
         self.store_flos()
 
         def write(draft: Path) -> None:
@@ -228,7 +221,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
             training_state.save_random_state(self, draft)
 
         try:
-            with saving.draft(self.output_dir, writes=writes) as drafts:
+            with saving.draft(self.output_dir, self.save_bytes, writes=writes) as drafts:
                 draft = drafts / folder.name
                 saving.together(lambda: write(draft))
                 self.state.best_model_checkpoint = self._best(former)
@@ -260,11 +253,8 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
 
     def _not_saved(self, folder: Path, error: OSError, best: str | None) -> None:
         self.state.best_model_checkpoint = best
-        self._say(f"{folder} was not saved: {error}; older ones are as they were; the next save tries again")
-
-    def _say(self, line: str) -> None:
         if self.args.process_index == 0:
-            write_line(line)
+            write_line(f"{folder} was not saved: {error}; older ones are as they were; the next save tries again")
 
     def _best(self, former: str | None) -> str | None:
         """The best checkpoint, by the name that it will have."""
