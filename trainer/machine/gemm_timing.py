@@ -103,9 +103,9 @@ def place_of(machine: Machine, threads: int | None = None) -> str:
         runs = f"threads {threads or torch.get_num_threads()}"
     else:
         runs = accelerator.row_of(torch.device(machine.device_kind)).software()
-    exact = ["deterministic"] if torch.are_deterministic_algorithms_enabled() else []
+    exact = "deterministic" if torch.are_deterministic_algorithms_enabled() else ""
     here = [f"{name} {value}" for name, value in key_of(machine).items()]
-    return ", ".join([*here, runs, f"matmul precision {torch.get_float32_matmul_precision()}", *exact])
+    return ", ".join(filter(None, (*here, runs, f"matmul precision {torch.get_float32_matmul_precision()}", exact)))
 
 
 def load(path: Path) -> tuple[dict[str, Timings], str]:
