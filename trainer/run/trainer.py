@@ -53,13 +53,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
     plan: Plan
 
     def __init__(
-        self,
-        *args: Any,
-        meter: Meter,
-        plan: Plan,
-        plan_check: PlanCheck | None,
-        about: checkpoint.About,
-        **kwargs: Any,
+        self, *args: Any, meter: Meter, plan: Plan, plan_check: PlanCheck | None, about: checkpoint.About, **kwargs: Any
     ) -> None:
         self.meter, self.plan_check, self.plan, self.about = meter, plan_check, plan, about
         self._saving: saving.Save | None = None
