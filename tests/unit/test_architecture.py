@@ -36,7 +36,7 @@ ROOMS = (
 # The floors of ``strategies/engine``, lowest first.
 FLOORS = (
     "transfer", "memory", "tensors", "forward", "buckets", "ranks", "residency", "updating", "model_checks",
-    "module_hooks", "prefetch", "engine", "keeper", "saving", "optimizer",
+    "module_hooks", "prefetch", "engine", "keeper", "saving", "optimizer", "named",
 )  # fmt: skip
 # The files of ``strategies/engine`` that define a bucket's state, and the fields that only they write.
 OWNERS = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from strategies.core.optimizers import refuse_optimizer
 
@@ -87,7 +87,26 @@ RENAMED: Mapping[str, str] = {
     "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
 }
 # Keys that TrainingArguments does not have.
-OWN = frozenset(["allow_change", "overwrite", "early_stopping_patience", "early_stopping_threshold", "sample_prompts"])
+OWN = frozenset(
+    ["allow_change", "overwrite", "early_stopping_patience", "early_stopping_threshold", "sample_prompts", "profile"]
+)
+
+
+def _in_order(steps: list[int]) -> list[int]:
+    if steps[0] > steps[1]:
+        raise ValueError("must be the first and the last step, in this order, as in [10, 12]")
+    return steps
+
+
+class ProfileSection(Section):
+    """A torch profiler's trace of some optimizer steps."""
+
+    steps: Annotated[
+        list[Annotated[int, Field(ge=2)]],
+        Field(min_length=2, max_length=2),
+        AfterValidator(_in_order),
+        Allowed("the first and the last step, as in [10, 12]; from 2 on, since one is for warming up"),
+    ] = Field(description="Optimizer steps to profile; a few, since each is millions of lines.")
 
 
 class TrainingSection(Section):
@@ -139,6 +158,7 @@ class TrainingSection(Section):
     log_level_replica: LogLevel | None = option("Level of messages on the other processes.")
     include_num_input_tokens_seen: Counting | None = option("Count the tokens seen.")
     report_to: Reporters = option("Where metrics go besides metrics.jsonl.", ["tensorboard"])
+    profile: ProfileSection | None = option("Trace of some steps, in the run's folder profile; slower meanwhile.")
     run_name: NonEmpty | None = option("Name of the run at the trackers.")
     project: NonEmpty | None = option("Project at the trackers.")
     trackio_space_id: NonEmpty | None = option("Hugging Face Space that shows Trackio's metrics.")

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
@@ -106,7 +107,7 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, config: RunConf
         return Receipt(len(reloaded.state_dict()), num_bytes, difference)
 
 
-def tied_again(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def tied_again(model: torch.nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """``state`` with one tensor under all names of a tied weight, since ``save_pretrained`` knows them by their memory.
 
     DeepSpeed's stages 0 to 2 return a copy for each name, and every copy would be written.
@@ -116,7 +117,7 @@ def tied_again(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> dic
     return {name: state[first.setdefault(id(live[name]), name)] for name in state}
 
 
-def refuse_not_finite(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+def refuse_not_finite(model: torch.nn.Module, state: Mapping[str, Tensor]) -> None:
     """Raise ExportError if a weight has NaN or infinity in it, naming the first. Buffers may, as masks do."""
     for name, _ in model.named_parameters():
         tensor = state[name]
@@ -183,9 +184,9 @@ def refuse_different(lines: Iterable[str]) -> None:
 
 def compare(
     model: PreTrainedModel,
-    state: Mapping[str, torch.Tensor],
-    probe: Mapping[str, torch.Tensor],
-    logits: torch.Tensor,
+    state: Mapping[str, Tensor],
+    probe: Mapping[str, Tensor],
+    logits: Tensor,
     tolerance: float,
     *,
     names: bool,

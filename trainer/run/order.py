@@ -52,6 +52,7 @@ from trainer.run import checkpoint, resuming
 from trainer.run.callbacks import EarlyStopping, Meter, MetricsFile, ProgressLine, SampleText, StepSeen
 from trainer.run.checkpoint import About, DataFacts, ModelFacts
 from trainer.run.plan_check import PlanCheck
+from trainer.run.profile import Profile
 from trainer.run.resuming import Resumed
 from trainer.run.stage_trial import form_of_stages
 from trainer.run.task_trainer import adapters_follow, class_for, left_out, options
@@ -298,6 +299,9 @@ def make_trainer(run: Run) -> Trainer:
     if not task.language and (line := left_out(run.config, len(run.prepared.train), trainer)):
         run.say(line)
     trainer.remove_callback(PrinterCallback)  # our line says more
+    if training.profile is not None:
+        model_name = run.config.model.name_or_path or type(model).__name__
+        trainer.add_callback(Profile(trainer, run.plan, training.profile.steps, run.folder, model_name))
     if run.stage is not None:
         trainer.start_pipeline(run.stage)
     if deepspeed.clips_itself(run.plan):
