@@ -26,6 +26,8 @@ COMMANDS = {
     "verify": "compare training with the strategies to plain training, or a checkpoint with its hashes",
     "doctor": "is this machine ready, and how fast is it",
     "bench": "measure against plain torch, DeepSpeed and FSDP2 on this machine",
+    "watch": "a run on one screen while it trains",
+    "compare": "two runs: settings that differ, speed, memory, losses and their curves",
     "import": "make a config from that of DeepSpeed, Transformers, TRL, Accelerate, Axolotl or LLaMA-Factory",
 }
 FILES = {"import": "import_config"}  # of commands whose names cannot be a module's
@@ -35,6 +37,8 @@ EXAMPLES = {
     "verify": ("--config my.yaml", "--checkpoint runs/mine/checkpoint-400"),
     "doctor": ("", "--rates"),
     "bench": ("offload --model 45m", "linear --model 45m --tokens 64"),
+    "watch": ("runs/mine", "runs/mine --once"),
+    "compare": ("runs/one runs/two", "runs/one runs/two --plot curves.png"),
     "import": ("axolotl.yaml --out mine.yaml", "-- deepspeed train.py --deepspeed ds.json --learning_rate 1e-4"),
 }
 MEANINGS = {

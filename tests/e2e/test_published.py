@@ -21,12 +21,14 @@ ELSEWHERE = {
     "bench": "test_bench.py, tests/unit/test_bench.py",
     "doctor": "tests/unit/test_doctor.py, tests/unit/test_rates.py",
     "verify": "test_verify.py",
+    "watch": "tests/unit/test_history.py",
+    "compare": "tests/unit/test_history.py",
 }
 RUN_HERE = {"train", "finetune"}
 MAKE = RUN_HERE | {"test", "test-all", "faults", "lint", "setup", "docs", "bench", "gpu-check", "gpu-rehearsal"}
 PLACES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "docs/**/*.md", "configs/*.yaml"]
 STARTS = r"(?:python |(?:deepspeed|torchrun) (?:[^\n]*?--(?:num_gpus|nproc_per_node) (\d) )?)?"
-COMMAND = re.compile(STARTS + r"launch/(train|plan|verify|doctor|bench)\.py( [^`\n#|]*)?")
+COMMAND = re.compile(STARTS + r"launch/(train|plan|verify|doctor|bench|watch|compare)\.py( [^`\n#|]*)?")
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
 BLOCKS = {"num_hidden_layers": 4}  # two in each of two stages
 FEW = {"num_hidden_layers": 2, "vocab_size": 512}  # where a command names them
@@ -39,6 +41,8 @@ SMALL: dict[str, Any] = {
     },
     "strategies": {"offload": {"gpu_memory": "1200KiB"}},
 }  # fmt: skip
+
+FEW_STEPS = {"training": {"max_steps": 2, "warmup_steps": 1, "eval_steps": 2}}
 
 
 def published() -> Iterator[tuple[str, int, list[str]]]:
@@ -67,7 +71,9 @@ def test_commands_that_train(server: Server, tmp_path: Path) -> None:
     for path in REPO.glob("configs/*.yaml"):
         text = path.read_text().replace("runs/", f"{tmp_path}/runs/")
         (tmp_path / "configs").mkdir(exist_ok=True)
-        (tmp_path / "configs" / path.name).write_text(yaml.safe_dump(shrunk(yaml.safe_load(text), SMALL)))
+        tree = yaml.safe_load(text)
+        sizes = FEW_STEPS if "task" in tree else SMALL  # those of tasks are small as they are
+        (tmp_path / "configs" / path.name).write_text(yaml.safe_dump(shrunk(tree, sizes)))
     commands = [(ranks, arguments) for script, ranks, arguments in published() if script == "train"]
     assert len(commands) >= 5
     for ranks, arguments in commands:
