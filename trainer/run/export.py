@@ -22,9 +22,8 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData
@@ -52,8 +51,7 @@ PROBE_TOKENS = 32
 FP32_TOLERANCE, HALF_TOLERANCE = 1e-3, 5e-2
 
 
-@dataclass(frozen=True, slots=True)
-class Receipt:
+class Receipt(NamedTuple):
     """The result of the check. ``largest_difference`` is between logits, relative to the largest logit."""
 
     num_tensors: int
