@@ -63,9 +63,9 @@ def damage(monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], object]) ->
     """Let ``change`` at the folder between writing and checking, as a bad disk would."""
     reload = export_module.reload
 
-    def after_damage(folder: Path, **options: Any) -> Any:
+    def after_damage(folder: Path, *given: Any, **options: Any) -> Any:
         change(folder)
-        return reload(folder, **options)
+        return reload(folder, *given, **options)
 
     monkeypatch.setattr(export_module, "reload", after_damage)
 

@@ -29,7 +29,7 @@ import torch
 from huggingface_hub import ModelCard, ModelCardData
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from strategies.core.commit import replaced_folder, same_modes
@@ -39,6 +39,8 @@ from trainer.model.build import set_use_cache
 from trainer.run.callbacks import perplexity
 from trainer.run.checkpoint import move_aside, versions
 from trainer.run.trainer import Trainer
+from trainer.tasks.table import TASKS
+from trainer.tasks.task import Task, loaded
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, TrainerState
@@ -69,8 +71,9 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, config: RunConf
     """
     merge = config.model.lora is not None and config.model.name_or_path is None
     model: Any = trainer.accelerator.unwrap_model(trainer.whole, keep_torch_compile=False)
+    task = TASKS[config.task]
     rows = trainer.whole.get_input_embeddings().num_embeddings
-    probe = (torch.arange(PROBE_TOKENS) * 7919 % rows).unsqueeze(0)
+    probe = task.probe((torch.arange(PROBE_TOKENS) * 7919 % rows).unsqueeze(0))
     logits = trainer.logits_of(probe)
     gathered = {name.replace("_orig_mod.", ""): tensor for name, tensor in trainer.whole_state().items()}  # compiled
     state, has_adapters = tied_again(model, gathered), hasattr(model, "peft_config")
@@ -94,7 +97,10 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, config: RunConf
         tokenizer.save_pretrained(draft)
         card.save(draft / "README.md")
         with as_a_user(trainer):
-            reloaded = reload(draft, trust_remote_code=config.model.trust_remote_code)
+            labels = {}
+            if config.model.labels and has_adapters and not merge:  # a user names them, since the files do not
+                labels = {"id2label": model.config.id2label, "label2id": model.config.label2id}
+            reloaded = reload(draft, task, trust_remote_code=config.model.trust_remote_code, **labels)
             # Reloaded adapters have other names than trained ones; their values are compared alone.
             difference = compare(reloaded, state, probe, logits, tolerance, names=merge or not has_adapters)
         same_modes(draft)
@@ -153,17 +159,17 @@ def as_a_user(trainer: Trainer) -> Iterator[None]:
             set_hf_deepspeed_config(config)
 
 
-def reload(folder: Path, *, trust_remote_code: bool) -> PreTrainedModel:
+def reload(folder: Path, task: Task, **options: Any) -> PreTrainedModel:
     """The model in ``folder``, loaded as a user would; ExportError if a weight is missing or has another shape."""
     logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=trust_remote_code
+        opened: Any = loaded(task.model_class).from_pretrained(
+            folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     except (RuntimeError, OSError, ValueError, SafetensorError) as error:
         raise ExportError(f"export: cannot be opened: {' '.join(str(error).split())}") from error
-    model: PreTrainedModel = loaded[0]
-    loading = loaded[1]
+    model: PreTrainedModel = opened[0]
+    loading = opened[1]
     refuse_different([f"{name} is not in the file" for name in loading["missing_keys"]])
     refuse_different(
         f"{name} has shape {tuple(found)} in the file, not {tuple(wanted)}"
@@ -179,13 +185,21 @@ def refuse_different(lines: Iterable[str]) -> None:
 
 
 def compare(
-    model: PreTrainedModel, state: Mapping[str, Tensor], probe: Tensor, logits: Tensor, tolerance: float, *, names: bool
+    model: PreTrainedModel,
+    state: Mapping[str, Tensor],
+    probe: Mapping[str, Tensor],
+    logits: Tensor,
+    tolerance: float,
+    *,
+    names: bool,
 ) -> float:
     """The largest difference of a logit. Raise ExportError if it is beyond ``tolerance``, or a tensor is not bit for
     bit the trained one (in the dtype of the file), or, if ``names`` are compared, is missing.
     """
     found = model.state_dict()
     trained = {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}  # the prefix is peft's
+    # What peft keeps of a module that is trained in full is not saved, and a new head has other random numbers.
+    trained = {name: tensor for name, tensor in trained.items() if ".original_module." not in name}
     assert trained.keys() & found.keys(), "nothing to compare"
     refuse_different(f"{name} is not in the model" for name in trained.keys() - found.keys() if names)
     refuse_different(
@@ -196,7 +210,7 @@ def compare(
     model.eval()
     model.config.use_cache = False  # as it was for ``logits``
     with torch.no_grad():
-        again = model(input_ids=probe).logits.float()
+        again = model(**probe).logits.float()
         difference = float((again - logits).abs().max() / logits.abs().max().clamp_min(1e-12))
     if not difference <= tolerance:
         raise ExportError(f"export: logits differ by {difference:.2e} of the largest after reloading")
@@ -214,7 +228,10 @@ def model_card(
     adapters = config.model.lora is not None and base is not None
     tags = ["deepstow", *(["lora"] if adapters else []), *(["custom_code"] if brings_code else [])]
     header = ModelCardData(
-        base_model=base, library_name="peft" if adapters else "transformers", pipeline_tag="text-generation", tags=tags
+        base_model=base,
+        library_name="peft" if adapters else "transformers",
+        pipeline_tag=TASKS[config.task].pipeline_tag,
+        tags=tags,
     )
     data, used = config.data, {name: number for name, number in versions().items() if number != "not installed"}
     if config.model.lora is None:
@@ -224,7 +241,7 @@ def model_card(
         f"# {Path(config.training.output_dir).name}",
         _origin(config, hf_config.model_type),
         f"It was trained on {source} in sequences of up to {data.max_length} tokens, for {state.global_step} steps. "
-        + " ".join(_results(state.log_history)),
+        + " ".join(_results(state.log_history, odds=TASKS[config.task].language)),
         f"Strategies: {_strategies(config)}. The command, on {num_ranks} process{'es' if num_ranks > 1 else ''}:",
         f"```\n{shlex.join(argv)}\n```",
         f"Versions: {', '.join(f'{name} {number}' for name, number in used.items())}.",
@@ -244,13 +261,14 @@ def _origin(config: RunConfig, model_type: str) -> str:
     return f"A model of type {model_type}, trained with DeepStow from random weights{merged}."
 
 
-def _results(history: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """A sentence for each of the last losses in the log."""
+def _results(history: Sequence[Mapping[str, Any]], *, odds: bool) -> Iterator[str]:
+    """A sentence for each of the last losses in the log; ``odds``: they are means over tokens."""
     for kind, key in (("training", "loss"), ("evaluation", "eval_loss")):
         last = next((record for record in reversed(history) if key in record), None)
         if last is not None:
             loss = float(last[key])
-            yield f"The last {kind} loss, at step {last['step']}, was {loss:.4f} (perplexity {perplexity(loss):.1f})."
+            shown = f" (perplexity {perplexity(loss):.1f})" if odds else ""
+            yield f"The last {kind} loss, at step {last['step']}, was {loss:.4f}{shown}."
 
 
 def _strategies(config: RunConfig) -> str:
