@@ -24,8 +24,9 @@ MASKED = -100  # the label of a token that is not trained on: what torch's cross
 
 def whole(lengths: Sequence[int] | NDArray[np.integer]) -> Spans:
     """Each document as one span."""
-    stops = np.asarray(lengths, np.int32)
-    return np.stack([np.arange(len(stops), dtype=np.int32), np.zeros_like(stops), stops], axis=1)
+    spans = np.zeros((len(lengths), 3), np.int32)
+    spans[:, 0], spans[:, 2] = np.arange(len(lengths), dtype=np.int32), lengths
+    return spans
 
 
 def chunk(spans: Spans, max_length: int) -> Spans:

@@ -250,7 +250,8 @@ def _write(
         say(line)
         lines.append(line)
     for name, pieces in sorted(sides.items()):
-        made = packing.rows(np.concatenate(pieces), read, options.max_length, options.packing)
+        spans = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        made = packing.rows(spans, read, options.max_length, options.packing)
         rows, tokens, trained = _save(draft / f"{name}.arrow", made)
         share = f"{trained:,} of {tokens:,} tokens trained on"
         lines.append(f"data: {name}: {rows:,} rows of up to {options.max_length:,} tokens; {share}")

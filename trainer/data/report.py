@@ -111,7 +111,8 @@ class Tally:
         notes = [f"dropped: {self._dropped()}"] if self.dropped else []
         if self.long and self.how != "drop":
             notes.append(f"{self.long:,} longer than {self.max_length:,} tokens ({self.how})")
-        if twice := self.rows - len(np.unique(self.hashes)):
+        ordered = np.sort(self.hashes)  # np.unique takes much more memory
+        if twice := int((ordered[1:] == ordered[:-1]).sum()):
             notes.append(f"{twice:,} duplicates")
         return "; ".join([f"{self.name}: {self.rows:,} rows tokenised", *notes])
 
