@@ -39,6 +39,7 @@ from strategies.engine.model_checks import mismatches, not_in_kernels, refuse_ov
 from strategies.engine.saving import state_file
 from strategies.engine.saving.state_dict import State, StateAccess
 from strategies.engine.tensors.parameters import STOWED, put
+from strategies.engine.tensors.quantised import Adopted
 from strategies.engine.transfer.transfer import Transfer, transfer_for
 from strategies.engine.updating.norms import TotalNorm, norm_of_all
 from strategies.engine.updating.optim import AdamW, UpdateRule
@@ -149,6 +150,8 @@ class StowOptimizer(torch.optim.Optimizer):
         if complaints:
             raise ValueError("the plan was made for something else:\n  " + "\n  ".join(complaints[:8]))
         _move_buffers(model, device)
+        self._quantised = Adopted(model)
+        self._quantised.put(device)
         self.engine = make_engine(groups=lambda: self.param_groups)
         self._room = room_of(model) if hosts else None
         if self._room is not None:
@@ -376,6 +379,8 @@ class StowOptimizer(torch.optim.Optimizer):
         self.engine.close()
         self.access.release()
         _move_buffers(self._model, torch.device("cpu"))
+        self._quantised.put(torch.device("cpu"))
+        self._quantised.release()
         self._first_look.remove()
         chunked_loss.set_native(self._model)
         for name in (STOWED, DDP_ASKS):

@@ -45,6 +45,25 @@ class LoraSection(Section):
     use_dora: bool = option("Train magnitude and direction apart (DoRA).", False)
 
 
+class QuantizationSection(Section):
+    """Base weights of linear layers in 4 or 8 bits, frozen under adapters; names as in transformers.BitsAndBytesConfig.
+
+    Needs bitsandbytes. The base is quantised while it is loaded.
+    """
+
+    load_in_4bit: bool = option("4 bits per weight (QLoRA).", False)
+    load_in_8bit: bool = option("8 bits per weight (LLM.int8).", False)
+    bnb_4bit_quant_type: Literal["fp4", "nf4"] = option("Which 16 values 4 bits stand for; nf4 is QLoRA's.", "fp4")
+    bnb_4bit_use_double_quant: bool = option("Quantise the scales of 4-bit weights as well.", False)
+    bnb_4bit_compute_dtype: Dtype = option("Type in which layers with 4-bit weights compute.", "float32")
+    llm_int8_threshold: Annotated[float, Field(ge=0)] = option(
+        "Columns of inputs with larger values are computed in 16 bits, beside 8-bit weights.", 6.0
+    )
+    llm_int8_skip_modules: list[NonEmpty] | None = option(
+        "Modules that are not quantised, of either width; not set means the head."
+    )
+
+
 class ModelSection(Section):
     """Which model is trained: exactly one of name_or_path and config."""
 
@@ -57,6 +76,7 @@ class ModelSection(Section):
     attn_implementation: Attention | None = option("Attention kernel; not set means the model's default.")
     trust_remote_code: bool = option("Run Python code that comes with the model. It can do anything you can.", False)
     lora: LoraSection | None = option("Train low-rank adapters instead of all weights; needs peft.")
+    quantization_config: QuantizationSection | None = option("Base weights in 4 or 8 bits under model.lora.")
 
 
 class DataSection(Section):

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from trainer.errors import ConfigError, nearest
+from trainer.model import quantise
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -128,14 +129,18 @@ def build(section: ModelSection, config: PretrainedConfig, *, seed: int, partiti
         if section.trust_remote_code:
             logger.warning(REMOTE_CODE)
         model = AutoModelForCausalLM.from_pretrained(
-            section.name_or_path, dtype=dtype, trust_remote_code=section.trust_remote_code, **attention
-        )
+            section.name_or_path, dtype=dtype, trust_remote_code=section.trust_remote_code, **attention,
+            **quantise.loading(section.quantization_config),
+        )  # fmt: skip
     else:
         own = deepcopy(config)  # Transformers derives the model's generation config from this one
         as_given = _own_config(section, config.get_text_config().vocab_size)
         set_use_cache(own, getattr(as_given, "use_cache", None))
         make = partial(AutoModelForCausalLM.from_config, own, dtype=dtype, **attention)
         model = make() if partitioned else _random_weights(make, seed)
+        if section.quantization_config is not None:
+            quantise.quantise(model, section.quantization_config)
+    quantise.keep_packing(model)
     model.own_use_cache = getattr(model.config, "use_cache", None)
     model.config.use_cache = False
     return with_lora(model, section.lora) if section.lora is not None else cast("PreTrainedModel", model)

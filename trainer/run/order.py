@@ -27,6 +27,7 @@ from strategies.core.commit import replace_file
 from strategies.core.compose import in_order
 from strategies.core.facts import Precision
 from strategies.core.plan import Plan
+from strategies.engine.tensors.quantised import is_quantised
 from strategies.planner.step_cost import plan_cost, step_flops
 from strategies.report import full_report
 from trainer.config.sections import RunConfig
@@ -229,7 +230,8 @@ def make_model(run: Run) -> PreTrainedModel:
     weights = build.build(section, hf_config, seed=seed, partitioned=deepspeed.stage(run.plan) == 3)
     if run.plan.layout is not None and run.plan.facts.run.precision is Precision.BF16:
         for parameter in weights.parameters():  # one by one; the engine keeps fp32 masters
-            parameter.data = parameter.data.to(torch.bfloat16)
+            if not is_quantised(parameter):
+                parameter.data = parameter.data.to(torch.bfloat16)
     if run.form is not None:
         known = run.plan.facts
         assert known.cut is not None
