@@ -23,7 +23,7 @@ Any Hugging Face Trainer, TRL's as well::
 ``NonFiniteError`` is raised by training whose gradients are not finite three steps in a row.
 """
 
-from strategies.engine import SGD, AdamW, NonFiniteError, StowOptimizer, stow
+from strategies.engine import SGD, AdamW, NonFiniteError, StowOptimizer, UpdateRule, stow
 from strategies.engine.forward.checkpointing import recompute
 from trainer.planning.plan_for import plan_for
 from trainer.run.stowed_trainer import StowedTrainer, stowed
@@ -34,6 +34,7 @@ __all__ = [
     "NonFiniteError",
     "StowOptimizer",
     "StowedTrainer",
+    "UpdateRule",
     "plan_for",
     "recompute",
     "stow",

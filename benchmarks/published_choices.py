@@ -20,8 +20,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from strategies.core.facts import Choices, Facts, MachineFacts, Operator, Precision, RunFacts, Unit, UnitKind, Work
+from strategies.core.protocol import Refusal
 from strategies.planner.hybrid.cluster import Cluster
-from strategies.planner.hybrid.degrees import SHAPE, Degrees, Rule, Stowed
+from strategies.planner.hybrid.degrees import Degrees, Stowed
 from strategies.planner.hybrid.parts import Models
 from strategies.planner.hybrid.search import Options, hybrid
 from strategies.planner.hybrid.step_seconds import Pricing
@@ -31,7 +32,6 @@ from trainer.dist.ranks import Ranks
 from trainer.machine.profiles import profile
 from trainer.planning.hybrid import cluster_of
 
-MENU = (*SHAPE, Rule("ZeRO 2, 3", "the optimizer's state is split at most", lambda d, has: d.zero >= 2))
 POLICY = {2021: "full", 2022: "selective", 2024: "none"}
 
 
@@ -111,12 +111,17 @@ def simulated(facts: Facts, cluster: Cluster, degrees: Degrees) -> tuple[str, st
     return first, "-".join(ends)
 
 
+def without_zero_2(degrees: Degrees) -> Refusal | None:
+    """Those engines split the optimizer's state at most."""
+    return Refusal("zero.stage", degrees.zero, "is not theirs") if degrees.zero >= 2 else None
+
+
 def choice(gpt: Gpt, stages: int, data: int, sequences: int, seconds: float) -> tuple[str, ...]:
     """A published choice of 8 tensor ranks, what it takes by our pricing, and what the search would choose."""
     machine, cluster = setting(gpt, 8 * stages * data)
     known = {(size, t): rank_facts(gpt, machine, size, t) for size in (1, 2, 4) for t in (1, 2, 4, 8)}
     policies = ("none", "full") if gpt.year == 2021 else ("none", "selective", "full")
-    best = hybrid(known, cluster, sequences, Options(MENU, policies, (Stowed.NOTHING,))).best
+    best = hybrid(known, cluster, sequences, Options(without_zero_2, policies, (Stowed.NOTHING,))).best
     theirs = Degrees(
         stages=stages, tensor=8, data=data, zero=int(gpt.year == 2024), recompute=POLICY[gpt.year],
         micro_batches=sequences // data, last_blocks=gpt.layers // stages,

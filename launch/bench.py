@@ -1,10 +1,5 @@
 """Measure this project against its peers on this machine.
 
-    python launch/bench.py offload [--model 45m] [--tokens 64] [--gpu-memory 16GiB,24GiB]
-    python launch/bench.py offload --ranks 2 [--tokens 256]
-    python launch/bench.py linear [--models gpt2-xl] [--tokens 16,64] [--dtypes bf16]
-    python launch/bench.py recompute [--model 45m] [--attention eager] [--dropout 0.1]
-
 ``offload`` and ``recompute``: every contender does the same work in a fresh process, in turn, over several rounds.
 ``linear``: the matrix products of well-known models' linear layers over every route. The table is printed; the record
 with every run's figures goes to a folder under benchmarks/records. A contender that failed is a row of the table.
@@ -26,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs where th
 from benchmarks.harness import linear, record, work
 from launch import cli
 from trainer.dist.ranks import Ranks, settle_environment
-from trainer.errors import ConfigError, UserError, nearest
+from trainer.errors import ConfigError, nearest
 from trainer.machine.probe import cores
 
 say = partial(print, flush=True)
@@ -104,21 +99,20 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole command. Returns the exit code."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    try:
-        given = parse(argv)
-        command = shlex.join(["python", "launch/bench.py", *argv])
-        ranks = getattr(given, "ranks", 1)
-        settle_environment(Ranks(0, 0, ranks, ranks), cores()[1])  # torch's threads, here and in contenders' processes
-        if given.theme == "linear":
-            cases = linear.wanted(listed(given.models), listed(given.tokens) or [given.tokens], listed(given.dtypes))
-            question = linear.question(cases, given, say)
-        else:
-            question = record.comparison(*wanted(given), given.rounds, say)
-        return record.answer(given.theme, question, given.out, command, say)
-    except UserError as error:
-        print("\n".join(error.lines), file=sys.stderr)
-        return error.code
+    return cli.answered(lambda: measure(list(sys.argv[1:] if argv is None else argv)))
+
+
+def measure(argv: Sequence[str]) -> int:
+    """Measure what is asked for. Returns the exit code."""
+    given = parse(argv)
+    ranks = getattr(given, "ranks", 1)
+    settle_environment(Ranks(0, 0, ranks, ranks), cores()[1])  # torch's threads, here and in contenders' processes
+    if given.theme == "linear":
+        cases = linear.wanted(listed(given.models), listed(given.tokens) or [given.tokens], listed(given.dtypes))
+        question = linear.question(cases, given, say)
+    else:
+        question = record.comparison(*wanted(given), given.rounds, say)
+    return record.answer(given.theme, question, given.out, shlex.join(["python", "launch/bench.py", *argv]), say)
 
 
 def wanted(given: argparse.Namespace) -> tuple[work.Work, list[work.Contender]]:

@@ -12,12 +12,12 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import version
 from typing import TypeVar
 
-from trainer.errors import ExitCode, nearest
+from trainer.errors import ExitCode, UserError, nearest, report
 
 P = TypeVar("P", bound=argparse.ArgumentParser)
 COMMANDS = {
@@ -54,17 +54,21 @@ DOCS = "docs: docs/index.md in the repository; every key of a config: docs/confi
 def explained(parser: P, name: str, doc: str | None) -> P:
     """``parser`` with what each command says of itself: purpose, two examples, exit codes, where the docs are."""
     codes = MEANINGS if name == "train" else OF_OTHERS
+    examples = [f"  deepstow {name} {example}".rstrip() for example in EXAMPLES[name]]
+    said = "exit codes: " + ", ".join(f"{int(code)} {MEANINGS[code]}" for code in codes)
     parser.prog, parser.description = f"deepstow {name}", (doc or "").splitlines()[0]
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = "\n".join(
-        (
-            "examples:",
-            *(f"  deepstow {name} {example}".rstrip() for example in EXAMPLES[name]),
-            "exit codes: " + ", ".join(f"{int(code)} {MEANINGS[code]}" for code in codes),
-            DOCS,
-        )
-    )
+    parser.epilog = "\n".join(("examples:", *examples, said, DOCS))
     return parser
+
+
+def answered(work: Callable[[], int | None]) -> int:
+    """The exit code of ``work``; what the user can mend is printed without a traceback."""
+    try:
+        return work() or ExitCode.FINISHED
+    except UserError as error:
+        report(error)
+        return error.code
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,14 +1,8 @@
 """Is this machine ready to train, and how fast is it?
 
-    python launch/doctor.py [--build] [--json PATH]
-    python launch/doctor.py --rates [--out PATH]
-
-Prints one row per fact, then ``ready``, or what to fix, each with the command that fixes it. The exit code is 0 if the
-machine is ready and 1 if something required is missing or wrong; warnings do not count.
-
-DeepSpeed compiles its C++ extensions at first use, silently, for a minute or two of the first run; ``--build`` does so
-beforehand. ``--rates`` only measures the rates from which plans compute the time of a step, and stores them where plans
-look for them; nothing else should run meanwhile.
+Prints one row per fact, then ``ready``, or what to fix, each with the command that fixes it; warnings leave the exit
+code 0. DeepSpeed compiles its C++ extensions at first use, silently, for a minute or two; ``--build`` does so
+beforehand. ``--rates`` measures the rates from which plans compute the time of a step; nothing else should run then.
 """
 
 from __future__ import annotations
@@ -39,7 +33,7 @@ from launch import cli
 from strategies.core.sizes import human, human_duration
 from trainer.dist.deepspeed_ops import CPU_ADAM, FUSED_ADAM, SHM, Op, cache_folder, compiler
 from trainer.dist.ranks import Ranks, settle_environment
-from trainer.errors import ExitCode
+from trainer.errors import ExitCode, UserError
 from trainer.machine.probe import GIB, Memory, cores, disk_free_bytes, host_memory, probe
 from trainer.machine.profiles import COMMAND, StoredRates, known_rates, one_line, stored_at
 
@@ -179,18 +173,16 @@ def rates_row(stored: StoredRates) -> Row:
     return checked("rates", f"{one_line(stored.rates)}  ({origin})", cure=cure, warn=stored.others_share > QUIET)
 
 
-def measure_rates(path: Path) -> int:
-    """Measure and store the rates, printing progress. Returns the exit code."""
+def measure_rates(path: Path) -> None:
+    """Measure and store the rates, printing progress."""
     from trainer.machine import rates
 
     began_s = time.perf_counter()
     try:
         stored = rates.measure_and_store(path, partial(print, flush=True))
     except OSError as error:
-        print(f"--out {path}: {error.strerror}", file=sys.stderr)
-        return ExitCode.FAILED
+        raise UserError(f"--out {path}: {error.strerror}") from None
     print(f"\n{rates_row(stored)}\nstored in {path} after {human_duration(time.perf_counter() - began_s)}")
-    return ExitCode.FINISHED
 
 
 def op_row(op: Op, folder: Path, torch_folder: Path) -> Row:
@@ -307,7 +299,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.rates:
         if args.build or args.json:
             parser.error("--rates measures and does nothing else; leave out --build and --json")
-        return measure_rates(args.out or stored_at())
+        return cli.answered(lambda: measure_rates(args.out or stored_at()))
     if args.out:
         parser.error("--out goes with --rates")
     rows = []

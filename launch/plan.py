@@ -1,13 +1,7 @@
 """Show the plan of a run: which rank holds which tensors, where, how many bytes, and which strategy decided it and why.
 
-    python launch/plan.py --config configs/quickstart.yaml --world-size 8 --profile h100-pcie5
-    python launch/plan.py --fit --config configs/quickstart.yaml
-    python launch/plan.py --search --config configs/llama-70b.yaml --world-size 1024 --profile h100-sxm-pcie5
-
 Needs no accelerator, no weights and no data. If the training state does not fit, the exit code is 2, and a table says
 what would. ``--fit`` prints that table for any model and machine; its exit code is 0 whatever the answer is.
-``--search`` prints the best ways to use all ranks: pipeline stages, tensor and data parallelism, and what goes with it.
-``--tokens`` adds what a run of so many tokens takes: operations, days, cost and energy.
 """
 
 from __future__ import annotations
@@ -23,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from launch import cli
 from strategies.core.sizes import parse_bytes
 from trainer.config.load import load
-from trainer.errors import ConfigError, UserError, report
+from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from strategies.core.plan import Plan
@@ -42,56 +36,57 @@ def say(line: str) -> None:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Arguments of the command line; ``overrides`` are ``dotted.key=value``."""
     parser = cli.explained(argparse.ArgumentParser(), "plan", __doc__)
-    parser.add_argument("--config", metavar="FILE", help="the run's YAML file")
-    parser.add_argument("--fit", action="store_true", help="which ways of training this model fit into this machine")
-    parser.add_argument("--search", action="store_true", help="the best ways to use all ranks, simulated")
-    parser.add_argument(
-        "--network", type=float, metavar="GBITS", help="with --search or --tokens: of a rank to other machines"
-    )
-    parser.add_argument("--tokens", metavar="N", help="what a run takes that is so long, as in 15B")
-    parser.add_argument("--price-per-gpu-hour", metavar="X", help="with --tokens: its cost, in any currency")
-    parser.add_argument("--power-watts", metavar="X", help="with --tokens: of a GPU and its share of the rest")
-    parser.add_argument(
-        "--mfu", metavar="X", help="with --tokens: the share of the peak beside the simulated step (0.4)"
-    )
-    parser.add_argument("--model", metavar="NAME_OR_FOLDER", help="with --fit, instead of a config file")
-    parser.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks of the job (default 1)")
-    parser.add_argument("--ranks-per-machine", type=int, metavar="N", help="default: as many as are left, at most 8")
-    parser.add_argument("--profile", metavar="NAME", help="a named machine (h100-pcie5, ...) instead of this one")
-    parser.add_argument("--gpu-memory", type=_size, metavar="SIZE", help="of the device, instead of the machine's")
-    parser.add_argument("--host-memory", type=_size, metavar="SIZE", help="that is free, instead of the machine's")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the plan as JSON too")
-    parser.add_argument("--schema", action="store_true", help="print the JSON schema of plan.json and stop")
-    parser.add_argument("--check", type=Path, metavar="PATH", help="whether a plan.json can be carried out, and stop")
-    parser.add_argument("--plot", type=Path, metavar="PATH", help="write a picture of the step, or of the memory (PNG)")
-    parser.add_argument("--measure", action="store_true", help="first time a few blocks on this machine")
-    parser.add_argument("--explain", metavar="UNIT", help="every answer about one unit, for example model.layers.0")
-    parser.add_argument("--deepspeed", action="store_true", help="print the DeepSpeed config made from the plan")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
-    arguments = parser.parse_intermixed_args(argv)
-    if arguments.measure and arguments.profile:
-        parser.error("--measure times this machine; leave --profile out")
-    if not (arguments.config or arguments.fit or arguments.schema or arguments.check):
-        parser.error("--config FILE is required; try --config configs/quickstart.yaml")
-    if arguments.model and (arguments.config or not arguments.fit):
-        parser.error("--model is for --fit, and instead of --config")
-    unused = [
-        name for name in ("plot", "explain", "deepspeed", "measure", "json", "tokens") if getattr(arguments, name)
-    ]
-    if arguments.fit and unused:
-        parser.error(f"--{unused[0]} is about one plan, and --fit compares several; leave one of the two out")
-    if arguments.search and (arguments.fit or {*unused} - {"json", "tokens"}):
-        what = unused[0] if unused else "fit"
-        parser.error(f"--{what} is not for --search, which compares many plans; leave one of the two out")
-    asked = arguments.search or arguments.tokens
-    if arguments.network is not None and not (asked and 0 < arguments.network < float("inf")):
-        parser.error(f"--network {arguments.network:g}: must be more than 0, and is for --search and --tokens")
-    if arguments.world_size < 1:
-        parser.error(f"--world-size {arguments.world_size}: must be at least 1")
-    local = arguments.ranks_per_machine
-    if local is not None and not 1 <= local <= arguments.world_size:
-        parser.error(f"--ranks-per-machine {local}: must be from 1 to the world size, {arguments.world_size}")
-    return arguments
+    add = parser.add_argument
+    add("--config", metavar="FILE", help="the run's YAML file")
+    add("--fit", action="store_true", help="which ways of training this model fit into this machine")
+    add("--search", action="store_true", help="the best ways to use all ranks, simulated")
+    add("--network", type=float, metavar="GBITS", help="with --search or --tokens: of a rank to other machines")
+    add("--tokens", metavar="N", help="what a run takes that is so long, as in 15B")
+    add("--price-per-gpu-hour", metavar="X", help="with --tokens: its cost, in any currency")
+    add("--power-watts", metavar="X", help="with --tokens: of a GPU and its share of the rest")
+    add("--mfu", metavar="X", help="with --tokens: the share of the peak beside the simulated step (0.4)")
+    add("--model", metavar="NAME_OR_FOLDER", help="with --fit, instead of a config file")
+    add("--world-size", type=int, default=1, metavar="N", help="ranks of the job (default 1)")
+    add("--ranks-per-machine", type=int, metavar="N", help="default: as many as are left, at most 8")
+    add("--profile", metavar="NAME", help="a named machine (h100-pcie5, ...) instead of this one")
+    add("--gpu-memory", type=_size, metavar="SIZE", help="of the device, instead of the machine's")
+    add("--host-memory", type=_size, metavar="SIZE", help="that is free, instead of the machine's")
+    add("--json", type=Path, metavar="PATH", help="write the plan as JSON too")
+    add("--schema", action="store_true", help="print the JSON schema of plan.json and stop")
+    add("--check", type=Path, metavar="PATH", help="whether a plan.json can be carried out, and stop")
+    add("--plot", type=Path, metavar="PATH", help="write a picture of the step, or of the memory (PNG)")
+    add("--measure", action="store_true", help="first time a few blocks on this machine")
+    add("--explain", metavar="UNIT", help="every answer about one unit, for example model.layers.0")
+    add("--deepspeed", action="store_true", help="print the DeepSpeed config made from the plan")
+    add("overrides", nargs="*", metavar="key=value", help="changes to the config")
+    given = parser.parse_intermixed_args(argv)
+    if wrong := _wrong(given):
+        parser.error(wrong)
+    return given
+
+
+def _wrong(given: argparse.Namespace) -> str:
+    """What is wrong with options together, or one's number; empty if nothing is."""
+    if given.measure and given.profile:
+        return "--measure times this machine; leave --profile out"
+    if not (given.config or given.fit or given.schema or given.check):
+        return "--config FILE is required; try --config configs/quickstart.yaml"
+    if given.model and (given.config or not given.fit):
+        return "--model is for --fit, and instead of --config"
+    of_one = [name for name in ("plot", "explain", "deepspeed", "measure", "json", "tokens") if getattr(given, name)]
+    if given.fit and of_one:
+        return f"--{of_one[0]} is about one plan, and --fit compares several; leave one of the two out"
+    if given.search and (given.fit or {*of_one} - {"json", "tokens"}):
+        what = of_one[0] if of_one else "fit"
+        return f"--{what} is not for --search, which compares many plans; leave one of the two out"
+    if given.network is not None and not ((given.search or given.tokens) and 0 < given.network < float("inf")):
+        return f"--network {given.network:g}: must be more than 0, and is for --search and --tokens"
+    if given.world_size < 1:
+        return f"--world-size {given.world_size}: must be at least 1"
+    local = given.ranks_per_machine
+    if local is not None and not 1 <= local <= given.world_size:
+        return f"--ranks-per-machine {local}: must be from 1 to the world size, {given.world_size}"
+    return ""
 
 
 def _size(text: str) -> int:
@@ -103,16 +98,10 @@ def _size(text: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole command. Returns the exit code."""
-    arguments = parse(argv)
-    try:
-        if arguments.schema or arguments.check:
-            show_file(arguments.check)
-        else:
-            (show_fit if arguments.fit else show_search if arguments.search else show)(arguments)
-    except UserError as error:
-        report(error)
-        return error.code
-    return 0
+    given = parse(argv)
+    if given.schema or given.check:
+        return cli.answered(lambda: show_file(given.check))
+    return cli.answered(lambda: (show_fit if given.fit else show_search if given.search else show)(given))
 
 
 def show(arguments: argparse.Namespace) -> None:

@@ -1,14 +1,7 @@
 """Check that the strategies of a config train like plain training, or that a checkpoint is what was written.
 
-    python launch/verify.py --config configs/quickstart.yaml
-    python launch/verify.py --checkpoint runs/quickstart/checkpoint-400
-
-Prints `bitwise equal` (exit code 0), or the largest difference per tensor and whether it is within the tolerance that
-the strategies declare (exit code 0 within, 1 beyond). With offload the copy gets so little memory that it moves what
-the plan of the real run moves, and each run prints what it moved. If nothing moves, nothing is claimed (exit code 1).
-
-With --checkpoint every byte is compared with the manifest, without loading anything: one line says what it is and that
-it is good (exit code 0), or one line for each file that is damaged, missing or too many (exit code 1).
+The exit code is 0 if they are equal within the tolerance that the strategies declare. With offload the copy gets so
+little memory that it moves what the plan of the real run moves; if nothing moves, nothing is claimed (exit code 1).
 """
 
 from __future__ import annotations
@@ -22,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from launch import cli
 from trainer.config.load import load
-from trainer.errors import ExitCode, UserError
-from trainer.errors import report as report_error
+from trainer.errors import ExitCode
 
 if TYPE_CHECKING:
     from strategies.core.plan import Plan
@@ -47,15 +39,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole command. Returns the exit code."""
-    arguments = parse(argv)
-    if arguments.checkpoint is not None:
-        return of_checkpoint(arguments.checkpoint)
-    try:
-        config = load(arguments.config, arguments.overrides)
-        return report(config, arguments.ranks, arguments.steps)
-    except UserError as error:
-        report_error(error)
-        return error.code
+    given = parse(argv)
+    if given.checkpoint is not None:
+        return of_checkpoint(given.checkpoint)
+    return cli.answered(lambda: report(load(given.config, given.overrides), given.ranks, given.steps))
 
 
 def of_checkpoint(folder: Path) -> int:

@@ -1,12 +1,9 @@
 """Choose how the matrix products of linear layers are computed.
 
-Problem: each product of a linear layer reads an operand across its rows, and some BLAS libraries are up to a quarter
-slower at that (``strategies/core/linears.py``). A transposed copy of the weight costs |W| bytes of memory and one pass
-per optimizer step, and saves one such pass per micro-batch. Other routes transpose in each product.
-
-Invariant: names, shapes and bytes of the model's state do not change (docs/strategies/linear.md).
-
-Refused: second copies under ZeRO stage 3 and offload, which split or move what a copy would hold whole.
+Each product of a linear layer reads an operand across its rows, and some BLAS libraries are up to a quarter slower at
+that (``strategies/core/linears.py``). A transposed copy of the weight costs |W| bytes of memory and one pass per
+optimizer step, and saves one such pass per micro-batch. Other routes transpose in each product. Names, shapes and bytes
+of the model's state do not change. Refused: second copies where weights are split or moved, as in ZeRO stage 3.
 
 Source: "Training System for LLMs Based on Adaptive Transpose on Hygon DCU", Computer Science 53(3), 2026, for choosing
 by measurement; the formulation is ours.
@@ -21,7 +18,7 @@ from pydantic import Field
 
 from strategies.core.applied import log_applied
 from strategies.core.facts import Facts, Precision, RunFacts
-from strategies.core.linears import NATIVE, Routes
+from strategies.core.linears import NATIVE, Route, Routes
 from strategies.core.plan import RUN, Decision, Impl, Plan, Reserve
 from strategies.core.protocol import BITWISE, COMPILING, Idle, Parity, Phase, Requirement, Strategy
 from strategies.planner import gemm_routes
@@ -70,18 +67,17 @@ class Linear(Strategy):
             raise Idle("the model has no linear layers that could be changed")
         if self.transpose == "minimal" and facts.no_copies:
             raise Idle(f"minimal keeps second copies of weights, and {facts.no_copies}")
-        timings = {timed.shape: timed for timed in facts.timings}
         by_unit: dict[str, list[tuple[str, Routes]]] = {}
-        copied = 0
+        copied, accumulation = 0, facts.run.accumulation
         for layer in facts.linears:
             routes = NATIVE
             if self.transpose == "minimal":
-                routes = gemm_routes.minimal(layer, facts.run.accumulation)
-            elif timed := timings.get(layer.shape):
-                routes = gemm_routes.fastest(layer, facts.run.accumulation, timed, copies=not facts.no_copies)
+                routes = gemm_routes.minimal(layer, accumulation)
+            elif timing := facts.timings.get(str(layer.shape)):
+                routes = gemm_routes.fastest(layer, accumulation, timing, copies=not facts.no_copies)
             if routes != NATIVE:
                 by_unit.setdefault(layer.unit, []).append((layer.name, routes))
-                copied += layer.shape.weight_bytes if routes.copies else 0
+                copied += layer.shape.weight_bytes if Route.COPY in routes else 0
         if not by_unit:
             raise Idle(self._why_native(facts))
         reason = "fewest transposed bytes" if self.transpose == "minimal" else "fastest, measured"
@@ -105,8 +101,6 @@ class Linear(Strategy):
             return "no copy would be read more often than written; accumulation, recomputing or freezing change that"
         shapes = len(gemm_routes.shapes_of(facts))
         if missing := shapes - len(facts.timings):
-            return (
-                f"{missing} of {shapes} shapes are not measured yet, the others are fastest as they are; "
-                f"training measures first"
-            )
+            others = "the others are fastest as they are"
+            return f"{missing} of {shapes} shapes are not measured yet, {others}; training measures first"
         return f"all {shapes} shapes are fastest as they are (measured)"

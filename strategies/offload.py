@@ -20,6 +20,7 @@ from pydantic import AfterValidator, Field, PrivateAttr
 
 from strategies.core.facts import Facts, Home, Precision, RunFacts
 from strategies.core.layout import Reduction, common_bytes
+from strategies.core.optimizers import ELEMENTWISE
 from strategies.core.plan import RUN, Conflict, Decision, EngineSet, Plan, Stow
 from strategies.core.protocol import BITWISE, MemoryRefusal, Parity, Phase, Refusal, Requirement, Strategy
 from strategies.core.sizes import AUTO, check_budget, human, parse_bytes
@@ -28,7 +29,6 @@ from strategies.planner.budget import device_budget, host_budget
 from strategies.planner.exchanges import from_host
 from strategies.planner.places import OffloadRequest
 
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")  # Hugging Face's names of the engine's update rules
 _ROUNDING = "the engine computes with bf16 weights and keeps fp32 masters; plain training autocasts fp32 weights"
 _ORDER = "plain data parallelism adds the gradients of more than two ranks in another order; Adam enlarges that"
 _KERNELS = "the CPU's kernel updates what rests on the host; it differs from the device's in the last bit"
@@ -136,8 +136,8 @@ class Offload(Strategy):
     def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
         if run.precision is Precision.FP16:  # its loss scale needs all gradients before any update
             yield Refusal("training.fp16", True, "strategies.offload trains in bf16 or fp32; write training.bf16: true")
-        if run.optim not in OPTIMIZERS:
-            cure = f"strategies.offload updates with one of {', '.join(OPTIMIZERS)}"
+        if run.optim not in ELEMENTWISE:
+            cure = f"strategies.offload updates element by element; write one of {', '.join(ELEMENTWISE)}"
             yield Refusal("training.optim", run.optim, cure)
         if self._stage in (1, 2) and self.weights == "streamed":
             kept = f"strategies.zero.stage {self._stage} keeps all weights on each device"
@@ -155,6 +155,9 @@ class Offload(Strategy):
         if self.reduction == "fast" and not self._stage:
             cure = "is about ranks that share the state; write strategies.zero with stage 1, 2 or 3 beside it, or exact"
             yield self._refusal("reduction", cure)
+        if run.stages > 1 and run.tied:
+            cure = "gradients of a tied head's two ends are added before any update; leave strategies.offload out"
+            yield Refusal("strategies.pipeline.stages", run.stages, f"cannot go with strategies.offload: {cure}")
         if self._sums_over_ranks(run) and self.gradients == "host":
             cure = "micro-batches would be summed on the host before the ranks are; write auto or device"
             yield self._refusal("gradients", cure)
@@ -187,9 +190,6 @@ class Offload(Strategy):
         engine = [by for decision, by in plan.answers.values() if isinstance(decision, EngineSet)]
         if engine:
             raise Conflict(("Share", "all units"), engine[0], "offload")
-        if facts.cut is not None and facts.run.tied:
-            cure = "gradients of a tied head's two ends are added before any update; leave strategies.offload out"
-            raise Refusal("strategies.pipeline.stages", facts.run.stages, f"cannot go with strategies.offload: {cure}")
         machine, budget = facts.machine, device_budget(facts.machine, self.gpu_memory)
         if self.gather == "host" and 0 < machine.ranks < facts.run.world_size:
             on = f"{facts.run.world_size} ranks are on machines of {machine.ranks} each"

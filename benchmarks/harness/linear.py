@@ -12,19 +12,19 @@ import copy
 import math
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import record, work
-from strategies.core.linears import NATIVE, Gemm, Linear, Routes, Shape, Timed
+from strategies.core.linears import LEGAL, NATIVE, Linear, Routes, Shape, Timing
 from strategies.core.sizes import human_duration
 from strategies.planner.gemm_routes import fastest, minimal, seconds
 from strategies.report.table import table as aligned
-from trainer.machine.gemm_timing import Say, measure, timers_of
+from trainer.machine.gemm_timing import Say, measure
 
 Case = dict[str, Any]  # as in the record
 
@@ -61,27 +61,24 @@ def wanted(models: Sequence[str], tokens: Sequence[str], dtypes: Sequence[str]) 
     return found
 
 
-def judge(shape: Shape, accumulation: int, first: Timed, second: Timed) -> Case:
+def judge(shape: Shape, accumulation: int, first: Timing, second: Timing) -> Case:
     """A case of the record: routes are chosen by the first measurement, and their seconds taken from the second."""
     layer = Linear("layer", "unit", shape)
 
-    def seconds_of(routes: Routes) -> float:
-        try:
-            return seconds(routes, layer, accumulation, second)
-        except KeyError:  # left out of the second measurement
-            return math.inf
+    def seconds_of(routes: Routes) -> float:  # a route may be left out of the second measurement
+        return seconds(routes, layer, accumulation, defaultdict(lambda: math.inf, second))
 
     routes = {
         "native": NATIVE,
         "minimal": minimal(layer, accumulation),
         "adaptive": fastest(layer, accumulation, first, copies=True),
-        "best": min((Routes(*each) for each in product(*map(second.of, Gemm))), key=seconds_of),
+        "best": min((Routes(*each) for each in product(*LEGAL.values())), key=seconds_of),
     }
     return {
         "shape": asdict(shape),
         **{f"{mode}_s": seconds_of(each) for mode, each in routes.items()},
         "routes": {mode: str(routes[mode]) for mode in MODES},
-        "measurements": [asdict(first), asdict(second)],
+        "measurements": [first, second],
     }
 
 
@@ -90,11 +87,12 @@ def ratio(case: Case, mode: str) -> float:
     return float(case[f"{mode}_s"] / case["native_s"])
 
 
-def timed(shapes: Sequence[Shape], budget_s: float, say: Say = lambda line: None) -> list[Timed]:
+def timed(shapes: Sequence[Shape], budget_s: float, say: Say = lambda line: None) -> list[Timing]:
     """Time ``shapes`` on the accelerator, or without one on the CPU."""
     from strategies.engine.memory import accelerator
 
-    return measure(shapes, partial(timers_of, device=accelerator.kind() or "cpu"), budget_s, say)
+    found = measure(shapes, accelerator.kind() or "cpu", budget_s, say)
+    return [found[str(shape)] for shape in shapes]
 
 
 def training_steps(model: str, length: int, accumulation: int, rounds: int, say: Say) -> dict[str, Any]:
@@ -114,8 +112,8 @@ def training_steps(model: str, length: int, accumulation: int, rounds: int, say:
     with Counter(stock) as counter:
         stock(**batches[0])
     layers = counter.linears()
-    shapes = dict.fromkeys(layer.shape for layer in layers.values())
-    timings = {each.shape: each for each in timed(list(shapes), 60.0, say)}
+    shapes = list(dict.fromkeys(layer.shape for layer in layers.values()))
+    timings = dict(zip(shapes, timed(shapes, 60.0, say), strict=True))
     by_mode: dict[str, dict[str, Routes]] = {
         "plain": {},
         "native": {},  # another plain one, which shows how far two equal models lie apart

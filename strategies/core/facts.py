@@ -7,13 +7,14 @@ fake-tensor copy of the model. ``params`` are listed only where a strategy place
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from math import inf
 from typing import Literal
 
 from strategies.core.grid import Cut, Grid
-from strategies.core.linears import Linear, Timed
+from strategies.core.linears import Linear, Timing
 
 
 class UnitKind(Enum):
@@ -314,7 +315,7 @@ class Facts:
     machine: MachineFacts
     params: tuple[Param, ...] = ()
     linears: tuple[Linear, ...] = ()  # listed where a strategy changes them, with what is known of their speed
-    timings: tuple[Timed, ...] = ()
+    timings: Mapping[str, Timing] = field(default_factory=dict)  # by shape
     no_copies: str = ""  # why no second copies of weights can be kept; empty: they can
     unit_times: UnitTimes | None = None  # measured by an earlier run or by ``launch/plan.py --measure``
     cut: Cut | None = None  # of the whole model, where the units are those of one stage

@@ -11,11 +11,12 @@ is stored as inputs x outputs (GPT-2's ``Conv1D``), wgrad is X' G, so left and r
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
+# Seconds of a shape: each product over each route, as in "forward flip", and writing the second copy once: "copy".
+Timing = dict[str, float]
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 
@@ -34,32 +35,21 @@ class Route(StrEnum):
     FLIP = "flip"  # as the product of the transposed operands, whose result is transposed back
     LEFT = "left"  # after transposing the left operand in memory
     RIGHT = "right"  # after transposing the right operand in memory
-    COPY = "copy"  # from a transposed copy of the weight, written once per optimizer step
+    COPY = "copy"  # from a transposed copy of the weight, written once per optimizer step; not for wgrad
 
 
-# wgrad does not read the weight.
 LEGAL = {gemm: tuple(route for route in Route if (gemm, route) != (Gemm.WGRAD, Route.COPY)) for gemm in Gemm}
 
 
-@dataclass(frozen=True, slots=True)
-class Routes:
-    """One route for each product of a layer."""
+class Routes(NamedTuple):
+    """One route for each product of a layer, in the order of ``Gemm``."""
 
     forward: Route = Route.NATIVE
     dgrad: Route = Route.NATIVE
     wgrad: Route = Route.NATIVE
 
-    def of(self, gemm: Gemm) -> Route:
-        route: Route = getattr(self, gemm)
-        return route
-
-    @property
-    def copies(self) -> bool:
-        """Whether a second copy of the weight is kept."""
-        return Route.COPY in (self.forward, self.dgrad)
-
     def __str__(self) -> str:
-        return ", ".join(f"{gemm} {self.of(gemm)}" for gemm in Gemm)
+        return ", ".join(f"{gemm} {route}" for gemm, route in self._asdict().items())
 
 
 NATIVE = Routes()  # the layer stays as it is
@@ -95,25 +85,4 @@ class Linear:
     trains: bool = True  # its weight needs a gradient
     passes_back: bool = True  # its input needs a gradient
     recomputed: bool = False  # forward runs once more in backward
-    casts: bool = False  # the weight is kept in another dtype than the dtype of compute
     calls: int = 1  # in one forward
-
-
-@dataclass(frozen=True, slots=True)
-class Timed:
-    """Seconds of each product of a shape over each route that has the right result, transpositions included, and
-    those to write the second copy once. ValueError if they are not numbers of seconds, or the native route has none.
-    """
-
-    shape: Shape
-    seconds: tuple[tuple[Gemm, Route, float], ...]
-    refresh_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        taken = all(0 < seconds < math.inf for *_, seconds in self.seconds) and 0 <= self.refresh_s < math.inf
-        if not taken or not all(Route.NATIVE in self.of(gemm) for gemm in Gemm):
-            raise ValueError("seconds must be positive, and every product has a native route")
-
-    def of(self, gemm: Gemm) -> dict[Route, float]:
-        """Seconds of one product by route."""
-        return {route: seconds for each, route, seconds in self.seconds if each is gemm}

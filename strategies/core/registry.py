@@ -5,6 +5,7 @@ Only the files that a config names are imported.
 
 import importlib
 import pkgutil
+from functools import cache
 from pathlib import Path
 
 from strategies.core.protocol import Strategy
@@ -12,6 +13,7 @@ from strategies.core.protocol import Strategy
 FOLDER = Path(__file__).resolve().parent.parent
 
 
+@cache
 def available() -> tuple[str, ...]:
     """Names of all strategies, sorted."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules([str(FOLDER)]) if not module.ispkg))

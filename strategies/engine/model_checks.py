@@ -17,12 +17,13 @@ from torch.utils._pytree import tree_leaves
 
 from strategies.core.facts import Home
 from strategies.core.layout import Layout
+from strategies.core.optimizers import STATE
 from strategies.engine.forward.blocks import around_blocks
 from strategies.engine.tensors.parameters import ACCUMULATED
 from strategies.engine.tensors.quantised import KINDS, complaints
 from strategies.engine.updating.optim import UpdateRule
 
-NOT_IN_KERNELS = ("amsgrad", "maximize", "differentiable", "capturable", "nesterov", "momentum", "dampening")
+NOT_IN_KERNELS = ("maximize", "differentiable", "capturable", "dampening", "initial_accumulator_value")
 
 
 def refuse_over_ranks(layout: Layout) -> None:
@@ -104,15 +105,18 @@ def not_in_kernels(groups: Sequence[Mapping[str, Any]], rule: UpdateRule) -> Ite
     for number, group in enumerate(groups):
         for name in NOT_IN_KERNELS:
             if group.get(name):
-                yield f"parameter group {number}: {name} is not supported; the update is {type(rule).__name__}"
-        fused = rule.defaults().get("fused")
-        if bool(group.get("fused", fused)) != bool(fused):
-            yield f"parameter group {number}: fused is {group['fused']} there and {fused} in the rule that was stowed"
+                yield f"parameter group {number}: {name} = {group[name]} is not supported; leave it out"
+        for name in ("fused", *filter(None, STATE[rule.kind].values())):
+            stowed = rule.defaults().get(name)
+            if bool(group.get(name, stowed)) != bool(stowed):
+                there = f"{name} is {group[name]} there and {stowed} in the rule that was stowed"
+                yield f"parameter group {number}: {there}, which decides its kernel and state"
 
 
 def unlike(name: str, saved: Mapping[str, Any], state: Mapping[str, Tensor], rule: UpdateRule) -> Iterator[str]:
     """Why an update could not go on from what was ``saved`` of a parameter, whose own is ``state``, one line each."""
-    missing = [key for key in ("step", *rule.names) if key not in saved] if rule.names else []
+    counted = ("step",) if rule.kernel.counts else ()
+    missing = [key for key in (*counted, *rule.names) if key not in saved] if rule.names else []
     if missing:
         yield f"{name}: {', '.join(missing)} missing in the saved state, which has {', '.join(map(str, saved))}"
     for key in state.keys() & saved.keys():

@@ -1,12 +1,7 @@
-"""Choose a route for each product of each linear layer: by counting bytes or by measured times. No torch here.
+"""Choose a route for each product of each linear layer: by counting bytes or by measured times.
 
-``minimal`` counts how often the weight is read or written across its rows in one optimizer step of m micro-batches:
-
-    one weight, stored O x I   by forward: m times, or 2 m with recomputation
-    only the copy, I x O       by dgrad: m times, and once to write the copy, unless that replaces a cast
-    weight and copy            by neither, but once to write the copy
-
-(For a weight stored I x O, exchange forward and dgrad.) wgrad does not read the weight. A tie keeps the layer native.
+``minimal`` counts how often the weight is read across its rows in one optimizer step: in forward, where it is stored
+outputs x inputs, else in dgrad. A copy is worth it if that is more often than the weight is written.
 
 ``fastest`` adds up the measured seconds of an optimizer step, without a copy and with one that forward and dgrad share.
 A route must gain more than ``MARGIN``, and so must the layer, in which a Python function costs ``ROUTING_S``.
@@ -16,10 +11,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 
 from strategies.core.facts import Facts, UnitKind
-from strategies.core.linears import NATIVE, Gemm, Linear, Route, Routes, Shape, Timed
+from strategies.core.linears import NATIVE, Gemm, Linear, Route, Routes, Shape, Timing
 from strategies.core.plan import Impl, Plan
 
 MARGIN = 0.03  # smaller gains may reverse in the next measurement
@@ -29,51 +23,42 @@ ROUTING_S = 15e-6  # of a forward and backward; 13 measured on two cores of an I
 def uses_of(linear: Linear, accumulation: int) -> dict[Gemm, int]:
     """How often each product runs in one optimizer step."""
     micro = accumulation * linear.calls
-    return {
-        Gemm.FORWARD: micro * (2 if linear.recomputed else 1),
-        Gemm.DGRAD: micro * linear.passes_back,
-        Gemm.WGRAD: micro * linear.trains,
-    }
+    forward = micro * (2 if linear.recomputed else 1)
+    return {Gemm.FORWARD: forward, Gemm.DGRAD: micro * linear.passes_back, Gemm.WGRAD: micro * linear.trains}
 
 
 def minimal(linear: Linear, accumulation: int) -> Routes:
     """The routes with the fewest passes across the weight's rows; native among equals."""
-    uses, written = uses_of(linear, accumulation), int(linear.trains)  # a frozen weight is copied only once in a run
-    across, along = Gemm.FORWARD, Gemm.DGRAD
-    if linear.shape.stored == "in_out":
-        across, along = along, across
-    passes = {
-        NATIVE: uses[across],
-        replace(NATIVE, **{across: Route.COPY}): written,
-        Routes(forward=Route.COPY, dgrad=Route.COPY): uses[along] + (0 if linear.casts else written),
-    }
-    return min(passes, key=lambda routes: passes[routes])
+    across = Gemm.FORWARD if linear.shape.stored == "out_in" else Gemm.DGRAD
+    pays = uses_of(linear, accumulation)[across] > linear.trains  # a frozen weight is copied only once in a run
+    return NATIVE._replace(**{across: Route.COPY}) if pays else NATIVE
 
 
-def fastest(linear: Linear, accumulation: int, timed: Timed, *, copies: bool) -> Routes:
+def fastest(linear: Linear, accumulation: int, timing: Timing, *, copies: bool) -> Routes:
     """The routes with the fewest seconds per optimizer step, if they gain more than the margin; ``copies`` allows a
     second copy of the weight.
     """
     uses = uses_of(linear, accumulation)
-    step_s = {NATIVE: seconds(NATIVE, linear, accumulation, timed)}
+    native_s = best_s = seconds(NATIVE, linear, accumulation, timing)
     best = NATIVE
     for allowed in (False, True) if copies else (False,):
-        taken = Routes(**{gemm: _fastest(timed.of(gemm), allowed) for gemm in Gemm if uses[gemm]})
-        step_s[taken] = seconds(taken, linear, accumulation, timed)
-        if step_s[best] - step_s[taken] > MARGIN * step_s[NATIVE]:
-            best = taken
+        taken = Routes(**{gemm: _fastest(gemm, timing, allowed) for gemm in Gemm if uses[gemm]})
+        taken_s = seconds(taken, linear, accumulation, timing)
+        if best_s - taken_s > MARGIN * native_s:
+            best, best_s = taken, taken_s
     return best
 
 
-def seconds(routes: Routes, linear: Linear, accumulation: int, timed: Timed) -> float:
+def seconds(routes: Routes, linear: Linear, accumulation: int, timing: Timing) -> float:
     """Seconds of one layer in one optimizer step: products, routing, writing the copy. KeyError for untimed routes."""
     uses = uses_of(linear, accumulation)
-    total = sum(uses[gemm] * timed.of(gemm)[routes.of(gemm)] for gemm in Gemm if uses[gemm])
+    total = sum(uses[gemm] * timing[f"{gemm} {route}"] for gemm, route in zip(Gemm, routes, strict=True) if uses[gemm])
     total += 0.0 if routes == NATIVE else uses[Gemm.FORWARD] * ROUTING_S
-    return total + (timed.refresh_s if routes.copies and linear.trains else 0.0)
+    return total + (timing["copy"] if Route.COPY in routes and linear.trains else 0.0)
 
 
-def _fastest(by_route: dict[Route, float], copy: bool) -> Route:
+def _fastest(gemm: Gemm, timing: Timing, copy: bool) -> Route:
+    by_route = {route: timing[key] for route in Route if (key := f"{gemm} {route}") in timing}
     route = min((each for each in by_route if copy or each is not Route.COPY), key=by_route.__getitem__)
     return route if by_route[route] < (1 - MARGIN) * by_route[Route.NATIVE] else Route.NATIVE
 
@@ -107,10 +92,9 @@ def lines(plan: Plan) -> Iterator[str]:
     for linear in facts.linears:
         if taken := routes.get(_path(facts, linear.unit, linear.name)):
             groups.setdefault((linear.shape, taken), []).append(linear)
-    timings = {timed.shape: timed for timed in facts.timings}
     for (shape, taken), alike in groups.items():
         gain = ""
-        if timed := timings.get(shape):
-            native, now = (seconds(each, alike[0], facts.run.accumulation, timed) for each in (NATIVE, taken))
+        if timing := facts.timings.get(str(shape)):
+            native, now = (seconds(each, alike[0], facts.run.accumulation, timing) for each in (NATIVE, taken))
             gain = f"; measured {native * 1e3:.3g} -> {now * 1e3:.3g} ms per step ({now / native - 1:+.1%})"
         yield f"  {shape}, x{len(alike)}: {taken}{gain}"

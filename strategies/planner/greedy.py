@@ -1,9 +1,7 @@
-"""Which weights leave when, and when they come back: two greedy starts, then local search on the simulated period.
+"""Which weights leave when, and when they come back: a greedy start, then local search on the simulated period.
 
     even    turns of the first blocks with boundaries of the last ones: two integers, which are enough if blocks are
             alike. Pairs come in order of a lower bound (compute, or the time of their copies)
-    uneven  while a tick needs too much: of the gaps that span the worst tick, the one with the most idle compute per
-            second of copy
     issue   in order of need, each reload as early as memory allows, none before the one needed earlier
     search  drop a gap, swap two, add one, swap one for two, while the period or the bytes shrink
 
@@ -43,17 +41,12 @@ def choose(problem: Problem, searched: int = SEARCHED) -> tuple[Eviction, ...]:
     Raises:
         DoesNotFit: no plan is within the budget.
     """
-    check_fits(problem)
-    return _Search(problem, searched).found()
-
-
-def check_fits(problem: Problem) -> None:
-    """Raise ``DoesNotFit`` unless there is a plan within the budget."""
     least = least_memory(problem, problem.gaps)
     worst = max(range(len(least)), key=least.__getitem__)
     if least[worst] > problem.budget:
         missing = least[worst] - problem.budget
         raise DoesNotFit(f"{problem.ticks[worst].name} needs {missing} bytes more than there are")
+    return _Search(problem, searched).found()
 
 
 def issue(problem: Problem, gaps: Iterable[Gap]) -> tuple[Eviction, ...] | None:
@@ -97,7 +90,6 @@ class _Search:
     def found(self) -> tuple[Eviction, ...]:
         """The best plan."""
         self._try_even()
-        self._try(self._uneven())
         while not self._is_done and self._improve():
             pass
         evictions = issue(self._problem, self._best)
@@ -162,21 +154,6 @@ class _Search:
                     self._add(used, ends[least], 1)
             some.append(rising(number, least + 1))
         yield from merge(*some)
-
-    def _uneven(self) -> Gaps:
-        """Gaps taken at the worst tick until all ticks fit."""
-        problem, chosen = self._problem, set[Gap]()
-        used, count = list(problem.all_present), len(problem.ticks)
-        left = sorted(
-            problem.gaps, key=lambda gap: (-problem.idle_seconds(gap) / self._up[gap.weight], self._index[gap])
-        )
-        while (most := max(used)) > problem.budget:
-            worst = used.index(most)  # some gap spans it: ``check_fits`` passed
-            taken = next(gap for gap in left if any(gap.after < at < gap.before for at in (worst, worst + count)))
-            left.remove(taken)
-            chosen.add(taken)
-            self._add(used, taken, -1)
-        return frozenset(chosen)
 
     def _add(self, used: list[int], gap: Gap, sign: int) -> None:
         """Add the bytes of the weight of ``gap``, or take them away, at the ticks of the gap."""

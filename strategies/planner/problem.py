@@ -224,14 +224,6 @@ class Problem:
         """Seconds of one pass in which nothing waits."""
         return sum(tick.seconds for tick in self.ticks)
 
-    def idle_seconds(self, gap: Gap) -> float:
-        """Seconds of compute during the gap."""
-        return self._clock[gap.before] - self._clock[gap.after + 1]
-
-    @cached_property
-    def _clock(self) -> tuple[float, ...]:
-        return tuple(accumulate([tick.seconds for tick in self.ticks] * 2, initial=0.0))
-
     @cached_property
     def all_present(self) -> tuple[int, ...]:
         """Bytes per tick if nothing leaves."""

@@ -1,4 +1,4 @@
-"""The simulator: how long one iteration of a plan takes, and why. Used for our plans and for other systems' policies.
+"""The simulator: how long one iteration of a plan takes, and why.
 
 Four resources work at the same time, and share the memories that they read and write (``machine.py``).
 
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from strategies.planner.machine import least_seconds, run
 from strategies.planner.problem import Eviction, Problem, need_order
-from strategies.planner.tasks import Resource, Task, TaskBuilder, build_tasks
+from strategies.planner.tasks import Resource, Task, build_tasks
 
 SAME = 1e-9  # times that differ by less, relatively, are taken as equal
 MOST_ITERATIONS = 40
@@ -69,18 +69,9 @@ class Outcome:
         return max(Resource, key=lambda resource: self.critical[resource])
 
 
-def simulate(
-    problem: Problem,
-    evictions: Sequence[Eviction],
-    iterations: int = 4,
-    builder: type[TaskBuilder] = TaskBuilder,
-) -> Outcome:
-    """How long ``evictions`` take, measured on the last of ``iterations`` (at least 3).
-
-    Args:
-        builder: makes the tasks of an iteration.
-    """
-    tasks = build_tasks(problem, evictions, iterations + 1, builder)  # the first copies of one more run in the last
+def simulate(problem: Problem, evictions: Sequence[Eviction], iterations: int = 4) -> Outcome:
+    """How long ``evictions`` take, measured on the last of ``iterations`` (at least 3)."""
+    tasks = build_tasks(problem, evictions, iterations + 1)  # the first copies of one more run in the last
     run(tasks, problem)
     least, period, end = _measured(problem, tasks, iterations)
     start = end - period

@@ -316,11 +316,9 @@ class TaskBuilder:
             self._weight[weight] = self._leaving[weight] = down
 
 
-def build_tasks(
-    problem: Problem, evictions: Sequence[Eviction], iterations: int, builder: type[TaskBuilder] = TaskBuilder
-) -> list[Task]:
+def build_tasks(problem: Problem, evictions: Sequence[Eviction], iterations: int) -> list[Task]:
     """All tasks of so many iterations, each after those it waits for."""
-    made = builder(problem, evictions)
+    made = TaskBuilder(problem, evictions)
     for iteration in range(iterations):
         made.iteration(iteration)
     return made.tasks

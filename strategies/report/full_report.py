@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from pydantic_core import to_jsonable_python
@@ -42,7 +41,7 @@ def to_json(plan: Plan, cost: StepCost | None) -> dict[str, Any]:
         "totals": {home.value: _totals(plan, home) for home in Home},
         "deepspeed": plan.engine(),
         "idle": dict(plan.idle),
-        "linears": {path: asdict(routes) for path, routes in gemm_routes.chosen(plan).items()},
+        "linears": {path: routes._asdict() for path, routes in gemm_routes.chosen(plan).items()},
         "recompute": recompute_rows(plan),
         "simulated": cost.to_json() if cost else None,
     }

@@ -87,7 +87,7 @@ def to_json(answer: Answer, scale: Scale, write: Sequence[str]) -> dict[str, Any
         | {"device_bytes": each.bytes.device, "host_bytes": each.bytes.host, "parts": dict(each.price.parts)}
         for each in answer.best
     ]
-    left = [{"rule": each.rule.name, "reason": each.rule.reason, "seconds": each.seconds} for each in answer.left]
+    left = [{"rule": each.refusal.key, "reason": str(each.refusal), "seconds": each.seconds} for each in answer.left]
     return {"ranks": scale.ranks, "tokens_per_step": scale.tokens, "plans": plans, "left_out": left, "write": [*write]}
 
 
@@ -108,7 +108,7 @@ def words(degrees: Degrees) -> str:
 def left_out(answer: Answer) -> Iterator[str]:
     """What would fit if it could be run."""
     for each in answer.left:
-        yield f"left out: {each.rule.name} ({each.rule.reason}), which would take {each.seconds:.3g} s or more"
+        yield f"left out: {each.refusal}; it would take {each.seconds:.3g} s or more"
 
 
 def nothing_fits(answer: Answer) -> Iterator[str]:

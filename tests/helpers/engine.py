@@ -18,11 +18,13 @@ from torch import Tensor, nn
 
 from strategies.core.facts import Facts, Home, Param, UnitKind
 from strategies.core.layout import Bucket, Layout, Site
+from strategies.core.optimizers import state_names
 from strategies.core.plan import Plan
 from strategies.core.protocol import MemoryRefusal
 from strategies.core.validate import check
 from strategies.engine import AdamW, StowOptimizer, UpdateRule, stow
 from strategies.engine.transfer.transfer import Transfer
+from strategies.engine.updating.optim import KERNELS
 from strategies.planner import weight_schedule
 from strategies.planner.addresses import place
 from strategies.planner.buckets import block_bytes
@@ -126,9 +128,9 @@ def plain(
         if name in masters:
             state = optimizer.state.get(masters[name], {})
             empty = torch.zeros_like(masters[name])
-            result.tensors |= {f"{name} {key}": state.get(key, empty).detach().cpu().clone() for key in names}
-            # torch.optim.SGD counts nothing
-            result.tensors |= {f"{name} step": state.get("step", torch.zeros(())).cpu().clone()} if names else {}
+            for key in names:
+                never = torch.zeros(()) if key == "step" else empty
+                result.tensors[f"{name} {key}"] = state.get(key, never).detach().cpu().clone()
             result.tensors |= {f"{name} master": masters[name].detach().cpu().clone()} if mixed else {}
     return result
 
@@ -198,7 +200,11 @@ def _own_state(model: nn.Module, optimizer: StowOptimizer) -> dict[str, Tensor]:
     for name, param in model.named_parameters():
         if param.requires_grad:
             state = optimizer.state_of(param)
-            shown = (*rule.names, *(("step",) if rule.names else ()), *(("master",) if "master" in state else ()))
+            shown = (
+                *rule.names,
+                *(("step",) if rule.kernel.counts else ()),
+                *(("master",) if "master" in state else ()),
+            )
             found |= {f"{name} {key}": state[key].cpu().clone() for key in shown}
     return found
 
@@ -223,7 +229,7 @@ def shared_state(optimizer: StowOptimizer) -> dict[str, Tensor]:
             torch.distributed.all_gather_into_tensor(whole[key], span.cpu(), group=group)
         for index, name in enumerate(bucket.spec.params):
             found |= {f"{name} {key}": bucket.shaped(flat, index).clone() for key, flat in whole.items()}
-            found[f"{name} step"] = counts[index]
+            found |= {f"{name} step": counts[index]} if engine.rule.kernel.counts else {}
     return found
 
 
@@ -233,7 +239,10 @@ def _windows(batches: Batches, accumulation: int) -> list[Batches]:
 
 
 def _state_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    return ("exp_avg", "exp_avg_sq") if isinstance(optimizer, torch.optim.AdamW) else ()
+    """Torch's names; torch.optim.SGD counts nothing."""
+    kind, defaults = type(optimizer).__name__, optimizer.defaults
+    counts = ("step",) if KERNELS[kind].counts else ()
+    return (*counts, *state_names(kind, defaults))
 
 
 # --- plans -----------------------------------------------------------------------------------------------------------

@@ -202,6 +202,8 @@ def joined(model: Any, found: dict[str, Tensor]) -> dict[str, Tensor]:
 def _state_of(trainer: Any, param: Any) -> dict[str, Any]:
     if trainer.stowed is not None:
         state = dict(trainer.stowed.state_of(param))
+        if not trainer.stowed.engine.rule.kernel.counts:
+            del state["step"]  # torch counts none
         return {"weight": state.pop("master", param), **state}
     if not trainer.is_deepspeed_enabled:
         return {"weight": param, **getattr(trainer.optimizer, "optimizer", trainer.optimizer).state.get(param, {})}

@@ -123,6 +123,7 @@ def reward(wrap: Wrap, folder: str) -> Any:
 TRAINERS: Mapping[str, Callable[[Wrap, str], Any]] = {
     "Trainer": stock,
     "Trainer, accumulation": lambda wrap, folder: stock(wrap, folder, gradient_accumulation_steps=2),
+    "Trainer, rmsprop": lambda wrap, folder: stock(wrap, folder, optim="rmsprop", optim_args="centered=true"),
     "SFTTrainer": sft,
     "SFTTrainer, peft_config": lambda wrap, folder: sft(wrap, folder, peft_config=lora()),
     "DPOTrainer": dpo,

@@ -5,9 +5,8 @@ two levels of the grid meet in one of them, in ``make test-all`` any three. Comp
 moments and update counts. Everything runs with the engine's own checks on.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
-from itertools import cycle
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import torch
 
 from strategies.core import layout
 from strategies.core.layout import Item, Site
-from strategies.engine import SGD, AdamW, UpdateRule, stow
+from strategies.engine import AdamW, UpdateRule, stow
 from strategies.engine.updating import updates
 from tests.helpers.doubles import Delayed, Vacant
 from tests.helpers.engine import DECAY, LR, STEPS, checkpointing, differences, plain, plan_of, stowed
@@ -35,12 +34,6 @@ LAYOUTS: Mapping[str, dict[str, Any]] = {
 }
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# Each site has two layouts, so that it meets both.
-layouts_and_dtypes = pytest.mark.parametrize(
-    ("where", "dtype"),
-    [pytest.param(where, DTYPES[name], id=f"{known}, {name}")
-     for (known, where), name in zip(LAYOUTS.items(), cycle(DTYPES))],
-)  # fmt: skip
 
 
 def rows(table: Table, strength: int | None = None) -> list[Any]:
@@ -158,33 +151,52 @@ def schedule(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
 
-SGDS: dict[str, Any] = {"make": partial(torch.optim.SGD, lr=LR, weight_decay=DECAY)}
-UNFUSED: dict[str, Any] = {"make": partial(torch.optim.AdamW, lr=LR, weight_decay=DECAY)}
-RULES: Mapping[str, tuple[dict[str, Any], UpdateRule, dict[str, Any]]] = {  # plainly, stowed, both
-    "sgd, clipped": (SGDS, SGD(lr=LR, weight_decay=DECAY), {"max_norm": 0.05}),
-    "sgd, accumulated": (SGDS, SGD(lr=LR, weight_decay=DECAY), {"accumulation": 3}),
-    "adamw as torch takes it by default": (
-        UNFUSED, AdamW(lr=LR, weight_decay=DECAY, fused=False), {"max_norm": 0.05},
-    ),
+FUSED, CLIPPED = {"fused": True}, {"max_norm": 0.05}
+RULES: Mapping[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # torch's class, its options, the loop's
+    "sgd, clipped": ("SGD", {}, CLIPPED),
+    "sgd, accumulated": ("SGD", {}, {"accumulation": 3}),
+    "sgd with momentum": ("SGD", {"momentum": 0.9, "nesterov": True}, CLIPPED),
+    "fused sgd with momentum, in chunks": ("SGD", {"momentum": 0.9, **FUSED}, CLIPPED),
+    "adamw as torch takes it by default": ("AdamW", {}, CLIPPED),
     # Each update is made with the rate that was set when ``step`` was called, in some layouts during backward.
-    "a schedule": ({}, AdamW(lr=LR, weight_decay=DECAY), {"schedule": schedule}),
+    "a schedule": ("AdamW", FUSED, {"schedule": schedule}),
     # A parameter larger than a chunk is updated in several calls, and counted once.
-    "in chunks": ({}, AdamW(lr=LR, weight_decay=DECAY), {"max_norm": 0.05}),
-}  # fmt: skip
+    "in chunks": ("AdamW", FUSED, CLIPPED),
+    "rmsprop, in chunks": ("RMSprop", {"momentum": 0.9, "centered": True}, CLIPPED),
+    "adagrad, in chunks": ("Adagrad", {"lr_decay": 0.1}, CLIPPED),
+    "adam with amsgrad": ("Adam", {"amsgrad": True}, {}),
+    "rmsprop": ("RMSprop", {}, {}),
+    "adadelta": ("Adadelta", {}, {}),
+    "adamax": ("Adamax", {}, {}),
+    "radam": ("RAdam", {}, {}),
+}
 
 
-@layouts_and_dtypes
-@pytest.mark.parametrize("rule", RULES)
+def rules_and_layouts() -> Iterator[Any]:
+    """Every rule in every layout; of those after the first ones two of three are slow tests."""
+    for turn, rule in enumerate(RULES):
+        for index, (known, where) in enumerate(LAYOUTS.items()):  # each site has two, so that it meets both dtypes
+            slow = turn >= 7 and (turn + index) % 3
+            name = list(DTYPES)[index % 2]
+            marks = [pytest.mark.slow] if slow else []
+            yield pytest.param(rule, where, DTYPES[name], id=f"{rule}, {known}, {name}", marks=marks)
+
+
+@pytest.mark.parametrize(("rule", "where", "dtype"), rules_and_layouts())
 def test_rules(rule: str, where: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    plainly, ours, given = RULES[rule]
+    kind, options, given = RULES[rule]
+    options = {"lr": LR, "weight_decay": DECAY, **options}
+    ours = UpdateRule(kind, **options)
     loop = {"max_norm": 0.0, "accumulation": 1, "groups": 2, **given}
     batches, model = tokens("gpt2", STEPS * loop["accumulation"]), build("gpt2", dtype=dtype)
-    wanted = plain(build("gpt2", dtype=dtype), batches, **plainly, **loop)
-    if rule == "in chunks":
+    made = partial(getattr(torch.optim, kind), **options)
+    wanted = plain(build("gpt2", dtype=dtype), batches, make=made, **loop)
+    if "in chunks" in rule:
         monkeypatch.setattr(updates, "HOST_CHUNK", 192)
-        monkeypatch.setattr(layout, "SCRATCH_ELEMENTS", 384)
+        for where_used in (layout, updates):
+            monkeypatch.setattr(where_used, "SCRATCH_ELEMENTS", 384)
     planned = {name: value for name, value in loop.items() if name != "schedule"}
-    in_backward = not loop["max_norm"] and ("sgd" in rule or dtype is torch.float32)
+    in_backward = not loop["max_norm"] and (kind == "SGD" or dtype is torch.float32)
     plan = plan_of(model, moments=len(ours.names), in_backward=in_backward, **where, **planned)
     assert differences(wanted, stowed(model, plan, batches, rule=ours, transfer=Delayed(), **loop)) == []
 

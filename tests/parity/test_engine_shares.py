@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from strategies.core.plan import Plan
-from strategies.engine import AdamW, stow
+from strategies.engine import AdamW, UpdateRule, stow
 from strategies.engine.memory.common_host import CommonHost
 from strategies.engine.ranks.shares import Shares
 from strategies.engine.updating.updates import Updates
@@ -66,6 +66,12 @@ FACTORS: Mapping[str, Sequence[object]] = {
     "split": (True, False),
     "gather": ("host", "network"),
     "transfer": ("delayed", "watched", "vacant"),
+    "rule": ("AdamW", "RMSprop", "SGD"),
+}
+RULES: Mapping[str, Mapping[str, Any]] = {
+    "AdamW": {"fused": True},
+    "RMSprop": {"centered": True, "momentum": 0.9},
+    "SGD": {"momentum": 0.9},
 }
 CASE: Row = {name: levels[0] for name, levels in FACTORS.items()} | {"clip": "tight", "gather": "network"}
 
@@ -104,14 +110,18 @@ def both(ranks: Ranks, row: Row, device: str = "cpu", turn: int = 0, **how: Any)
     steps = STEPS - bool(turn % 3)  # in the second all that the first has left is read; two of three cases end there
     batches = batches_on(device, case["model"], steps * count)
     alone: list[Result | None] = [None]
+    kind, options = case["rule"], {"lr": LR, "weight_decay": DECAY, **RULES[case["rule"]]}
     if ranks.rank == turn % count:
-        alone = [plain(on(device, made(case)), batches, accumulation=count, max_norm=norm, groups=groups)]
+        loop: dict[str, Any] = {"accumulation": count, "max_norm": norm, "groups": groups}
+        alone = [plain(on(device, made(case)), batches, make=partial(getattr(torch.optim, kind), **options), **loop)]
     model = made(case)
     asked = ("site", "weights", "bucket", "park", "prefetch", "split", "gather", "reduction")
     where = {name: case[name] for name in asked if name in case}
-    plan = plan_of(model, max_norm=norm, groups=groups, ranks=count, **where)
+    rule = UpdateRule(kind, **options)
+    plan = plan_of(model, max_norm=norm, groups=groups, ranks=count, moments=len(rule.names), **where)
     how = how or {"transfer": grid.TRANSFERS[case["transfer"]]()}
-    shared = stowed(model, plan, batches[ranks.rank :: count], max_norm=norm, groups=groups, device=device, **how)
+    how |= {"rule": rule, "max_norm": norm, "groups": groups, "device": device}
+    shared = stowed(model, plan, batches[ranks.rank :: count], **how)
     dist.broadcast_object_list(alone, turn % count)
     assert alone[0] is not None
     return alone[0], shared

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from strategies.core.linears import LEGAL, Gemm, Route, Routes, Timed
+from strategies.core.linears import LEGAL, Route, Routes
 from strategies.core.registry import find
 from strategies.planner import gemm_routes
 from tests.helpers.releases import needs_stage_3
@@ -44,10 +44,9 @@ def routed(
     config = config_of(case, strategies, folder)
     threads = None if ranks == 1 else max(1, machine.usable_cores // ranks)
     shapes = gemm_routes.shapes_of(gather(config, ranks, ranks, machine))
-    assert shapes
-    seconds = tuple((gemm, route, 1.0 if route is wanted.of(gemm) else 2.0) for gemm in Gemm for route in LEGAL[gemm])
-    timings = [Timed(shape, seconds, 0.1) for shape in shapes]
-    gemm_timing.save(file, gemm_timing.place_of(machine, threads), timings)
+    timing = {f"{gemm} {route}": 2.0 for gemm, routes in LEGAL.items() for route in routes} | {"copy": 0.1}
+    timing |= {f"{gemm} {route}": 1.0 for gemm, route in wanted._asdict().items()}
+    gemm_timing.save(file, gemm_timing.place_of(machine, threads), {str(shape): timing for shape in shapes})
     plan = plan_of(config, Ranks(0, 0, ranks, ranks), machine)
     chosen = gemm_routes.chosen(plan)
     assert set(chosen.values()) == {wanted} and len(chosen) == len(plan.facts.linears)
@@ -86,7 +85,7 @@ def of_layers(ranks: Ranks, config: RunConfig) -> dict[str, Any]:
         for name, value in model.state_dict().items()
     )
     routed = [module for module in model.modules() if isinstance(module, Routed)]
-    copies = sum(module._routes.copies for module in routed)
+    copies = sum(Route.COPY in module._routes for module in routed)
     try:
         trainer.train()
         layers: Any = trainer.accelerator.unwrap_model(trainer.model_wrapped).modules()

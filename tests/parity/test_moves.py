@@ -62,6 +62,22 @@ def test_from_plain(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("optim", "arguments"),
+    [
+        ("sgd", "momentum=0.9,nesterov=true"),
+        pytest.param("rmsprop", "centered=true,momentum=0.9", marks=pytest.mark.slow),
+        pytest.param("adagrad", "lr_decay=0.1", marks=pytest.mark.slow),
+    ],
+)
+def test_optimizers(tmp_path: Path, optim: str, arguments: str) -> None:
+    """With their state, from plain training into the engine, into the ranks' shares of it, and back."""
+    other: dict[str, Any] = {"optim": optim, "optim_args": arguments}
+    runs = moved(tmp_path, plain(2, **other), shared(2, **other), offload(2, **other))
+    all_equal(runs)
+    all_equal([runs[0], *moved(tmp_path / "back", shared(2, **other), plain(2, **other))])
+
+
 def test_from_uneven_shares_to_fewer_ranks(tmp_path: Path) -> None:
     """Three ranks divide few parameters evenly, and pieces of most are on two of them."""
     runs = moved(tmp_path, zero(HIGHEST_STAGE, 3), plain(2), zero(2, 2))

@@ -13,7 +13,7 @@ from benchmarks.harness import linear, processes
 from benchmarks.harness.linear import judge, summary, table, wanted
 from benchmarks.harness.record import answer
 from launch import bench
-from strategies.core.linears import LEGAL, Gemm, Route, Routes, Shape, Timed
+from strategies.core.linears import LEGAL, Route, Routes, Shape, Timing
 from strategies.planner import gemm_routes
 from trainer.errors import ExitCode
 
@@ -26,14 +26,11 @@ def routing_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm_routes, "ROUTING_S", 0.0)
 
 
-def timing(**faster: float) -> Timed:
+def timing(**faster: float) -> Timing:
     """10 ms natively, 20 over other routes, unless given as ``forward_flip=7.0``."""
-    given = {
-        (gemm, route): faster.get(f"{gemm.value}_{route.value}", 10.0 if route is Route.NATIVE else 20.0) * 1e-3
-        for gemm in Gemm
-        for route in LEGAL[gemm]
-    }
-    return Timed(SHAPE, tuple((*key, value) for key, value in given.items()), faster.get("refresh", 1.0) * 1e-3)
+    names = {f"{gemm}_{route}": 20.0 for gemm, routes in LEGAL.items() for route in routes}
+    given = names | {f"{gemm}_native": 10.0 for gemm in LEGAL} | {"copy": 1.0} | faster
+    return {name.replace("_", " "): value * 1e-3 for name, value in given.items()}
 
 
 def squeezed(lines: Iterable[str]) -> str:
@@ -41,7 +38,7 @@ def squeezed(lines: Iterable[str]) -> str:
     return re.sub(" +", " ", "\n".join(lines))
 
 
-def judged(accumulation: int, first: Timed, second: Timed) -> linear.Case:
+def judged(accumulation: int, first: Timing, second: Timing) -> linear.Case:
     return {"models": ["m"], **judge(SHAPE, accumulation, first, second)}
 
 
@@ -73,7 +70,7 @@ def test_table_and_summary() -> None:
 def test_an_interrupted_run_keeps_its_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readings: Iterator[Any] = iter([timing(), timing()])
 
-    def reading(shapes: Any, budget_s: float) -> list[Timed]:
+    def reading(shapes: Any, budget_s: float) -> list[Timing]:
         for found in readings:
             return [found]
         raise KeyboardInterrupt
@@ -87,7 +84,7 @@ def test_an_interrupted_run_keeps_its_cases(tmp_path: Path, monkeypatch: pytest.
     (folder,) = tmp_path.iterdir()
     record = json.loads((folder / "record.json").read_text())
     assert record["command"] == "the command" and len(record["cases"]) == 1
-    assert set(record["cases"][0]["measurements"][0]) == {"shape", "seconds", "refresh_s"}
+    assert record["cases"][0]["measurements"][0] == timing()
     assert "| all: 1 | adaptive |" in squeezed([(folder / "table.md").read_text()])
 
 

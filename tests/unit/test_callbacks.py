@@ -188,14 +188,14 @@ def test_continuation_is_greedy_without_the_prompt_and_restores_the_mode() -> No
             return " ".join(map(str, ids.tolist()))
 
     class Model(torch.nn.Module):
-        device = "cpu"
+        device, config = "cpu", SimpleNamespace(max_position_embeddings=50)
 
         def generate(self, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
             assert options["do_sample"] is False and options["pad_token_id"] == 9
-            assert options["min_new_tokens"] <= options["max_new_tokens"] == 3
+            assert options["min_new_tokens"] == 20 and options["max_new_tokens"] == 48, "no more than there are places"
             assert not self.training
             return torch.cat([input_ids, torch.tensor([[7, 8]])], dim=1)
 
     model = Model()
-    assert callbacks.continuation(model, Tokenizer(), "prompt", 3) == "7 8"
+    assert callbacks.continuation(model, Tokenizer(), "prompt") == "7 8"
     assert model.training

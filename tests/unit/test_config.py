@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from strategies.core.optimizers import OPTIMIZERS, REFUSED
 from trainer.config.arguments import OWN, RENAMED, TrainingSection
-from trainer.config.check import elsewhere, known_keys
+from trainer.config.check import choices, elsewhere, known_keys
 from trainer.config.doc import pages
 from trainer.config.load import json_schema, load
 from trainer.config.sections import DataSection, ModelSection, RunConfig
@@ -68,6 +69,13 @@ def test_every_name_of_training_arguments_is_a_field_or_refused() -> None:
     assert ours & refused == set()
     assert names - ours - refused == set(), "new names: give each a field or a reason"
     assert (ours | refused) - names - OWN <= set(RENAMED), "names that TrainingArguments does not have"
+
+
+def test_every_optimizer_of_hugging_face_is_had_or_refused_by_name() -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = {each.value for each in transformers.training_args.OptimizerNames}
+    assert theirs - OPTIMIZERS.keys() - REFUSED.keys() == set(), "new names: write what they are, or why not"
+    assert choices(TrainingSection.model_fields["optim"].annotation) == tuple(OPTIMIZERS)
 
 
 def test_hugging_face_accepts_what_we_hand_over(tmp_path: Path) -> None:

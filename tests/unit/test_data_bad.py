@@ -133,19 +133,61 @@ CASES = [
     case("wrong role", {"d.jsonl": jsonl(chat(("user", "a"), ("assitant", "b")))}, {},
         "d.jsonl:1: field 'messages[1]' has role 'assitant'; "
         "allowed: system, user, assistant, tool, developer; did you mean 'assistant'?"),
-    case("ShareGPT keys", {"d.jsonl": jsonl({"messages": [{"from": "human", "value": "a"}]})}, {},
-        "d.jsonl:1: field 'messages[0]' needs role and content; found: from, value"),
+    case("ShareGPT's role, misspelt", {"d.jsonl": jsonl({"conversations": [{"from": "usr", "value": "a"}]})}, {},
+        "d.jsonl:1: field 'conversations[0]' has role 'usr'; "
+        "allowed: system, user, assistant, tool, developer; did you mean 'user'?"),
+    case("half a message", {"d.jsonl": jsonl({"messages": [{"from": "human", "text": "a"}]})}, {},
+        "d.jsonl:1: field 'messages[0]' needs role and content; found: from, text"),
+    case("a message with an image",
+        {"d.jsonl": jsonl(chat(("user", [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}])))}, {},
+        "d.jsonl:1: field 'messages[0]' has a part that is no text (image_url); "
+        "images, sound and files are not trained on"),
+    case("images beside messages", {"d.jsonl": jsonl(chat(("user", "a")) | {"images": ["a.png"]})}, {},
+        "d.jsonl: column 'images': only text is trained on, and these messages come with more"),
+    case("a call without arguments",
+        {"d.jsonl": jsonl({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]})}, {},
+        "d.jsonl:1: field 'messages[0]' has a tool call that is none; "
+        "a call is {name: text, arguments: an object, or one as JSON text}"),
+    case("ShareGPT's call that is no JSON",
+        {"d.jsonl": jsonl({"conversations": [{"from": "function_call", "value": "f(x)"}]})}, {},
+        "d.jsonl:1: field 'conversations[0]' has a tool call that is none; "
+        "a call is {name: text, arguments: an object, or one as JSON text}"),
+    case("OpenAI's old calls",
+        {"d.jsonl": jsonl({"messages": [{"role": "assistant", "function_call": {"name": "f"}}]})}, {},
+        "d.jsonl:1: field 'messages[0]' has function_call, OpenAI's old form; write tool_calls"),
+    case("tools that are none", {"d.jsonl": jsonl(chat(("user", "a")) | {"tools": "look_up"})}, {},
+        "d.jsonl:1: field 'tools' is no list of functions, each {type: function, function: {name, ...}}"),
+    case("tools that the template leaves out", {"d.jsonl": jsonl(chat(("user", "a")) | {"tools": [{"name": "f"}]})},
+        {"chat_template": "zephyr"}, "d.jsonl:1: has tools, which data.chat_template zephyr does not write; "
+        "name one that does in data.chat_template"),
+    case("reasoning that the template leaves out",
+        {"d.jsonl": jsonl({"messages": [{"role": "assistant", "content": "a", "reasoning_content": "b"}]})},
+        {"chat_template": "zephyr"},
+        "d.jsonl:1: has reasoning_content, which data.chat_template zephyr does not write; "
+        "name one that does in data.chat_template"),
+    case("a chosen turn where all are trained on",
+        {"d.jsonl": jsonl({"messages": [{"role": "assistant", "content": "a", "weight": 0}]})}, {},
+        "d.jsonl:1: field 'messages[0]' says whether it is trained on; write data.assistant_only_loss: true"),
+    case("half a weight", {"d.jsonl": jsonl({"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]})},
+        {"assistant_only_loss": True}, "d.jsonl:1: field 'messages[0]' has weight 0.5; one of them, and 0 or 1"),
+    case("a question that is trained on",
+        {"d.jsonl": jsonl({"messages": [{"role": "user", "content": "a", "train": True}]})},
+        {"assistant_only_loss": True},
+        "d.jsonl:1: field 'messages[0]' has train True; only turns of the assistant are trained on"),
+    case("template that is none", {"d.jsonl": jsonl(chat(("user", "a")))}, {"chat_template": "zepyr"},
+        "data.chat_template: zepyr does not exist and is none of chatml, zephyr, vicuna; did you mean 'zephyr'?"),
     case("message without content", {"d.jsonl": jsonl(chat(("user", None)))}, {},
         "d.jsonl:1: field 'messages[0]' has content that is null; every message needs a string"),
     case("no messages", {"d.jsonl": jsonl({"messages": []})}, {},
         "d.jsonl:1: field 'messages' is an empty list; a conversation has at least one message"),
     case("no assistant turn", {"d.jsonl": jsonl(chat(("user", "a")))}, {"assistant_only_loss": True},
         "d.jsonl:1: every token is masked: nothing to train on in 8 tokens (no assistant turn)"),
-    case("template without marks",
-        {"d.jsonl": jsonl(chat(("assistant", "a"))), "t.jinja": "{{ messages[0].content }}"},
+    case("template without marks that writes the last turn otherwise",
+        {"d.jsonl": jsonl(chat(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))),
+         "t.jinja": "{% for m in messages %}{{ m.role + (m.content if loop.last else '') }}{% endfor %}"},
         {"assistant_only_loss": True, "chat_template_path": "t.jinja"},
-        f"data.assistant_only_loss: t.jinja does not mark the assistant's turns; put {MARKS} around them "
-        "in a copy and name it in data.chat_template_path"),
+        "d.jsonl:1: t.jinja writes the first 2 messages otherwise than where more follow, so turn 2 cannot be told "
+        f"from the others; put {MARKS} around answers in a copy and name it in data.chat_template"),
     case("template with a syntax error",
         {"d.jsonl": jsonl(chat(("assistant", "a"))), "t.jinja": "a\n{% if %}"}, {"chat_template_path": "t.jinja"},
         "t.jinja:2: Expected an expression, got 'end of statement block'"),
@@ -238,6 +280,7 @@ def test_hub_failure_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ConnectionError("Couldn't reach the Hub\nwith a long tail")
 
     monkeypatch.setattr("datasets.load_dataset", refuse)
+    monkeypatch.setattr("trainer.model.hub.unreachable", lambda: None)
     with pytest.raises(DataError) as caught:
         sources.open_source("owner/name", None, "train", False)
     line = "data.path: hub data set owner/name cannot be loaded: ConnectionError: Couldn't reach the Hub"
@@ -248,8 +291,9 @@ def test_tokenizer_without_template(tmp_path: Path, tokenizer: Any, monkeypatch:
     path = tmp_path / "d.jsonl"
     path.write_text(jsonl(chat(("user", "a"))))
     monkeypatch.setattr(tokenizer, "chat_template", None)
-    line = "messages need a chat template and the tokenizer has none; name a .jinja file in data.chat_template_path"
-    with pytest.raises(DataError, match=f"^data.chat_template_path: {line}$"):
+    ways = "write chatml, zephyr, vicuna, the path of a .jinja file, or the template itself"
+    line = f"data.chat_template: messages need one and the tokenizer has none; {ways}"
+    with pytest.raises(DataError, match=f"^{line}$"):
         prepare.prepare(DataSection(path=str(path)), tokenizer, VOCAB, 0, tmp_path / "p", lambda line: None)
 
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from strategies.core.compose import compose, refusals
+from strategies.core.compose import compose
 from strategies.core.facts import Facts, MachineFacts, Operator, Precision, Rates, Temporaries, Unit, Work
 from strategies.core.plan import Home, Kind
 from strategies.core.registry import find
 from strategies.planner.hybrid import keys
 from strategies.planner.hybrid.account import Account, Bytes, state_bytes
 from strategies.planner.hybrid.cluster import Cluster, Wire
-from strategies.planner.hybrid.degrees import HERE, SHAPE, Degrees, Limits, Stowed, broken
+from strategies.planner.hybrid.degrees import Degrees, Stowed, is_possible
 from strategies.planner.hybrid.parts import Model, Models
 from strategies.planner.hybrid.search import POLICIES, Answer, Options, hybrid
 from strategies.planner.hybrid.step_seconds import Pricing
@@ -139,6 +139,10 @@ def test_splits_have_every_block_once_and_none_has_a_shorter_longest_stage() -> 
         assert min(longest) == min(max(*counts[:-1], counts[-1] + 2, 0) for counts in every)
 
 
+def nothing_refused(degrees: Degrees) -> None:
+    """Whatever some engine could run."""
+
+
 def priced(whole: Facts, on: Cluster, options: Options, sequences: int = 32) -> Answer:
     return hybrid(known(whole), on, sequences, options, {size: share(whole, size, 1) for size in (1, 2)})
 
@@ -148,7 +152,7 @@ def priced(whole: Facts, on: Cluster, options: Options, sequences: int = 32) -> 
 def test_the_search_returns_what_pricing_everything_would(
     device: int, rate: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = priced(model(device=device), cluster(rate=rate), Options(SHAPE))
+    found = priced(model(device=device), cluster(rate=rate), Options(nothing_refused))
     bounds, least = [], Pricing.least
 
     def noted(self: Pricing, degrees: Degrees) -> float:
@@ -156,17 +160,17 @@ def test_the_search_returns_what_pricing_everything_would(
         return 0.0
 
     monkeypatch.setattr(Pricing, "least", noted)
-    everything = priced(model(device=device), cluster(rate=rate), Options(SHAPE))
+    everything = priced(model(device=device), cluster(rate=rate), Options(nothing_refused))
     assert found.best == everything.best and found.priced < everything.priced == everything.fitting
     assert all(bounds), "a bound is not more than the price"
 
 
 def test_it_is_never_slower_with_more_memory_or_a_faster_network() -> None:
     """Exactly, along each ladder; and both matter."""
-    for rules in (HERE, SHAPE):
+    for refused in (None, nothing_refused):
         for ladder in (
-            [priced(model(device=size), cluster(), Options(rules)) for size in (400_000, 800_000, 1_000_000, WIDE)],
-            [priced(model(device=800_000), cluster(rate=rate), Options(rules)) for rate in (1e7, 1e8, 1e9, 1e11)],
+            [priced(model(device=size), cluster(), Options(refused)) for size in (400_000, 800_000, 1_000_000, WIDE)],
+            [priced(model(device=800_000), cluster(rate=rate), Options(refused)) for rate in (1e7, 1e8, 1e9, 1e11)],
         ):
             seconds = [answer.best[0].price.seconds for answer in ladder if answer.best]
             assert len(seconds) >= 3 and seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
@@ -186,14 +190,13 @@ def test_nothing_fits() -> None:
     assert first.device == 0 and account.of(first.degrees).host == first.host + 900
 
 
-def test_every_row_uses_all_ranks_and_the_whole_batch_and_breaks_no_rule() -> None:
-    limits = Limits(8, 8)
+def test_every_row_uses_all_ranks_and_the_whole_batch_and_is_refused_by_nobody() -> None:
     answer = priced(model(device=900_000), cluster(), Options())
     assert len(answer.best) == 10 == len({each.degrees.unsplit for each in answer.best})
     for found in answer.best:
         degrees = found.degrees
         assert degrees.ranks == 16 and degrees.data * degrees.micro_batch * degrees.micro_batches == 32
-        assert broken(degrees, limits, HERE) is None
+        assert is_possible(degrees, 8) and keys.refused(model().run, {})(degrees) is None
         assert found.bytes.device <= 0.9 * 900_000
         assert sum(found.price.parts.values()) == pytest.approx(found.price.seconds)
     # As little is recomputed and offloaded as fits: none of either for nothing.
@@ -202,28 +205,44 @@ def test_every_row_uses_all_ranks_and_the_whole_batch_and_breaks_no_rule() -> No
             more = POLICIES.index(found.recompute) - POLICIES.index(other.recompute)
             levels = list(Stowed)
             assert more * (levels.index(found.offload) - levels.index(other.offload)) < 0
-    assert {each.rule.name for each in answer.left} >= {"tensor with pipeline", "tensor with ZeRO 3"}
+    assert {each.refusal.key for each in answer.left} >= {"strategies.tensor", "strategies.zero.stage"}
 
 
-@pytest.mark.parametrize(
-    ("degrees", "name"),
-    [
-        (Degrees(stages=9), "blocks"),
-        (Degrees(tensor=16), "machine"),
-        (Degrees(stages=2, zero=2), "pipeline with ZeRO 2, 3"),
-        (Degrees(zero=2, offload=Stowed.WEIGHTS), "offloaded weights with ZeRO 1, 2"),
-        (Degrees(zero=3, offload=Stowed.STATE), "offloaded state with ZeRO 3"),
-        (Degrees(stages=2, micro_batches=4, offload=Stowed.WEIGHTS), ""),
-    ],
+IMPOSSIBLE = (
+    Degrees(tensor=16),
+    Degrees(stages=2, zero=2),
+    Degrees(zero=2, offload=Stowed.WEIGHTS),
+    Degrees(zero=3, offload=Stowed.STATE),
 )
-def test_what_no_engine_could_run(degrees: Degrees, name: str) -> None:
-    """The other rules: see ``test_the_rules_are_what_the_strategies_refuse``."""
-    limits = Limits(blocks=8, per_machine=8)
-    rule = broken(degrees, limits, HERE)
-    assert (rule.name if rule else "") == name
-    if not name:  # by these engines not with a tied head
-        tied = broken(degrees, replace(limits, tied=True), HERE)
-        assert tied is not None and tied.name == "pipeline with offload and a tied head"
+REFUSED = (
+    (Degrees(stages=2, tensor=2, micro_batches=4), "strategies.tensor"),
+    (Degrees(tensor=2, data=2, zero=3), "strategies.zero.stage"),
+    (Degrees(tensor=2), "strategies.zero.stage"),
+    (Degrees(tensor=2, zero=1, recompute="selective"), "strategies.recompute.policy"),
+    (Degrees(tensor=2, zero=1, offload=Stowed.STATE), "strategies.tensor.degree"),
+    (Degrees(stages=2, data=2, zero=1, micro_batches=4), "strategies.zero"),
+    (Degrees(stages=4, micro_batches=2), "training.gradient_accumulation_steps"),
+)
+FINE = (
+    Degrees(data=2, zero=3, recompute="selective"),
+    Degrees(tensor=2, data=2, zero=2, recompute="full"),
+    Degrees(stages=2, data=2, zero=1, micro_batches=4, offload=Stowed.STATE),
+    Degrees(stages=2, micro_batches=4, recompute="selective"),
+)
+
+
+def test_what_cannot_be_run() -> None:
+    run = model().run
+    assert not any(is_possible(degrees, 8) for degrees in IMPOSSIBLE)
+    assert all(is_possible(degrees, 8) for degrees in (*FINE, *(degrees for degrees, _ in REFUSED)))
+    refused = keys.refused(run, {})
+    assert [each.key for degrees, _ in REFUSED if (each := refused(degrees))] == [key for _, key in REFUSED]
+    assert [refused(degrees) for degrees in FINE] == [None] * len(FINE)
+    tied = keys.refused(replace(run, tied=True), {})(FINE[2])
+    assert tied is not None and "tied head" in tied.cure
+    beside = {"linear": find("linear")()}  # what is left as it is refuses, too
+    assert keys.refused(run, beside)(FINE[1]) is not None and keys.refused(run, beside)(FINE[0]) is None
+    assert keys.refused(replace(run, optim="adafactor"), {})(FINE[1]) is not None
 
 
 def test_the_volumes_of_zero_per_step() -> None:
@@ -312,30 +331,3 @@ def test_degrees_are_written_as_strategies(degrees: Degrees, strategies: dict[st
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": 1,
     }
-
-
-def test_the_rules_are_what_the_strategies_refuse() -> None:
-    """For every combination: nothing is proposed that a strategy refuses, and nothing is left out that none does."""
-    whole = replace(model().run, accumulation=4, world_size=8)
-    several = product((1, 2), (1, 2), range(4), POLICIES, (Stowed.NOTHING, Stowed.STATE, Stowed.WEIGHTS), (1, 4))
-    for stages, tensor, zero, policy, stowed, micro_batches in several:
-        degrees = Degrees(
-            stages=stages,
-            tensor=tensor,
-            data=2,
-            zero=zero,
-            recompute=policy,
-            offload=stowed,
-            micro_batches=micro_batches,
-        )
-        limits = Limits(blocks=8, per_machine=8)
-        if broken(degrees, limits, SHAPE[2:]):
-            continue  # what no engine could run has no keys to refuse
-        tree = keys.written(degrees, {"training": {}, "strategies": {}})["strategies"]
-        if stages == 1 and tensor == 2 and "zero" not in tree:
-            tree["zero"] = {"stage": zero}
-        strategies = {name: find(name).model_validate(options) for name, options in tree.items()}
-        run = replace(whole, stages=stages, tensor=tensor, accumulation=micro_batches)
-        refused = [str(each) for each in refusals(strategies, run)]
-        rule = broken(degrees, limits, HERE)
-        assert bool(refused) is (rule is not None), (degrees, refused, rule)

@@ -10,7 +10,7 @@ import torch
 
 from strategies.core.compose import compose
 from strategies.core.facts import Facts, Home
-from strategies.core.linears import Gemm, Linear, Route, Routes, Shape, Timed
+from strategies.core.linears import Gemm, Linear, Route, Routes, Shape, Timing
 from strategies.core.plan import Impl
 from strategies.core.protocol import BITWISE
 from strategies.core.registry import find
@@ -22,7 +22,7 @@ from trainer.machine.probe import probe
 from trainer.model.counting import Counter
 from trainer.planning.facts import gather
 
-OWN, BOTH, OTHER = Routes(), Routes(forward=Route.COPY), Routes(forward=Route.COPY, dgrad=Route.COPY)
+OWN, FORWARD, BOTH = Routes(), Routes(forward=Route.COPY), Routes(forward=Route.COPY, dgrad=Route.COPY)
 SHAPE = Shape(rows=10, inputs=4, outputs=6, stored="out_in", dtype="float32")
 WEIGHT = 4 * 6 * 4
 
@@ -32,14 +32,10 @@ def layer(**changes: Any) -> Linear:
     return replace(Linear("mlp.up", "layers.0", shape), **changes)
 
 
-def timed(shape: Shape = SHAPE, *, refresh: float = 0.0, **seconds: Mapping[str, float]) -> Timed:
-    """Timings in milliseconds by product and route; 10 natively unless given, other routes slower."""
-    given = [
-        (gemm, Route(name), value * 1e-3)
-        for gemm in Gemm
-        for name, value in ({"native": 10.0} | dict(seconds.get(gemm.value, {}))).items()
-    ]
-    return Timed(shape, tuple(given), refresh * 1e-3)
+def timed(**milliseconds: float) -> Timing:
+    """Timings by product and route, as ``wgrad_left=9``; 10 natively unless given."""
+    given = {"copy": 0.0, **{f"{gemm}_native": 10.0 for gemm in Gemm}, **milliseconds}
+    return {name.replace("_", " "): value * 1e-3 for name, value in given.items()}
 
 
 # --- minimal ---------------------------------------------------------------------------------------------------------
@@ -49,12 +45,9 @@ def timed(shape: Shape = SHAPE, *, refresh: float = 0.0, **seconds: Mapping[str,
     ("changes", "accumulation", "expected"),
     [
         ({}, 1, OWN),  # a copy would be written as often as it is read
-        ({}, 2, BOTH),
-        ({"recomputed": True}, 1, BOTH),
-        ({"trains": False}, 1, BOTH),  # written once in a run
-        ({"casts": True, "recomputed": True}, 1, BOTH),
-        ({"casts": True, "passes_back": False}, 1, OTHER),
-        ({"stored": "in_out"}, 1, OWN),
+        ({}, 2, FORWARD),
+        ({"recomputed": True}, 1, FORWARD),
+        ({"trains": False}, 1, FORWARD),  # written once in a run
         ({"stored": "in_out"}, 2, Routes(dgrad=Route.COPY)),
         ({"stored": "in_out", "recomputed": True}, 1, OWN),  # forward reads it along; dgrad runs once
         ({"stored": "in_out", "passes_back": False}, 8, OWN),
@@ -68,41 +61,37 @@ def test_minimal(changes: dict[str, Any], accumulation: int, expected: Routes) -
 
 
 LEFT, FLIP = Routes(wgrad=Route.LEFT), Routes(forward=Route.FLIP)
-QUICK = {"native": 0.010, "flip": 0.001}
-SMALL = timed(forward=QUICK, dgrad={"native": 0.010}, wgrad={"native": 0.010})
-COPIED = timed(forward={"copy": 7.0}, dgrad={"copy": 10.0}, refresh=4.0)  # 4 ms per step; forward gains 3 per use
-FLIPPED = timed(forward={"copy": 7.0, "flip": 7.1}, refresh=1.0)
+SMALL = {f"{gemm}_native": 0.010 for gemm in Gemm}
+QUICK = {f"{gemm}_flip": 0.001 for gemm in Gemm}
+COPIED = timed(forward_copy=7, dgrad_copy=10, copy=4)  # 4 ms per step; forward gains 3 per use
+FLIPPED = timed(forward_copy=7, forward_flip=7.1, copy=1)
 
 
 @pytest.mark.parametrize(
     ("timings", "accumulation", "changes", "expected"),
     [
-        (timed(wgrad={"left": 9.6}), 1, {}, OWN),  # 4 % of the product, 1.3 % of the layer
-        (timed(wgrad={"left": 9.6}), 1, {"passes_back": False}, OWN),
-        (timed(wgrad={"left": 9.0}), 1, {}, LEFT),
-        (timed(dgrad={"left": 8.0, "flip": 7.0, "right": 9.0}), 1, {}, Routes(dgrad=Route.FLIP)),
+        (timed(wgrad_left=9.6), 1, {}, OWN),  # 4 % of the product, 1.3 % of the layer
+        (timed(wgrad_left=9.0), 1, {}, LEFT),
+        (timed(dgrad_left=8, dgrad_flip=7, dgrad_right=9), 1, {}, Routes(dgrad=Route.FLIP)),
         # Products that never run stay native.
-        (timed(dgrad={"flip": 1.0}, wgrad={"flip": 1.0}), 1, {"passes_back": False, "trains": False}, OWN),
+        (timed(dgrad_flip=1, wgrad_flip=1), 1, {"passes_back": False, "trains": False}, OWN),
         # A Python function costs 15 us per forward, here the half of a micro-batch's products.
-        (SMALL, 50, {}, OWN),
-        (timed(forward=QUICK, dgrad=QUICK, wgrad=QUICK), 1, {}, Routes(*[Route.FLIP] * 3)),
+        (timed(**SMALL, forward_flip=0.001), 50, {}, OWN),
+        (timed(**SMALL, **QUICK), 1, {}, Routes(*[Route.FLIP] * 3)),
         # The copy is judged on the sum of its uses.
         (COPIED, 1, {}, OWN),
-        (COPIED, 2, {}, BOTH),
-        (COPIED, 1, {"recomputed": True}, BOTH),
-        (COPIED, 1, {"trains": False}, BOTH),
-        (COPIED, 2, {"copies": False}, OWN),
-        (timed(forward={"copy": 7.0}, dgrad={"copy": 7.0}, refresh=4.0), 1, {}, OTHER),  # neither would pay alone
+        (COPIED, 2, {}, FORWARD),
+        (COPIED, 1, {"recomputed": True}, FORWARD),
+        (COPIED, 1, {"trains": False}, FORWARD),
+        (timed(forward_copy=7, dgrad_copy=7, copy=4), 1, {}, BOTH),  # neither would pay alone
         # And competes with routes that need none.
         (FLIPPED, 1, {}, FLIP),
         (FLIPPED, 100, {}, FLIP),  # 0.09 is within the margin of 10
-        (timed(forward={"copy": 6.0, "flip": 7.1}, refresh=1.0), 100, {}, BOTH),
+        (timed(forward_copy=6, forward_flip=7.1, copy=1), 100, {}, FORWARD),
     ],
 )
-def test_fastest(timings: Timed, accumulation: int, changes: dict[str, Any], expected: Routes) -> None:
-    copies = changes.get("copies", True)
-    changed = {name: value for name, value in changes.items() if name != "copies"}
-    assert gemm_routes.fastest(layer(**changed), accumulation, timings, copies=copies) == expected
+def test_fastest(timings: Timing, accumulation: int, changes: dict[str, Any], expected: Routes) -> None:
+    assert gemm_routes.fastest(layer(**changes), accumulation, timings, copies=True) == expected
 
 
 # --- the plan --------------------------------------------------------------------------------------------------------
@@ -120,23 +109,23 @@ def plan_of(options: Mapping[str, Any], given: Facts) -> Any:
 def test_blocks_alike_stay_on_one_line_and_copies_are_counted() -> None:
     layers = (layer(), layer(unit="layers.1"), layer(unit="head", name="lm_head"))
     plan = plan_of({"transpose": "minimal"}, known(*layers, accumulation=2))
-    assert gemm_routes.chosen(plan) == {"layers.0.mlp.up": BOTH, "layers.1.mlp.up": BOTH, "lm_head": BOTH}
+    assert gemm_routes.chosen(plan) == dict.fromkeys(("layers.0.mlp.up", "layers.1.mlp.up", "lm_head"), FORWARD)
     assert [reserve.num_bytes for reserve in plan.reserves(Home.DEVICE)] == [3 * WEIGHT]
     assert list(gemm_routes.lines(plan)) == [
         "linear layers: 3 take other routes than torch's, 0 stay as they are",
         "  4 -> 6, 10 tokens, float32, x3: forward copy, dgrad native, wgrad native",
     ]
     answers = [decision for decision, _ in plan.answers.values() if isinstance(decision, Impl)]
-    assert {decision.unit: decision.routes for decision in answers}["layers.0"] == (("mlp.up", BOTH),)
+    assert {decision.unit: decision.routes for decision in answers}["layers.0"] == (("mlp.up", FORWARD),)
 
 
 def test_measured_gains_are_shown() -> None:
-    plan = plan_of({}, known(timings=(timed(wgrad={"left": 4.0}),)))
+    plan = plan_of({}, known(timings={str(SHAPE): timed(wgrad_left=4)}))
     text = full_report.text(plan, None)
     assert "wgrad left; measured 30 -> 24 ms per step (-19.9%)" in text
     told = json.loads(json.dumps(full_report.to_json(plan, None)))
     assert told["linears"] == {"layers.0.mlp.up": {"forward": "native", "dgrad": "native", "wgrad": "left"}}
-    assert ["wgrad", "left", 0.004] in told["facts"]["timings"][0]["seconds"]
+    assert told["facts"]["timings"][str(SHAPE)]["wgrad left"] == 0.004
 
 
 @pytest.mark.parametrize(
@@ -146,7 +135,7 @@ def test_measured_gains_are_shown() -> None:
         ({"transpose": "minimal"}, {}, "no copy would be read more often than written"),
         ({"transpose": "minimal"}, {"no_copies": "weights travel", "accumulation": 4}, "and weights travel"),
         ({}, {}, "1 of 1 shapes are not measured yet"),
-        ({}, {"timings": (timed(),)}, "all 1 shapes are fastest as they are (measured)"),
+        ({}, {"timings": {str(SHAPE): timed()}}, "all 1 shapes are fastest as they are (measured)"),
     ],
 )
 def test_nothing_to_do_is_said(options: dict[str, Any], changes: dict[str, Any], reason: str) -> None:
@@ -161,7 +150,7 @@ def test_nothing_to_do_is_said(options: dict[str, Any], changes: dict[str, Any],
 def test_adaptive_keeps_no_copies_where_weights_travel_and_leaves_shapes_not_reached(
     no_copies: str, expected: Routes
 ) -> None:
-    timings = (timed(forward={"copy": 1.0}, wgrad={"left": 4.0}),)
+    timings = {str(SHAPE): timed(forward_copy=1, wgrad_left=4)}
     layers = (layer(), layer(name="mlp.down", rows=20))
     plan = plan_of({}, known(*layers, timings=timings, no_copies=no_copies))
     assert gemm_routes.chosen(plan) == {"layers.0.mlp.up": expected}
@@ -197,7 +186,7 @@ def test_what_runs_how_often_is_seen() -> None:
     found = gathered("gpt2", gradient_checkpointing=True, bf16=True).linears
     blocks = [linear for linear in found if linear.unit != "head"]
     assert {linear.shape.stored for linear in blocks} == {"in_out"} and all(linear.recomputed for linear in blocks)
-    assert all(linear.casts and linear.shape.dtype == "bfloat16" for linear in found)
+    assert {linear.shape.dtype for linear in found} == {"bfloat16"}
     (head,) = [linear for linear in found if linear.unit == "head"]
     assert head.shape.stored == "out_in" and not head.recomputed
 

@@ -11,6 +11,7 @@ from tests.helpers.tiny import run_config
 from trainer.config.load import load
 from trainer.config.sections import ModelSection
 from trainer.dist.ranks import Ranks
+from trainer.dist.stopping import Stop
 from trainer.errors import ConfigError
 from trainer.model import config_keys
 from trainer.model.build import load_config
@@ -86,7 +87,7 @@ def test_a_run_ends_before_data_is_read(tmp_path: Path, capsys: pytest.CaptureFi
         f"model: {{tokenizer: none, config: {{{LLAMA}, num_layrs: 3}}}}\ndata: {{path: {tmp_path}/none.jsonl}}\n"
         f"training: {{output_dir: {tmp_path}/run, learning_rate: 1e-3, use_cpu: true}}\n"
     )
-    assert run._guarded(load(path), Ranks()) == 2
+    assert run._guarded(load(path), Ranks(), Stop()) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"{path}:1: model.config.num_layrs = 3: ")
 

@@ -1,5 +1,7 @@
 """A run whose gradients are not finite ends: when, with which words, and with which checkpoint left."""
 
+import math
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -108,12 +110,13 @@ def test_one_bad_step_ends_nothing_with_the_engine(tmp_path: Path) -> None:
 
 
 def test_overflows_count_when_the_scale_is_at_its_minimum() -> None:
-    from trainer.run.nonfinite import _is_searching_scale
+    from trainer.run.nonfinite import NonFinite, StopNonFinite
 
-    def searching(fp16: bool, scale: float) -> bool:
-        accelerator = SimpleNamespace(scaler=SimpleNamespace(get_scale=lambda: scale))
-        trainer: Any = SimpleNamespace(args=SimpleNamespace(fp16=fp16), accelerator=accelerator)
-        return _is_searching_scale(trainer)
-
-    assert [searching(True, scale) for scale in (65536.0, 2.0, 1.0)] == [True, True, False]
-    assert not searching(False, 65536.0)
+    for fp16, scale in ((True, 65536.0), (True, 2.0), (True, 1.0), (False, 65536.0)):
+        scaler = SimpleNamespace(get_scale=lambda scale=scale: scale)
+        accelerator = SimpleNamespace(scaler=scaler, stowed=None, last_norm=math.inf)
+        trainer: Any = SimpleNamespace(accelerator=accelerator, last_loss=1.0, log=lambda record: None)
+        stop = StopNonFinite(trainer, lambda step, what: NonFinite(what))
+        args, state = SimpleNamespace(fp16=fp16), SimpleNamespace(global_step=1)
+        with nullcontext() if fp16 and scale > 1.0 else pytest.raises(NonFinite):
+            stop.on_pre_optimizer_step(args, state, None)  # type: ignore[arg-type]

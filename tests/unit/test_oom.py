@@ -12,6 +12,7 @@ from strategies.engine.memory.arena import OutOfMemoryError
 from tests.helpers.fakes import block, choosing, facts
 from tests.helpers.tiny import run_config
 from trainer.dist.ranks import Ranks
+from trainer.dist.stopping import Stop
 from trainer.run import run
 from trainer.run.oom import cures, explain, is_shortage
 
@@ -81,7 +82,7 @@ def test_a_run_that_ends_for_want_of_memory_says_so(
 
     monkeypatch.setattr(run.order, "prepare", lambda *_: SimpleNamespace(plan=plan_of(micro_batch=4)))
     monkeypatch.setattr(run, "train", fails)
-    assert run._guarded(run_config(), Ranks()) == code
+    assert run._guarded(run_config(), Ranks(), Stop()) == code
     shown = capsys.readouterr().err
     assert ("out of memory: no more" in shown) is (code == 11)
     assert ("the most first:" in shown) is (code == 11)

@@ -29,6 +29,7 @@ from trainer.dist.ranks import (
     spare_peer_access,
 )
 from trainer.dist.spawn import run_world
+from trainer.dist.stopping import Stop
 from trainer.errors import ExitCode
 
 MASTER = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -127,7 +128,7 @@ def train_guarded(ranks: Ranks, config: RunConfig, folder: Path, fails: bool) ->
     replaced: Any = run_module
     replaced.finish = finish
     replaced.order.prepare = lambda config, ranks, resumed: random_run(config, ranks)
-    seen["code"] = int(run_module._guarded(config, ranks))
+    seen["code"] = int(run_module._guarded(config, ranks, Stop()))
     return seen
 
 

@@ -9,6 +9,7 @@ from launch import plan as plan_command
 from tests.e2e.commands import write_jsonl
 from trainer.config.load import load
 from trainer.dist.ranks import Ranks
+from trainer.dist.stopping import Stop
 from trainer.run import run
 
 CONFIG = """\
@@ -54,7 +55,7 @@ def planned(path: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> 
 
 def trained(path: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
     """The line that ``launch/train.py`` prints on its way out with exit code 2."""
-    assert run._guarded(load(path, overrides), Ranks()) == 2
+    assert run._guarded(load(path, overrides), Ranks(), Stop()) == 2
     lines = capsys.readouterr().err.splitlines()
     table = next((index for index, line in enumerate(lines) if line.startswith("does it fit? ")), len(lines) + 1)
     return lines[table - 2]

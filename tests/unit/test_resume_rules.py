@@ -162,7 +162,7 @@ def test_a_refusal_names_file_line_and_key(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(text)
     number = next(at for at, line in enumerate(text.splitlines(), start=1) if line.strip() == "seed: 7")
     with pytest.raises(ConfigError) as caught:
-        resuming.decide(load(tmp_path / "c.yaml"), Ranks(), print)
+        resuming.decide(load(tmp_path / "c.yaml"), Ranks())
     assert caught.value.lines == (
         f"{tmp_path}/c.yaml:{number}: training.seed = 7: {tmp_path}/run/checkpoint-8 was saved with 42, and the result "
         f"would be another run's; write that, or allow it with training.allow_change: [seed]",

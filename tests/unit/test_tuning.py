@@ -1,5 +1,6 @@
 """Measuring with a fake timer: rounds, budget, the file and its strangers, one decision for all ranks."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,79 +10,79 @@ from typing import Any
 import pytest
 import torch
 
-from strategies.core.linears import Gemm, Linear, Route, Shape, Timed
+from strategies.core.linears import LEGAL, Gemm, Linear, Route, Shape, Timing
 from strategies.core.registry import find
 from strategies.engine.forward import routed_linear
 from tests.helpers.fakes import facts
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
 from trainer.machine import gemm_timing
-from trainer.machine.gemm_timing import REFRESH, ROUNDS, load, measure, place_of, save, timers_of
+from trainer.machine.gemm_timing import ROUNDS, load, measure, place_of, save
 from trainer.machine.probe import probe
 
 SMALL, LARGE = Shape(4, 8, 8, "out_in", "float32"), Shape(4, 16, 32, "out_in", "float32")
-FLIPPED = (Gemm.FORWARD, Route.FLIP)
-PRODUCTS = [*((gemm, Route.NATIVE) for gemm in Gemm), FLIPPED, REFRESH]
+PRODUCTS = ["forward native", "dgrad native", "wgrad native", "forward flip", "copy"]
 
 
 class Fake:
     """A clock, and products that take as long as they are told, in turn."""
 
-    def __init__(self, *, each_s: float = 1.0, readings: Mapping[Any, list[float]] | None = None) -> None:
-        self.now, self.each_s, self.readings = 0.0, each_s, dict(readings or {})
-        self.calls: list[Any] = []
+    def __init__(self) -> None:
+        self.now, self.each_s = 0.0, 1e-3
+        self.readings: dict[str, list[float]] = {}
+        self.calls: list[str] = []
 
-    def clock(self) -> float:
-        return self.now
+    def prepare(self, shape: Shape, device: str) -> dict[str, Callable[[], float]]:
+        """Numbers that are none for 9 rows, and no memory for 16 inputs of 2."""
+        if (shape.rows, shape.inputs) == (2, 16):
+            raise RuntimeError("out of memory\nand much more")
+        return {name: self._run(name) for name in PRODUCTS if (shape.rows, name) != (9, "dgrad native")}
 
-    def prepare(self, shape: Shape) -> dict[Any, Callable[[], float]]:
-        return {product: self._run(product) for product in PRODUCTS}
-
-    def _run(self, product: Any) -> Callable[[], float]:
+    def _run(self, name: str) -> Callable[[], float]:
         def run() -> float:
             self.now += self.each_s
-            self.calls.append(product)
-            given = self.readings.get(product)
+            self.calls.append(name)
+            given = self.readings.get(name)
             return given.pop(0) if given else self.each_s
 
         return run
 
 
-def made(shape: Shape = SMALL, value: float = 1e-3) -> Timed:
-    return Timed(shape, (*((gemm, Route.NATIVE, value) for gemm in Gemm), (Gemm.WGRAD, Route.LEFT, 5e-4)), 2e-4)
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    fake = Fake()
+    monkeypatch.setattr(gemm_timing, "timers_of", fake.prepare)
+    monkeypatch.setattr(gemm_timing, "time", SimpleNamespace(perf_counter=lambda: fake.now))
+    return fake
 
 
-def test_routes_take_turns_and_the_least_counts() -> None:
-    fake = Fake(each_s=0.001, readings={FLIPPED: [9.0, 0.0012, 5.0, 0.0011, *[7.0] * 20]})
-    (found,) = measure([SMALL], fake.prepare, 1000.0, lambda line: None, fake.clock)
-    assert found.of(Gemm.FORWARD) == {Route.NATIVE: 0.001, Route.FLIP: 0.0011}
-    assert found.of(Gemm.WGRAD) == {Route.NATIVE: 0.001} and found.refresh_s == 0.001
+def made(value: float = 1e-3) -> Timing:
+    return {**{f"{gemm} native": value for gemm in Gemm}, "wgrad left": 5e-4, "copy": 2e-4}
+
+
+def test_routes_take_turns_and_the_least_counts(fake: Fake) -> None:
+    fake.readings = {"forward flip": [9.0, 0.0012, 5.0, 0.0011, *[7.0] * 20]}
+    found = measure([SMALL], "cpu", 1000.0, lambda line: None)
+    assert found == {str(SMALL): dict.fromkeys(PRODUCTS, 0.001) | {"forward flip": 0.0011}}
     assert fake.calls == PRODUCTS * ROUNDS
 
 
-def test_the_budget_ends_it_and_what_is_left_is_said() -> None:
+def test_the_budget_ends_it_and_what_is_left_is_said(fake: Fake) -> None:
     """The first shape is measured however small the budget, and each reached one in at least two rounds."""
-    fake, said = Fake(each_s=1.0), []
-    found = measure([LARGE, SMALL, replace(SMALL, rows=5)], fake.prepare, 15.0, said.append, fake.clock)
-    assert [timed.shape for timed in found] == [LARGE, SMALL]  # two rounds of five each
+    fake.each_s, said = 1.0, list[str]()
+    found = measure([LARGE, SMALL, replace(SMALL, rows=5)], "cpu", 15.0, said.append)
+    assert list(found) == [str(LARGE), str(SMALL)]  # two rounds of five each
     assert said[0].startswith("measuring linear layers, 1 of 3: 16 -> 32, 4 tokens, float32; 0 of 15 s")
     assert "1 were not reached and stay native: raise strategies.linear.budget_s" in said[-1]
-    assert len(measure([LARGE, SMALL], fake.prepare, 0.1, said.append, fake.clock)) == 1
+    assert len(measure([LARGE, SMALL], "cpu", 0.1, said.append)) == 1
 
 
-def test_a_shape_that_cannot_be_measured_costs_a_line() -> None:
-    fake, said = Fake(each_s=0.001), []
-
-    def prepare(shape: Shape) -> Any:
-        if shape == LARGE:
-            raise RuntimeError("out of memory\nand much more")
-        timers = fake.prepare(shape)
-        return {FLIPPED: timers[FLIPPED], REFRESH: timers[REFRESH]} if shape.rows == 9 else timers
-
-    odd = replace(SMALL, rows=9)  # torch's own products have no numbers
-    (found,) = measure([LARGE, SMALL, odd], prepare, 60.0, said.append, fake.clock)
-    assert found.shape == SMALL and "9 tokens, float32 stays native, it could not be measured: seconds" in said[4]
-    assert said[1] == "16 -> 32, 4 tokens, float32 stays native, it could not be measured: out of memory"
+def test_a_shape_that_cannot_be_measured_costs_a_line(fake: Fake) -> None:
+    said: list[str] = []
+    found = measure([replace(LARGE, rows=2), SMALL, replace(SMALL, rows=9)], "cpu", 60.0, said.append)
+    assert list(found) == [str(SMALL)]
+    assert said[1] == "16 -> 32, 2 tokens, float32 stays native, it could not be measured: out of memory"
+    assert said[4] == "8 -> 8, 9 tokens, float32 stays native, it could not be measured: dgrad native is missing"
     assert "not reached" not in said[-1]
 
 
@@ -90,10 +91,10 @@ def test_a_shape_that_cannot_be_measured_costs_a_line() -> None:
 
 def test_what_was_measured_comes_back_by_place(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "linear.json"
-    save(path, "here", [made()])
-    save(path, "there", [made()])
-    save(path, "here", [made(LARGE), made(value=2e-3)])
-    assert load(path) == ({"here": [made(value=2e-3), made(LARGE)], "there": [made()]}, "")
+    save(path, "here", {"a": made()})
+    save(path, "there", {"a": made()})
+    save(path, "here", {"b": made(), "a": made(2e-3)})
+    assert load(path) == ({"here": {"a": made(2e-3), "b": made()}, "there": {"a": made()}}, "")
 
 
 def test_all_that_timings_depend_on_is_in_the_place() -> None:
@@ -107,29 +108,17 @@ def test_all_that_timings_depend_on_is_in_the_place() -> None:
     assert f"CUDA {torch.version.cuda}" in place_of(cuda) or torch.version.hip
 
 
-BROKEN = ["{", "[]", '{"here": [3]}', "\x00\xff"]
-DAMAGED = [("0.0002", "NaN"), ("0.0005", "0"), ('"left"', '"sideways"'), ('"forward"', '"dgrad"')]
-
-
-def test_a_broken_file_is_ignored_in_one_line_and_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "linear.json"
-    for change in (*BROKEN, *DAMAGED):
-        save(path, "here", [made()])
-        assert load(path) == ({"here": [made()]}, "")
-        path.write_text(change if isinstance(change, str) else path.read_text().replace(*change), encoding="latin-1")
+def test_a_broken_file_is_ignored_in_one_line(tmp_path: Path) -> None:
+    path, good = tmp_path / "linear.json", json.dumps({"here": {"a": made()}})
+    damaged = [good.replace(*change) for change in (("0.0002", "NaN"), ("0.0005", "0"), ('"forward', '"dgrad'))]
+    for text in ("{", "[]", '{"here": [3]}', "\x00\xff", *damaged):
+        path.write_text(text, encoding="latin-1")
         measured, ignored = load(path)
-        assert measured == {} and ignored.startswith(f"{path} is ignored") and "\n" not in ignored, change
+        assert measured == {} and ignored.startswith(f"{path} is ignored") and "\n" not in ignored, text
     assert "ignored" in load(tmp_path)[1], "a folder"
 
 
 # --- facts -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
-    fake = Fake(each_s=1e-3)
-    monkeypatch.setattr(gemm_timing, "timers_of", lambda shape, device: fake.prepare(shape))
-    return fake
 
 
 def timings(
@@ -139,7 +128,7 @@ def timings(
     say: Callable[[str], None] = lambda line: None,
     origin: Any = "here",
     **options: Any,
-) -> tuple[Timed, ...]:
+) -> Mapping[str, Timing]:
     strategy = find("linear").model_validate({"cache": str(path), **options})
     config: Any = SimpleNamespace(strategies={"linear": strategy})
     given = replace(facts(), linears=tuple(Linear("l", "layers.0", shape) for shape in shapes))
@@ -152,17 +141,20 @@ def test_the_second_run_measures_nothing(fake: Fake, tmp_path: Path, monkeypatch
     path = tmp_path / ".cache/deepstow/linear.json"  # the usual one
     first = timings(path, SMALL, LARGE, cache=None)
     calls = len(fake.calls)
-    assert calls > 0 and {timed.shape for timed in first} == {SMALL, LARGE}
+    assert calls > 0 and set(first) == {str(SMALL), str(LARGE)}
     assert timings(path, SMALL, LARGE) == first and len(fake.calls) == calls
-    more = timings(path, SMALL, replace(SMALL, rows=9))
+    more = timings(path, SMALL, replace(SMALL, rows=5))
     assert len(fake.calls) > calls and len(more) == 2
 
 
-def test_timings_of_another_machine_are_not_used(fake: Fake, tmp_path: Path) -> None:
+def test_what_another_machine_measured_or_broke_is_said_and_replaced(fake: Fake, tmp_path: Path) -> None:
     path, said = tmp_path / "linear.json", list[str]()
-    save(path, "there", [made()])
-    assert timings(path, SMALL, say=said.append) != (made(),) and len(fake.calls) > 0
+    save(path, "there", {str(SMALL): made()})
+    assert timings(path, SMALL, say=said.append)[str(SMALL)] != made()
     assert said[0].startswith(f"{path} is not used: nothing in it was measured on this machine")
+    path.write_text("{")
+    assert timings(path, SMALL, say=said.append) and load(path)[1] == ""
+    assert any(line.startswith(f"{path} is ignored") for line in said)
 
 
 def test_a_file_that_cannot_be_written_costs_a_line(fake: Fake, tmp_path: Path) -> None:
@@ -174,8 +166,8 @@ def test_a_file_that_cannot_be_written_costs_a_line(fake: Fake, tmp_path: Path) 
 
 def test_only_adaptive_asks_for_timings_of_this_machine(fake: Fake, tmp_path: Path) -> None:
     path = tmp_path / "linear.json"
-    assert timings(path, SMALL, transpose="minimal") == () and timings(path, SMALL, origin="profile") == ()
-    assert timings(path, SMALL, tune=False) == (), "showing a plan measures nothing"
+    assert timings(path, SMALL, transpose="minimal") == {} and timings(path, SMALL, origin="profile") == {}
+    assert timings(path, SMALL, tune=False) == {}, "showing a plan measures nothing"
     assert fake.calls == [] and not path.exists()
     said: list[str] = []
     assert timings(path, SMALL, LARGE, budget_s=0.001, say=said.append) and "of 0.001 s" in said[0]
@@ -184,12 +176,11 @@ def test_only_adaptive_asks_for_timings_of_this_machine(fake: Fake, tmp_path: Pa
 def decided(ranks: Ranks) -> list[float]:
     """The seconds that every rank takes, summed over ranks: only the first one looks for them."""
 
-    def find() -> tuple[Timed, ...]:
+    def find() -> dict[str, Timing]:
         assert ranks.rank == 0
-        return (made(value=1.0),)
+        return {"a": {"copy": 1.0}}
 
-    (taken,) = gemm_timing.of_first_rank(find)
-    seconds = torch.tensor([taken.of(Gemm.FORWARD)[Route.NATIVE]])
+    seconds = torch.tensor([gemm_timing.of_first_rank(find)["a"]["copy"]])
     torch.distributed.all_reduce(seconds)
     return [float(seconds)]
 
@@ -202,21 +193,15 @@ def test_the_first_rank_decides_for_all() -> None:
 # --- for real --------------------------------------------------------------------------------------------------------
 
 
-def test_real_products_are_timed_over_every_route() -> None:
+def test_real_products_are_timed_over_every_route_with_the_right_result(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = [Shape(3, 5, 7, "out_in", "float32"), Shape(3, 5, 7, "in_out", "float32")]
-    both = measure(shapes, lambda shape: timers_of(shape, "cpu"), 60.0, lambda line: None)
-    assert [found.shape for found in both] == shapes
-    for found in both:
-        assert {gemm: len(found.of(gemm)) for gemm in Gemm} == {Gemm.FORWARD: 5, Gemm.DGRAD: 5, Gemm.WGRAD: 4}
-        assert all(seconds > 0 for *_, seconds in found.seconds) and found.refresh_s > 0
-
-
-def test_a_route_with_another_result_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"copy", *(f"{gemm} {route}" for gemm, routes in LEGAL.items() for route in routes)}
+    found = measure(shapes, "cpu", 60.0, lambda line: None)
+    assert [set(found[str(shape)]) for shape in shapes] == [names, names]
     right = routed_linear.product
 
     def wrong(gemm: Gemm, route: Route, *operands: Any) -> Any:
         return right(gemm, route, *operands) * (1.01 if (gemm, route) == (Gemm.DGRAD, Route.FLIP) else 1.0)
 
     monkeypatch.setattr(routed_linear, "product", wrong)
-    timers = timers_of(Shape(3, 5, 7, "out_in", "float32"), "cpu")
-    assert (Gemm.DGRAD, Route.FLIP) not in timers and FLIPPED in timers
+    assert gemm_timing.timers_of(shapes[0], "cpu").keys() == names - {"dgrad flip"}

@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed
@@ -100,7 +101,8 @@ def timeouts_after_the_beginning(ranks: Ranks) -> list[float]:
     from trainer.run.callbacks import Watched
 
     groups: list[Any] = [torch.distributed.group.WORLD, torch.distributed.new_group(timeout=timedelta(days=7))]
-    Watched(None, 7).on_train_begin(None, TrainerState(), None)
+    watchdog: Any = SimpleNamespace(timeout_s=7)
+    Watched(watchdog).on_train_begin(None, TrainerState(), None)
     return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from strategies.core.optimizers import refuse_optimizer
 
 
 class Allowed(str):
@@ -61,7 +63,10 @@ Changeable = Literal[
     "weight_decay", "clipping", "precision", "kernels", "model", "ranks",
 ]  # fmt: skip
 ALLOWABLE: tuple[str, ...] = get_args(Changeable)
-Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop"]
+Optimizer = Annotated[
+    Literal["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop"],
+    BeforeValidator(refuse_optimizer),
+]
 
 # Release 5.23 of Transformers renamed these and warns about the old names; earlier releases have only the old ones.
 # Both are accepted in the config, and the old one, which every supported release understands, is passed on.
@@ -83,6 +88,9 @@ class TrainingSection(Section):
     max_steps: MaxSteps = option("Optimizer steps; -1 means num_train_epochs decides.", -1)
     max_grad_norm: NonNegative = option("Gradients are clipped to this global norm; 0 switches clipping off.", 1.0)
     optim: Optimizer = option("Optimizer; those that need no further package.", "adamw_torch_fused")
+    optim_args: NonEmpty | None = option(
+        "Further options of sgd, adagrad or rmsprop, as in momentum=0.9,nesterov=true."
+    )
     weight_decay: NonNegative | None = option("Weight decay; not applied to biases and norms.")
     adam_beta1: Ratio | None = option("Decay of Adam's first moment.")
     adam_beta2: Ratio | None = option("Decay of Adam's second moment.")

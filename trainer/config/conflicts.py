@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from strategies.core.protocol import Requirement
+from strategies.core.optimizers import options_of
+from strategies.core.protocol import Phase, Requirement
 from strategies.core.registry import available, find
 from trainer.config.yaml_file import MISSING, Fault
 
@@ -38,13 +39,17 @@ OFF = (None, False)  # and 0, 0.0, which are equal to False
 PLANNED = {Requirement.PARAMETERS, Requirement.COMPUTE_DTYPE}
 KEEP_ONE = "keep one of the two"
 EVALUATE = "write training.eval_strategy = steps or epoch"
+KEPT_INPUTS = (
+    "frees nothing of layers with 8-bit weights: bitsandbytes keeps their inputs by itself; write "
+    "model.quantization_config.load_in_4bit: true, or leave it out"
+)
 Found = Iterator[tuple[str, str]]
 
 
 def conflicts(sections: Mapping[str, Values]) -> list[Fault]:
     """Every conflict among the values of all sections; ``strategies`` has the options of those that are on."""
     m, d, t = (sections[name] for name in ("model", "data", "training"))
-    found = [*_model(m, t), *_data(d, t), *_training(d, t), *_strategies(sections)]
+    found = [*_model(m, t), *_quantised(m, t), *_data(d, t), *_training(d, t), *_strategies(sections)]
     return [Fault(tuple(key.split(".")), _value(sections, key), words) for key, words in found]
 
 
@@ -81,6 +86,20 @@ def _model(m: Values, t: Values) -> Found:
         yield "training.bf16", "cannot go with model.dtype = float16; write bfloat16 there, or training.fp16"
 
 
+def _quantised(m: Values, t: Values) -> Found:
+    key, q = "model.quantization_config", m.quantization_config
+    if not isinstance(q, dict):
+        return
+    four, eight = (q.get(f"load_in_{bits}bit", False) for bits in (4, 8))
+    if four is eight:
+        yield key, "must have one of load_in_4bit: true and load_in_8bit: true"
+    if m.lora is None:
+        yield key, "quantised weights cannot be trained; write model.lora beside it"
+    for name in ("gradient_checkpointing", "activation_checkpointing"):
+        if eight and t[name]:
+            yield f"training.{name}", KEPT_INPUTS
+
+
 def _data(d: Values, t: Values) -> Found:
     if d.streaming and d.eval_fraction:
         yield "data.eval_fraction", "cannot go with data.streaming; write data.eval_split or data.eval_path"
@@ -92,6 +111,8 @@ def _data(d: Values, t: Values) -> Found:
         yield "data.streaming", "a stream has no known length; write training.max_steps"
     if d.assistant_only_loss and d.completion_only_loss:
         yield "data.assistant_only_loss", f"cannot go with data.completion_only_loss; {KEEP_ONE}"
+    if d.chat_template and d.chat_template_path:
+        yield "data.chat_template_path", f"cannot go with data.chat_template; {KEEP_ONE}"
     if d.path == "pydoc":
         if d.name in (None, "text"):
             for key in ("completion_only_loss", "assistant_only_loss"):
@@ -124,6 +145,11 @@ def _training(d: Values, t: Values) -> Found:
             yield f"training.activation_checkpointing{suffix}", what
     if t.warmup_steps and t.max_steps != -1 and t.warmup_steps > t.max_steps:
         yield "training.warmup_steps", f"must be <= training.max_steps, which is {t.max_steps}"
+    if isinstance(t.optim_args, str) and isinstance(t.optim, str):
+        try:
+            options_of(t.optim, t.optim_args)
+        except ValueError as error:
+            yield "training.optim_args", str(error)
     if t.save_strategy == "best" and t.eval_strategy == "no":
         yield "training.save_strategy", f"needs evaluations; {EVALUATE}"
     if t.save_strategy == "best" and t.metric_for_best_model is None:
@@ -155,6 +181,27 @@ def _strategies(sections: Mapping[str, Values]) -> Found:
                 section, _, field = key.partition(".")
                 if (given := sections[section][field]) not in (*OFF, WRONG) and value in ("", given):
                     yield key, f"{why}; {KEEP_ONE}"
+            yield from _quantised_beside(name, m, t)
             if half and find(name).requires >= PLANNED:
                 what = f"strategies.{name} computes in float32 without training.bf16"
                 yield "model.dtype", f"{what}; write training.bf16: true, or float32"
+
+
+def _quantised_beside(name: str, m: Values, t: Values) -> Found:
+    """What strategies that place single parameters, or recompute, cannot do with quantised weights."""
+    q, kind = m.quantization_config, find(name)
+    if not isinstance(q, dict):
+        return
+    if q.get("load_in_8bit") and kind.phase is Phase.KEEP:
+        yield f"strategies.{name}", KEPT_INPUTS
+    if not kind.requires >= PLANNED:
+        return
+    computes = "bfloat16" if t.bf16 else "float32"
+    if q.get("load_in_4bit") and q.get("bnb_4bit_compute_dtype", "float32") != computes:
+        yield (
+            "model.quantization_config.bnb_4bit_compute_dtype",
+            f"strategies.{name} computes in {computes}; write that",
+        )
+    if isinstance(m.lora, dict) and m.lora.get("use_dora"):
+        what = f"PEFT reads whole quantised weights in every layer for it, which strategies.{name} has moved"
+        yield "model.lora.use_dora", f"{what}; {KEEP_ONE}"

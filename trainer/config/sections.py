@@ -20,7 +20,10 @@ from trainer.errors import ConfigError
 Share = Annotated[float, Field(ge=0, le=0.5)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
-Columns = Literal["text", "prompt", "completion", "messages", "instruction", "input", "output", "input_ids", "labels"]
+Columns = Literal[
+    "text", "prompt", "completion", "messages", "system", "tools", "instruction", "input", "output", "input_ids",
+    "labels",
+]  # fmt: skip
 
 
 class TrainTokenizer(Section):
@@ -95,7 +98,10 @@ class DataSection(Section):
     packing: bool = option("Fill each sequence with several samples; they do not mix.", False)
     completion_only_loss: bool | None = option("Loss on completions only; not set: yes for prompt/completion data.")
     assistant_only_loss: bool = option("Loss on the assistant's turns of messages only.", False)
-    chat_template_path: NonEmpty | None = option("Jinja chat template; else the tokenizer's.")
+    chat_template: NonEmpty | None = option(
+        "One of chatml, zephyr, vicuna, a .jinja file, or the template itself; not set means the tokenizer's."
+    )
+    chat_template_path: NonEmpty | None = option("Jinja chat template in a file: TRL's name for chat_template.")
     streaming: bool = option("Read while training; needs training.max_steps.", False)
     num_proc: Count | None = option("Processes that prepare the data.")
 

@@ -13,26 +13,22 @@ gives a line of text instead of an exception, so that several can be reported.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
 
+from trainer.data.chats import NO_TEXT, SURROGATE, Fault, Template, find_template
+from trainer.data.chats import read as read_chat
 from trainer.data.packing import MASKED
 from trainer.data.sources import Row, Source, kind
-from trainer.errors import DataError, nearest, nearest_file
+from trainer.errors import DataError, nearest
 
 if TYPE_CHECKING:
     from trainer.config.sections import DataSection
 
-ROLES = ("system", "user", "assistant", "tool", "developer")
-
-_GENERATION = re.compile(r"\{%-?\+?\s*generation\s*[-+]?%\}")
 _SEGMENT_CHARACTERS = 1 << 20
 
 
@@ -47,11 +43,13 @@ class Format(NamedTuple):
 FORMATS = (
     Format("text", ("text",)),
     Format("prompt/completion", ("prompt", "completion")),
-    Format("messages", ("messages",)),
+    Format("messages", ("messages",), ("system", "tools")),
     Format("instruction", ("instruction", "output"), ("input",)),
     Format("input_ids", ("input_ids",), ("labels",)),
 )
 FIELDS = tuple(name for format in FORMATS for name in format.required + format.optional)
+_ALSO = {"conversations": "messages"}  # columns with another name that can mean one field only: ShareGPT's
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
 
 class Document(NamedTuple):
@@ -87,7 +85,8 @@ def detect(options: DataSection, source: Source) -> tuple[Format, dict[str, str]
     ]
     if absent:
         raise DataError(absent)
-    mapped = {name: name for name in FIELDS if name in first.columns} | given
+    also = {field: column for column, field in _ALSO.items() if column in first.columns}
+    mapped = also | {name: name for name in FIELDS if name in first.columns} | given
     fits = [format for format in FORMATS if all(name in mapped for name in format.required)]
     if len(fits) > 1 and given:
         fits = [format for format in fits if any(name in given for name in format.required)]
@@ -102,6 +101,10 @@ def detect(options: DataSection, source: Source) -> tuple[Format, dict[str, str]
         cure = f"say which with data.columns, e.g. {{{example}: {mapped[example]}}}"
         raise DataError(f"{first.name}: columns {found} fit {names}; {cure}")
     format = fits[0]
+    if format.name == "messages" and (media := [name for name in _MEDIA if name in first.columns]):
+        raise DataError(
+            f"{first.name}: column {media[0]!r}: only text is trained on, and these messages come with more"
+        )
     columns = {name: mapped[name] for name in format.required + format.optional if name in mapped}
     for table in source.tables[1:]:
         for name in format.required:
@@ -137,8 +140,7 @@ class Encoder:
     tokenizer: PreTrainedTokenizerBase = field(repr=False)
     vocab_size: int
     completion_only: bool
-    template: str | None  # of a chat
-    template_name: str  # where it comes from
+    template: Template | None  # of a chat
 
     def encode(self, rows: Sequence[Row]) -> list[Encoded]:
         """One result per row. The strings of all rows are tokenised in one call, which uses all cores."""
@@ -152,25 +154,26 @@ class Encoder:
         """The fields of a row with their types checked, or a line about what is wrong."""
         if isinstance(row.values, str):
             return row.values
-        values = {}
+        values: dict[str, Any] = {}
         for name, column in self.columns.items():
             label = f"field {name!r}" if name == column else f"field {name!r} (column {column!r})"
             value = row.values.get(column)
             wanted = list if name in ("messages", "input_ids", "labels") else str
-            if value is None and name in self.format.optional:
+            if name in self.format.optional and (value is None or (name == "tools" and isinstance(value, list))):
+                values |= {name: value} if value else {}
                 continue
             if column not in row.values:
                 return f"{label} is missing; found: {', '.join(row.values) or 'nothing'}"
             if not isinstance(value, wanted):
                 return f"{label} is {kind(value)}; every row needs {kind(wanted())}"
-            if isinstance(value, str) and _SURROGATE.search(value):
-                return f"{label} {_NO_TEXT}"
+            if isinstance(value, str) and SURROGATE.search(value):
+                return f"{label} {NO_TEXT}"
             values[name] = value
         return values
 
     def _tokenise(self, rows: list[dict[str, Any]]) -> list[Encoded]:
         if self.format.name == "messages":
-            return [_message_fault(row["messages"]) or self._chat(row["messages"]) for row in rows]
+            return [self._chat(row) for row in rows]
         if self.format.name == "input_ids":
             return [_ids_fault(row) or Document(row["input_ids"], row.get("labels", row["input_ids"])) for row in rows]
         segments = [_segments(self.format.name, row, not self.completion_only) for row in rows]
@@ -192,24 +195,13 @@ class Encoder:
             labels += tokens if trained else [MASKED] * len(tokens)
         return Document(ids, labels)
 
-    def _chat(self, messages: list[dict[str, Any]]) -> Document | str:
+    def _chat(self, row: Mapping[str, Any]) -> Document | str:
+        assert self.template is not None
+        only = self.options.assistant_only_loss
         try:
-            out: Any = self.tokenizer.apply_chat_template(
-                messages,
-                chat_template=self.template,
-                return_dict=True,
-                return_assistant_tokens_mask=self.options.assistant_only_loss,
-                tokenizer_kwargs={"verbose": False},
-            )
-        except jinja2.TemplateSyntaxError as error:  # not an error of this row
-            raise DataError(f"{self.template_name}:{error.lineno}: {error.message}") from None
-        except Exception as error:  # a template can raise anything
-            return f"field 'messages': the chat template refuses it: {error}"
-        ids = list(out["input_ids"])
-        if not self.options.assistant_only_loss:
-            return Document(ids, list(ids))
-        marks = zip(ids, out["assistant_masks"], strict=True)
-        return Document(ids, [token if mark else MASKED for token, mark in marks])
+            return Document(*self.template.encode(read_chat(row, self.columns["messages"], only), only))
+        except Fault as fault:
+            return str(fault)
 
     def _finish(self, document: Document) -> Document | str:
         """Truncate; refuse a row without trained tokens, or with a token that the model has no embedding for."""
@@ -233,10 +225,6 @@ class Encoder:
         return " (every label is -100)" if "labels" in self.columns else ""
 
 
-_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can contain half a pair of them, which tokenizers refuse
-_NO_TEXT = "holds half a surrogate pair (\\ud800 to \\udfff), which is no character"
-
-
 def _segments(format: str, row: Mapping[str, str], prompted: bool) -> list[Segment]:
     """The strings of a row; ``prompted`` says whether prompts are trained on too."""
     if format == "prompt/completion":
@@ -253,24 +241,6 @@ def _segments(format: str, row: Mapping[str, str], prompted: bool) -> list[Segme
         segments.append((text[:cut], True))
         text = text[cut:]
     return [*segments, (text, True)] if segments or text.strip() else []
-
-
-def _message_fault(messages: list[Any]) -> str | None:
-    if not messages:
-        return "field 'messages' is an empty list; a conversation has at least one message"
-    for index, message in enumerate(messages):
-        where = f"field 'messages[{index}]'"
-        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-            keys = ", ".join(message) if isinstance(message, Mapping) else kind(message)
-            return f"{where} needs role and content; found: {keys}"
-        if message["role"] not in ROLES:
-            hint = nearest(str(message["role"]), ROLES)
-            return f"{where} has role {message['role']!r}; allowed: {', '.join(ROLES)}{hint}"
-        if not isinstance(message["content"], str) and not message.get("tool_calls"):
-            return f"{where} has content that is {kind(message['content'])}; every message needs a string"
-        if isinstance(message["content"], str) and _SURROGATE.search(message["content"]):
-            return f"{where} {_NO_TEXT}"
-    return None
 
 
 def _ids_fault(row: Mapping[str, list[Any]]) -> str | None:
@@ -297,26 +267,6 @@ def make_encoder(options: DataSection, source: Source, tokenizer: PreTrainedToke
         raise DataError(f"data.completion_only_loss: true needs {need}; {source.name} is {name} data")
     if options.assistant_only_loss and name != "messages":
         raise DataError(f"data.assistant_only_loss: true needs messages data; {source.name} is {name} data")
-    template, template_name = None, "model.tokenizer"
-    if name == "messages":
-        template, template_name = _template(options, tokenizer)
-        if options.assistant_only_loss and not _GENERATION.search(template):
-            marks = "{% generation %} ... {% endgeneration %}"
-            cure = f"put {marks} around them in a copy and name it in data.chat_template_path"
-            raise DataError(f"data.assistant_only_loss: {template_name} does not mark the assistant's turns; {cure}")
+    template = find_template(options, tokenizer) if name == "messages" else None
     masks = prompted and options.completion_only_loss is not False
-    return Encoder(options, format, columns, tokenizer, vocab_size, masks, template, template_name)
-
-
-def _template(options: DataSection, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    if options.chat_template_path is not None:
-        path = Path(options.chat_template_path).expanduser()
-        if not path.is_file():
-            hint = nearest_file(path)
-            raise DataError(f"data.chat_template_path: {options.chat_template_path} does not exist{hint}")
-        return path.read_text(encoding="utf-8"), str(path)
-    try:
-        return str(tokenizer.get_chat_template()), "the tokenizer's chat template"
-    except ValueError:
-        what = "messages need a chat template and the tokenizer has none; name a .jinja file in data.chat_template_path"
-        raise DataError(f"data.chat_template_path: {what}") from None
+    return Encoder(options, format, columns, tokenizer, vocab_size, masks, template)

@@ -48,7 +48,7 @@ _BATCH = 256  # rows tokenised in one call, documents written at once
 _WINDOW = 512  # documents that streaming packs together
 _PATIENCE = 10_000  # rows still read after the first bad one, to report the others with it
 # Keys that do not decide the rows, or whose content is part of the fingerprint.
-_NOT_CONTENT = {"path", "eval_path", "num_proc", "chat_template_path"}
+_NOT_CONTENT = {"path", "eval_path", "num_proc", "chat_template", "chat_template_path"}
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ class Prepared:
     format: str
     sources: str = ""
     tokenizer: str = ""
+    chat_template: str | None = None  # that the config names; the tokenizer is exported with it
 
 
 def prepare(
@@ -98,7 +99,9 @@ def prepare(
             seal(draft, KIND, {"fingerprint": key})
     rows = _stream(train, encoder) if section.streaming else _open(home / "train.arrow")
     evaluation = _open(home / "eval.arrow") if (home / "eval.arrow").exists() else None
-    return Prepared(rows, evaluation, key, encoder.format.name, *made_of)
+    named = section.chat_template or section.chat_template_path
+    template = encoder.template.text if encoder.template and named else None
+    return Prepared(rows, evaluation, key, encoder.format.name, *made_of, template)
 
 
 def _is_whole(home: Path, say: Say) -> bool:
@@ -138,7 +141,7 @@ def texts(section: DataSection) -> Iterator[str]:
         values = {} if isinstance(row.values, str) else row.values
         for value in map(values.get, columns.values()):
             for item in value if isinstance(value, list) else [value]:
-                text = item.get("content") if isinstance(item, dict) else item
+                text = item.get("content", item.get("value")) if isinstance(item, dict) else item
                 if isinstance(text, str) and text:
                     yield text
 
@@ -148,7 +151,7 @@ def fingerprint(encoder: Encoder, seed: int, marks: Sequence[list[str]]) -> str:
     content = {
         "layout": _LAYOUT,
         "options": {k: v for k, v in encoder.options.model_dump(mode="json").items() if k not in _NOT_CONTENT},
-        "template": encoder.template,
+        "template": encoder.template and encoder.template.text,
         "tokenizer": _tokenizer_content(encoder.tokenizer),
         "vocab_size": encoder.vocab_size,
         "seed": seed,

@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 
 from strategies.core.sealed import size_and_hash
 from trainer.errors import DataError, first_line, nearest, nearest_file
+from trainer.model import hub
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _SPLIT_WORD = re.compile(r"(?:^|/)(train|training|test|validation|valid|val|dev|eval)(?:[-_./0-9]|$)")
@@ -119,7 +120,7 @@ def _read_parquet(path: Path, wanted: Collection[str]) -> Numbered:
             return
         columns = [name for name in names if name in wanted]
         for batch in file.iter_batches(batch_size=256, columns=columns):
-            yield from enumerate(batch.to_pylist(), start=done + 1)
+            yield from enumerate(map(_plain, batch.to_pylist()), start=done + 1)
             done += len(batch)
     except (pa.ArrowException, OSError):
         if done is None:
@@ -146,7 +147,18 @@ def _pair(topic: str, text: str) -> dict[str, str]:
 
 def _read_arrow(dataset: Any, wanted: Collection[str]) -> Numbered:
     names = [name for name in dataset.column_names or () if name in wanted]
-    yield from enumerate(dataset.select_columns(names) if names else dataset, start=1)
+    yield from enumerate(map(_plain, dataset.select_columns(names) if names else dataset), start=1)
+
+
+def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the keys that Arrow adds to an object because another one has them (``tool_calls`` in every message)."""
+    return {name: _present(value) for name, value in row.items()}
+
+
+def _present(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _present(inner) for name, inner in value.items() if inner is not None}
+    return list(map(_present, value)) if isinstance(value, list) and value and isinstance(value[0], dict) else value
 
 
 _READERS: dict[str, Callable[[Path, Collection[str]], Numbered]] = {
@@ -290,8 +302,12 @@ def _saved(folder: Path, split: str, key: str) -> Source:
 
 
 def _hub(path: str, name: str | None, split: str, streaming: bool, key: str) -> Source:
-    from datasets import load_dataset
+    from datasets import config, load_dataset
 
+    cached = Path(config.HF_DATASETS_CACHE, path.replace("/", "___")).is_dir() and not streaming
+    if not cached and (why := hub.unreachable()):
+        what = "is neither here nor in the cache of Hugging Face datasets, and the hub cannot be reached"
+        raise DataError(f"{key}path: {path} {what} ({why})")
     try:
         data = load_dataset(path, name, split=split, streaming=streaming)
     except Exception as error:  # the hub client raises many unrelated types

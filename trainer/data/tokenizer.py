@@ -19,24 +19,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from strategies.core.commit import added_folder
 from strategies.core.sealed import Damaged, damage, read, seal
+from trainer.data.templates import CHATML
 from trainer.errors import ConfigError, DataError, first_line
+from trainer.model import hub
 
 if TYPE_CHECKING:
     from trainer.config.sections import TrainTokenizer
 
 KIND = "tokenizer"  # in its manifest
 PAD, EOS, TURN = "<|pad|>", "<|eos|>", "<|im_start|>"
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
-    "{% else %}{{ message['content'] + eos_token }}{% endif %}"
-    "{{ '\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 
 
 def load(
@@ -55,7 +46,8 @@ def load(
     if name is None:
         raise ConfigError("model.tokenizer: missing; name a tokenizer, or train one with a vocab_size")
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        options = {"trust_remote_code": trust_remote_code, **hub.options(name)}
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **options)
     except Exception as error:  # hub, file, format and remote-code errors have no common type
         raise ConfigError(f"model.tokenizer: {name} cannot be loaded: {first_line(error)}") from None
     if tokenizer.pad_token is None:
@@ -95,7 +87,7 @@ def _train(vocab_size: int, texts: Iterable[str]) -> PreTrainedTokenizerFast:
         raise DataError("model.tokenizer: the data holds no text to train a tokenizer on; name a tokenizer")
     bpe.train_from_iterator(itertools.chain([first], rest), trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=PAD, eos_token=EOS)
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = CHATML
     return tokenizer
 
 

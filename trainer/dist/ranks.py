@@ -245,7 +245,7 @@ def _in_use(port: int) -> ConfigError:
     return ConfigError(f"port {port} is in use by another program: give the launcher another one (--master_port)")
 
 
-def limit_groups(timeout_s: int) -> None:
+def limit_groups(timeout_s: float) -> None:
     """Give every group that is open the run's timeout; DeepSpeed and others make theirs without one."""
     import torch.distributed
     from torch.distributed import distributed_c10d

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from trainer.errors import ConfigError, nearest
-from trainer.model import quantise
+from trainer.model import hub, quantise
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -59,7 +59,8 @@ def _own_config(section: ModelSection, vocab_size: int | None) -> PretrainedConf
             config = AutoConfig.for_model(options.pop("model_type"), **options)
         else:
             assert section.name_or_path is not None, "exactly one of config and name_or_path is set"
-            config = AutoConfig.from_pretrained(section.name_or_path, trust_remote_code=section.trust_remote_code)
+            name, trusted = section.name_or_path, section.trust_remote_code
+            config = AutoConfig.from_pretrained(name, trust_remote_code=trusted, **hub.options(name))
     except (ValueError, OSError, TypeError, StrictDataclassError) as error:
         raise ConfigError(_refused(section, error)) from None
     return config
@@ -105,10 +106,10 @@ def _refused(section: ModelSection, error: Exception) -> str:
         )
     if Path(str(section.name_or_path)).exists():
         return f"model.name_or_path = {section.name_or_path!r}: the folder holds no model ({lines[0]})"
-    return (
-        f"model.name_or_path = {section.name_or_path!r}: there is no such folder here, and no such model on the "
-        f"Hugging Face hub can be reached ({lines[0]})"
-    )
+    said = f"model.name_or_path = {section.name_or_path!r}: there is no such folder here"
+    if why := hub.unreachable():
+        return f"{said}, the cache of the Hugging Face hub has no such model, and the hub cannot be reached ({why})"
+    return f"{said}, and no such model on the Hugging Face hub can be reached ({lines[0]})"
 
 
 def build(section: ModelSection, config: PretrainedConfig, *, seed: int, partitioned: bool) -> PreTrainedModel:
@@ -128,10 +129,9 @@ def build(section: ModelSection, config: PretrainedConfig, *, seed: int, partiti
     if section.name_or_path is not None:
         if section.trust_remote_code:
             logger.warning(REMOTE_CODE)
+        options = {**attention, **hub.options(section.name_or_path), **quantise.loading(section.quantization_config)}
         model = AutoModelForCausalLM.from_pretrained(
-            section.name_or_path, dtype=dtype, trust_remote_code=section.trust_remote_code, **attention,
-            **quantise.loading(section.quantization_config),
-        )  # fmt: skip
+            section.name_or_path, dtype=dtype, trust_remote_code=section.trust_remote_code, **options
     else:
         own = deepcopy(config)  # Transformers derives the model's generation config from this one
         as_given = _own_config(section, config.get_text_config().vocab_size)

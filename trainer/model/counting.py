@@ -353,7 +353,6 @@ class Counter(TorchDispatchMode):
                 shape=Shape(max(rows for rows, _ in calls), inputs, outputs, stored, dtype),
                 trains=layer.weight.requires_grad,
                 passes_back=any(needs for _, needs in calls),
-                casts=compute not in (None, layer.weight.dtype),
                 calls=len(calls),
             )
         return found

@@ -29,6 +29,7 @@ from strategies.core.facts import (
     UnitKind,
 )
 from strategies.core.linears import Linear
+from strategies.core.optimizers import moments_of
 from strategies.core.protocol import Axis, Refusal, Requirement
 from strategies.engine.tensors import quantised
 from trainer.errors import ConfigError, first_line
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
 # Resident memory besides tensors. On CPU with torch, Transformers and datasets: 600 to 632 MiB in small runs, workspace
 # of a few kernels included; DeepSpeed's engine and a CUDA context need more, 0.6 to 1.0 GiB.
 RUNTIME_HOST_BYTES, ENGINE_HOST_BYTES = 624 << 20, 1 << 30
-MOMENTS = {"sgd": 0, "adagrad": 1, "adafactor": 0, "lion": 1}  # others keep two fp32 numbers per parameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) 
         max_grad_norm=training.max_grad_norm,
         precision=precision_of(config),
         world_size=world_size,
-        moments=MOMENTS.get(training.optim, 2),
+        moments=moments_of(training.optim, training.optim_args),
         optim=training.optim,
         recomputes=training.gradient_checkpointing or bool(training.activation_checkpointing),
         accelerated=accelerated,

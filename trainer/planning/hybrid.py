@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 from strategies.core.compose import degrees as degrees_of
 from strategies.core.facts import Facts, Param, Rates, UnitKind
 from strategies.core.protocol import Axis
-from strategies.core.registry import available, find
 from strategies.core.sizes import human
 from strategies.planner.activation_policy import by_policy
 from strategies.planner.cuts import Schedule, cut
 from strategies.planner.hybrid import keys
 from strategies.planner.hybrid.cluster import Cluster, Wire
-from strategies.planner.hybrid.degrees import HERE, Degrees, Rule, Stowed
+from strategies.planner.hybrid.degrees import Degrees
 from strategies.planner.hybrid.parts import Model, Models
 from strategies.planner.hybrid.search import Known, Options, hybrid
 from strategies.planner.hybrid.step_seconds import Pricing
@@ -74,8 +73,9 @@ def search(
     facts = next(iter(known.values()))
     budgets = (strategy.budget(facts) for strategy in config.strategies.values())
     in_chunks = config.strategies.get(keys.CHUNKS)
+    beside = {name: each for name, each in config.strategies.items() if name not in keys.SEARCHED}
     options = Options(
-        rules=(*HERE, *_refused(config, ranks)),
+        refused=keys.refused(facts.run, beside),
         chunked=in_chunks.model_dump()["chunked"] if in_chunks is not None else None,
         device_bytes=min((size for size in budgets if size is not None), default=None),
     )
@@ -180,20 +180,6 @@ def _blocks(degrees: Degrees, facts: Facts) -> list[int] | None:
     parts = cut(facts.units, Schedule.ONE_F_ONE_B, degrees.stages).parts
     chosen = [sum(kinds[name] is UnitKind.BLOCK for name in part) for part in parts]
     return None if found == chosen else found
-
-
-def _refused(config: RunConfig, ranks: Ranks) -> Iterator[Rule]:
-    """What strategies refuse in such a run, as with this optimizer or number format."""
-    run = replace(run_facts(config, ranks.world_size), accumulation=1 << 20)  # enough for every schedule
-    kept = {name: each for name, each in config.strategies.items() if name not in keys.SEARCHED}
-    several = [*(Degrees(zero=stage) for stage in range(4)), Degrees(offload=Stowed.STATE), Degrees(stages=2)]
-    for degrees in [*several, Degrees(tensor=2)]:
-        for offer in keys.offers(degrees):
-            name, options, used = offer
-            if used(degrees) and name in available():
-                strategy = find(name).model_validate(options)
-                for refusal in strategy.refusals(run, kept | {name: strategy}):
-                    yield keys.refused(offer, str(refusal))
 
 
 class Shares:

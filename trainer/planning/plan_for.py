@@ -63,7 +63,7 @@ def plan_for(
             counts as nothing.
         accumulation: micro-batches per update.
         world_size: ranks that train together; by default those of the default process group.
-        moments: fp32 numbers of optimizer state per parameter; AdamW keeps two.
+        moments: fp32 numbers of optimizer state per parameter; AdamW keeps two, another rule ``len(rule.names)``.
         debug: the engine checks every use of memory that buckets share.
         recompute: options of ``strategies.recompute``. Pass the model to ``recompute(model, plan)``, too.
         cross_entropy: options of ``strategies.cross_entropy``; ``stow`` does what it decides.

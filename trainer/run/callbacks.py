@@ -1,8 +1,8 @@
 """What a run reports: a line and a JSON record per logging step, a sample of text, and where a rank is.
 
 Hugging Face's ``Trainer.log`` stores the record and hands it to the callbacks in turn, TensorBoard first. So our own
-numbers are put into it before, by ``Meter.add_to``, and line, file and TensorBoard show the same values. Only the first
-rank writes; its peak memory stands for the others. A number that is not known is left out and never shown as 0.
+numbers are put into it before, by ``Meter.add_to``. Only the first rank writes; its peak memory stands for the others.
+A number that is not known is left out and never shown as 0.
 
 Tokens are input positions of training batches, padding included. They are counted here because
 ``include_num_input_tokens_seen`` gathers sizes over the ranks for every micro-batch, which makes the host wait for the
@@ -20,7 +20,7 @@ import math
 import re
 import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from trainer.dist.watchdog import Watchdog
 
 MIN_NEW_TOKENS, MAX_NEW_TOKENS = 20, 60  # of a sample; one that ends at once shows nothing
+EVAL_LOSS = re.compile(r"eval_(?:(.+)_)?loss")  # the key of the one evaluated set, or of one of several by its name
 
 
 def host_peak_bytes() -> int:
@@ -76,7 +77,7 @@ class Meter(TrainerCallback):
 
     def add_to(self, logs: dict[str, float], state: TrainerState) -> None:
         """Add our values to one record in place; to be called on every rank before the record goes anywhere."""
-        for key in [key for key in logs if key.startswith("eval_") and key.endswith("_loss")]:
+        for key in filter(EVAL_LOSS.fullmatch, list(logs)):
             logs[key.removesuffix("loss") + "perplexity"] = perplexity(logs[key])
         if "loss" in logs:
             logs.update({key: value for key, value in self._lap(state).items() if value is not None})
@@ -131,29 +132,25 @@ class Watched(TrainerCallback):
     Groups that libraries have made get the timeout, too.
     """
 
-    def __init__(self, watchdog: Watchdog | None, timeout_s: int) -> None:
-        self._watchdog, self._timeout_s = watchdog, timeout_s
-
-    def _note(self, doing: str) -> None:
-        if self._watchdog is not None:
-            self._watchdog.doing = doing
+    def __init__(self, watchdog: Watchdog) -> None:
+        self._watchdog = watchdog
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        limit_groups(self._timeout_s)
-        self._note(f"at the beginning of training, after step {state.global_step}")
+        limit_groups(self._watchdog.timeout_s)
+        self._watchdog.doing = f"at the beginning of training, after step {state.global_step}"
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self._note(f"in step {state.global_step + 1}")
+        self._watchdog.doing = f"in step {state.global_step + 1}"
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         pauses = control.should_save or control.should_evaluate
-        self._note(f"{'saving or evaluating ' if pauses else ''}after step {state.global_step}")
+        self._watchdog.doing = f"{'saving or evaluating ' if pauses else ''}after step {state.global_step}"
 
     def on_prediction_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self._note(f"evaluating after step {state.global_step}")
+        self._watchdog.doing = f"evaluating after step {state.global_step}"
 
-    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self._note("at the end of training, exporting")
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self._watchdog.doing = "at the end of training, exporting"
 
 
 def perplexity(loss: float) -> float:
@@ -183,19 +180,12 @@ def progress_line(step: int, num_steps: int, record: Mapping[str, float]) -> str
     return "  ".join(head + [show(float(record[key])) for key, show in columns.items() if key in record])
 
 
-def eval_lines(step: int, record: Mapping[str, float]) -> list[str]:
-    """One line per evaluated set: ``eval at step 200: loss 3.91  perplexity 49.9``.
-
-    The keys are transformers': ``eval_loss``, or ``eval_<name>_loss`` when there are several sets.
-    """
-    lines = []
+def eval_lines(step: int, record: Mapping[str, float]) -> Iterator[str]:
+    """One line per evaluated set: ``eval at step 200: loss 3.91  perplexity 49.9``."""
     for key, value in record.items():
-        if key.startswith("eval_") and key.endswith("_loss"):
-            name = key.removeprefix("eval").removesuffix("_loss").strip("_")
-            label = f"eval {name}" if name else "eval"
-            loss, odds = human_number(value, 3), human_number(perplexity(value), 3)
-            lines.append(f"{label} at step {step}: loss {loss}  perplexity {odds}")
-    return lines
+        if found := EVAL_LOSS.fullmatch(key):
+            label, odds = f"eval {found[1]}" if found[1] else "eval", human_number(perplexity(value), 3)
+            yield f"{label} at step {step}: loss {human_number(value, 3)}  perplexity {odds}"
 
 
 class ProgressLine(TrainerCallback):
@@ -270,28 +260,23 @@ class SampleText(TrainerCallback):
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         try:
-            text = continuation(kwargs["model"], kwargs["processing_class"], self._prompt, MAX_NEW_TOKENS)
+            text = continuation(kwargs["model"], kwargs["processing_class"], self._prompt)
         except (AttributeError, TypeError, ValueError) as error:
-            shown = f"no sample: the model cannot generate ({first_line(error)})"
-        else:
-            shown = sample_block(state.global_step, self._prompt, text)
+            shown = [f"no sample: the model cannot generate ({first_line(error)})"]
+        else:  # indented, wrapped, without double blank lines
+            lines = re.sub(r"\n\s*\n+", "\n\n", f"[{self._prompt.strip()}]{text.rstrip()}").splitlines()
+            folded = [part for line in lines for part in textwrap.wrap(line, width=100) or [""]]
+            shown = [f"sample at step {state.global_step}, the prompt in brackets:"]
+            shown += [f"    {line}".rstrip() for line in folded]
         if state.is_world_process_zero:
-            write_line(shown)
+            write_line("\n".join(shown))
 
 
-def sample_block(step: int, prompt: str, text: str) -> str:
-    """Prompt (in brackets) and continuation, indented, wrapped, without double blank lines."""
-    lines = re.sub(r"\n\s*\n+", "\n\n", f"[{prompt.strip()}]{text.rstrip()}").splitlines()
-    folded = [part for line in lines for part in textwrap.wrap(line, width=100) or [""]]
-    return "\n".join([f"sample at step {step}, the prompt in brackets:", *(f"    {line}".rstrip() for line in folded)])
-
-
-def continuation(model: Any, tokenizer: Any, prompt: str, max_new_tokens: int) -> str:
+def continuation(model: Any, tokenizer: Any, prompt: str) -> str:
     """The greedy continuation of ``prompt``, without the prompt."""
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
-    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    if longest is not None:
-        max_new_tokens = max(1, min(max_new_tokens, longest - inputs["input_ids"].shape[1]))
+    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None) or math.inf
+    max_new_tokens = max(1, min(MAX_NEW_TOKENS, longest - inputs["input_ids"].shape[1]))
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     was_training = model.training
     model.eval()

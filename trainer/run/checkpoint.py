@@ -98,7 +98,7 @@ def about(
     config: RunConfig, prepared: Prepared, hf_config: PretrainedConfig, shapes: Mapping[str, Iterable[int]], ranks: int
 ) -> About:
     """What the checkpoints of a run have to say. ``hf_config`` is as it was loaded; the run may change its copy."""
-    tree = _plain(json.dumps(config.tree()))
+    tree = json.loads(json.dumps(config.tree()), parse_constant=str)
     rows = len(prepared.train) if hasattr(prepared.train, "__len__") else None
     return About(
         config=tree,
@@ -114,14 +114,9 @@ def about(
 
 def plain_config(hf_config: PretrainedConfig) -> dict[str, Any]:
     """A model's config as JSON, without what does not decide what is computed."""
-    tree = _plain(hf_config.to_json_string(use_diff=False))
+    # Some configs have infinity, which JSON has not: it becomes text.
+    tree = json.loads(hf_config.to_json_string(use_diff=False), parse_constant=str)
     return {key: value for key, value in tree.items() if key not in _NOT_THE_MODEL.split()}
-
-
-def _plain(text: str) -> dict[str, Any]:
-    """A tree as JSON reads it, with text for infinity, which some configs have and JSON has not."""
-    tree: dict[str, Any] = json.loads(text, parse_constant=str)
-    return tree
 
 
 def digest_of_shapes(shapes: Mapping[str, Iterable[int]]) -> str:
@@ -273,37 +268,28 @@ def to_resume(config: RunConfig) -> tuple[Found | None, list[str]]:
     output_dir, wanted = Path(config.training.output_dir), config.training.resume_from_checkpoint
     if wanted is None or wanted is False:
         return None, []
-    if wanted == "auto" or wanted is True:
-        return _newest(config, output_dir, wanted)
-    path = Path(str(wanted))
-    found, why = _looked_at(path)
-    if found is not None:
-        return found, []
-    others = [each for place in dict.fromkeys([path.parent, output_dir]) for each in reversed(folders(place))]
-    good = next((each for each in others if each.resolve() != path.resolve() and _looked_at(each)[0]), None)
-    hint = f"; the newest good one is {good}" if good else ""
-    raise config.error(KEY, wanted, f"{why if path.is_dir() else 'there is no such folder'}{hint}")
-
-
-def _newest(config: RunConfig, output_dir: Path, wanted: str | bool) -> tuple[Found | None, list[str]]:
-    """The newest good checkpoint of the run, and a line for each newer one that is damaged."""
+    named = None if wanted == "auto" or wanted is True else Path(str(wanted))
     bad: list[tuple[Path, str]] = []
-    for path in reversed(folders(output_dir)):
+    for path in [named] if named else reversed(folders(output_dir)):
         found, why = _looked_at(path)
         if found is not None:
             return found, [f"{newer}: {what}; going back to {path}" for newer, what in bad]
         bad.append((path, why))
-    if not bad and wanted is True:
-        raise config.error(KEY, wanted, f"{output_dir} holds no checkpoint; write auto to start when there is none")
-    if not bad:
+    if named:
+        others = [each for place in dict.fromkeys([named.parent, output_dir]) for each in reversed(folders(place))]
+        good = next((each for each in others if each.resolve() != named.resolve() and _looked_at(each)[0]), None)
+        why = bad[0][1] if named.is_dir() else "there is no such folder"
+        why += f"; the newest good one is {good}" if good else ""
+    elif former := [f"{path}: {what}" for path, _ in bad if (what := _former(path))]:
+        why = former[0]
+    elif bad:
+        older = ", and no older one is good" if len(bad) > 1 else ""
+        why = f"{bad[0][0]}: {bad[0][1]}{older}; write false to start from the beginning; they are kept"
+    elif wanted is True:
+        why = f"{output_dir} holds no checkpoint; write auto to start when there is none"
+    else:
         return None, []
-    for path, _ in bad:
-        if what := _former(path):
-            raise config.error(KEY, wanted, f"{path}: {what}")
-    path, why = bad[0]
-    others = ", and no older one is good" if len(bad) > 1 else ""
-    start = "write false to start from the beginning; they are kept"
-    raise config.error(KEY, wanted, f"{path}: {why}{others}; {start}")
+    raise config.error(KEY, wanted, why)
 
 
 def _looked_at(path: Path) -> tuple[Found | None, str]:

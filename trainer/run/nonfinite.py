@@ -49,18 +49,15 @@ class StopNonFinite(TrainerCallback):
         norm = accelerator.last_norm
         if accelerator.stowed is not None or norm is None or bool(torch.as_tensor(norm).isfinite()):
             return
-        if _is_searching_scale(self._trainer):
+        if args.fp16 and _can_be_lowered(accelerator.scaler):
             return
         state.global_step += 1  # the step that is not taken; its numbers are logged nevertheless
         self._trainer.log({"loss": float(self._trainer.last_loss), "grad_norm": float(norm)})
         raise self._ended(state.global_step, f"the gradient norm is {float(norm)}")
 
 
-def _is_searching_scale(trainer: PipelineTrainer) -> bool:
-    """Whether fp16's loss scale can still be lowered, so overflows are expected. DeepSpeed raises if it cannot."""
-    if not trainer.args.fp16:
-        return False
-    scaler = trainer.accelerator.scaler
+def _can_be_lowered(scaler: Any) -> bool:
+    """Whether overflows are expected, since fp16's loss scale is being found. DeepSpeed raises if it cannot."""
     return scaler is None or float(scaler.get_scale()) > MINIMAL_SCALE
 
 

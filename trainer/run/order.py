@@ -148,22 +148,12 @@ def read_data(
             f"model.config.vocab_size = {rows}: the tokenizer has {len(words)} tokens; raise it, or leave it out"
         )
     say = (lambda line: None) if quiet else write_line
-
-    def opened(sources: str, tokenizer: str, fingerprint: str) -> None:
-        if resumed is not None:
-            contents = {"sources": sources, "tokenizer": tokenizer, "fingerprint": fingerprint}
-            resumed.compare_contents(config, contents, hf_config)
-
-    return words, preparing.prepare(
-        config.data,
-        words,
-        rows,
-        config.training.seed,
-        folder / "data",
-        say,
-        opened,
-        compares=ranks is None or ranks.is_first_local,
-    )
+    opened = partial(resumed.compare_contents, config, hf_config) if resumed else (lambda *hashes: None)
+    seed, compares = config.training.seed, ranks is None or ranks.is_first_local
+    prepared = preparing.prepare(config.data, words, rows, seed, folder / "data", say, opened, compares=compares)
+    if prepared.chat_template is not None:
+        words.chat_template = prepared.chat_template  # the exported model is talked to as it was trained
+    return words, prepared
 
 
 def first_then_all(ranks: Ranks, work: Callable[[], T]) -> T:

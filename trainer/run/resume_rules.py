@@ -38,7 +38,8 @@ _SILENT_TRAINING = """
 # What changes the result, by the name that training.allow_change takes.
 _GROUPS: Mapping[str, str] = {
     "data": """data.path data.name data.split data.eval_path data.eval_split data.eval_fraction data.columns
-        data.completion_only_loss data.assistant_only_loss data.chat_template_path data.streaming""",
+        data.completion_only_loss data.assistant_only_loss data.chat_template data.chat_template_path
+        data.streaming""",
     "max_length": "data.max_length",
     "packing": "data.packing",
     "seed": "training.seed training.data_seed",
@@ -55,14 +56,14 @@ _GROUPS: Mapping[str, str] = {
     "kernels": """training.full_determinism training.use_cpu training.torch_compile training.torch_compile_backend
         training.torch_compile_mode training.use_liger_kernel training.liger_kernel_config
         model.attn_implementation""",
-    "model": "model.name_or_path model.config model.lora.lora_alpha model.lora.use_rslora",
+    "model": "model.name_or_path model.config model.quantization_config model.lora.lora_alpha model.lora.use_rslora",
 }
 _SAID = """
     training.learning_rate training.max_steps training.num_train_epochs training.lr_scheduler_type
     training.lr_scheduler_kwargs training.warmup_steps
 """
 _NEVER = """
-    training.optim model.tokenizer model.lora model.lora.r model.lora.target_modules model.lora.bias
+    training.optim training.optim_args model.tokenizer model.lora model.lora.r model.lora.target_modules model.lora.bias
     model.lora.modules_to_save model.lora.use_dora
 """
 RULES: Mapping[str, str] = {
@@ -135,12 +136,8 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, Any], ranks: tuple[int, 
 def compare_contents(
     saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequence[str], changed: Collection[str], name: str
 ) -> Changes:
-    """Compare what is known after data, tokenizer and model config were opened, and before anything is made of them:
-    ``sources`` and ``tokenizer`` (hashes), ``fingerprint`` of the rows, ``config`` of the model.
-
-    Args:
-        allowed: ``training.allow_change``.
-        changed: keys of the config that differ and may.
+    """Compare what is known after data, tokenizer and model config were opened: ``sources`` and ``tokenizer`` (hashes),
+    ``fingerprint`` of the rows, ``config`` of the model. ``changed``: keys of the run's config that differ and may.
     """
     # Releases of Transformers add keys, so only what both have is compared.
     both = saved["config"].keys() & now["config"].keys()

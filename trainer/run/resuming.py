@@ -13,7 +13,7 @@ same metric; the best checkpoint is the one of that name there, wherever the fol
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,13 +49,14 @@ class Resumed:
     def path(self) -> Path:
         return self.found.path
 
-    def compare_contents(self, config: RunConfig, contents: Mapping[str, str], hf_config: PretrainedConfig) -> None:
-        """Raise ConfigError if data, tokenizer or model differ and may not, once they are opened. ``contents`` of the
-        data: ``sources``, ``tokenizer`` and ``fingerprint``.
-        """
+    def compare_contents(
+        self, config: RunConfig, hf_config: PretrainedConfig, sources: str, tokenizer: str, fingerprint: str
+    ) -> None:
+        """Raise ConfigError if data, tokenizer or model differ and may not, once they are opened."""
         run = self.found.manifest.run
-        saved = {**run.data.model_dump(include=set(contents)), "config": run.model.config}
-        now = {**contents, "config": checkpoint.plain_config(hf_config)}
+        saved = {**run.data.model_dump(), "config": run.model.config}
+        hashes = {"sources": sources, "tokenizer": tokenizer, "fingerprint": fingerprint}
+        now = {**hashes, "config": checkpoint.plain_config(hf_config)}
         allowed = config.training.allow_change
         self._take(config, resume_rules.compare_contents(saved, now, allowed, self.changed, str(self.path)))
 
@@ -77,9 +78,9 @@ class Resumed:
         self.said += [line for line in lines if line not in self.said]
 
 
-def decide(config: RunConfig, ranks: Ranks, say: Callable[[str], None]) -> Resumed | None:
-    """The checkpoint to go on from; None starts from the beginning. A collective. Raise ConfigError if there is none
-    that could be resumed with this config; ``say`` gets a line for each that is damaged.
+def decide(config: RunConfig, ranks: Ranks) -> Resumed | None:
+    """The checkpoint to go on from, after a line for each newer one that is damaged; None starts from the beginning.
+    A collective. Raise ConfigError if there is none that could be resumed with this config.
     """
     with agreement(ranks, DAY_S) as together:
         results = together.by_some(_looks(config, ranks), lambda: _look(config))
@@ -92,7 +93,7 @@ def decide(config: RunConfig, ranks: Ranks, say: Callable[[str], None]) -> Resum
         return None
     if ranks.is_first:
         for line in said:
-            say(line)
+            write_line(line)
     resumed, run = Resumed(found, frozenset(), _versions(found)), found.manifest.run
     copies = _copies(run.config, run.world_size), _copies(config.tree(), ranks.world_size)
     resumed._take(config, resume_rules.compare(run.config, config.tree(), copies, str(found.path)))

@@ -106,7 +106,7 @@ def refuse_unbuildable(config: RunConfig, ranks: Ranks) -> None:
         deepspeed_ops.refuse_what_cannot_be_built()
 
 
-def run(config: RunConfig, ranks: Ranks, stop: Stop | None = None) -> int:
+def run(config: RunConfig, ranks: Ranks, stop: Stop) -> int:
     """Train as ``config`` says, on this rank. All process groups are closed, whatever happens."""
     quiet_libraries()
     on_cpu = bool(config.training.use_cpu)
@@ -114,7 +114,7 @@ def run(config: RunConfig, ranks: Ranks, stop: Stop | None = None) -> int:
     shown = shown_by(write_line) if ranks.is_first else nullcontext()
     try:
         with shown, process_group(ranks, timeout_s(config), single=single, on_cpu=on_cpu) as watchdog:
-            return _guarded(config, ranks, stop or Stop(), watchdog)
+            return _guarded(config, ranks, stop, watchdog)
     except torch.distributed.DistError as error:
         write_line(f"rank {ranks.rank}: another rank has ended while the ranks met: {first_line(error)}", sys.stderr)
         return ExitCode.PEER_DIED
@@ -125,17 +125,15 @@ def timeout_s(config: RunConfig) -> int:
     return config.training.ddp_timeout or 1800
 
 
-def _guarded(config: RunConfig, ranks: Ranks, stop: Stop | None = None, watchdog: Watchdog | None = None) -> int:
+def _guarded(config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | None = None) -> int:
     """Run, and turn every error into lines and an exit code while the process group is open.
 
     A traceback refers to its frames, the frames to the engine, and the engine to its groups, so the frames are cleared
     before the groups are closed (see [Note: closing gloo] in ``trainer/dist/ranks.py``).
     """
-    stop = stop or Stop()
     seen: list[Run] = []
     try:
-        with ExitStack() as held:
-            _whole(config, ranks, stop, watchdog, held, seen)
+        _whole(config, ranks, stop, watchdog, seen)
         return ExitCode.FINISHED
     except (UserError, Stopped, KeyboardInterrupt) as error:
         stop.leave()
@@ -154,14 +152,11 @@ def _ended(error: UserError | Stopped | KeyboardInterrupt, ranks: Ranks, stop: S
         elif error.says_more:  # a launcher ends all ranks when one has ended, and the first one still reports
             time.sleep(REPORT_S)
         return error.code
-    if isinstance(error, Stopped):
-        if ranks.is_first or stop.phase is not Phase.TRAINING:
-            write_line(error.line, sys.stderr)
-        return error.code
-    if ranks.is_first:
-        line = "interrupted; training.resume_from_checkpoint=auto goes on from the last checkpoint"
+    line = "interrupted; training.resume_from_checkpoint=auto goes on from the last checkpoint"
+    line, code = (error.line, error.code) if isinstance(error, Stopped) else (line, ExitCode.INTERRUPTED)
+    if ranks.is_first or (isinstance(error, Stopped) and stop.phase is not Phase.TRAINING):
         write_line(line, sys.stderr)
-    return ExitCode.INTERRUPTED
+    return code
 
 
 def _failed(config: RunConfig, seen: list[Run], stop: Stop, watchdog: Watchdog | None, error: Exception) -> ExitCode:
@@ -184,30 +179,27 @@ def _failed(config: RunConfig, seen: list[Run], stop: Stop, watchdog: Watchdog |
     return code
 
 
-def _whole(
-    config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | None, held: ExitStack, seen: list[Run]
-) -> None:
-    """The run from the lock on its folder to its export; nothing if it is over already. ``held`` is released at the
-    end; ``seen`` takes the prepared run, for errors that come later.
+def _whole(config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | None, seen: list[Run]) -> None:
+    """The run from the lock on its folder to its export; nothing if it is over already. ``seen`` takes the prepared
+    run, for errors that come later.
     """
-    together = held.enter_context(agreement(ranks, timeout_s(config)))
-    together.refuse_different(leaves(config.tree()))
+    with agreement(ranks, timeout_s(config)) as together, ExitStack() as held:
+        together.refuse_different(leaves(config.tree()))
 
-    def take_lock() -> None:
-        refuse_folder(config)
-        held.enter_context(lock.held(config))
+        def take_lock() -> None:
+            refuse_folder(config)
+            held.enter_context(lock.held(config))
 
-    together.on_first(ranks.rank, take_lock)
-    resumed = resuming.decide(config, ranks, write_line)
-    step = resumed.found.step if resumed else None
-    over = together.on_first(ranks.rank, lambda: None if step is None else export.finished_before(config, step))
-    if over is not None:
-        if ranks.is_first:
-            write_line(over)
-        return
-    prepared = order.prepare(config, ranks, resumed)
-    seen.append(prepared)
-    train(prepared, stop, together, watchdog)
+        together.on_first(ranks.rank, take_lock)
+        resumed = resuming.decide(config, ranks)
+        step = resumed.found.step if resumed else None
+        over = together.on_first(ranks.rank, lambda: None if step is None else export.finished_before(config, step))
+        if over is not None:
+            if ranks.is_first:
+                write_line(over)
+            return
+        seen.append(order.prepare(config, ranks, resumed))
+        train(seen[0], stop, together, watchdog)
 
 
 def show_sample(config: RunConfig) -> None:
@@ -220,7 +212,8 @@ def train(run: Run, stop: Stop, together: Agreement, watchdog: Watchdog | None) 
     """Train and finish. The trainer is a local variable, so that it is freed with this frame."""
     trainer = order.make_trainer(run, together)
     trainer.add_callback(SaveAndStop(stop, trainer))
-    trainer.add_callback(Watched(watchdog, timeout_s(run.config)))
+    if watchdog is not None:
+        trainer.add_callback(Watched(watchdog))
     checkpoint = str(run.resumed.path) if run.resumed is not None else None
     if checkpoint is not None:
         run.say(f"resuming from {checkpoint}")

@@ -7,13 +7,13 @@ subclass overrides only that. It plans from the Trainer's own arguments and from
 Invariant. The result has the bits of the Trainer alone, in the precision of model and arguments: fp32 weights stay fp32
 and are autocast with ``bf16=True``. A model loaded in bf16 gets fp32 masters, which plain training does not have.
 
-Refused: optimizers other than AdamW and SGD, fp16, DeepSpeed and FSDP together with the engine, one process with
-several devices, compiled models whose weights travel.
+Refused: optimizers that do not update element by element (``strategies/core/optimizers.py``), fp16, DeepSpeed and FSDP
+together with the engine, one process with several devices, compiled models whose weights travel.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import inspect
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,9 +23,11 @@ import torch
 from accelerate.utils import broadcast_object_list
 from torch.utils._pytree import tree_map_only
 
+from strategies.core.optimizers import STATE
 from strategies.core.protocol import Refusal
-from strategies.engine import SGD, AdamW, StowOptimizer, UpdateRule, stow, stowed_by
+from strategies.engine import StowOptimizer, UpdateRule, stow, stowed_by
 from strategies.engine.forward.checkpointing import recompute
+from strategies.engine.model_checks import not_in_kernels
 from trainer.errors import CountingError, first_line, write_line
 from trainer.model.undisturbed import ForkError, in_fork, undisturbed
 from trainer.planning.plan_for import plan_for
@@ -34,9 +36,6 @@ from trainer.run.accelerator import StowAccelerator
 
 if TYPE_CHECKING:
     from strategies.core.plan import Plan
-
-# Options that the engine's update rules do not have; ``None`` and these values are accepted.
-PLAIN = {"amsgrad": False, "maximize": False, "differentiable": False, "momentum": 0, "dampening": 0, "nesterov": False}
 
 
 def stowed(base: type, **options: Any) -> type:
@@ -269,22 +268,18 @@ def adopt(optimizer: torch.optim.Optimizer) -> tuple[UpdateRule, list[dict[str, 
 
     The groups are the same objects, so a scheduler that was made for the optimizer still sets their learning rates.
     """
-    kind, defaults = type(optimizer), optimizer.defaults
-    rules: dict[type, Any] = {torch.optim.AdamW: AdamW, torch.optim.SGD: SGD}
-    if kind not in rules:
+    kind = type(optimizer)
+    if kind.__name__ not in STATE or getattr(torch.optim, kind.__name__, None) is not kind:
         raise ValueError(
-            f"a stowed trainer updates with torch.optim.AdamW or torch.optim.SGD, not with {kind.__name__}: write "
-            f"optim='adamw_torch_fused', or pass no other optimizer"
+            f"a stowed trainer updates element by element, as torch.optim's {', '.join(STATE)} do, and not with "
+            f"{kind.__name__}: write optim='adamw_torch_fused', or pass no other optimizer"
         )
-    for group in optimizer.param_groups:
-        for name, plain in PLAIN.items():
-            if group.get(name, plain) not in (plain, None):
-                raise ValueError(f"a stowed trainer has no {kind.__name__} with {name}={group[name]}: leave it out")
-    if optimizer.state:
+    takes = inspect.signature(kind).parameters
+    rule = UpdateRule(kind.__name__, **{name: given for name, given in optimizer.defaults.items() if name in takes})
+    for complaint in not_in_kernels(optimizer.param_groups, rule):
+        raise ValueError(f"{kind.__name__} of a stowed trainer: {complaint}")
+    if any(state.get("step", 1) for state in optimizer.state.values()):  # Adagrad has some from the beginning
         raise ValueError("this optimizer has state already: pass a stowed trainer a new one")
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise ValueError("this optimizer has step hooks, which a stowed trainer would not call: use a TrainerCallback")
-    fused = {} if kind is torch.optim.SGD else {"fused": bool(defaults.get("fused"))}
-    names = {field.name for field in dataclasses.fields(rules[kind])} - {"fused"}
-    rule: UpdateRule = rules[kind](**{name: defaults[name] for name in names}, **fused)
     return rule, optimizer.param_groups

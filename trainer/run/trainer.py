@@ -37,7 +37,7 @@ from trainer.run.pipeline_trainer import PipelineTrainer, token_losses
 from trainer.run.stowed_trainer import StowedTrainer
 
 if TYPE_CHECKING:
-    from transformers.trainer_utils import EvalLoopOutput, EvalPrediction
+    from transformers.trainer_utils import EvalPrediction
 
     from strategies.core.plan import Plan
     from trainer.run.plan_check import PlanCheck
@@ -164,15 +164,6 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         """As Hugging Face's, but it draws no random number of training's: its loader would."""
         with torch.random.fork_rng(devices=[]):
             return super().evaluate(*args, **kwargs)
-
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
-        """As Hugging Face's, but the loss is the mean over trained tokens."""
-        kwargs["metric_key_prefix"] = metric_key_prefix
-        output: EvalLoopOutput = super().evaluation_loop(*args, **kwargs)
-        metrics = output.metrics or {}
-        if f"{metric_key_prefix}_token_loss" in metrics:
-            metrics[f"{metric_key_prefix}_loss"] = metrics.pop(f"{metric_key_prefix}_token_loss")
-        return output
 
     # --- loading a checkpoint ----------------------------------------------------------------------------------------
 
@@ -317,6 +308,7 @@ def _reads_saves(callback: TrainerCallback) -> bool:
 
 
 def _mean_over_tokens(prediction: EvalPrediction) -> dict[str, float]:
+    """Metrics of an evaluation; Hugging Face puts its prefix before them, and this loss in the place of its own."""
     rows: Any = prediction.predictions  # what token_losses made of each sequence: [N, 2]
     loss, tokens = rows.astype("float64").sum(axis=0)
-    return {"token_loss": float(loss / max(tokens, 1.0)), "tokens": int(tokens)}
+    return {"loss": float(loss / max(tokens, 1.0)), "tokens": int(tokens)}

@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 
 ROWS = 64
 _KEPT = """
-    learning_rate gradient_accumulation_steps max_grad_norm optim weight_decay adam_beta1 adam_beta2 adam_epsilon
-    lr_scheduler_type seed bf16 fp16 gradient_checkpointing activation_checkpointing label_smoothing_factor
+    learning_rate gradient_accumulation_steps max_grad_norm optim optim_args weight_decay adam_beta1 adam_beta2
+    adam_epsilon lr_scheduler_type seed bf16 fp16 gradient_checkpointing activation_checkpointing label_smoothing_factor
 """
 KEPT = frozenset(_KEPT.split())
 
@@ -89,7 +89,11 @@ def shrink(
     The optimizer is SGD in mixed precision unless ``keep_optimizer`` says that both sides round alike.
     """
     tree = config.tree()
-    model = {key: tree["model"][key] for key in ("dtype", "attn_implementation", "lora") if key in tree["model"]}
+    model = {
+        key: tree["model"][key]
+        for key in ("dtype", "attn_implementation", "lora", "quantization_config")
+        if key in tree["model"]
+    }
     least = max([layers, *(strategy.least_blocks() for strategy in config.strategies.values())])
     hf_config = load_config(config.model, VOCAB)
     small = copies_of.shrink_model(hf_config, least)
@@ -102,7 +106,7 @@ def shrink(
     if (config.training.bf16 or config.training.fp16) and not keep_optimizer:
         # Adam divides a gradient by its own size, which turns the rounding of a tiny gradient into a step of full
         # length: a comparison would show Adam and not the strategy. SGD keeps a small difference small.
-        training |= {"optim": "sgd", "learning_rate": 1.0}
+        training |= {"optim": "sgd", "optim_args": None, "learning_rate": 1.0}
     training |= {
         "output_dir": str(folder),
         "max_steps": steps,

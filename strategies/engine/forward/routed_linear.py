@@ -1,12 +1,8 @@
 """Linear layers whose products take the routes of a plan.
 
 The class of a routed layer becomes a subclass that differs in ``forward`` only, so names, shapes, state dict and
-``isinstance`` do not change. In eval mode the stock ``forward`` runs.
-
-The second copy of a weight is stamped with what it was made of: the weight's version, its address, and a count of the
-changes that autograd does not see: whoever drives the optimizer announces its steps with ``weights_changed``. If the
-copy was written again between a forward and its backward, backward raises. Backward saves the weight as the parameter
-itself, not as a view, so it reads what an engine that moves weights has put there by then.
+``isinstance`` do not change. In eval mode the stock ``forward`` runs. Backward saves the weight as the parameter, no
+view of it, so it reads what an engine that moves weights has put there by then.
 """
 
 from __future__ import annotations
@@ -69,7 +65,8 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        layer, route, copy = ctx.layer, ctx.layer._routes.dgrad, ctx.copy
+        layer, copy = ctx.layer, ctx.copy
+        route, stored = layer._routes.dgrad, layer._stored
         rows = grad.reshape(-1, grad.shape[-1])
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         into_x = into_weight = None
@@ -80,16 +77,15 @@ class _Products(torch.autograd.Function):
                 weight = copy.t()
             else:  # a backward that is differentiated in turn must read the weight: the copy has no gradient
                 route, weight = Route.NATIVE if route is Route.COPY else route, weight.to(rows.dtype)
-            into_x = product(Gemm.DGRAD, route, layer._stored, rows, weight).view(ctx.shape)
+            into_x = product(Gemm.DGRAD, route, stored, rows, weight).view(ctx.shape)
         if needs_weight:
-            inputs = x.reshape(-1, x.shape[-1])
-            into_weight = product(Gemm.WGRAD, layer._routes.wgrad, layer._stored, rows, inputs)
+            into_weight = product(Gemm.WGRAD, layer._routes.wgrad, stored, rows, x.reshape(-1, x.shape[-1]))
         return into_x, into_weight, rows.sum(0) if needs_bias else None, None, None
 
 
 class Copy:
-    """A transposed copy of one weight in the dtype of compute. Not an attribute tensor of the layer: recomputation
-    would take it for state of the module, and refuse a forward that writes it.
+    """A transposed copy of one weight in the dtype of compute, with a stamp of what it was made of. Not an attribute
+    tensor of the layer: recomputation would take it for state of the module, and refuse a forward that writes it.
     """
 
     def __init__(self) -> None:
@@ -100,12 +96,11 @@ class Copy:
     @torch.no_grad()
     def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """The copy of ``weight`` as it is now; written again, transposing and casting in one pass, if it is not."""
-        stamp = (weight._version, weight.data_ptr(), self.changes)
-        if self.tensor is None or (self.tensor.dtype, self.tensor.device) != (dtype, weight.device):
-            self.tensor, self._stamp = torch.empty(weight.t().shape, dtype=dtype, device=weight.device), ()
-        if self._stamp != stamp:
-            self.tensor.copy_(weight.detach().t())
-            self._stamp = stamp
+        stamp = (weight._version, weight.data_ptr(), self.changes, dtype, weight.device)
+        if self.tensor is None or self._stamp != stamp:
+            if self.tensor is None:
+                self.tensor = torch.empty(weight.t().shape, dtype=dtype, device=weight.device)
+            self.tensor, self._stamp = self.tensor.to(weight.device, dtype).copy_(weight.t()), stamp
         return self.tensor
 
 
@@ -151,7 +146,7 @@ def route(model: nn.Module, chosen: Mapping[str, Routes]) -> None:
         if routes != NATIVE:
             kind: Any = type(module)
             module.__class__ = _routed(kind)
-            module._routes, module._stored, module._copy = routes, stored, Copy() if routes.copies else None
+            module._routes, module._stored, module._copy = routes, stored, Copy() if Route.COPY in routes else None
 
 
 def weights_changed(model: nn.Module) -> None:

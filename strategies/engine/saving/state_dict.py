@@ -254,6 +254,8 @@ class StateAccess(Copied):
         for name, place in self.state_of(param).items():
             if name in state:
                 place.copy_(torch.as_tensor(state[name]))
+            elif name == "step" and state.keys() & set(self.engine.rule.names):
+                place.fill_(1)  # torch does not count SGD's updates
         if "master" in state:
             self.set_weight(param, self.state_of(param)["master"].to(param.dtype), master=False)
 

@@ -30,7 +30,7 @@ class EngineState:
         self.divides_weights = self._shares_weights = self._engine.shares_weights
         self._writes_whole, self._writes = writes, writes or self._shared
         self._params = dict(access.model.named_parameters())
-        self.rule = type(self._engine.rule).__name__
+        self.rule = self._engine.rule.kind
 
     def groups(self) -> list[dict[str, Any]]:
         names = {id(param): name for name, param in self._params.items()}
@@ -42,17 +42,19 @@ class EngineState:
             return
         self._access.drain()
         names = {id(param): name for name, param in self._params.items()}
+        rule = self._engine.rule
         for bucket in self._engine.buckets:
             for param in bucket.params if bucket.spec.group is not None else ():
                 name, shape, pieces = names[id(param)], tuple(param.shape), list(self._access.pieces_of(param))
-                step = self._access.count_of(param).item() or None
+                step = self._access.count_of(param).item()
+                updated = step > 0 or rule.kernel.begins
                 spans = [
                     Span(name, kind, shape, start, tensor)
                     for start, state in pieces
                     for kind, tensor in state.items()
-                    if step or kind == MASTER
+                    if updated or kind == MASTER
                 ]
-                numbers = {} if step is None else {"step": step}
+                numbers = {"step": step} if updated and (rule.kernel.counts or not rule.names) else {}
                 if pieces:
                     kinds = {span.kind: span.shape for span in spans}
                     yield name, Described(shape, bucket.spec.dtype, numbers, kinds), spans
@@ -83,7 +85,7 @@ class EngineState:
         for name in (name for name in shapes if name in self._params and not complaints):
             known = saved.parameters[name]
             kinds = [kind for kind in known.tensors if kind not in (MASTER, WEIGHT)]
-            if known.numbers.get("step") and sorted(kinds) != sorted(rule.names):
+            if (kinds or known.numbers.get("step")) and sorted(kinds) != sorted(rule.names):
                 yield f"{name}: saved with {kinds}, {self.rule} has {list(rule.names)}: train on as the run that saved"
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -98,7 +100,8 @@ class EngineState:
         for name in saved.trained() & self._params.keys():
             param, known = self._params[name], saved.parameters[name]
             access.forget_state(param)
-            access.count_of(param).fill_(known.numbers.get("step", 0))
+            kept = known.tensors.keys() - {MASTER, WEIGHT}  # of SGD, which torch does not count
+            access.count_of(param).fill_(known.numbers.get("step", bool(kept)))
             for start, places in access.pieces_of(param):
                 for kind in known.tensors:
                     if kind not in (MASTER, WEIGHT):

@@ -54,7 +54,9 @@ def scales(model: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
         inner = getattr(state, "state2", None)
         eight = getattr(module, "state", None) if hasattr(weight, "SCB") else None
         for holder, names in ((state, ("absmax", "code", "offset")), (inner, ("absmax", "code"))):
-            yield from ((holder, name, value) for name in names if isinstance(value := getattr(holder, name, None), Tensor))
+            yield from (
+                (holder, name, value) for name in names if isinstance(value := getattr(holder, name, None), Tensor)
+            )
         for holder in (weight, eight):
             if isinstance(value := getattr(holder, "SCB", None), Tensor):
                 yield holder, "SCB", value

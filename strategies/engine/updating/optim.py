@@ -1,20 +1,32 @@
-"""Update rules: what an optimizer does to a parameter, its gradient and its state, by torch's own kernels.
+"""Update rules: what an optimizer does to a parameter, its gradient and its state, by torch's own functions.
 
 A rule gets lists of views of the same shape as plain training's tensors, or parts of them, and updates them in place,
-on whatever device they are. Element-wise kernels give each element the same bits wherever it lies; for split points see
-[Note: split points] in ``updates.py``.
+on whatever device they are. It calls the function that torch's optimizer calls, with the same options. Element-wise
+kernels give each element the same bits wherever it lies; for split points see [Note: split points] in ``updates.py``.
+
+State is zero before the first update, as torch has it. Torch begins SGD's momentum with a copy of the gradient, which
+adding it to zero is, too; hence no dampening, which torch leaves out of the first update only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adadelta import adadelta
+from torch.optim.adagrad import adagrad
+from torch.optim.adam import adam
+from torch.optim.adamax import adamax
 from torch.optim.adamw import adamw
+from torch.optim.radam import radam
+from torch.optim.rmsprop import rmsprop
 from torch.optim.sgd import sgd
+
+from strategies.core.optimizers import STATE, state_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,94 +39,76 @@ class Operands:
     steps: list[Tensor]
 
 
-class UpdateRule(Protocol):
-    """An update rule. ``names`` are torch's for its state, one fp32 number per element each. ``flagged``: its kernel
-    takes a flag that skips the update. For other rules the caller waits for the flag's value.
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One of torch's functions, and the options that it takes by name."""
+
+    call: Callable[..., None]
+    options: tuple[str, ...]
+    fuses: bool = False  # it has a fused form
+    counts: bool = True  # updates
+    begins: bool = False  # its optimizer makes state before the first update
+
+
+BETAS = ("lr", "betas", "eps", "weight_decay")
+AMSGRAD = (*BETAS, "amsgrad")
+KERNELS: Mapping[str, Kernel] = {
+    "Adadelta": Kernel(adadelta, ("lr", "rho", "eps", "weight_decay")),
+    "Adagrad": Kernel(adagrad, ("lr", "lr_decay", "eps", "weight_decay"), fuses=True, begins=True),
+    "Adam": Kernel(adam, (*AMSGRAD, "decoupled_weight_decay"), fuses=True),
+    "Adamax": Kernel(adamax, BETAS),
+    "AdamW": Kernel(adamw, AMSGRAD, fuses=True),
+    "RAdam": Kernel(radam, (*BETAS, "decoupled_weight_decay")),
+    "RMSprop": Kernel(rmsprop, ("lr", "alpha", "eps", "weight_decay", "momentum", "centered")),
+    "SGD": Kernel(
+        partial(sgd, dampening=0.0), ("lr", "weight_decay", "momentum", "nesterov"), fuses=True, counts=False
+    ),
+}
+
+
+class UpdateRule:
+    """The update of ``torch.optim``'s class ``kind``, one of ``KERNELS``, with its ``options``; for others its own
+    defaults. Raise ValueError: there is no such rule, or an option is one that it does not have.
     """
 
-    names: ClassVar[tuple[str, ...]]
+    def __init__(self, kind: str, **options: Any) -> None:
+        if kind not in KERNELS:
+            raise ValueError(f"no update rule {kind}: there are {', '.join(KERNELS)}")
+        self.kind, self.kernel = kind, KERNELS[kind]
+        try:
+            made = getattr(torch.optim, kind)([torch.zeros(1)], **options)
+        except TypeError as error:
+            raise ValueError(f"torch.optim.{kind}: {error}") from None
+        self._defaults: dict[str, Any] = made.defaults
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Torch's names of its state, one fp32 number per element each."""
+        return state_names(self.kind, self._defaults)
 
     @property
-    def flagged(self) -> bool: ...
+    def flagged(self) -> bool:
+        """Whether its kernel takes a flag that skips the update. If not, the caller waits for the flag's value."""
+        return bool(self._defaults.get("fused"))
 
-    def defaults(self) -> dict[str, Any]: ...
+    def defaults(self) -> dict[str, Any]:
+        """Of a parameter group, by torch's names, so that torch's own optimizer can load the state dict."""
+        return dict(self._defaults)
 
     def update(self, on: Operands, group: Mapping[str, Any], bad: Tensor | None) -> None:
         """Update in place. ``bad`` (only if ``flagged``): 1.0 skips the update."""
+        given = {name: group[name] for name in self.kernel.options}
+        if "betas" in given:
+            given["beta1"], given["beta2"] = given.pop("betas")
+        if self.kernel.fuses:
+            given |= {"fused": group["fused"], "found_inf": bad, "grad_scale": None}
+        known = dict(zip(self.names, on.state, strict=True))
+        lists = [known.get(name, []) for name in STATE[self.kind]]
+        steps = [on.steps] if self.kernel.counts else []
+        self.kernel.call(on.params, on.grads, *lists, *steps, foreach=group["foreach"], maximize=False, **given)
+        if not self.kernel.counts:
+            torch._foreach_add_(on.steps, 1)
 
 
-# Torch's other keys of a group, so that its own optimizer can load the state dict.
-TORCH = {"amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdamW:
-    """``torch.optim.AdamW`` (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019); ``fused``: torch's
-    fused kernel, otherwise what torch takes by default.
-    """
-
-    names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
-
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 1e-2
-    fused: bool = True
-
-    @property
-    def flagged(self) -> bool:
-        return self.fused
-
-    def defaults(self) -> dict[str, Any]:
-        return {**asdict(self), "fused": self.fused or None, "decoupled_weight_decay": True, **TORCH}
-
-    def update(self, on: Operands, group: Mapping[str, Any], bad: Tensor | None) -> None:
-        beta1, beta2 = group["betas"]
-        adamw(
-            on.params,
-            on.grads,
-            on.state[0],
-            on.state[1],
-            [],
-            on.steps,
-            fused=self.fused or None,  # None: torch chooses, as in torch.optim.AdamW
-            found_inf=bad,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SGD:
-    """``torch.optim.SGD`` without momentum: no state at all."""
-
-    names: ClassVar[tuple[str, ...]] = ()
-
-    lr: float = 1e-3
-    weight_decay: float = 0.0
-
-    @property
-    def flagged(self) -> bool:
-        return False
-
-    def defaults(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def update(self, on: Operands, group: Mapping[str, Any], bad: Tensor | None) -> None:
-        sgd(
-            on.params,
-            on.grads,
-            [None] * len(on.params),
-            weight_decay=group["weight_decay"],
-            momentum=0.0,
-            lr=group["lr"],
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-        )
-        torch._foreach_add_(on.steps, 1)
+AdamW = partial(UpdateRule, "AdamW", fused=True)
+SGD = partial(UpdateRule, "SGD")

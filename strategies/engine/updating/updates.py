@@ -39,7 +39,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from strategies.core.layout import Site
+from strategies.core.layout import SCRATCH_ELEMENTS, Site
 from strategies.engine.buckets.bucket_state import BucketState, Job, Pending, Scale
 from strategies.engine.ranks.one_rank import OneRank
 from strategies.engine.residency import Residency
@@ -253,7 +253,8 @@ class Updates:
         weight, and the moments) are flat views of this rank's span, all on the device or all on the host.
         """
         assert bucket.steps is not None
-        limit = bucket.spec.share if scratch is None else scratch.numel()
+        whole = bucket.spec.share if self._rule.flagged else SCRATCH_ELEMENTS  # others take memory of their own
+        limit = whole if scratch is None else scratch.numel()
         for call in chunks_of(bucket, job.touched, limit):
             grads = [grad[chunk.start : chunk.stop] for chunk in call]
             if bucket.spec.mixed:

@@ -1,17 +1,25 @@
-"""Degrees as keys of a config: what the search replaces, what it counts with, and what to write for what it found."""
+"""Degrees as keys of a config: what the search replaces, what it counts with, what strategies refuse of it, and what to
+write for what it found.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
-from strategies.planner.hybrid.degrees import Degrees, Rule, Stowed
+from strategies.core.compose import refusals
+from strategies.core.facts import RunFacts
+from strategies.core.protocol import Refusal, Strategy
+from strategies.core.registry import available, find
+from strategies.planner.hybrid.degrees import Degrees, Stowed
 
 SEARCHED = ("zero", "tensor", "pipeline", "recompute", "offload")  # strategies that the search decides
 CHUNKS = "cross_entropy"
 BUDGETS = ("gpu_memory", "host_memory")  # options that are kept
 Tree = dict[str, Any]
-Offer = tuple[str, Tree, Callable[[Degrees], bool]]  # a strategy, options, and the degrees that are written with them
+Refused = Callable[[Degrees], Refusal | None]
 
 
 def without(tree: Tree, tensor: int = 1) -> Tree:
@@ -30,11 +38,10 @@ def written(degrees: Degrees, tree: Tree, blocks: Sequence[int] | None = None) -
     where they are not those that ``strategies.pipeline`` chooses itself.
     """
     chosen = {}
-    for name, options, used in offers(degrees):
-        if used(degrees):
-            kept = {key: value for key, value in tree["strategies"].get(name, {}).items() if key in BUDGETS}
-            cut = {"blocks": list(blocks)} if name == "pipeline" and blocks is not None else {}
-            chosen[name] = kept | options | cut
+    for name, options in strategies_of(degrees).items():
+        kept = {key: value for key, value in tree["strategies"].get(name, {}).items() if key in BUDGETS}
+        cut = {"blocks": list(blocks)} if name == "pipeline" and blocks is not None else {}
+        chosen[name] = kept | options | cut
     training = {
         "per_device_train_batch_size": degrees.micro_batch,
         "gradient_accumulation_steps": degrees.micro_batches,
@@ -59,25 +66,42 @@ def read(tree: Tree, ranks: int) -> Degrees:
     )
 
 
-def offers(degrees: Degrees) -> Iterator[Offer]:
-    """Each strategy with the options that ``degrees`` have, and whose degrees these are."""
-    yield "zero", {"stage": degrees.zero}, _writes_zero
-    yield "tensor", {"degree": degrees.tensor}, lambda d: d.tensor > 1
-    yield "pipeline", {"stages": degrees.stages, "schedule": "1f1b"}, lambda d: d.stages > 1
-    yield "recompute", {"policy": degrees.recompute}, lambda d: d.recompute != "none"
+def strategies_of(degrees: Degrees) -> dict[str, Tree]:
+    """The strategies of these degrees, with their options."""
+    offloads = degrees.offload is not Stowed.NOTHING
+    chosen: dict[str, Tree] = {}
+    # Alone, stage 0 is DeepSpeed's engine with bf16 weights; beside an engine of its own there is nothing to write.
+    if degrees.zero > 0 or (degrees.stages == 1 and not offloads):
+        chosen["zero"] = {"stage": degrees.zero}
+    if degrees.tensor > 1:
+        chosen["tensor"] = {"degree": degrees.tensor}
+    if degrees.stages > 1:
+        chosen["pipeline"] = {"stages": degrees.stages, "schedule": "1f1b"}
+    if degrees.recompute != "none":
+        chosen["recompute"] = {"policy": degrees.recompute}
     # What rests where is decided by its own planner, which may do better than the plain placements of the search.
-    yield "offload", {}, lambda d: d.offload is not Stowed.NOTHING
+    return chosen | ({"offload": {}} if offloads else {})
 
 
-def refused(offer: Offer, reason: str) -> Rule:
-    """A rule for a strategy that refuses these options in this run."""
-    name, options, used = offer
-    return Rule(f"{name} refused", reason, lambda d, has: used(d) and options.get("stage", d.zero) == d.zero)
+def refused(run: RunFacts, beside: Mapping[str, Strategy]) -> Refused:
+    """What strategies refuse first in such a run, as with its optimizer or number format, and ``beside`` those that the
+    search leaves as they are.
+    """
 
+    @cache
+    def first(degrees: Degrees) -> Refusal | None:
+        named = {name: options for name, options in strategies_of(degrees).items() if name in available()}
+        chosen = {name: find(name).model_validate(options) for name, options in named.items()}
+        divided = replace(
+            run,
+            stages=degrees.stages,
+            tensor=degrees.tensor,
+            world_size=degrees.ranks,
+            accumulation=degrees.micro_batches,
+        )
+        return next(refusals({**beside, **chosen}, divided), None)
 
-def _writes_zero(degrees: Degrees) -> bool:
-    """Alone, stage 0 is DeepSpeed's engine with bf16 weights; beside an engine of its own there is nothing to write."""
-    return degrees.zero > 0 or (degrees.stages == 1 and degrees.offload is Stowed.NOTHING)
+    return lambda degrees: first(degrees.unsplit)
 
 
 def _with(tree: Tree, chosen: Tree, training: Tree) -> Tree:

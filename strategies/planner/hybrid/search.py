@@ -1,8 +1,9 @@
 """The search over uniform degrees: every stage has the same ranks, used in the same way.
 
 The grid: stages x tensor x data x ZeRO x recompute x offload x micro-batch, with few splits each (``parts.py``).
-Degrees that cannot be run (``degrees.py``) or do not fit (``account.py``) are left out; of the rest each has a lower
-bound, and only those that can be among the best are priced by the clock (``step_seconds.py``).
+Degrees that cannot be run (``degrees.py``), that strategies refuse (``keys.py``) or that do not fit (``account.py``)
+are left out; of the rest each has a lower bound, and only those that can be among the best are priced by the clock
+(``step_seconds.py``).
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import combinations, product
 
-from strategies.core.facts import Facts, Precision
+from strategies.core.facts import Facts
+from strategies.core.protocol import Refusal
 from strategies.core.sizes import SHARE
 from strategies.planner.budget import device_budget
+from strategies.planner.hybrid import keys
 from strategies.planner.hybrid.account import Account, Bytes, Chunked
 from strategies.planner.hybrid.cluster import Cluster
-from strategies.planner.hybrid.degrees import HERE, SHAPE, Degrees, Limits, Rule, Stowed, broken
+from strategies.planner.hybrid.degrees import Degrees, Stowed, is_possible
 from strategies.planner.hybrid.parts import Model, Models
 from strategies.planner.hybrid.step_seconds import Price, Pricing
 
@@ -65,9 +68,9 @@ class Lacking:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A rule that leaves out what would fit, and the lowest bound on the seconds of that."""
+    """What strategies refuse although it would fit, and the lowest bound on its seconds."""
 
-    rule: Rule
+    refusal: Refusal
     seconds: float
 
 
@@ -80,7 +83,7 @@ class Answer:
         tried: degrees that were looked at; ``fitting`` of them can be run and fit with as little recomputation and
             offload as that takes; ``priced`` were simulated.
         nearest: where nothing fits, those that lack least.
-        left: what rules left out that would have fitted.
+        left: what strategies refuse and would have fitted, of each key the fastest.
         firsts: what would be first with the network at the hopeful and at the careful end of what is assumed.
     """
 
@@ -98,11 +101,12 @@ class Options:
     """What may vary.
 
     Args:
+        refused: what cannot be run; None: what the strategies refuse by themselves.
         chunked: see ``account.py``.
         device_bytes: that may be used of each device; None: the share that is used by default.
     """
 
-    rules: tuple[Rule, ...] = HERE
+    refused: keys.Refused | None = None
     policies: Sequence[str] = POLICIES
     offloads: Sequence[Stowed] = tuple(Stowed)
     chunked: Chunked = None
@@ -132,14 +136,14 @@ class _Search:
         self, known: Known, cluster: Cluster, sequences: int, options: Options, in_stages: Mapping[int, Facts] | None
     ) -> None:
         facts = next(iter(known.values()))
-        rates, run, machine = facts.machine.rates, facts.run, facts.machine
-        assert rates is not None and run.forward_flops, "degrees are compared by simulated seconds"
+        rates, machine = facts.machine.rates, facts.machine
+        assert rates is not None and facts.run.forward_flops, "degrees are compared by simulated seconds"
         self._cluster, self._sequences, self._options, self._machine = cluster, sequences, options, machine
         self._models = Models(known, in_stages)
         self._account = Account(self._models, options.chunked)
         self._rates, self._pricing = rates, Pricing(self._models, cluster, rates)
         self._whole = Model(facts)
-        self._limits = Limits(self._whole.blocks, cluster.per_machine, run.precision is not Precision.FP32, run.tied)
+        self._refused = options.refused or keys.refused(facts.run, {})
 
     def answer(self) -> Answer:
         fitting: list[tuple[Degrees, Bytes]] = []
@@ -153,19 +157,19 @@ class _Search:
                 for index, offload in enumerate(offloads):
                     degrees = replace(whole, recompute=recompute, offload=offload)
                     tried += 1
-                    if broken(degrees, self._limits, SHAPE):
-                        continue  # no engine could run it
-                    rule = broken(degrees, self._limits, self._options.rules)
-                    if rule is not None and rule.name in found:
+                    if not is_possible(degrees, self._cluster.per_machine):
+                        continue
+                    refusal = self._refused(degrees)
+                    if refusal is not None and refusal.key in found:
                         continue
                     need = self._account.of(degrees)
                     device, host = self._missing(need)
                     if max(device, host) > 0:
-                        short += [] if rule else [Lacking(degrees, max(0, device), max(0, host))]
-                    elif rule is not None:
-                        found.add(rule.name)
-                        one = Left(rule, self._pricing.least(degrees))
-                        left[rule.name] = min(left.get(rule.name, one), one, key=lambda each: each.seconds)
+                        short += [] if refusal else [Lacking(degrees, max(0, device), max(0, host))]
+                    elif refusal is not None:
+                        found.add(refusal.key)
+                        one = Left(refusal, self._pricing.least(degrees))
+                        left[refusal.key] = min(left.get(refusal.key, one), one, key=lambda each: each.seconds)
                     else:
                         fitting.append((degrees, need))
                         del offloads[index:]

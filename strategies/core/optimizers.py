@@ -1,0 +1,93 @@
+"""Optimizers by Hugging Face's names, and what each keeps for an element of a weight.
+
+The memory engine updates pieces of parameters, wherever they lie. So it has those of torch's optimizers whose update of
+an element needs that element of weight, gradient and state and nothing else: ``STATE``. Not among them: factored
+moments (Adafactor), norms of whole tensors (LAMB, Muon), moments in 8 bits with a scale per block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+# By torch's class: its names of fp32 numbers per element, in the order in which its function takes them, each with the
+# option without which there is no such number.
+STATE: Mapping[str, Mapping[str, str]] = {
+    "Adadelta": {"square_avg": "", "acc_delta": ""},
+    "Adagrad": {"sum": ""},
+    "Adam": {"exp_avg": "", "exp_avg_sq": "", "max_exp_avg_sq": "amsgrad"},
+    "Adamax": {"exp_avg": "", "exp_inf": ""},
+    "AdamW": {"exp_avg": "", "exp_avg_sq": "", "max_exp_avg_sq": "amsgrad"},
+    "RAdam": {"exp_avg": "", "exp_avg_sq": ""},
+    "RMSprop": {"square_avg": "", "grad_avg": "centered", "momentum_buffer": "momentum"},
+    "SGD": {"momentum_buffer": "momentum"},
+}
+# By Hugging Face's name: the class, and what ``training.optim_args`` may say. Weight decay is a key of its own.
+OPTIMIZERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "adamw_torch": ("AdamW", ()),
+    "adamw_torch_fused": ("AdamW", ()),
+    "adafactor": ("Adafactor", ()),
+    "sgd": ("SGD", ("momentum", "nesterov")),
+    "adagrad": ("Adagrad", ("lr_decay", "eps")),
+    "rmsprop": ("RMSprop", ("alpha", "eps", "momentum", "centered")),
+}
+ELEMENTWISE = tuple(name for name, (kind, _) in OPTIMIZERS.items() if kind in STATE)
+FLAGS = ("nesterov", "centered")
+# Hugging Face's further names, and why not.
+_WHY: Mapping[str, str] = {
+    "runs on that hardware only": "adamw_torch_xla adamw_torch_npu_fused",
+    "needs torchdistx, which is no longer maintained": "adamw_anyprecision",
+    "keeps moments of torchao's own type, which no plan here counts": "adamw_torch_4bit adamw_torch_8bit",
+    "is updated by bitsandbytes, which keeps state of its own that no plan here counts": """
+        ademamix adamw_bnb_8bit adamw_8bit ademamix_8bit lion_8bit lion_32bit paged_adamw_32bit paged_adamw_8bit
+        paged_ademamix_32bit paged_ademamix_8bit paged_lion_32bit paged_lion_8bit rmsprop_bnb rmsprop_bnb_8bit
+        rmsprop_bnb_32bit""",
+    "projects whole matrices, by a package that is not tested here": """
+        galore_adamw galore_adamw_8bit galore_adafactor galore_adamw_layerwise galore_adamw_8bit_layerwise
+        galore_adafactor_layerwise apollo_adamw apollo_adamw_layerwise""",
+    "updates in hooks of its own while backward runs": "lomo adalomo",
+    "needs a package that is not tested here": "grokadamw stable_adamw",
+    "evaluates and saves other weights than it trains, and has to be told which each time": """
+        schedule_free_radam schedule_free_adamw schedule_free_sgd""",
+}
+REFUSED: Mapping[str, str] = {name: why for why, names in _WHY.items() for name in names.split()}
+
+
+def refuse_optimizer(name: object) -> object:
+    """``name``; raise ValueError if it is one of Hugging Face's that cannot be had here."""
+    if name in REFUSED:
+        cure = "write adamw_torch_fused, and strategies.offload if its state does not fit on the device"
+        raise ValueError(f"{REFUSED[str(name)]}; {cure}")
+    return name
+
+
+def options_of(name: str, arguments: str | None) -> dict[str, float]:
+    """What ``training.optim_args`` says to the optimizer of this name. Raise ValueError: it cannot be meant."""
+    known, found = OPTIMIZERS[name][1], dict[str, float]()
+    for part in arguments.replace(" ", "").split(",") if arguments else ():
+        key, _, value = part.partition("=")
+        if key not in known:
+            keys = "adam_beta1, adam_beta2 and adam_epsilon" if "adam" in name else "learning_rate and weight_decay"
+            takes = f"{name} takes {', '.join(known)}, as in {known[0]}=0.9" if known else f"{name} takes none"
+            raise ValueError(f"{takes}; training.{keys} are keys of their own")
+        try:
+            number = float({"true": "1", "false": "0"}[value] if key in FLAGS else value)
+        except (KeyError, ValueError):
+            number = math.nan
+        if not 0 <= number < math.inf:
+            raise ValueError(f"{key} must be {'true or false' if key in FLAGS else 'a number >= 0'}")
+        found[key] = number
+    if found.get("nesterov") and not found.get("momentum"):
+        raise ValueError("nesterov=true needs a momentum, as in momentum=0.9")
+    return found
+
+
+def state_names(kind: str, options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Torch's names of the state that its optimizer ``kind`` keeps for each element, with these ``options``."""
+    return tuple(name for name, option in STATE.get(kind, {}).items() if not option or options.get(option))
+
+
+def moments_of(name: str, arguments: str | None) -> int:
+    """fp32 numbers of state per element. Adafactor keeps as good as none."""
+    return len(state_names(OPTIMIZERS[name][0], options_of(name, arguments)))

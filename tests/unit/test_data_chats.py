@@ -1,0 +1,122 @@
+"""Conversations: every published form gives the tokens of OpenAI's, and the answers alone are trained on, or some."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from trainer.config.sections import DataSection
+from trainer.data import prepare as preparing
+from trainer.data import tokenizer as tokenizers
+from trainer.data.packing import MASKED
+from trainer.data.templates import READY
+
+VOCAB = 400
+CALL = {"name": "add", "arguments": {"a": 1, "b": 2}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "1 + 2?"},
+    {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]},
+    {"role": "tool", "content": "3"},
+    {"role": "assistant", "content": "Three."},
+]
+OPENAI = {"messages": MESSAGES, "tools": [TOOL]}
+PARTS = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
+AS_TEXT = {"name": "add", "arguments": json.dumps(CALL["arguments"])}
+SAME: dict[str, dict[str, Any]] = {
+    "arguments as JSON text": {
+        "messages": [*MESSAGES[:2], {"role": "assistant", "tool_calls": [{"function": AS_TEXT}]}, *MESSAGES[3:]],
+        "tools": json.dumps([TOOL]),
+    },
+    "parts": {"messages": [{"role": "system", "content": PARTS}, *MESSAGES[1:]], "tools": [TOOL]},
+    "ShareGPT": {
+        "system": "Be brief.",
+        "conversations": [
+            {"from": "human", "value": "1 + 2?"},
+            {"from": "function_call", "value": json.dumps(CALL)},
+            {"from": "observation", "value": "3"},
+            {"from": "gpt", "value": "Three."},
+        ],
+        "tools": json.dumps([TOOL["function"]]),
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return tokenizers.trained(VOCAB, tmp_path_factory.mktemp("tokenizer"), preparing.texts(DataSection(path="pydoc")))
+
+
+@pytest.fixture
+def tokenizer(shared: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.chdir(tmp_path)
+    return shared
+
+
+def prepare(tokenizer: Any, *rows: dict[str, Any], **options: Any) -> Any:
+    Path("d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    section = DataSection(**{"path": "d.jsonl"} | options)
+    return preparing.prepare(section, tokenizer, VOCAB, 0, Path("prepared"), lambda line: None).train
+
+
+def trained(tokenizer: Any, row: dict[str, Any]) -> str:
+    return str(tokenizer.decode([label for label in row["labels"] if label != MASKED]))
+
+
+@pytest.mark.parametrize("form", SAME)
+def test_each_form_gives_the_tokens_of_openai(form: str, tokenizer: Any) -> None:
+    (expected,) = prepare(tokenizer, OPENAI, assistant_only_loss=True)
+    (found,) = prepare(tokenizer, SAME[form], assistant_only_loss=True)
+    assert found == expected
+    whole = tokenizer.decode(expected["input_ids"])
+    assert json.dumps(TOOL) in whole and "Be brief." in whole.partition("You may call")[0]
+    call = f"<tool_call>{json.dumps(CALL)}</tool_call><|eos|>"
+    assert trained(tokenizer, expected) == call + "Three.<|eos|>"
+
+
+def test_nulls_that_parquet_adds_are_no_keys(tokenizer: Any) -> None:
+    (expected,) = prepare(tokenizer, OPENAI)
+    pq.write_table(pa.Table.from_pylist([OPENAI]), "d.parquet")
+    (found,) = prepare(tokenizer, path="d.parquet")
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", READY)
+def test_answers_are_found_without_marks(name: str, tokenizer: Any) -> None:
+    """By prefixes, with what the template writes between an answer and the next turn."""
+    chat = {"messages": [MESSAGES[0], MESSAGES[1], MESSAGES[4], {"role": "user", "content": "é?"}, MESSAGES[4]]}
+    (marked,) = prepare(tokenizer, chat, chat_template=name, assistant_only_loss=True)
+    plain = re.sub(r"{% (end)?generation %}", "", READY[name])
+    (found,) = prepare(tokenizer, chat, chat_template=plain, assistant_only_loss=True)
+    assert found["input_ids"] == marked["input_ids"]
+    assert trained(tokenizer, marked) == trained(tokenizer, found).replace("\n", "")
+    assert trained(tokenizer, marked).replace(" ", "") == "Three.<|eos|>" * 2
+    for label, same in zip(marked["labels"], found["labels"], strict=True):
+        assert label in (MASKED, same)
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_chosen_turns(marks: bool, tokenizer: Any) -> None:
+    turns = [("one", {"train": False}), ("two", {"weight": 1}), ("three", {}), ("four", {"weight": 0})]
+    messages = [
+        message
+        for text, choice in turns
+        for message in ({"role": "user", "content": "?"}, {"role": "assistant", "content": text, **choice})
+    ]
+    template = READY["zephyr"] if marks else re.sub(r"{% (end)?generation %}", "", READY["zephyr"])
+    options = {"chat_template": template, "assistant_only_loss": True}
+    (row,) = prepare(tokenizer, {"messages": messages}, **options)
+    assert trained(tokenizer, row).replace("\n", "") == "two<|eos|>three<|eos|>"
+
+
+def test_a_token_that_is_half_an_answer_is_not_trained_on(tokenizer: Any) -> None:
+    assert len(tokenizer("in")["input_ids"]) == 1
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    chat = {"messages": [{"role": "user", "content": "i"}, {"role": "assistant", "content": "n man"}]}
+    (row,) = prepare(tokenizer, chat, chat_template=template, assistant_only_loss=True)
+    assert row["input_ids"] == tokenizer("in man")["input_ids"] and trained(tokenizer, row) == " man"

@@ -1,0 +1,39 @@
+"""Names that only the Hugging Face hub has, on a machine that does not reach it.
+
+The hub's client asks six times, over 23 s, for each file that it wants, also for those in its cache. So the hub is
+looked at once, before the first name is asked for and for 3 s at most. If it does not answer, only the cache is read,
+and a name that is not in it is refused at once.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from threading import Thread
+
+LOOK_S = 3.0
+
+
+@cache
+def unreachable() -> str | None:
+    """Why the hub cannot be reached; None if it answers, whatever it says."""
+    from huggingface_hub import constants, get_session
+
+    found: list[str | None] = []
+
+    def look() -> None:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=LOOK_S)
+            found.append(None)
+        except Exception as error:  # of its client, of a proxy, or since it is switched off by HF_HUB_OFFLINE
+            found.append(str(error).strip().partition("\n")[0] or type(error).__name__)
+
+    thread = Thread(target=look, daemon=True)  # since nothing limits the time in which a name server answers
+    thread.start()
+    thread.join(LOOK_S)
+    return found[0] if found else f"no answer within {LOOK_S:g} s"
+
+
+def options(name: str) -> dict[str, bool]:
+    """What ``from_pretrained(name)`` needs besides, so that it does not ask a hub that is not there."""
+    return {} if Path(name).exists() or unreachable() is None else {"local_files_only": True}
