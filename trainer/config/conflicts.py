@@ -80,6 +80,9 @@ def _model(m: Values, t: Values) -> Found:
     if t.fp16 and m.dtype == "bfloat16":
         what = "cannot go with training.fp16, which scales float32 weights; write float32, or training.bf16"
         yield "model.dtype", what
+    if m.name_or_path is None and isinstance(m.lora, dict) and m.lora.get("export") == "adapter":
+        what = "adapters are of no use without their base, whose random weights nobody else has; leave it out"
+        yield "model.lora.export", what
     if m.dtype == "float16" and m.lora is None:
         yield "model.dtype", "float16 weights lose their small updates; write float32 with training.fp16, or bfloat16"
     elif m.dtype == "float16" and t.bf16:

@@ -34,7 +34,7 @@ class TrainTokenizer(Section):
 
 
 class LoraSection(Section):
-    """Low-rank adapters; names as in peft.LoraConfig (task_type is always CAUSAL_LM)."""
+    """Low-rank adapters; names as in peft.LoraConfig (task_type is always CAUSAL_LM), but for the last two."""
 
     r: Count = option("Rank of the adapters.", 8)
     lora_alpha: Count = option("Scale of the adapters; they are multiplied by lora_alpha / r.", 16)
@@ -46,6 +46,13 @@ class LoraSection(Section):
     modules_to_save: list[NonEmpty] | None = option("Modules trained in full besides.")
     use_rslora: bool = option("Scale by lora_alpha / sqrt(r).", False)
     use_dora: bool = option("Train magnitude and direction apart (DoRA).", False)
+    loraplus_lr_ratio: Annotated[float, Field(ge=1)] | None = option(
+        "Learning rate of B of each adapter, in multiples of that of A (LoRA+, as PEFT has it)."
+    )
+    export: Literal["adapter", "merged"] | None = option(
+        "What the run leaves: the adapters, or a model with them in its weights, dequantised ones among them; not set "
+        "means adapters if model.name_or_path says where their base is, else merged."
+    )
 
 
 class QuantizationSection(Section):
@@ -80,6 +87,13 @@ class ModelSection(Section):
     trust_remote_code: bool = option("Run Python code that comes with the model. It can do anything you can.", False)
     lora: LoraSection | None = option("Train low-rank adapters instead of all weights; needs peft.")
     quantization_config: QuantizationSection | None = option("Base weights in 4 or 8 bits under model.lora.")
+
+    @property
+    def merges(self) -> bool:
+        """Whether the export has adapters in its weights."""
+        if self.lora is None:
+            return False
+        return self.name_or_path is None if self.lora.export is None else self.lora.export == "merged"
 
 
 class DataSection(Section):

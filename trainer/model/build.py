@@ -14,7 +14,6 @@ original value is kept in the model as ``own_use_cache`` and written into the ex
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
@@ -23,11 +22,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from trainer.errors import ConfigError, nearest
 from trainer.model import hub, quantise
+from trainer.model.adapters import with_lora
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from trainer.config.sections import LoraSection, ModelSection
+    from trainer.config.sections import ModelSection
 
 logger = logging.getLogger(__name__)
 REMOTE_CODE = (
@@ -129,9 +129,11 @@ def build(section: ModelSection, config: PretrainedConfig, *, seed: int, partiti
     if section.name_or_path is not None:
         if section.trust_remote_code:
             logger.warning(REMOTE_CODE)
-        options = {**attention, **hub.options(section.name_or_path), **quantise.loading(section.quantization_config)}
+        options = {"dtype": dtype, **attention, **hub.options(section.name_or_path)}
+        options |= quantise.loading(section.quantization_config, section.dtype)
         model = AutoModelForCausalLM.from_pretrained(
-            section.name_or_path, dtype=dtype, trust_remote_code=section.trust_remote_code, **options
+            section.name_or_path, trust_remote_code=section.trust_remote_code, **options
+        )
     else:
         own = deepcopy(config)  # Transformers derives the model's generation config from this one
         as_given = _own_config(section, config.get_text_config().vocab_size)
@@ -174,26 +176,3 @@ def _random_weights(make: Callable[[], PreTrainedModel], seed: int) -> PreTraine
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
-
-
-def with_lora(model: PreTrainedModel, section: LoraSection) -> PreTrainedModel:
-    """Add low-rank adapters to ``model`` and freeze its own weights. ConfigError: ``peft`` is not installed, or no
-    module matches ``target_modules``.
-    """
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError:
-        raise ConfigError("model.lora: needs the package peft; install it with: pip install 'deepstow[lora]'") from None
-
-    options: dict[str, Any] = section.model_dump(exclude_none=True)
-    try:
-        with warnings.catch_warnings():  # peft reads a name that Transformers has renamed
-            warnings.simplefilter("ignore", FutureWarning)
-            adapted: Any = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options))
-    except ValueError as error:
-        linear = {n.rsplit(".", 1)[-1] for n, m in model.named_modules() if type(m).__name__ in ("Linear", "Conv1D")}
-        raise ConfigError(
-            f"model.lora.target_modules = {section.target_modules!r}: {str(error).splitlines()[0]} "
-            f"The model's linear layers are: {', '.join(sorted(linear))}"
-        ) from None
-    return cast("PreTrainedModel", adapted)  # peft's wrapper forwards all attributes to the model

@@ -9,6 +9,7 @@ so passes no gradient back. Layers are told not to.
 
 from __future__ import annotations
 
+import logging
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -28,12 +29,15 @@ def config_of(section: QuantizationSection) -> Any:
     if find_spec("bitsandbytes") is None:
         install = "pip install 'deepstow[qlora]'"
         raise ConfigError(f"model.quantization_config: needs the package bitsandbytes; install it with: {install}")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns at every call of an 8-bit layer
     return BitsAndBytesConfig(**section.model_dump(exclude_none=True))
 
 
-def loading(section: QuantizationSection | None) -> dict[str, Any]:
-    """The arguments of ``from_pretrained``; the model is on the CPU as without them."""
-    return {} if section is None else {"quantization_config": config_of(section), "device_map": {"": "cpu"}}
+def loading(section: QuantizationSection | None, dtype: str) -> dict[str, Any]:
+    """The arguments of ``from_pretrained`` for a quantised model, on the CPU as others; none if it is not."""
+    if section is None:
+        return {}
+    return {"quantization_config": config_of(section), "device_map": {"": "cpu"}, "dtype": dtype}
 
 
 def quantise(model: PreTrainedModel, section: QuantizationSection) -> PreTrainedModel:

@@ -35,7 +35,8 @@ from strategies.engine.tensors import quantised
 from trainer.errors import ConfigError, first_line
 from trainer.machine.profiles import known_rates
 from trainer.model import config_keys
-from trainer.model.build import load_config, with_lora
+from trainer.model.adapters import loraplus_groups, with_lora
+from trainer.model.build import load_config
 from trainer.model.count_cache import cached
 from trainer.model.params import decay_groups, list_params
 from trainer.model.quantise import quantise
@@ -216,6 +217,8 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
         except (RuntimeError, IndexError) as error:
             what = f"{first_line(error)}; has it so many positions? data.max_length says how many tokens a row has"
             raise ConfigError(f"model: its forward fails on {shape[0]} x {shape[1]} tokens: {what}") from None
+    ratio = config.model.lora and config.model.lora.loraplus_lr_ratio
+    groups = decay_groups(model) if ratio is None else loraplus_groups(model, ratio)
 
     def dtype_of(param: torch.nn.Parameter) -> str:
         if quantised.is_quantised(param):
@@ -230,7 +233,7 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
         trained_bytes=sizes[True],
         frozen_bytes=sizes[False],
         scales_bytes=scales,
-        params=list_params(model, decay_groups(model), dtype_of, found.outside, found.computing),
+        params=list_params(model, groups, dtype_of, found.outside, found.computing),
         linears=tuple(found.linears(autocast).values()),
         model_params=0 if whole is None else sum(unit.num_params for unit in whole.units),
         model_flops=0 if whole is None else whole.forward_flops,

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,7 @@ from strategies.backends.tensor_shards import whole_shape
 from strategies.core.commit import replaced_folder, same_modes
 from strategies.core.sealed import Damaged, damage, read, seal
 from trainer.errors import write_line
+from trainer.model.adapters import merged
 from trainer.model.build import set_use_cache
 from trainer.run.checkpoint import move_aside
 from trainer.run.trainer import Trainer
@@ -44,7 +46,8 @@ if TYPE_CHECKING:
 KIND = "export"  # in its manifest
 PROBE_TOKENS = 32
 # Of the largest logit. The same kernels give the same bits; another device or 16-bit compute rounds differently.
-FP32_TOLERANCE, HALF_TOLERANCE = 1e-3, 5e-2
+# Evaluated layers with 8-bit weights round their inputs to 8 bits as well, and merged ones do not.
+FP32_TOLERANCE, HALF_TOLERANCE, EIGHT_TOLERANCE = 1e-3, 5e-2, 1e-1
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,7 @@ def export(
     *,
     merge: bool,
     trust_remote_code: bool = False,
+    loads: Mapping[str, Any] = MappingProxyType({}),
     card: ModelCard | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> Receipt | None:
@@ -76,6 +80,7 @@ def export(
     Args:
         merge: merge adapters into the weights; for a base that cannot be loaded by name.
         trust_remote_code: run Python code that came with the model when it is reloaded.
+        loads: what it is reloaded with besides, as adapters of a quantised base are.
         card: written as README.md.
         about: what the manifest says.
     """
@@ -88,17 +93,19 @@ def export(
         trainer.stowed.close()  # merging changes weights in place, so they have to be in ordinary memory
     if not trainer.is_world_process_zero():
         return None
+    eight = any(parameter.dtype is torch.int8 for parameter in model.parameters())
     if has_adapters:
         expected = {}  # reloaded adapters have other names than trained ones; only their values are compared
         if merge:
             for name, parameter in model.named_parameters():
                 if hasattr(parameter, "ds_id"):  # stage 3: this rank has only a share of it
                     parameter.data = state[name]
-            model = model.merge_and_unload()
+            model = merged(model)
             expected, state = shapes(model), model.state_dict()
     refuse_not_finite(model, state)
     rounds = trainer.args.bf16 or trainer.args.fp16 or model.dtype is not torch.float32
     tolerance = HALF_TOLERANCE if rounds else FP32_TOLERANCE
+    tolerance, code = EIGHT_TOLERANCE if eight and merge else tolerance, {"trust_remote_code": trust_remote_code}
     with replaced_folder(folder) as draft:
         with config_as_it_came(model):
             model.save_pretrained(draft, state_dict=dict(state))  # save_pretrained empties the dict
@@ -106,7 +113,7 @@ def export(
         if card is not None:
             card.save(draft / "README.md")
         with as_a_user(trainer):
-            receipt = check(draft, expected, state, probe, logits, tolerance, trust_remote_code=trust_remote_code)
+            receipt = check(draft, expected, state, probe, logits, tolerance, {**loads, **code})
         same_modes(draft)
         seal(draft, KIND, about or {"step": trainer.state.global_step})
         return receipt
@@ -189,15 +196,14 @@ def check(
     probe: torch.Tensor,
     logits: torch.Tensor,
     tolerance: float,
-    *,
-    trust_remote_code: bool,
+    options: Mapping[str, Any],
 ) -> Receipt:
     """Load the model from ``folder`` as a user would and compare it; ExportError names the first differences.
 
     Tied weights are stored once, and the model has both names after loading, so names are compared on the model:
     those that are ``expected``, with their shapes, if any are.
     """
-    model, wrong = reload(folder, trust_remote_code=trust_remote_code)
+    model, wrong = reload(folder, **options)
     wrong += _different_names(expected, shapes(model)) if expected else []
     wrong = wrong or _different_values(state, model.state_dict())
     if wrong:
@@ -213,12 +219,12 @@ def check(
     return Receipt(len(model.state_dict()), num_bytes, difference)
 
 
-def reload(folder: Path, *, trust_remote_code: bool) -> tuple[PreTrainedModel, list[str]]:
+def reload(folder: Path, **options: Any) -> tuple[PreTrainedModel, list[str]]:
     """The model in ``folder``, and a line for each weight that was missing or had another shape."""
     logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=trust_remote_code
+            folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     except (RuntimeError, OSError, ValueError, SafetensorError) as error:
         raise ExportError(f"export: cannot be opened: {' '.join(str(error).split())}") from error

@@ -28,7 +28,7 @@ def model_card(
     from huggingface_hub import ModelCard, ModelCardData
 
     base, brings_code = config.model.name_or_path, bool(getattr(hf_config, "auto_map", None))
-    adapters = config.model.lora is not None and base is not None
+    adapters = config.model.lora is not None and not config.model.merges
     tags = ["deepstow", *(["lora"] if adapters else []), *(["custom_code"] if brings_code else [])]
     header = ModelCardData(
         base_model=base, library_name="peft" if adapters else "transformers", pipeline_tag="text-generation", tags=tags
@@ -53,11 +53,11 @@ def model_card(
 
 def _origin(config: RunConfig, model_type: str) -> str:
     lora, base = config.model.lora, config.model.name_or_path
-    if lora is not None and base is not None:
+    if lora is not None and not config.model.merges:
         return f"Low-rank adapters (rank {lora.r}) for `{base}`, trained with DeepStow. The base is not included."
+    merged = f"; what was trained are low-rank adapters (rank {lora.r}), merged into it" if lora is not None else ""
     if base is not None:
-        return f"`{base}`, a model of type {model_type}, trained further with DeepStow."
-    merged = f"; what was trained are low-rank adapters (rank {lora.r}), merged into them" if lora is not None else ""
+        return f"`{base}`, a model of type {model_type}, trained further with DeepStow{merged}."
     return f"A model of type {model_type}, trained with DeepStow from random weights{merged}."
 
 

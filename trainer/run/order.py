@@ -262,7 +262,9 @@ def make_trainer(run: Run, together: Agreement | None = None) -> Trainer:
     without_mask = partial(facts.saved_without_mask, run.config)
     check = PlanCheck(run.plan, run.folder, recomputes=recomputes, without_mask=without_mask)
     plan_check = check if (run.folder / "plan.json").is_file() else None
-    model = make_model(run)
+    model: Any = make_model(run)
+    if run.config.model.quantization_config is not None and run.plan.layout is None:
+        model.to(arguments.device)  # Hugging Face leaves quantised models where they are
     trainer = Trainer(
         model=model,
         args=arguments,
@@ -275,6 +277,7 @@ def make_trainer(run: Run, together: Agreement | None = None) -> Trainer:
         plan_check=plan_check,
         about=about(run, model),
         together=together or Agreement(),
+        lr_ratio=run.config.model.lora and run.config.model.lora.loraplus_lr_ratio,
         callbacks=[
             ProgressLine(),
             MetricsFile(run.folder / "metrics.jsonl"),

@@ -60,7 +60,7 @@ _GROUPS: Mapping[str, str] = {
 }
 _SAID = """
     training.learning_rate training.max_steps training.num_train_epochs training.lr_scheduler_type
-    training.lr_scheduler_kwargs training.warmup_steps
+    training.lr_scheduler_kwargs training.warmup_steps model.lora.loraplus_lr_ratio
 """
 _NEVER = """
     training.optim training.optim_args model.tokenizer model.lora model.lora.r model.lora.target_modules model.lora.bias
@@ -70,6 +70,7 @@ RULES: Mapping[str, str] = {
     **{f"training.{name}": SILENT for name in _SILENT_TRAINING.split()},
     "data.num_proc": SILENT,
     "model.trust_remote_code": SILENT,
+    "model.lora.export": SILENT,
     **{key: name for name, keys in _GROUPS.items() for key in keys.split()},
     **dict.fromkeys(_SAID.split(), SAID),
     **dict.fromkeys(_NEVER.split(), NEVER),

@@ -35,6 +35,7 @@ from trainer.dist.ranks import GRACE_S, Ranks, collectives_of, process_group, qu
 from trainer.dist.stopping import Phase, Stop, Stopped
 from trainer.dist.watchdog import Watchdog
 from trainer.errors import ExitCode, UserError, first_line, report, write_line
+from trainer.model import quantise
 from trainer.planning.from_config import check_options, refuse_folder
 from trainer.run import export, lock, oom, order, resuming, saving
 from trainer.run.callbacks import Watched
@@ -244,8 +245,9 @@ def finish(run: Run, trainer: Trainer) -> None:
         trainer,
         run.tokenizer,
         folder / "export",
-        merge=section.lora is not None and section.name_or_path is None,
+        merge=section.merges,
         trust_remote_code=section.trust_remote_code,
+        loads={} if section.merges else quantise.loading(section.quantization_config, section.dtype),
         card=model_card(run.config, hf_config, trainer.state, sys.argv, run.ranks.world_size),
         about=export.about(run.config, step),
     )

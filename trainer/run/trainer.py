@@ -30,6 +30,7 @@ from strategies.engine import NonFiniteError
 from strategies.state.spans import WEIGHT
 from trainer.dist.agreement import Agreement
 from trainer.errors import ConfigError, write_line
+from trainer.model.adapters import loraplus
 from trainer.run import checkpoint, saving, training_state
 from trainer.run.callbacks import Meter
 from trainer.run.nonfinite import DEEPSPEED_SAYS, NonFinite, StopNonFinite, first_not_finite
@@ -50,6 +51,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         meter, plan_check: also among the ``callbacks``.
         about: what every checkpoint says about the run.
         together: decides with the other ranks.
+        lr_ratio: of LoRA+; None: adapters are trained without it.
     """
 
     plan: Plan
@@ -62,9 +64,11 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         plan_check: PlanCheck | None,
         about: checkpoint.About,
         together: Agreement,
+        lr_ratio: float | None = None,
         **kwargs: Any,
     ) -> None:
         self.meter, self.plan_check, self.plan, self.about, self.together = meter, plan_check, plan, about, together
+        self.lr_ratio = lr_ratio
         self._saving: saving.Save | None = None
         self._resumed: str | None = None
         self._trained = False
@@ -93,6 +97,13 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         if not self.args.average_tokens_across_devices:
             return 1
         return int(self.args.world_size) // self.plan.facts.run.replicas
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """As Hugging Face's, with PEFT's groups where adapters are trained with LoRA+."""
+        if self.optimizer is None and self.lr_ratio is not None:
+            kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            self.optimizer = loraplus(self.model, kind, self.lr_ratio, self.args.weight_decay, **options)
+        return super().create_optimizer(*args, **kwargs)
 
     def make_plan(self, groups: list[dict[str, Any]], moments: int) -> Plan:
         """The plan of the run."""

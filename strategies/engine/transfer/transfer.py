@@ -92,7 +92,7 @@ class Transfer:
             self._wait(lane, event)
 
     def poison(self, lane: Lane, region: Tensor) -> None:
-        """Fill ``region`` with NaN (whole numbers: 0) on ``lane``, so that reading it before the copy that follows shows."""
+        """Fill ``region`` with NaN, or 0, on ``lane``, so that reading it before the copy that follows shows."""
         with self.on(lane):
             region.fill_(math.nan if region.is_floating_point() else 0)
 
