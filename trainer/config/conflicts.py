@@ -98,6 +98,9 @@ def _quantised(m: Values, t: Values) -> Found:
         yield key, "must have one of load_in_4bit: true and load_in_8bit: true"
     if m.lora is None:
         yield key, "quantised weights cannot be trained; write model.lora beside it"
+    elif isinstance(m.lora, dict) and m.lora.get("use_dora"):
+        what = "PEFT dequantises the whole weight of every layer for it, which cannot be planned"
+        yield "model.lora.use_dora", f"cannot go with model.quantization_config: {what}; {KEEP_ONE}"
     for name in ("gradient_checkpointing", "activation_checkpointing"):
         if eight and t[name]:
             yield f"training.{name}", KEPT_INPUTS
@@ -205,6 +208,3 @@ def _quantised_beside(name: str, m: Values, t: Values) -> Found:
             "model.quantization_config.bnb_4bit_compute_dtype",
             f"strategies.{name} computes in {computes}; write that",
         )
-    if isinstance(m.lora, dict) and m.lora.get("use_dora"):
-        what = f"PEFT reads whole quantised weights in every layer for it, which strategies.{name} has moved"
-        yield "model.lora.use_dora", f"{what}; {KEEP_ONE}"

@@ -95,6 +95,11 @@ class ModelSection(Section):
             return False
         return self.name_or_path is None if self.lora.export is None else self.lora.export == "merged"
 
+    @property
+    def lr_ratio(self) -> float | None:
+        """Of LoRA+, if adapters are trained with it."""
+        return None if self.lora is None else self.lora.loraplus_lr_ratio
+
 
 class DataSection(Section):
     """What it is trained on."""

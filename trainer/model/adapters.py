@@ -10,7 +10,6 @@ import warnings
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, cast
 
-from strategies.engine.tensors.quantised import is_quantised
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,6 +29,8 @@ def with_lora(model: PreTrainedModel, section: LoraSection) -> PreTrainedModel:
         from peft import LoraConfig, get_peft_model
     except ImportError:
         raise ConfigError("model.lora: needs the package peft; install it with: pip install 'deepstow[lora]'") from None
+
+    from strategies.engine.tensors.quantised import is_quantised
 
     options: dict[str, Any] = section.model_dump(exclude_none=True, exclude=OURS)
     for name, module in model.named_modules():
@@ -70,6 +71,8 @@ def loraplus_groups(model: nn.Module, ratio: float) -> dict[str, int]:
 
 def merged(model: Any) -> PreTrainedModel:
     """The base with its adapters added to its weights: itself, or another model if it is quantised."""
+    from strategies.engine.tensors.quantised import is_quantised
+
     base = model.get_base_model()
     if not any(map(is_quantised, base.parameters())):
         return cast("PreTrainedModel", model.merge_and_unload())
@@ -88,6 +91,8 @@ def merged(model: Any) -> PreTrainedModel:
 def _weights(model: Any) -> dict[str, Any]:
     """All parameters by name on the CPU, as they are computed with."""
     from transformers.integrations.bitsandbytes import dequantize_bnb_weight
+
+    from strategies.engine.tensors.quantised import is_quantised
 
     found = {}
     for path, module in model.named_modules():

@@ -122,6 +122,8 @@ def build(section: ModelSection, config: PretrainedConfig, *, seed: int, partiti
     import torch
     from transformers import AutoModelForCausalLM
 
+    from strategies.engine.tensors.quantised import keep_packing
+
     dtype = getattr(torch, section.dtype)
     attention = {"attn_implementation": section.attn_implementation} if section.attn_implementation else {}
     torch.manual_seed(seed)
@@ -142,7 +144,7 @@ def build(section: ModelSection, config: PretrainedConfig, *, seed: int, partiti
         model = make() if partitioned else _random_weights(make, seed)
         if section.quantization_config is not None:
             quantise.quantise(model, section.quantization_config)
-    quantise.keep_packing(model)
+    keep_packing(model)
     model.own_use_cache = getattr(model.config, "use_cache", None)
     model.config.use_cache = False
     return with_lora(model, section.lora) if section.lora is not None else cast("PreTrainedModel", model)

@@ -2,9 +2,6 @@
 
 A saved model is quantised by Transformers while it is loaded. ``quantise`` does the same to a model that is there: one
 with random weights, or on the meta device, where the plan learns the true bytes. Both give the same bits.
-
-bitsandbytes packs weights anew for inference where a CPU has AVX512-BF16, at the first evaluation, and a layer packed
-so passes no gradient back. Layers are told not to.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ def quantise(model: PreTrainedModel, section: QuantizationSection) -> PreTrained
     import torch
     from bitsandbytes import functional
     from transformers.pytorch_utils import Conv1D
-    from transformers.quantizers import AutoHfQuantizer
+    from transformers.quantizers.auto import AutoHfQuantizer
 
     functional.quantize_blockwise(torch.zeros(1))  # makes its table now, and not without storage
     before: dict[str, Any] = dict(model.named_modules())
@@ -67,20 +64,14 @@ def quantise(model: PreTrainedModel, section: QuantizationSection) -> PreTrained
 def _packed(empty: Any, weight: Tensor) -> Any:
     """What ``empty.to("cpu")`` makes of its weight, also of one without storage."""
     import torch
-    from bitsandbytes import functional, nn
+    from bitsandbytes import functional
+    from bitsandbytes.nn.modules import Int8Params, Params4bit
 
     known = {key: value for key, value in vars(empty).items() if key not in ("quant_state", "bnb_quantized")}
-    if isinstance(empty, nn.Int8Params):
+    if isinstance(empty, Int8Params):
         numbers, scales, _ = functional.int8_vectorwise_quant(weight.contiguous().to(torch.float16))
-        return nn.Int8Params(numbers, requires_grad=False, **known | {"CB": numbers, "SCB": scales})
+        return Int8Params(numbers, requires_grad=False, **known | {"CB": numbers, "SCB": scales})
     kind = {key: known[key] for key in ("blocksize", "compress_statistics", "quant_type", "quant_storage")}
     numbers, state = functional.quantize_4bit(weight.contiguous(), **kind)
     empty.module.quant_state = state
-    return nn.Params4bit(numbers, requires_grad=False, quant_state=state, bnb_quantized=True, **known)
-
-
-def keep_packing(model: Any) -> None:
-    """Evaluate with the weights as they are packed for training; see the module's docstring."""
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+    return Params4bit(numbers, requires_grad=False, quant_state=state, bnb_quantized=True, **known)

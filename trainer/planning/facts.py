@@ -31,7 +31,6 @@ from strategies.core.facts import (
 from strategies.core.linears import Linear
 from strategies.core.optimizers import moments_of
 from strategies.core.protocol import Axis, Refusal, Requirement
-from strategies.engine.tensors import quantised
 from trainer.errors import ConfigError, first_line
 from trainer.machine.profiles import known_rates
 from trainer.model import config_keys
@@ -177,6 +176,7 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
     """
     import torch
 
+    from strategies.engine.tensors import quantised
     from trainer.model import tensor_share
     from trainer.model.stubs import fake_tensors
     from trainer.model.temporaries import count
@@ -193,12 +193,10 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
     for param in model.parameters():
         sizes[param.requires_grad] = max(sizes[param.requires_grad], param.element_size())
     scales = quantised.scales_bytes(model)
-    quantised.Adopted(model)
     if casts:
         # As DeepSpeed does, adapters and buffers included; our engine leaves buffers, which are small.
         torch.nn.Module.to(model, compute)
-    with fake_tensors():
-        quantised.put_scales(model, lambda meta: torch.empty_like(meta, device="cpu"))
+    with fake_tensors(), quantised.counted_with(model, lambda meta: torch.empty_like(meta, device="cpu")):
         if run_facts(config, 1).recomputes:
             # Release 5.23 renamed it and warns about the old name; the releases before know the old one only.
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
@@ -217,7 +215,7 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
         except (RuntimeError, IndexError) as error:
             what = f"{first_line(error)}; has it so many positions? data.max_length says how many tokens a row has"
             raise ConfigError(f"model: its forward fails on {shape[0]} x {shape[1]} tokens: {what}") from None
-    ratio = config.model.lora and config.model.lora.loraplus_lr_ratio
+    ratio = config.model.lr_ratio
     groups = decay_groups(model) if ratio is None else loraplus_groups(model, ratio)
 
     def dtype_of(param: torch.nn.Parameter) -> str:

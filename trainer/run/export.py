@@ -34,6 +34,7 @@ from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_h
 from strategies.backends.tensor_shards import whole_shape
 from strategies.core.commit import replaced_folder, same_modes
 from strategies.core.sealed import Damaged, damage, read, seal
+from strategies.engine.tensors.quantised import keep_packing
 from trainer.errors import write_line
 from trainer.model.adapters import merged
 from trainer.model.build import set_use_cache
@@ -209,6 +210,7 @@ def check(
     if wrong:
         raise ExportError(f"export: {len(wrong)} tensors differ after reloading: {'; '.join(sorted(wrong)[:5])}")
     model.eval()
+    keep_packing(model)
     model.config.use_cache = False  # as it was for ``logits``
     with torch.no_grad():
         again = model(input_ids=probe).logits.float()

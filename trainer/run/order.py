@@ -277,7 +277,7 @@ def make_trainer(run: Run, together: Agreement | None = None) -> Trainer:
         plan_check=plan_check,
         about=about(run, model),
         together=together or Agreement(),
-        lr_ratio=run.config.model.lora and run.config.model.lora.loraplus_lr_ratio,
+        lr_ratio=run.config.model.lr_ratio,
         callbacks=[
             ProgressLine(),
             MetricsFile(run.folder / "metrics.jsonl"),

@@ -4,13 +4,17 @@ The numbers are moved as those of any other frozen parameter. Their scales are t
 smaller, and stay on the device. A layer of 8 bits computes with a second reference to its weight's memory, which would
 go on showing the old place: while a model is stowed that reference is the parameter itself.
 
+Where a CPU has AVX512-BF16, bitsandbytes packs 4-bit weights anew at the first evaluation, and a layer packed so passes
+no gradient back. Layers are told not to (``keep_packing``).
+
 No bitsandbytes is imported here: a model that has such weights has brought it.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -76,11 +80,19 @@ def put_scales(model: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
         setattr(holder, name, made[id(value)])
 
 
+def keep_packing(model: nn.Module) -> None:
+    """Evaluate with weights as they are packed for training, from now on."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+
+
 class Adopted:
     """The quantised weights of a model as plain parameters with the same attributes, until ``release``."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        keep_packing(model)
         self._kinds = [(param, type(param)) for param in model.parameters() if type(param).__name__ in KINDS]
         self._eight: list[Any] = []
         for module in model.modules():
@@ -90,8 +102,9 @@ class Adopted:
                 if weight.CB is not None:
                     module.init_8bit_state()  # type: ignore[operator]
                 state: Any = module.state
+                kind: Hashable = type(state)
                 del state.CB
-                state.__class__, state._layer = _following(type(state)), weakref.ref(module)
+                state.__class__, state._layer = _following(kind), weakref.ref(module)
         for param, _ in self._kinds:
             param.__class__ = nn.Parameter
 
@@ -115,8 +128,21 @@ class Adopted:
             state.CB = state.SCB = None
 
 
+@contextmanager
+def counted_with(model: nn.Module, convert: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Inside, quantised weights are plain parameters, and their scales what ``convert`` makes of them."""
+    adopted, kept = Adopted(model), list(scales(model))
+    put_scales(model, convert)
+    try:
+        yield
+    finally:
+        for holder, name, value in kept:
+            setattr(holder, name, value)
+        adopted.release()
+
+
 @cache
-def _following(base: type) -> type:
+def _following(base: Any) -> type:
     """``base``, the state of an 8-bit layer, whose ``CB`` is the layer's weight, wherever that is."""
 
     def follow(state: Any) -> Any:
