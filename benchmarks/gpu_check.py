@@ -102,8 +102,8 @@ def more_peers(real: bool, out: Path) -> Iterator[Step]:
 
 def linear(real: bool, out: Path) -> Iterator[Step]:
     """(e) Routes of linear layers."""
-    rest = "--dtypes bf16 --tokens 2048,8192 --steps 8" if real else "--dtypes fp32 --tokens 4 --models gpt2-xl"
-    words = f"launch/bench.py linear --seconds 1 --step-model {models(real)[1]} {rest} --out"
+    work = "--dtype bf16 --tokens 8192 --steps 8" if real else "--tokens 64 --rounds 1"
+    words = f"launch/bench.py linear --model {models(real)[1]} {work} --accumulation 2 --out"
     yield step("linear", 400, words, str(out / "linear"))
 
 

@@ -1,12 +1,16 @@
 """Simulated, not measured: how far our placements are from the best that a long search finds.
 
-    python benchmarks/placements.py --seeds 4-47 --out benchmarks/records/DATE_placements
+    python benchmarks/placements.py --seeds 0-199 --out benchmarks/records/DATE_placements
+    python benchmarks/placements.py --seeds 0-15 --ranks 4 --common-host --out ...
 
 Random models of four families (uniform blocks, uneven ones, one giant block, experts in every other block) on four
 machines (an H100, a 4090, its link or its CPU slower), with budgets from 15 to 80 % of what would stay on the device.
 The best known is the least of what hill climbs find, from four starts each: every bucket's place and every exchange of
 two, first all buckets of a block together and then single ones, accepted by the simulator. With at most six buckets
 that have a choice it is the optimum of all placements instead.
+
+With ``--ranks`` that many ranks of one machine share each bucket, as ZeRO 3 does, and its CPU and memory: each has its
+part of the budget. They exchange parts of weights over the network, or copy them out of each other's host memory.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from strategies.core.facts import Facts, MachineFacts, Param, Precision, Rates, RunFacts, Unit, UnitKind
+from strategies.core.protocol import MemoryRefusal
 from strategies.planner.placement_search import PlacementSearch
 from strategies.planner.places import OffloadRequest, Placement, Places
 from strategies.planner.site_search import SiteSearch
@@ -36,6 +41,7 @@ FAMILIES = ("uniform", "uneven", "giant", "experts")
 MACHINES = ("h100", "4090", "slow cpu", "slow link")
 WORDS = 32_000
 EXHAUSTIVE = 6  # buckets of which all placements are simulated
+MORE = 1.1  # times what is needed, where the budget is less
 CLIMB = 300  # placements of one climb, and half as many of single buckets
 PART = (1, 1, 1, 1, 2.7, 2.7, 2.7)  # of a block's matrices, in squares of the width
 
@@ -52,8 +58,10 @@ def rates_of(machine: str) -> Rates:
     return found
 
 
-def instance(seed: int, blocks: tuple[int, int] = (6, 16)) -> tuple[str, Facts, OffloadRequest]:
-    """A name, a model on a machine, and a budget."""
+def instance(
+    seed: int, blocks: tuple[int, int] = (6, 16), ranks: int = 1, *, common_host: bool = False
+) -> tuple[str, Facts, OffloadRequest]:
+    """A name, a model on a machine, and a budget. The model and the machine are the same for all numbers of ranks."""
     random = Random(f"placement {seed}")
     family, machine = FAMILIES[seed % 4], MACHINES[seed // 4 % 4]
     count, width = random.randint(*blocks), random.choice([2048, 4096])
@@ -76,7 +84,7 @@ def instance(seed: int, blocks: tuple[int, int] = (6, 16)) -> tuple[str, Facts, 
         accumulation=random.choice([1, 1, 2]),
         max_grad_norm=clip,
         precision=Precision.BF16,
-        world_size=1,
+        world_size=ranks,
         forward_flops=int(2 * (active + ends) * tokens),
         recomputes=random.random() < 0.5,
     )
@@ -86,11 +94,22 @@ def instance(seed: int, blocks: tuple[int, int] = (6, 16)) -> tuple[str, Facts, 
         units.append(Unit(f"layers.{index}", UnitKind.BLOCK, size, size))
     units.append(Unit("head", UnitKind.HEAD, ends, ends))
     facts = Facts(
-        tuple(units), run, MachineFacts("placements", 1 << 40, 1 << 50, rates=rates_of(machine)), tuple(params)
+        tuple(units),
+        run,
+        MachineFacts("placements", 1 << 40, 1 << 50, rates=rates_of(machine).shared_by(ranks), ranks=ranks),
+        tuple(params),
     )
-    budget = int(random.uniform(0.15, 0.8) * 16 * sum(param.num_elements for param in params))
+    budget = int(random.uniform(0.15, 0.8) * 16 * sum(param.num_elements for param in params)) // ranks
     request = OffloadRequest(
-        device_bytes=budget, host_bytes=1 << 50, gpu_memory=budget, host_memory="1PiB", in_backward=clip == 0
+        device_bytes=budget,
+        host_bytes=1 << 50,
+        gpu_memory=budget,
+        host_memory="1PiB",
+        in_backward=ranks == 1 and clip == 0,
+        ways=ranks,
+        splits_gradients=ranks > 1,
+        gradients="device" if ranks > 1 and run.accumulation > 1 else "auto",
+        common_host=common_host,
     )
     return f"{family}, {machine}, {count} blocks", facts, request
 
@@ -154,12 +173,16 @@ def _climbed(
     return placement
 
 
-def case(seed: int) -> dict[str, object]:
+def case(seed: int, ranks: int = 1, *, common_host: bool = False) -> dict[str, object]:
     """One instance: our plan and the best known."""
-    name, facts, request = instance(seed)
+    name, facts, request = instance(seed, ranks=ranks, common_host=common_host)
     began = time.process_time()
-    search = PlacementSearch(facts, request, saved_bytes=0)
-    layout = search.best()
+    try:
+        layout = PlacementSearch(facts, request, saved_bytes=0).best()
+    except MemoryRefusal as refusal:  # slots are not divided over ranks
+        request = replace(request, device_bytes=int(MORE * refusal.needed))
+        began = time.process_time()
+        layout = PlacementSearch(facts, request, saved_bytes=0).best()
     took = time.process_time() - began
     usual = SiteSearch(facts, request, Places(facts, request), request.host_bytes)
     start = None
@@ -188,13 +211,15 @@ def main() -> None:
     """Write ``cases.jsonl`` after each case and ``table.md`` after the last one, with progress."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", default="0-199", help="first and last seed")
+    parser.add_argument("--ranks", type=int, default=1, help="that share each bucket, on one machine")
+    parser.add_argument("--common-host", action="store_true", help="they read weights out of each other's host memory")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     first, last = map(int, given.seeds.split("-"))
     given.out.mkdir(parents=True, exist_ok=True)
     cases = []
     for seed in range(first, last + 1):
-        cases.append(case(seed))
+        cases.append(case(seed, given.ranks, common_host=given.common_host))
         print(json.dumps(cases[-1]), flush=True)
         with (given.out / "cases.jsonl").open("a") as file:
             file.write(json.dumps(cases[-1]) + "\n")

@@ -1,7 +1,6 @@
 """Measure this project against its peers on this machine.
 
-``offload`` and ``recompute``: every contender does the same work in a fresh process, in turn, over several rounds.
-``linear``: the matrix products of well-known models' linear layers over every route. The table is printed; the record
+Every contender does the same work in a fresh process, in turn, over several rounds. The table is printed; the record
 with every run's figures goes to a folder under benchmarks/records. A contender that failed is a row of the table.
 """
 
@@ -18,14 +17,14 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs where the package is not installed, too
 
-from benchmarks.harness import linear, record, work
+from benchmarks.harness import record, work
 from launch import cli
 from trainer.dist.ranks import Ranks, settle_environment
 from trainer.errors import ConfigError, nearest
 from trainer.machine.probe import cores
 
 say = partial(print, flush=True)
-THEMES = {"offload": work.OFFLOAD, "recompute": work.RECOMPUTE}
+THEMES = {"offload": work.OFFLOAD, "recompute": work.RECOMPUTE, "linear": work.LINEAR}
 IN_CHECKOUT = Path(__file__).resolve().parent.parent / "benchmarks" / "records"
 RECORDS = IN_CHECKOUT if IN_CHECKOUT.is_dir() else Path("records")  # installed: in the folder where one works
 
@@ -51,14 +50,8 @@ def parser() -> Parser:
     add_work(again, THEMES["recompute"])
     _add_choice(again, "--attention", work.ATTENTIONS, "sdpa")
     _add(again, "--dropout", work.part, "0", "P", "of attention's probabilities")
-    two = themes.add_parser("linear", help="linear layers: which route is fastest", allow_abbrev=False)
-    two.add_argument("--models", default="", metavar="NAMES", help=f"some of {', '.join(linear.MODELS)} (default: all)")
-    two.add_argument("--tokens", default="16,64,128", metavar="NUMBERS", help="of a micro-batch (default 16,64,128)")
-    two.add_argument("--dtypes", default="", metavar="NAMES", help=f"some of {', '.join(linear.DTYPES)} (default: all)")
-    _add(two, "--accumulation", work.whole, "4", "N", "micro-batches per step")
-    _add(two, "--seconds", work.whole, "2", "N", "of each of two measurements of a case")
-    _add(two, "--steps", partial(work.whole, least=0), "10", "N", "rounds of training steps; 0: none")
-    _add_choice(two, "--step-model", work.MODELS, "45m")
+    two = themes.add_parser("linear", help="routes of linear layers: speed", allow_abbrev=False)
+    add_work(two, THEMES["linear"])
     for one in themes.choices.values():
         one.add_argument("--out", type=Path, default=RECORDS, metavar="FOLDER", help="where the record is made")
     return whole
@@ -107,12 +100,8 @@ def measure(argv: Sequence[str]) -> int:
     given = parse(argv)
     ranks = getattr(given, "ranks", 1)
     settle_environment(Ranks(0, 0, ranks, ranks), cores()[1])  # torch's threads, here and in contenders' processes
-    if given.theme == "linear":
-        cases = linear.wanted(listed(given.models), listed(given.tokens) or [given.tokens], listed(given.dtypes))
-        question = linear.question(cases, given, say)
-    else:
-        question = record.comparison(*wanted(given), given.rounds, say)
-    return record.answer(given.theme, question, given.out, shlex.join(["python", "launch/bench.py", *argv]), say)
+    command = shlex.join(["python", "launch/bench.py", *argv])
+    return record.answer(given.theme, *wanted(given), given.rounds, given.out, command, say)
 
 
 def wanted(given: argparse.Namespace) -> tuple[work.Work, list[work.Contender]]:

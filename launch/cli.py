@@ -26,13 +26,20 @@ COMMANDS = {
     "verify": "compare training with the strategies to plain training, or a checkpoint with its hashes",
     "doctor": "is this machine ready, and how fast is it",
     "bench": "measure against plain torch, DeepSpeed and FSDP2 on this machine",
+    "watch": "a run on one screen while it trains",
+    "compare": "two runs: settings that differ, speed, memory, losses and their curves",
+    "import": "make a config from that of DeepSpeed, Transformers, TRL, Accelerate, Axolotl or LLaMA-Factory",
 }
+FILES = {"import": "import_config"}  # of commands whose names cannot be a module's
 EXAMPLES = {
     "train": ("--config my.yaml", "--config my.yaml training.learning_rate=1e-4 strategies.zero=null"),
     "plan": ("--config my.yaml --profile rtx4090-pcie4", "--fit --config my.yaml --gpu-memory 24GiB"),
     "verify": ("--config my.yaml", "--checkpoint runs/mine/checkpoint-400"),
     "doctor": ("", "--rates"),
-    "bench": ("offload --model 45m", "linear --models gpt2-xl --dtypes bf16"),
+    "bench": ("offload --model 45m", "linear --model 45m --tokens 64"),
+    "watch": ("runs/mine", "runs/mine --once"),
+    "compare": ("runs/one runs/two", "runs/one runs/two --plot curves.png"),
+    "import": ("axolotl.yaml --out mine.yaml", "-- deepspeed train.py --deepspeed ds.json --learning_rate 1e-4"),
 }
 MEANINGS = {
     ExitCode.FINISHED: "finished",
@@ -77,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if first in COMMANDS:
         if first == "plan":
             gc.set_threshold(1_000_000)  # as launch/plan.py does, and for its reason
-        code: int = import_module(f"launch.{first}").main(rest)
+        code: int = import_module(f"launch.{FILES.get(first, first)}").main(rest)
         return code
     if first in ("-h", "--help"):
         print("usage: deepstow COMMAND ...\n\n" + "\n".join(f"  {name:<8}{text}" for name, text in COMMANDS.items()))

@@ -13,6 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from launch import cli
 from trainer.config.load import json_schema, load
@@ -27,12 +28,16 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = cli.explained(argparse.ArgumentParser(), "train", __doc__)
     parser.add_argument("--config", metavar="FILE", help="the run's YAML file")
     parser.add_argument("--show-sample", action="store_true", help="print one tokenised row of the data and stop")
+    parser.add_argument("--data-report", action="store_true", help="print how long rows are, what is dropped, and stop")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="with --data-report: write a picture of it (PNG)")
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of config files and stop")
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # from the launcher
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
     arguments = parser.parse_intermixed_args(argv)
     if not arguments.config and not arguments.schema:
         parser.error("--config FILE is required; try --config configs/quickstart.yaml")
+    if arguments.plot and not arguments.data_report:
+        parser.error("--plot is for --data-report; launch/plan.py --plot draws the step")
     return arguments
 
 
@@ -70,6 +75,10 @@ def train(arguments: argparse.Namespace, ranks: Ranks, stop: Stop) -> int:
         if arguments.show_sample:
             if ranks.is_first:
                 run.show_sample(config)
+            return 0
+        if arguments.data_report:
+            if ranks.is_first:
+                run.show_data(config, arguments.plot)
             return 0
         return run.run(config, ranks, stop)
     except UserError as error:

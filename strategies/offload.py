@@ -127,15 +127,13 @@ class Offload(Strategy):
         """Bit for bit in fp32 if one kernel updates everything and at most two ranks share the state; bf16 rounds at
         other places than autocast.
         """
-        if run.precision is not Precision.FP32:
+        if run.precision is Precision.BF16:
             return Parity(2e-2, _ROUNDING)
         if self._ways(run) > 2:
             return Parity(1e-4, _ORDER)
         return Parity(1e-4, _KERNELS) if run.accelerated and self.site in ("auto", "host") else BITWISE
 
     def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
-        if run.precision is Precision.FP16:  # its loss scale needs all gradients before any update
-            yield Refusal("training.fp16", True, "strategies.offload trains in bf16 or fp32; write training.bf16: true")
         if run.optim not in ELEMENTWISE:
             cure = f"strategies.offload updates element by element; write one of {', '.join(ELEMENTWISE)}"
             yield Refusal("training.optim", run.optim, cure)
@@ -145,13 +143,16 @@ class Offload(Strategy):
         if self.update_in_backward is True and (self._ways(run) > 1 or run.stages > 1):
             cure = "ranks that share the state, or the model, agree on a step first; write auto"
             yield self._refusal("update_in_backward", cure)
+        elif self.update_in_backward is True and run.precision is Precision.FP16:
+            yield self._refusal("update_in_backward", "fp16's loss scale needs all gradients first; write auto")
         elif self.update_in_backward is True and run.max_grad_norm > 0:
             cure = "the norm is known only after backward; write auto, or training.max_grad_norm: 0"
             yield self._refusal("update_in_backward", cure)
         if self.gather == "host" and not self._stage:
             yield self._refusal("gather", "ranks have parts of weights with strategies.zero only; leave it out")
-        if not self.weight_copies and run.precision is Precision.FP32:
-            yield self._refusal("weight_copies", "in fp32 the copy on the host is the master itself; leave it out")
+        if not self.weight_copies and run.precision is not Precision.BF16:
+            cure = f"in {run.precision.value} the copy on the host is the master itself; leave it out"
+            yield self._refusal("weight_copies", cure)
         if self.reduction == "fast" and not self._stage:
             cure = "is about ranks that share the state; write strategies.zero with stage 1, 2 or 3 beside it, or exact"
             yield self._refusal("reduction", cure)
@@ -213,6 +214,9 @@ class Offload(Strategy):
         """How many ranks hold a span of each bucket."""
         return run.replicas if self._stage else 1
 
+    def _may_update_in_backward(self, run: RunFacts) -> bool:
+        return self._ways(run) == run.stages == 1 and run.max_grad_norm == 0 and run.precision is not Precision.FP16
+
     def _sums_over_ranks(self, run: RunFacts) -> bool:
         """Whether gradients are summed over micro-batches and then over ranks, which has to happen on the device."""
         return run.replicas > 1 and run.accumulation > 1
@@ -225,7 +229,7 @@ class Offload(Strategy):
             host_memory=self.host_memory,
             bucket_bytes=None if self.bucket_size == AUTO else parse_bytes(self.bucket_size),
             prefetch=None if self.prefetch == "auto" else self.prefetch,
-            in_backward=self._ways(facts.run) == facts.run.stages == 1 and facts.run.max_grad_norm == 0
+            in_backward=self._may_update_in_backward(facts.run)
             if self.update_in_backward == "auto"
             else self.update_in_backward,
             site=self.site,

@@ -1,4 +1,4 @@
-"""Plain torch, this project's memory engine, and ways to keep less for backward.
+"""Plain torch, this project's memory engine, ways to keep less for backward, and routes of linear layers.
 
 A contender is a class that is constructed with the work, the model (on the CPU, in the work's precision) and the
 device. It can run a micro-batch, update, and finish the updates that it deferred. Its ``notes`` say in which respect it
@@ -177,6 +177,43 @@ class Recomputed(Plain):
             "saved_peak_bytes": plan.saved_peak(),
             "budget_for_saved_bytes": int(budget - plan.states(Home.DEVICE)) if share is not None else None,
         }
+
+
+class Routed(Plain):
+    """``strategies.linear``; for ``adaptive`` the products are measured first, and the record has their seconds."""
+
+    def __init__(self, work: Work, model: nn.Module, device: torch.device, *, transpose: str) -> None:
+        from strategies.core.compose import compose
+        from strategies.core.registry import find
+        from strategies.planner import gemm_routes
+        from strategies.report import full_report
+        from trainer.machine.gemm_timing import measure
+        from trainer.model.counting import Counter
+        from trainer.planning.plan_for import plan_for
+
+        strategy = find("linear").model_validate({"transpose": transpose})
+        model.to(device)
+        norm, ids = work.max_grad_norm, torch.zeros(work.rows, work.length, dtype=torch.long, device=device)
+        facts = plan_for(
+            model, batch=(work.rows, work.length), accumulation=work.accumulation, max_grad_norm=norm
+        ).facts
+        with Counter(model) as counter:
+            model(input_ids=ids, labels=ids)
+        facts = replace(facts, linears=tuple(counter.linears().values()))
+        if asked := strategy.gemm_timing():
+            facts = replace(facts, timings=measure(gemm_routes.shapes_of(facts), device.type, asked[0], print))
+        plan = compose({"linear": strategy}, facts)
+        print(full_report.text(plan, None), flush=True)
+        strategy.apply(model, plan)
+        super().__init__(work, model, device)
+        routes = {path: str(routes) for path, routes in gemm_routes.chosen(plan).items()}
+        self.settings = {**self.settings, "routes": routes, "timings": facts.timings}
+
+    def update(self) -> None:
+        from strategies.engine.forward.routed_linear import weights_changed
+
+        super().update()
+        weights_changed(self.model)  # fused AdamW counts no versions
 
 
 class HuggingFace(Plain):

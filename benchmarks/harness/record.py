@@ -11,7 +11,7 @@ import re
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,43 +29,31 @@ HEAD = ("contender", "tokens/s", "min to max", "of plain", "min to max", "device
         "final loss")  # fmt: skip
 PEAKS = ("device_peak_bytes", "host_peak_bytes", "backward_peak_bytes")
 Say = Callable[[str], None]
-# Asks a question: gets the surroundings and a folder for logs, and yields after each measurement what the record has so
-# far, and the text of its table.
-Question = Callable[[Mapping[str, Any], Path], Iterator[tuple[dict[str, Any], str]]]
 
 
-def answer(theme: str, question: Question, out: Path, command: str, say: Say) -> ExitCode:
-    """Ask ``question`` and keep the record in a new folder under ``out``: command, commit, hardware, versions, figures.
-
-    Raises:
-        ConfigError: if no folder can be made in ``out``.
+def answer(
+    theme: str, work: Work, contenders: Sequence[Contender], rounds: int, out: Path, command: str, say: Say
+) -> ExitCode:
+    """Let every contender do the same work in every round, and keep the record in a new folder under ``out``, written
+    after each run: command, commit, hardware, versions, figures. ConfigError if no folder can be made in ``out``.
     """
     around = {"command": command, "commit": commit(), **processes.surroundings()}
     folder = new_folder(out, theme, around["hardware"])
-    code, text = ExitCode.FINISHED, ""
+    above, runs, code, text = conditions(work, rounds, around), list[Run](), ExitCode.FINISHED, ""
+    say(f"{len(contenders)} contenders; {above}")
+    done = {**asdict(work), "tokens_per_step": work.tokens, "shape": asdict(work.shape)}
     try:
-        for found, text in question(around, folder / "logs"):
-            (folder / "record.json").write_text(json.dumps(around | found, indent=1) + "\n")
+        for run in processes.measure(work, contenders, rounds, folder / "logs", say):
+            runs.append(run)
+            text = f"{above}\n\n{table(runs)}\n"
+            told = around | {"work": done, "rounds": rounds, "runs": runs}
+            (folder / "record.json").write_text(json.dumps(told, indent=1) + "\n")
             (folder / "table.md").write_text(text)
     except KeyboardInterrupt:
         say("interrupted; the record has what had ended")
         code = ExitCode.INTERRUPTED
     say(f"\n{text}\nrecord: {folder}")
     return code
-
-
-def comparison(work: Work, contenders: Sequence[Contender], rounds: int, say: Say) -> Question:
-    """Every contender does the same work in every round."""
-
-    def ask(around: Mapping[str, Any], logs: Path) -> Iterator[tuple[dict[str, Any], str]]:
-        above, runs = conditions(work, rounds, around), list[Run]()
-        say(f"{len(contenders)} contenders; {above}")
-        done = {**asdict(work), "tokens_per_step": work.tokens, "shape": asdict(work.shape)}
-        for run in processes.measure(work, contenders, rounds, logs, say):
-            runs.append(run)
-            yield {"work": done, "rounds": rounds, "runs": runs}, f"{above}\n\n{table(runs)}\n"
-
-    return ask
 
 
 def conditions(work: Work, rounds: int, around: Mapping[str, Any]) -> str:

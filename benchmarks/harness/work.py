@@ -142,6 +142,13 @@ RECOMPUTE: tuple[Contender, ...] = (
     Contender("compile-budget-20", "contenders:Compiled", {"budget": 0.2}),
 )
 
+LINEAR: tuple[Contender, ...] = (
+    Contender(PLAIN, "contenders:Plain"),
+    Contender("plain-again", "contenders:Plain"),  # how far two equal ones lie apart
+    Contender("ours-minimal", "contenders:Routed", {"transpose": "minimal"}),
+    Contender("ours-adaptive", "contenders:Routed", {"transpose": "adaptive"}),
+)
+
 # --- options of the command line -----------------------------------------------------------------------------
 
 
@@ -153,11 +160,11 @@ def choice(option: str, text: str, allowed: Iterable[str]) -> str:
     raise ConfigError(f"{option} {text}: must be one of {', '.join(names)}{nearest(text.lower(), names, cutoff=0.5)}")
 
 
-def whole(option: str, text: str, least: int = 1) -> int:
-    """Parse a whole number. Raise ConfigError for anything else, and for less than ``least``."""
-    if re.fullmatch(r"\d+", text) and int(text) >= least:
+def whole(option: str, text: str) -> int:
+    """Parse a whole number. Raise ConfigError for anything else, and for 0."""
+    if re.fullmatch(r"\d+", text) and int(text) >= 1:
         return int(text)
-    raise ConfigError(f"{option} {text}: must be a whole number >= {least}")
+    raise ConfigError(f"{option} {text}: must be a whole number >= 1")
 
 
 def part(option: str, text: str) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from strategies.core.facts import Facts, RunFacts
+from strategies.core.facts import Facts, Precision, RunFacts
 from strategies.core.grid import grid_of
 from strategies.core.plan import (
     BASELINE,
@@ -60,6 +60,15 @@ def in_order(strategies: Mapping[str, Strategy]) -> dict[str, Strategy]:
 def requirements_of(strategies: Mapping[str, Strategy]) -> frozenset[Requirement]:
     """What ``strategies`` and those that they imply require."""
     return frozenset(each for strategy in in_order(strategies).values() for each in strategy.requires)
+
+
+def casts(strategies: Mapping[str, Strategy], precision: Precision) -> bool:
+    """Whether weights are in the dtype of compute. In fp16 they are DeepSpeed's only: the memory engine keeps them in
+    fp32, with torch's autocast and GradScaler, as plain training does.
+    """
+    required = requirements_of(strategies)
+    engine_is_ours = precision is Precision.FP16 and Requirement.DEEPSPEED not in required
+    return Requirement.COMPUTE_DTYPE in required and precision is not Precision.FP32 and not engine_is_ours
 
 
 def degrees(strategies: Mapping[str, Strategy]) -> dict[Axis, int]:

@@ -264,7 +264,7 @@ class Rates:
         return work.flops / self.gemm_flops(precision) + work.touched_bytes / self.device_bytes_per_s
 
     def update_params_per_s(self, precision: Precision) -> float:
-        return self.update_fp32_params_per_s if precision is Precision.FP32 else self.update_bf16_params_per_s
+        return self.update_bf16_params_per_s if precision is Precision.BF16 else self.update_fp32_params_per_s
 
 
 IN_ORDER = ("x86_64", "AMD64")  # processors that keep the order of writes, by ``platform.machine``

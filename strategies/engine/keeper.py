@@ -151,6 +151,16 @@ class Keeper(Copied):
     def scale_gradient(self, factor: Tensor | float) -> None:
         self._engine.clipping_after_backward().multiply(self._bucket, self._index, factor)
 
+    @property
+    def engine(self) -> Engine:
+        """To know which gradients are scaled together."""
+        return self._engine
+
+    @torch.no_grad()
+    def unscale_gradients(self, inverse: Tensor) -> Tensor:
+        """Those of all parameters. Returns 1.0 if one is not finite."""
+        return self._engine.clipping_after_backward().unscale(inverse)
+
 
 def _refuse_casts(name: str, param: nn.Parameter) -> None:
     """Raise RuntimeError if autocast would cast the parameter itself for backward: it keeps one cast for all uses, so

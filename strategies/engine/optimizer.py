@@ -12,6 +12,8 @@ It differs from a plain optimizer in this:
     clipping    to the plan's norm by ``step``, unless the loop has clipped
     skipping    a step whose gradients are not finite changes nothing; ``skipped`` counts them, and the third in a row
                 is an error. A plan that updates in backward (only without clipping) skips from the first such bucket on
+    fp16        ``torch.amp.GradScaler`` around fp32 weights under autocast, as with torch's optimizers; plan with
+                ``update_in_backward=False`` or clipping. It decides which steps are skipped, and none is an error
     ranks       gradients are averaged here: over the default process group if there is one, or the one given
 """
 
@@ -161,6 +163,8 @@ class StowOptimizer(torch.optim.Optimizer):
         self._model = model
         self._first_look = model.register_forward_pre_hook(self._look_once)
         self._planned = self._members()
+        # As fused optimizers of torch say it: a GradScaler then calls ``step`` always, and leaves skipping to it.
+        self._step_supports_amp_scaling = rule.flagged
         self._ready = True
         log_stowed(layout)
 
@@ -179,6 +183,9 @@ class StowOptimizer(torch.optim.Optimizer):
         self.access.refuse_loans("step()")
         self._refuse_strangers()
         self._refuse_edits()
+        loss_scale = getattr(self, "grad_scale", None)  # by a GradScaler that has not unscaled the gradients
+        if loss_scale is not None:
+            self.engine.clipping_after_backward().unscale(1 / loss_scale)
         self.engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

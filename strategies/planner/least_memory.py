@@ -112,7 +112,7 @@ def _points(family: Places, home: Home, room: float, key: Key, *, all_leave: boo
         return point if point is not None and point.num_bytes[OTHER[home]] <= room else None
 
     yield from _best_of(plain, make, key)
-    yield from _best_of(list(dict.fromkeys(map(family.streamed, plain))), make, key)
+    yield from _best_of(plain, lambda placement: make(family.streamed(placement)), key)
 
 
 def _point(family: Places, placement: Placement, some: Sequence[Movable]) -> _Point:

@@ -62,6 +62,8 @@ class PlacementSearch:
 
     def found(self) -> Layout | None:
         """``best``; None if nothing fits, which takes less time than to say how much would be enough."""
+        if all(places.least_bytes > self._device_room + self._host_room for places in self._everything):
+            return None
         if not self._knows_rates:
             return self._first() or self._least_host()
         least = self._least_device
@@ -156,33 +158,44 @@ class PlacementSearch:
         """What needs the least of the device within the budget of the host."""
         return self._least([self._usual, *self._smaller[:1]], Home.DEVICE, self._host_room)
 
-    @cached_property
-    def _everything(self) -> list[Places]:
+    @property
+    def _everything(self) -> Iterator[Places]:
         """All buckets and sites that the request leaves open."""
+        yield self._usual
+        yield from self._unusual
+
+    @cached_property
+    def _unusual(self) -> list[Places]:
         others = list(self._others())
         if self._request.site == "auto":
             streamed = replace(self._request, site="streamed")
             others += [Places(self._facts, streamed), *self._others(streamed)]
-        return [self._usual, *others]
+        return others
 
     def _least(self, families: Sequence[Places], home: Home, room: float = inf) -> Least | None:
         return least_memory(families, home, room, all_leave=self._request.weights == "streamed")
 
     @cached_property
     def _here(self) -> Least | None:
-        """What needs the least of the host within the budget of the device."""
-        return self._least(self._everything, Home.HOST, self._device_room)
+        """What needs the least of the host within the budget of the device; None: that is too small for everything."""
+        if self._device_too_small:
+            return None
+        return self._least([*self._everything], Home.HOST, self._device_room)
+
+    @cached_property
+    def _device_too_small(self) -> bool:
+        return min(map(_lower_bound, self._everything)) > self._device_room
 
     def _least_host(self) -> Layout | None:
         """The layout that needs the least of the host, or of the device, if the search found none; None: neither fits.
 
         Packing may need more than was counted, so that with fewer copies on the host more of the device is needed.
         """
+        if self._device_too_small:
+            return None
         here = self._here
         if here is not None and here.num_bytes[Home.HOST] <= self._host_room:
             return here.layout
-        if min(map(_lower_bound, self._everything)) > self._device_room:
-            return None
         there = self._within_host
         return None if there is None or there.num_bytes[Home.DEVICE] > self._device_room else there.layout
 
@@ -201,12 +214,12 @@ class PlacementSearch:
     @cached_property
     def _within_host(self) -> Least | None:
         """What needs the least of the device within the budget of the host, of everything."""
-        return self._least(self._everything, Home.DEVICE, self._host_room)
+        return self._least([*self._everything], Home.DEVICE, self._host_room)
 
     @cached_property
     def _anywhere(self) -> Least:
         """The same; if the budget of the host is too small for all, without it."""
-        least = self._within_host or self._least(self._everything, Home.DEVICE)
+        least = self._within_host or self._least([*self._everything], Home.DEVICE)
         assert least is not None, "without limits there is a plan"
         return least
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Literal, NamedTuple, TypeAlias
 
 from strategies.core.facts import Facts, Home, UnitKind
@@ -253,6 +253,19 @@ class Places:
         """The weights that may be offloaded."""
         copies = {index: self._costs(self._like[index], placement[index]).copy for index in self.offloadable(placement)}
         return [Movable(index, self._weights[index], copy, self._ticks[index]) for index, copy in copies.items()]
+
+    @cached_property
+    def least_bytes(self) -> int:
+        """Bytes on device and host together that no placement takes less than: those of the state, without slots."""
+        leaves = {*self.blocks, *self._ends}
+        return sum(
+            min(self._least_of(index, place, leaves=index in leaves) for place in choices)
+            for index, choices in enumerate(self.choices)
+        )
+
+    def _least_of(self, index: int, place: Place, *, leaves: bool) -> int:
+        cost = self._costs(self._like[index], place)
+        return cost.device + cost.host + min(0, cost.copy - self._weights[index] if leaves else 0)
 
     def _sizes(self, placement: Placement) -> Sizes:
         """What ``place`` finds for the layout, much faster: ``weights + rest`` on the device, ``host`` on the host."""

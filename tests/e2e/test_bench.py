@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks.harness import processes, work
+from benchmarks.harness import work
 from benchmarks.harness.work import Contender
 from launch import bench
 from strategies.engine.memory import accelerator
@@ -37,13 +37,15 @@ BUDGET = "1500KiB"  # everything travels: 1468 KiB is the least
 CASES = [
     *((1, "offload", each) for each in work.contenders([], [BUDGET])),
     *((1, "recompute", each) for each in work.RECOMPUTE),
+    *((1, "linear", each) for each in work.LINEAR),
     *((2, "offload", each) for each in work.OFFLOAD_OVER_RANKS),
 ]
 # Compiled for real a contender takes a minute. One goes through the partitioner, which is what looks at the budget; the
 # others show only that the compiled module trains.
 BACKENDS = {"compile": "eager", "compile-budget-50": "eager", "compile-budget-20": "aot_eager_decomp_partition"}
 UPDATES = {"deepspeed-zero2", "deepspeed-zero3"}  # cannot forget gradients
-ROUNDS = {*UPDATES, "compile-budget-20"}  # round otherwise: DeepSpeed's kernel and the decompositions of a compiler
+# Round otherwise: DeepSpeed's kernel, the decompositions of a compiler, and BLAS libraries over other routes.
+ROUNDS = {*UPDATES, "compile-budget-20", "ours-minimal", "ours-adaptive"}
 Results = Mapping[str, Mapping[str, Any]]
 
 
@@ -78,8 +80,9 @@ def measured(contender: Contender, todo: work.Work = WORK) -> dict[str, Any]:
 
 def measured_in_turn(ranks: Ranks, cases: Sequence[tuple[str, Contender]]) -> Results:
     """One after the other, in the same processes."""
-    todo = replace(WORK, ranks=ranks.world_size)
-    return {f"{theme} {each.label}": measured(each, todo) for theme, each in cases}
+    one = replace(WORK, ranks=ranks.world_size)
+    two = replace(one, accumulation=2)  # where copies of weights pay
+    return {f"{theme} {each.label}": measured(each, two if theme == "linear" else one) for theme, each in cases}
 
 
 def stand_in_for_cpu_adam() -> None:
@@ -101,20 +104,6 @@ def stand_in_for_cpu_adam() -> None:
     nothing = mock.Mock()
     kernel = SimpleNamespace(create_adam=nothing, destroy_adam=nothing, adam_update=update)
     CPUAdamBuilder.load = lambda self, *rest, **more: kernel
-
-
-def linear_bench(ranks: Ranks, folder: str) -> None:
-    """The theme ``linear`` with one small layer and the smallest model."""
-    from benchmarks.harness import linear
-
-    hardware = {"name": "cpu", "device_kind": "cpu", "usable_cores": 2}
-    around = {"hardware": hardware, "versions": {"torch": "0"}}
-    words = "linear --models small --tokens 4 --dtypes fp32 --accumulation 2 --seconds 1 --steps 1 --step-model tiny"
-    with (
-        mock.patch.dict(linear.MODELS, {"small": ((8, 6),)}),
-        mock.patch.object(processes, "surroundings", lambda: around),
-    ):
-        assert bench.main([*words.split(), "--out", folder]) == 0
 
 
 # --- tests -----------------------------------------------------------------------------------------------------------
@@ -166,13 +155,3 @@ def test_the_command(tmp_path: Path) -> None:
     assert only["tokens_per_s"] == pytest.approx(3 * 128 / only["measured_s"])
     assert sum(only["step_s"]) == pytest.approx(only["measured_s"], rel=0.1, abs=0.01)
     assert only["host_peak_bytes"] > only["host_before_bytes"] > 1 << 20
-
-
-def test_linear(tmp_path: Path) -> None:
-    run_world(1, linear_bench, str(tmp_path), deepspeed=False)
-    (made,) = tmp_path.glob("*_linear_*")
-    record = json.loads((made / "record.json").read_text())
-    assert [case["shape"]["inputs"] for case in record["cases"]] == [8]
-    assert {mode: len(seconds) for mode, seconds in record["steps"][0]["seconds"].items()} == {
-        "plain": 1, "native": 1, "minimal": 1, "adaptive": 1,
-    }  # fmt: skip

@@ -21,12 +21,14 @@ ELSEWHERE = {
     "bench": "test_bench.py, tests/unit/test_bench.py",
     "doctor": "tests/unit/test_doctor.py, tests/unit/test_rates.py",
     "verify": "test_verify.py",
+    "watch": "tests/unit/test_history.py",
+    "compare": "tests/unit/test_history.py",
 }
 RUN_HERE = {"train", "finetune"}
 MAKE = RUN_HERE | {"test", "test-all", "faults", "lint", "setup", "docs", "bench", "gpu-check", "gpu-rehearsal"}
 PLACES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "docs/**/*.md", "configs/*.yaml"]
 STARTS = r"(?:python |(?:deepspeed|torchrun) (?:[^\n]*?--(?:num_gpus|nproc_per_node) (\d) )?)?"
-COMMAND = re.compile(STARTS + r"launch/(train|plan|verify|doctor|bench)\.py( [^`\n#|]*)?")
+COMMAND = re.compile(STARTS + r"launch/(train|plan|verify|doctor|bench|watch|compare)\.py( [^`\n#|]*)?")
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
 BLOCKS = {"num_hidden_layers": 4}  # two in each of two stages
 FEW = {"num_hidden_layers": 2, "vocab_size": 512}  # where a command names them

@@ -5,14 +5,14 @@ process of the job at once, as when a machine goes down.
 """
 
 import json
-import time
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.commands import Job, Server, digest, metrics
-from tests.e2e.interrupted import config_in
+from tests.e2e.commands import Server, digest, metrics
+from tests.e2e.interrupted import config_in, start, until
 from tests.helpers.releases import HIGHEST_STAGE
 
 pytestmark = pytest.mark.ranks
@@ -46,16 +46,6 @@ def config_of(folder: Path, strategies: dict[str, Any]) -> Path:
     )  # fmt: skip
 
 
-def kill_after(job: Job, mark: Path, timeout_s: float = 120.0) -> None:
-    """As soon as ``mark`` is there."""
-    deadline_s = time.monotonic() + timeout_s
-    while not mark.exists():
-        assert job.poll() is None and time.monotonic() < deadline_s, job.wait().text
-        time.sleep(0.001)
-    assert job.poll() is None, job.wait().text
-    job.kill()
-
-
 @pytest.mark.parametrize(("num_ranks", "strategies"), CASES)
 def test_killed_and_resumed(
     num_ranks: int, strategies: dict[str, Any], server: Server, tmp_path_factory: pytest.TempPathFactory
@@ -63,8 +53,9 @@ def test_killed_and_resumed(
     folder = tmp_path_factory.mktemp("resume")
     whole, killed = config_of(folder / "whole", strategies), config_of(folder / "killed", strategies)
     server.run(num_ranks, whole).check().quiet()
-    job = server.start(num_ranks, ["--config", str(killed)], killed.parent)
-    kill_after(job, killed.parent / "run" / f"checkpoint-{SAVE}" / "manifest.json")
+    job = start(server, num_ranks, killed)
+    until((killed.parent / "run" / f"checkpoint-{SAVE}" / "manifest.json").exists, job, "saved", 120.0)
+    job.kill()
     assert not (killed.parent / "run" / "export").exists(), "the run was over before it was killed"
     found = server.run(num_ranks, killed, "training.resume_from_checkpoint=auto").check().quiet()
     assert len(found.lines("resuming from ")) == 1
@@ -102,3 +93,30 @@ def same_history(expected: Path, found: Path) -> None:
 
     assert [step for step, *_ in numbers(expected)] == list(range(1, STEPS + 1))
     assert numbers(found) == numbers(expected)
+
+
+def test_a_run_that_stops_early_stops_there_again(server: Server, tmp_path: Path) -> None:
+    """Killed before its last evaluations, and before its export alone. Prompts that are continued change no bit."""
+    early = {
+        "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "max_steps": 40, "learning_rate": 0.5,
+        "early_stopping_patience": 3, "metric_for_best_model": "perplexity",
+    }  # fmt: skip
+    whole = config_in(tmp_path / "whole", STREAMED, **early)
+    found = config_in(tmp_path / "found", STREAMED, **early, sample_prompts=["The first", "One more"])
+    for config in (whole, found):
+        data = ["data.eval_path=" + str(config.parent / "few.jsonl")]
+        said = server.run(1, config, *data).check().lines("3 evaluations without a better eval_perplexity")
+        assert len(said) == 1
+    folder = found.parent / "run"
+    steps = sorted(int(path.name.removeprefix("checkpoint-")) for path in folder.glob("checkpoint-*"))
+    assert 3 < len(steps) < 40
+    assert len([record for record in metrics(folder) if "prompt" in record]) == 2 * len(steps)
+    expected = digest(whole.parent / "run" / "export")
+    assert digest(folder / "export") == expected
+    for gone in ([], steps[-2:]):
+        for path in [folder / "export", *(folder / f"checkpoint-{step}" for step in gone)]:
+            shutil.rmtree(path)
+        again = server.run(1, found, *data).check()
+        assert len(again.lines("step ")) == len(gone)
+        assert digest(folder / "export") == expected
+    assert [record["step"] for record in metrics(folder) if "eval_loss" in record] == steps

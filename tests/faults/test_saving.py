@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from strategies.core import commit
 from strategies.core.sealed import signed
 from strategies.engine import SGD, AdamW, StowOptimizer, stow
 from strategies.state import spans
-from tests.faults import saving_child
 from tests.helpers.engine import plan_of
 from tests.helpers.models import build, tokens
 from trainer.dist.spawn import PRELOAD
@@ -218,7 +218,7 @@ def test_what_cannot_be_written_leaves_the_earlier_save(tmp_path: Path, monkeypa
             train(model, optimizer, 1)
             optimizer.save(str(tmp_path / "optimizer"))
             expected = everything(model, optimizer)
-        if again:  # killed between the two renames of another one (``test_commit.py`` has every step)
+            # Killed between the two renames of another one (``test_commit.py`` has every step).
             (tmp_path / "optimizer").rename(commit.earlier(tmp_path / "optimizer"))
         other, fresh = trained(0)
         other.load_state_dict({name: expected[name] for name in model.state_dict()})
@@ -229,13 +229,62 @@ def test_what_cannot_be_written_leaves_the_earlier_save(tmp_path: Path, monkeypa
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
+CONFIG = {
+    "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 12, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "vocab_size": 256, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def memory(name: str) -> int:
+    """VmRSS or VmHWM of this process, in bytes."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) << 10
+
+
+def begun(site: str) -> StowOptimizer:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **CONFIG))
+    plan: Any = plan_of(model, site=site, weights="travelling" if site == "host" else "resident")
+    optimizer = stow(model, plan, rule=AdamW(), device="cpu")
+    ids = torch.arange(32)[None]
+    for _ in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.drain()
+    return optimizer
+
+
+def measured(out: Path, what: str, folder: Path, site: str) -> None:
+    """Do ``what`` in ``folder``; what is printed is in the file ``out``."""
+    for number in (1, 2):
+        os.dup2(os.open(out, os.O_CREAT | os.O_APPEND | os.O_WRONLY), number)
+    optimizer = begun(site)
+    if what != "save":
+        optimizer.save(folder)
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts from here
+    before = memory("VmRSS")
+    getattr(optimizer, what)(folder)
+    buckets = optimizer.engine.layout.buckets
+    print(
+        json.dumps(
+            {
+                "growth": memory("VmHWM") - before,
+                "bucket": max(8 * bucket.num_elements for bucket in buckets),
+                "state": sum(8 * bucket.num_elements for bucket in buckets),
+            }
+        ),
+        flush=True,
+    )
+
+
 def said(what: str, folder: Path, site: str) -> str:
     """What a process says that is forked from one that has the imports."""
     out = folder.with_name("said")
     out.write_text("")
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    process = context.Process(target=saving_child.main, args=(out, what, folder, site))
+    process = context.Process(target=measured, args=(out, what, folder, site))
     process.start()
     process.join(120)
     assert process.exitcode == 0, out.read_text()

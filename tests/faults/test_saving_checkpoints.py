@@ -25,7 +25,7 @@ MOST = 400  # more than a save has
 
 def save(output_dir: Path, step: int, *, keep: int = 1, finite: bool = True) -> None:
     """As ``Trainer._save_checkpoint``: the draft, the commit, then the pruning."""
-    with saving.draft(output_dir, writes=True) as folder:
+    with saving.draft(output_dir, 0, writes=True) as folder:
         written = make(folder, step, marked=False)
         saving.commit(written, output_dir / written.name, lambda: Manifest(step=step, finite=finite, run=about()))
         checkpoint.prune(output_dir, keep, step, None)
@@ -122,6 +122,9 @@ def test_a_disk_that_is_full_at_any_operation(tmp_path: Path, monkeypatch: pytes
         if left > 0:
             break
     assert left > 0 and number > 5
+    with pytest.raises(OSError, match=r"a checkpoint takes about .* free"), saving.draft(run, 1 << 60, writes=True):
+        pass
+    assert [path.name for path in run.iterdir()] == ["checkpoint-30"]
 
 
 @pytest.mark.parametrize(("value", "finite"), [(1.0, True), (float("nan"), False), (float("-inf"), False)])
@@ -146,7 +149,7 @@ def disk_full_on(ranks: Ranks, output_dir: Path, failing: int) -> list[list[str]
     said = []
     for rank in (failing, -1):
         try:
-            with saving.draft(output_dir, writes=ranks.is_first) as folder:
+            with saving.draft(output_dir, 0, writes=ranks.is_first) as folder:
                 saving.together(lambda folder=folder, rank=rank: write(folder, rank))
                 saving.together(lambda: None)
             said.append(f"wrote into {[path.name for path in output_dir.iterdir()]}")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.helpers.engine import shared_state
 from tests.helpers.tiny import LLAMA, VOCAB, run_config
+from tests.helpers.trainers import in_fp16
 from trainer.config.sections import RunConfig
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
@@ -110,22 +111,17 @@ def run(kind: Kind, folder: Path, steps: int, resume: Path | None = None) -> dic
 
 
 def made(ranks: Ranks, config: RunConfig, some: Sequence[Mapping[str, Any]] = ROWS) -> Any:
-    """The trainer of a run on ``some`` rows."""
+    """The trainer of a run on ``some`` rows, which are evaluated on as well if the config evaluates."""
     from datasets import Dataset
 
     from trainer.data.prepare import Prepared
-    from trainer.machine.probe import probe
-    from trainer.planning.from_config import plan_of
     from trainer.run import order
-    from trainer.run.stage_trial import form_of_stages
-    from trainer.verify.verify import _tokenizer
+    from trainer.verify.verify import run_on
 
-    machine, rows = probe(), Dataset.from_list([dict(row) for row in some])
+    rows = Dataset.from_list([dict(row) for row in some])
     prepared = Prepared(rows, rows if config.training.eval_strategy != "no" else None, "test", "input_ids")
-    plan = plan_of(config, ranks, machine)
-    form = form_of_stages(config)
-    folder = Path(config.training.output_dir)
-    return order.make_trainer(order.Run(config, ranks, folder, _tokenizer(), prepared, machine, plan, form=form))
+    trainer = order.make_trainer(run_on(prepared, config, ranks))
+    return in_fp16(trainer) if config.training.fp16 else trainer
 
 
 def _run(ranks: Ranks, config: RunConfig, resume: str | None) -> dict[str, Any]:
@@ -158,6 +154,8 @@ def state_of(trainer: Any) -> dict[str, Tensor]:
     rates = {group["lr"] for group in trainer.optimizer.param_groups}  # DeepSpeed drops groups without parameters
     found = {"lr": torch.tensor(sorted(rates), dtype=torch.float64)}
     found["epoch of the schedule"] = torch.tensor(trainer.lr_scheduler.last_epoch)
+    scaler = trainer.accelerator.scaler
+    found |= {} if scaler is None else {f"loss {key}": torch.tensor(it) for key, it in scaler.state_dict().items()}
     shared = shared_state(trainer.stowed) if trainer.stowed is not None and trainer.stowed.is_shared else {}
     weights = trainer.model.state_dict() if shared else {}
     for name, param in trainer.model.named_parameters():

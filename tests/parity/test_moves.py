@@ -63,16 +63,17 @@ def test_from_plain(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("optim", "arguments"),
+    "other",
     [
-        ("sgd", "momentum=0.9,nesterov=true"),
-        pytest.param("rmsprop", "centered=true,momentum=0.9", marks=pytest.mark.slow),
-        pytest.param("adagrad", "lr_decay=0.1", marks=pytest.mark.slow),
+        pytest.param({"optim": "sgd", "optim_args": "momentum=0.9,nesterov=true"}, marks=pytest.mark.slow),
+        pytest.param({"optim": "rmsprop", "optim_args": "centered=true,momentum=0.9"}, marks=pytest.mark.slow),
+        pytest.param({"optim": "adagrad", "optim_args": "lr_decay=0.1"}, marks=pytest.mark.slow),
+        {"fp16": True},
     ],
+    ids=["momentum", "rmsprop", "adagrad", "fp16"],
 )
-def test_optimizers(tmp_path: Path, optim: str, arguments: str) -> None:
+def test_optimizers_and_the_loss_scale(tmp_path: Path, other: dict[str, Any]) -> None:
     """With their state, from plain training into the engine, into the ranks' shares of it, and back."""
-    other: dict[str, Any] = {"optim": optim, "optim_args": arguments}
     runs = moved(tmp_path, plain(2, **other), shared(2, **other), offload(2, **other))
     all_equal(runs)
     all_equal([runs[0], *moved(tmp_path / "back", shared(2, **other), plain(2, **other))])

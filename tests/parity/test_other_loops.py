@@ -69,6 +69,29 @@ def unwanted(between: Script | None) -> Script:
     return script
 
 
+def in_fp16(model: Any, optimizer: Any, clips: bool = True) -> list[Any]:
+    """As PyTorch's manual says: a loss scale that is too large at first, and grows."""
+    scaler, seen = torch.amp.GradScaler("cpu", 2.0**19, growth_interval=2), list[Any]()
+    for window in (BATCHES[start : start + 2] for start in (0, 2, 4, 6, 0, 2, 4)):
+        for batch in window:
+            with torch.autocast("cpu", torch.float16):
+                loss = model(**batch).loss / 2
+            scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        seen += [loss.item(), looks_at_the_norm(model, optimizer), *([clips_to(model)] if clips else [])]
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append(scaler.get_scale())
+        optimizer.zero_grad()
+    scales = seen[3 if clips else 2 :: 4 if clips else 3]
+    assert scales[0] < 2.0**19 and scales[-1] > min(scales), "some steps are skipped, and then the scale grows"
+    return seen
+
+
+def clips_to(model: Any) -> float:
+    return clips(model, None)
+
+
 def compiles(model: Any, optimizer: Any) -> list[Any]:
     """With the backend that changes no kernel, though updates hide parameters between the steps."""
     torch._dynamo.reset()
@@ -89,6 +112,8 @@ SAME: dict[str, Callable[[], None]] = {
     ),
     "some unwanted, the loop clips": same(llama, unwanted(clips), LAYOUTS, clips=True, accumulation=3, max_norm=NORM),
     "some unwanted, the plan clips": same(llama, unwanted(None), LAYOUTS, max_norm=NORM),
+    "fp16": same(llama, in_fp16, LAYOUTS, clips=True, accumulation=2, max_norm=NORM, fused=False),
+    "fp16, fused, not clipped": same(llama, partial(in_fp16, clips=False), LAYOUTS, accumulation=2),
     "compiled": same(partial(build, Net), compiles, [{"site": "host"}], max_norm=NORM),
 }
 

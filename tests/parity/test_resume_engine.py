@@ -9,19 +9,11 @@ from torch import nn
 
 from strategies.engine import SGD, AdamW, StowOptimizer, stow
 from strategies.engine.transfer.transfer import Transfer
-from tests.helpers.engine import DECAY, LR, Batches, groups_of, plan_of
+from tests.helpers.engine import DECAY, LAYOUTS, LR, Batches, groups_of, plan_of
 from tests.helpers.models import build, tokens
 from tests.helpers.sides import BATCHES, copies, everything, ground, train, unequal
 
 BEFORE, AFTER = 2, 3
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "device": {"site": "device", "bucket": "one"},
-    "device, travelling": {"site": "device", "weights": "travelling", "bucket": "half", "prefetch": 2},
-    "host, travelling": {"site": "host", "weights": "travelling", "prefetch": 1, "park": "host"},
-    "host, resident": {"site": "host", "bucket": "several"},
-    "streamed": {"site": "streamed", "weights": "travelling", "prefetch": 2, "bucket": "half", "park": "host"},
-    "mixed": {"site": "mixed", "weights": "some", "prefetch": 1, "bucket": "several"},
-}
 NAMES = list(LAYOUTS)
 CASES = [
     pytest.param(

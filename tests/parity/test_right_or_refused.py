@@ -347,6 +347,14 @@ def hooked_late(model: Any, optimizer: Any) -> None:
 
 
 ONCE = {"max_norm": 0.0, "in_backward": True}
+
+
+def unscaled(scale: float, model: Any, optimizer: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu", scale)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+
+
 REFUSED: dict[str, tuple[Any, ...]] = {
     "weight[:2].zero_()": (training(after=lambda m, _: m.layers[1].up.weight.detach()[:2].zero_()), "zero_ on what"),
     "weight.detach().numpy()": (
@@ -382,9 +390,11 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "step twice": (step_twice, r"step\(\) took the gradient of"),
     "never zeroed": (never_zeroed, r"step\(\) took the gradient of"),
     "zeros for None": (zeros_for_none, r"layers\.[23].* has a gradient of zero"),
-    "a scaler": (training(lambda m, _: torch._amp_foreach_non_finite_check_and_unscale_(
-        [p.grad for p in m.parameters()], torch.zeros(1), torch.ones(1))), "does not support GradScaler"),
-    "maximize": (training(change("maximize", True)), "maximize is not supported"),
+    "an odd loss scale": (training(partial(unscaled, 3.0)), "a stowed model's is a power of two"),
+    "a scaler where updates begin in backward": (
+        training(partial(unscaled, 4.0)), "GradScaler needs all gradients first", ONCE,
+    ),
+    "maximize": (training(change("maximize", True)), "maximize = True is not supported"),
     "not fused": (training(change("fused", False)), "fused is False there and True in the rule"),
     "a parameter taken out": (training(lambda _, o: o.param_groups[0]["params"].clear()), "param_groups"),
     "a rate between backward and step": (training(change("lr", 0.5)), "lr of .* was changed", ONCE),

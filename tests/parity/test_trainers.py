@@ -17,7 +17,7 @@ from trainer.dist.spawn import run_world
 from trainer.run.stowed_trainer import stowed
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-ON_RANKS = ("Trainer, accumulation", "SFTTrainer, peft_config", "DPOTrainer")  # a loop of each kind
+ON_RANKS = ("Trainer, accumulation", "Trainer, fp16", "SFTTrainer, peft_config", "DPOTrainer")  # a loop of each kind
 TRAVEL: dict[str, Any] = {"site": "host", "weights": "streamed", "prefetch": 0}
 
 
@@ -172,7 +172,10 @@ def hooked(model: Any) -> tuple[Any, Any]:
     ("more", "line"),
     [
         ({"optim": "adafactor"}, "updates element by element, as .* RMSprop, SGD do, and not with Adafactor: write"),
-        ({"fp16": True}, "fp16=True: a stowed trainer trains in fp32 or bf16"),
+        (
+            {"fp16": True, "wrap": lambda base: stowed(base, update_in_backward=True), "max_grad_norm": 0.0},
+            "update_in_backward=True: fp16's loss scale needs all gradients first",
+        ),
         ({"torch_compile": True}, "torch_compile=True: weights travel in this plan"),
         ({"optimizers": hooked}, "this optimizer has step hooks"),
         (

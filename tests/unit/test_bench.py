@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,6 +113,7 @@ def test_one_row_for_each_budget() -> None:
         ("recompute --dropout 1", "--dropout 1: must be a number >= 0 and < 1, as in 0.1"),
         ("recompute --dropout=-0.1", "--dropout -0.1: must be a number >= 0 and < 1, as in 0.1"),
         ("linear --tokens ,", "--tokens ,: must be a whole number >= 1"),
+        ("linear --subjects no", "--subjects no: must be one of plain, plain-again, ours-minimal, ours-adaptive"),
     ],
 )  # fmt: skip
 def test_a_wrong_option_is_one_line(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,13 +135,30 @@ def test_recompute_has_contenders_of_its_own() -> None:
         ("offload --rows", ["--rows", "expected one argument"]),
         ("ofload", ["ofload", "offload"]),
         ("", ["THEME"]),
-        ("linear --models llama-7", ["--models llama-7: must be one of"]),
     ],
 )
 def test_a_wrong_command_line_is_one_line(words: str, parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(words.split()) == ExitCode.CONFIG
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and all(part in told for part in parts), told
+
+
+def test_an_interrupted_bench_keeps_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hardware = {"name": "cpu", "device_kind": "cpu", "usable_cores": 2}
+    versions = {"torch": "0", "deepspeed": "0"}
+    monkeypatch.setattr(processes, "surroundings", lambda: {"hardware": hardware, "versions": versions})
+
+    def measured(*given: Any) -> Iterator[dict[str, Any]]:
+        yield run("plain", 1, 7.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(processes, "measure", measured)
+    monkeypatch.setattr(bench, "settle_environment", lambda *given: None)
+    assert bench.main(["linear", "--model", "tiny", "--out", str(tmp_path)]) == ExitCode.INTERRUPTED
+    (folder,) = tmp_path.iterdir()
+    told = json.loads((folder / "record.json").read_text())
+    assert told["command"].startswith("python launch/bench.py linear --model tiny") and len(told["runs"]) == 1
+    assert "| plain " in (folder / "table.md").read_text()
 
 
 def test_folders_are_named_by_machine_and_never_shared(tmp_path: Path) -> None:

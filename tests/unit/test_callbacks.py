@@ -12,8 +12,9 @@ from transformers import BatchEncoding, TrainerControl, TrainerState
 
 from strategies.core.sizes import human_duration, human_number
 from strategies.engine.memory import accelerator
+from trainer.errors import ConfigError
 from trainer.run import callbacks
-from trainer.run.callbacks import Meter, MetricsFile, ProgressLine, SampleText
+from trainer.run.callbacks import EarlyStopping, Meter, MetricsFile, ProgressLine, SampleText
 
 RECORD = {
     "loss": 4.8123,
@@ -199,3 +200,11 @@ def test_continuation_is_greedy_without_the_prompt_and_restores_the_mode() -> No
     model = Model()
     assert callbacks.continuation(model, Tokenizer(), "prompt") == "7 8"
     assert model.training
+
+
+def test_early_stopping_names_the_metrics_that_there_are() -> None:
+    args = SimpleNamespace(metric_for_best_model="perplexty", greater_is_better=False)
+    with pytest.raises(
+        ConfigError, match="evaluations give eval_loss, eval_perplexity; did you mean 'eval_perplexity'"
+    ):
+        EarlyStopping(2).on_evaluate(args, state(3), TrainerControl(), {"eval_loss": 1.0, "eval_perplexity": 2.7})

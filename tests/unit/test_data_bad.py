@@ -5,7 +5,6 @@ The expected lines are whole lines: what the user reads is the interface.
 
 import io
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +86,7 @@ CASES = [
     case("empty file", {"d.jsonl": ""}, {}, "d.jsonl: the file is empty; it has no rows"),
     case("csv header only", {"d.csv": "text\n"}, {}, "d.csv: the file is empty; it has no rows"),
     case("only empty texts", {"d.jsonl": jsonl({"text": ""}, {"text": " "})}, {},
-        "d.jsonl: all 2 rows are empty text"),
+        "d.jsonl: all 2 rows are dropped: 2 empty"),
     case("broken line", {"d.jsonl": jsonl(OK, OK, '{"text": "a')}, {},
         "d.jsonl:3: broken JSON: Unterminated string starting at column 10"),
     case("only broken lines", {"d.jsonl": "nonsense\n"}, {},
@@ -179,9 +178,9 @@ CASES = [
     case("message without content", {"d.jsonl": jsonl(chat(("user", None)))}, {},
         "d.jsonl:1: field 'messages[0]' has content that is null; every message needs a string"),
     case("no messages", {"d.jsonl": jsonl({"messages": []})}, {},
-        "d.jsonl:1: field 'messages' is an empty list; a conversation has at least one message"),
+        "d.jsonl: all 1 rows are dropped: 1 empty"),
     case("no assistant turn", {"d.jsonl": jsonl(chat(("user", "a")))}, {"assistant_only_loss": True},
-        "d.jsonl:1: every token is masked: nothing to train on in 8 tokens (no assistant turn)"),
+        "d.jsonl: all 1 rows are dropped: 1 without a token that is trained on"),
     case("template without marks that writes the last turn otherwise",
         {"d.jsonl": jsonl(chat(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))),
          "t.jinja": "{% for m in messages %}{{ m.role + (m.content if loop.last else '') }}{% endfor %}"},
@@ -198,17 +197,18 @@ CASES = [
     case("template not found",
         {"d.jsonl": jsonl(chat(("user", "a"))), "chat.jinja": "x"}, {"chat_template_path": "chta.jinja"},
         "data.chat_template_path: chta.jinja does not exist; did you mean 'chat.jinja'?"),
-    case("answer cut off", {"d.jsonl": jsonl(PAIR, {**PAIR, "prompt": "ab"})}, {"max_length": 16},
-        "d.jsonl:1: the first trained token is #, cut off by data.max_length 16; "
-        "raise data.max_length (the whole row #)"),
+    case("answers cut off", {"d.jsonl": jsonl(PAIR, PAIR)}, {"max_length": 16},
+        "d.jsonl: all 2 rows are dropped: 2 whose first trained token is beyond data.max_length"),
+    case("all too long", {"d.jsonl": jsonl(PAIR)}, {"max_length": 8, "excess_length_strategy": "drop"},
+        "d.jsonl: all 1 rows are dropped: 1 longer than data.max_length"),
     case("everything masked", {"d.jsonl": jsonl({"input_ids": [5, 6, 7], "labels": [-100] * 3})}, {},
-        "d.jsonl:1: every token is masked: nothing to train on in 3 tokens (every label is -100)"),
+        "d.jsonl: all 1 rows are dropped: 1 without a token that is trained on"),
     case("id beyond the vocabulary", {"d.jsonl": jsonl({"input_ids": [5, 6]}, {"input_ids": [5, 320]})}, {},
         "d.jsonl:2: token id 320 is beyond the model's vocabulary of 320; "
         "the data or the tokenizer belongs to another model"),
     case("negative id", {"d.jsonl": jsonl({"input_ids": [5, -1]})}, {},
         "d.jsonl:1: field 'input_ids' holds something that is not a token id (a whole number >= 0)"),
-    case("no ids", {"d.jsonl": jsonl({"input_ids": []})}, {}, "d.jsonl:1: field 'input_ids' is an empty list"),
+    case("no ids", {"d.jsonl": jsonl({"input_ids": []})}, {}, "d.jsonl: all 1 rows are dropped: 1 empty"),
     case("labels of another length", {"d.jsonl": jsonl({"input_ids": [5, 6], "labels": [5]})}, {},
         "d.jsonl:1: field 'labels' has 1 entries, field 'input_ids' has 2"),
     case("shifted labels", {"d.jsonl": jsonl({"input_ids": [5, 6, 7], "labels": [6, 7, -100]})}, {},
@@ -248,7 +248,7 @@ def test_bad_data(
         options = DataSection(**({"path": next(iter(files), "pydoc")} | section))
         prepare.prepare(options, tokenizer, VOCAB, 0, tmp_path / "prepared", lambda line: None)
     assert caught.value.code == ExitCode.DATA == 3
-    assert tuple(re.sub(r"number \d+|has \d+ tokens", "#", line) for line in caught.value.lines) == lines
+    assert caught.value.lines == lines
     prepared = tmp_path / "prepared"
     assert not prepared.exists() or not list(prepared.iterdir()), "a refused data set leaves nothing behind"
 

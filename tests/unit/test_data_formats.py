@@ -129,6 +129,7 @@ def test_saved_and_hub_data_sets(streaming: bool, tokenizer: Any, monkeypatch: p
         assert (path, name) == ("owner/name", "en")
         return saved[split].to_iterable_dataset() if streaming else saved[split]
 
+    monkeypatch.setattr("trainer.model.hub.unreachable", lambda: "")
     monkeypatch.setattr("datasets.load_dataset", load)
     for options in ({"path": "saved"}, {"path": "owner/name", "name": "en"}):
         prepared = prepare(tokenizer, **options, streaming=streaming, eval_split="validation")
@@ -203,7 +204,7 @@ def test_long_text_is_cut_and_long_answers_are_truncated(tokenizer: Any) -> None
     assert tokenizer.decode(joined) == "abc " * 100 + "<|eos|>"
     pairs = write("p.jsonl", [{"prompt": "ab", "completion": "c d " * 50}])
     assert len(prepare(tokenizer, pairs, max_length=16, said=said).train[0]["input_ids"]) == 16
-    assert said[0] == "data: p.jsonl: 1 rows tokenised; 1 rows cut to data.max_length"
+    assert said[0] == "data: p.jsonl: 1 rows tokenised; 1 longer than 16 tokens (truncate)"
 
 
 def test_huge_text_is_tokenised_in_pieces_that_join_again(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,13 +213,6 @@ def test_huge_text_is_tokenised_in_pieces_that_join_again(tokenizer: Any, monkey
     monkeypatch.setattr("trainer.data.formats._SEGMENT_CHARACTERS", 100)
     prepared = prepare(tokenizer, "d.txt", max_length=4096)
     assert decoded(tokenizer, prepared.train)[0][0] == text + "<|eos|>"
-
-
-def test_empty_texts_are_skipped_and_said(tokenizer: Any) -> None:
-    said: list[str] = []
-    prepared = prepare(tokenizer, write("d.jsonl", [{"text": "a b"}, {"text": ""}]), said=said)
-    assert len(prepared.train) == 1
-    assert said[0] == "data: d.jsonl: 1 rows tokenised; 1 empty rows skipped"
 
 
 # ----------------------------------------------------------------------------------- split and packing

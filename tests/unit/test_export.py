@@ -21,6 +21,7 @@ from trainer.model.build import build, load_config
 from trainer.run import export as export_module
 from trainer.run.export import ExportError, export
 from trainer.run.model_card import model_card
+from trainer.run.pipeline_trainer import PipelineTrainer
 from trainer.verify.verify import _tokenizer, random_run
 
 WEIGHTS = "model.safetensors"
@@ -33,18 +34,20 @@ def loop(model: Any, *, is_first: bool = True) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():  # zeros and ones hide mistakes
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)) * 0.05)
-    return SimpleNamespace(
+    trainer: Any = SimpleNamespace(
+        logits_of=lambda ids: PipelineTrainer.logits_of(trainer, ids),
         accelerator=SimpleNamespace(unwrap_model=lambda wrapped, keep_torch_compile: wrapped),
         whole_state=lambda: copies(model),
         model_wrapped=model,
         whole=model,
         pipeline=None,
         stowed=None,
-        args=SimpleNamespace(device="cpu", bf16=False, fp16=False),
-        state=SimpleNamespace(global_step=3),
+        args=SimpleNamespace(device="cpu", bf16=False, fp16=False, world_size=1),
+        state=TrainerState(global_step=3),
         compute_loss_context_manager=torch.enable_grad,
         is_world_process_zero=lambda: is_first,
     )
+    return trainer
 
 
 def copies(model: Any) -> dict[str, torch.Tensor]:
@@ -79,9 +82,9 @@ def tensors_of(change: Callable[[dict[str, torch.Tensor]], object], file: str = 
     return changed
 
 
-def refused(folder: Path, model: Any) -> str:
+def refused(folder: Path, model: Any, config: RunConfig | None = None) -> str:
     with pytest.raises(ExportError) as caught:
-        export(loop(model), _tokenizer(), folder, merge=False)
+        export(loop(model), _tokenizer(), config or run_config(output_dir=folder.parent))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -92,7 +95,7 @@ def refused(folder: Path, model: Any) -> str:
 @pytest.mark.parametrize(("base", "tied"), [(LLAMA, False), (GPT2, True)], ids=["llama", "gpt2, tied"])
 def test_what_is_loaded_is_what_was_trained(tmp_path: Path, base: Mapping[str, Any], tied: bool) -> None:
     model = built({**base, "tie_word_embeddings": tied})
-    receipt = export(loop(model), _tokenizer(), old_export(tmp_path), merge=False)
+    receipt = export(loop(model), _tokenizer(), run_config(output_dir=old_export(tmp_path).parent))
     assert receipt is not None and not (tmp_path / "export" / "old").exists()
     assert receipt.largest_difference == 0.0
     stored = load_file((tmp_path / "export") / WEIGHTS)
@@ -116,7 +119,7 @@ def test_a_compiled_model(tmp_path: Path) -> None:
     train.model_wrapped = torch.compile(model, backend="eager")
     train.whole_state = train.model_wrapped.state_dict
     assert next(iter(train.whole_state())).startswith("_orig_mod.")
-    receipt = export(train, _tokenizer(), tmp_path / "export", merge=False)
+    receipt = export(train, _tokenizer(), run_config(output_dir=tmp_path))
     assert receipt is not None and receipt.num_tensors == len(model.state_dict())
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "export").state_dict()
     assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
@@ -125,17 +128,18 @@ def test_a_compiled_model(tmp_path: Path) -> None:
 def test_adapters_with_other_values_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built().save_pretrained(tmp_path / "base")
     damage(monkeypatch, tensors_of(lambda tensors: tensors[min(tensors)][0, 0].add_(1), "adapter_model.safetensors"))
-    line = refused(tmp_path / "export", adapted(tmp_path / "base"))
+    config = adapters(tmp_path / "base", output_dir=tmp_path)
+    model = build(config.model, load_config(config.model), seed=0, partitioned=False)
+    line = refused(tmp_path / "export", model, config)
     assert "layers.0.mlp.down_proj.lora_A.default.weight has other values" in line
 
 
-def adapted(base: Path) -> Any:
-    section = run_config(None, model={"config": None, "name_or_path": str(base), "lora": LORA}).model
-    return build(section, load_config(section), seed=0, partitioned=False)
+def adapters(base: Path, **options: Any) -> RunConfig:
+    return run_config(None, model={"config": None, "name_or_path": str(base), "lora": LORA}, **options)
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    assert export(loop(built(), is_first=False), _tokenizer(), tmp_path / "export", merge=False) is None
+    assert export(loop(built(), is_first=False), _tokenizer(), run_config(output_dir=tmp_path)) is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -166,7 +170,7 @@ def test_the_cache_is_as_the_model_came(tmp_path: Path, base: Mapping[str, Any],
     model.train()
     config, values = model.config, model.config.to_dict()
     assert values["use_cache"] is False  # in training
-    receipt = export(loop(model), _tokenizer(), tmp_path / "export", merge=False)
+    receipt = export(loop(model), _tokenizer(), run_config(output_dir=tmp_path))
     assert receipt is not None
     for name in ("config.json", "generation_config.json"):
         assert json.loads(((tmp_path / "export") / name).read_text()).get("use_cache") is own
@@ -215,11 +219,13 @@ def shorten(folder: Path) -> None:
     (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-100])
 
 
-def compute_otherwise(folder: Path) -> None:
-    """All tensors are right, and the model is wrong: the probe's part."""
-    text = (folder / "config.json").read_text()
-    assert '"silu"' in text
-    (folder / "config.json").write_text(text.replace('"silu"', '"relu"'))
+def configured(old: str, new: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        text = (folder / "config.json").read_text()
+        assert old in text
+        (folder / "config.json").write_text(text.replace(old, new))
+
+    return change
 
 
 @pytest.mark.parametrize(
@@ -230,9 +236,11 @@ def compute_otherwise(folder: Path) -> None:
         (tensors_of(cut), f"lm_head.weight has shape ({VOCAB - 1}, 32) in the file, not ({VOCAB}, 32)"),
         (tensors_of(flip), ": 1 tensors differ after reloading: model.embed_tokens.weight has other values"),
         (shorten, "cannot be opened"),
-        (compute_otherwise, "logits differ by"),
+        # All tensors are right, and the model is wrong: the probe's part.
+        (configured('"silu"', '"relu"'), "logits differ by"),
+        (configured('"num_hidden_layers": 2', '"num_hidden_layers": 1'), "9 tensors differ after reloading: model.lay"),
     ],
-    ids=["a tensor dropped", "a shape", "a value", "a file cut short", "a config"],
+    ids=["a tensor dropped", "a shape", "a value", "a file cut short", "an activation", "a layer fewer"],
 )
 def test_damage_is_named_and_the_old_export_stays(
     change: Callable[[Path], object], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -257,14 +265,14 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
         model.model.norm.weight[0] = float("nan")
     line = r"^model.layers.0.mlp.up_proj.weight: 3 of 2048 values are not finite \(NaN or infinity\), [^\n]*$"
     with pytest.raises(ExportError, match=line):
-        export(train, _tokenizer(), tmp_path / "export", merge=False)
+        export(train, _tokenizer(), run_config(output_dir=tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
 # Real processes
 
 
-def train_and_export(ranks: Ranks, config: RunConfig, folder: Path, merge: bool) -> dict[str, float]:
+def train_and_export(ranks: Ranks, config: RunConfig) -> dict[str, float]:
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
     from trainer.run import order
@@ -273,7 +281,7 @@ def train_and_export(ranks: Ranks, config: RunConfig, folder: Path, merge: bool)
     try:
         trainer.train()
         splits = is_deepspeed_zero3_enabled()
-        receipt = export(trainer, _tokenizer(), folder, merge=merge)
+        receipt = export(trainer, _tokenizer(), config)
         assert is_deepspeed_zero3_enabled() is splits  # else a sample after this export would hang
         return {"difference": receipt.largest_difference, "tensors": receipt.num_tensors} if receipt else {}
     finally:
@@ -291,7 +299,7 @@ def test_after_training_on_two_ranks(tmp_path: Path, stage: int, base: Mapping[s
         base, output_dir=tmp_path, stage=stage, max_steps=1, per_device_train_batch_size=2, model=model,
         data={"max_length": 32}, learning_rate=1e-2,
     )  # fmt: skip
-    found = run_world(2, train_and_export, config, tmp_path / "export", bool(model))
+    found = run_world(2, train_and_export, config)
     assert found["difference"] < 1e-5
     assert found["tensors"] == len(built(base).state_dict())
     assert len(load_file(tmp_path / "export" / WEIGHTS)) == len(list(built(base).named_parameters()))  # tied: once

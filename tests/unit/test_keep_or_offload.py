@@ -22,9 +22,8 @@ from strategies.planner.buckets import block_bytes, capacity
 from strategies.planner.estimate import Estimate
 from strategies.planner.places import Places
 from strategies.planner.site_search import SHARES, STARTS, Mix, SiteSearch, mixed
-from strategies.planner.step_cost import cost_of, plan_cost
+from strategies.planner.step_cost import cost_of
 from strategies.planner.weight_schedule import ASSUMED, only_while_used
-from strategies.report.plan_table import bucket_lines
 from tests.helpers.fakes import GPU
 from tests.helpers.layouts import random_facts, transformer
 from tests.unit.test_placement_search import choose, options, request
@@ -78,18 +77,6 @@ def test_more_memory_is_never_slower(accumulation: int, max_grad_norm: float) ->
     assert found[-1] < 0.8 * found[0]
 
 
-def test_a_faster_link_is_never_slower() -> None:
-    known = large(blocks=6)
-    found = []
-    for factor in (0.5, 1, 4):
-        rates = replace(
-            CARD, up_bytes_per_s=factor * CARD.up_bytes_per_s, down_bytes_per_s=factor * CARD.down_bytes_per_s
-        )
-        found.append(seconds(replace(known, machine=replace(known.machine, rates=rates)), 8 * GIB))
-    for slow, fast in pairwise(found):
-        assert fast <= slow * (1 + 0.02)
-
-
 def test_the_estimate_ranks_as_the_simulator_does() -> None:
     """Not the same seconds: it promises too much of streaming. What is nearly the fastest is among its first ones."""
     known = large(blocks=8)
@@ -128,16 +115,6 @@ def test_edits_are_ranked_and_honest() -> None:
     lines = Offload(gpu_memory="6GiB").suggest(plan_of(known, gpu_memory="6GiB"))
     assert len(lines) == len(found) and any("(a batch of twice as many): about +" in line for line in lines)
     assert edits.ranked(replace(known, machine=replace(GPU, rates=None)), asked, 0) == {}
-
-
-def test_the_bucket_table_says_site_travel_and_address() -> None:
-    plan = plan_of(large(blocks=8), gpu_memory="5GiB", host_memory="1TiB")
-    text = bucket_lines(plan)
-    assert text[0].split("  ")[0] == "buckets" and "address on the device" in text[0]
-    assert any("ticks ahead in forward" in line for line in text)
-    assert any("by the CPU" in line for line in text)
-    assert bucket_lines(Plan.baseline(large(blocks=2))) == []
-    assert plan_cost(plan) is not None
 
 
 def test_order_of_parameters_within_the_facts_is_irrelevant() -> None:

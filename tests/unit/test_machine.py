@@ -88,16 +88,15 @@ def test_probe_of_this_machine(tmp_path: Path) -> None:
     assert here.host_available_bytes > 0
     assert here.usable_cores >= 1
     if here.device_kind == "cpu":
-        assert (here.name, here.num_devices, here.device_total_bytes, here.peak_flops) == ("cpu", 0, 0, {})
+        assert (here.name, here.device_total_bytes, here.peak_flops) == ("cpu", 0, {})
 
 
 def test_an_accelerator_of_any_kind_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "current", lambda: torch.device("xpu", 1))
     monkeypatch.setattr(accelerator, "name_of", lambda device: f"card {device.index}")
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (3 + device.index, 7))  # free, total
     here = probe.probe()
-    assert (here.device_kind, here.name, here.num_devices) == ("xpu", "card 1", 2)
+    assert (here.device_kind, here.name) == ("xpu", "card 1")
     assert here.device_total_bytes == 7
 
 

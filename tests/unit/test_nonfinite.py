@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.helpers.moves import made
 from tests.helpers.tiny import LLAMA, run_config
-from tests.unit.test_trainer import UNEVEN, prepared
+from tests.unit.test_trainer import UNEVEN
 from trainer.config.sections import RunConfig
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
@@ -25,10 +26,9 @@ BOTH = {**PIPELINE, **OFFLOAD}
 
 def train(ranks: Ranks, config: RunConfig, bad_from: int, where: str) -> dict[str, Any]:
     """Train until something is not finite from step ``bad_from`` on; what was said, and what is left."""
-    from trainer.run import order
     from trainer.run.nonfinite import NonFinite
 
-    trainer: Any = order.make_trainer(prepared(config, ranks, UNEVEN))
+    trainer = made(ranks, config, UNEVEN)
 
     def spoil(value: Any) -> Any:
         return value * float("nan") if trainer.state.global_step + 1 >= bad_from else value

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from strategies.engine.memory import accelerator
 from tests.helpers import layouts
 from tests.helpers.fakes import CPU, block, facts
 from trainer.machine.block_timing import median_of
-from trainer.run.plan_check import Comparison, PlanCheck, TimedSteps
+from trainer.run import plan_check
+from trainer.run.plan_check import Comparison, PlanCheck
 
 
 class Square(torch.nn.Module):
@@ -103,16 +105,20 @@ def test_memory_of_other_ranks_that_a_process_maps_counts_as_its_own(tmp_path: P
     assert rows["process, peak"] == alone + 3 * PAGE_BYTES
 
 
-def test_the_median_of_the_first_steps_counts(monkeypatch: Any) -> None:
+def test_the_median_of_the_first_steps_counts(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """And of a run that ends before the last timed step those that it has made."""
     clock = iter([0.0, 9.0, 10.0, 11.0, 20.0, 22.0])  # step 2 takes 9 s, step 3 takes 1 s, step 4 takes 2 s
-    timed = TimedSteps(Plan.baseline(facts(machine=CPU)), range(2, 9))
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    assert timed.name == ""
+    monkeypatch.setattr(plan_check, "plan_cost", lambda plan: SimpleNamespace(seconds=1.0))
+    check = check_of(tmp_path)
+    check._plan, check._timed = Plan.baseline(facts(machine=CPU)), range(2, 9)
     for step in (1, 2, 3, 4):
-        timed.begin(step)
-        timed.end(step)
-    assert (timed.name, timed.step_seconds) == ("steps 2 to 4", 2.0)
-    assert timed.unit_times() is None
+        check.on_step_begin(None, TrainerState(global_step=step - 1), None, model=Square())
+        check.on_step_end(None, TrainerState(global_step=step, is_world_process_zero=True), None)
+    check.on_train_end(None, TrainerState(global_step=4, is_world_process_zero=True), None)
+    *_, title, _, _, row = capsys.readouterr().out.splitlines()
+    assert title == "plan against run, steps 2 to 4"
+    assert row.split() == ["a", "step", "1", "s", "2", "s", "-50.0", "%"]
 
 
 def test_the_median_of_each_unit_counts() -> None:

@@ -80,7 +80,7 @@ def test_dram_counts_with_what_copies_and_updates_reach_together() -> None:
 def test_rates_by_precision() -> None:
     known = some_rates()
     assert [known.gemm_flops(each) for each in Precision] == [50e12, 600e12, 600e12]
-    assert [known.update_params_per_s(each) for each in Precision] == [5e9, 4e9, 4e9]
+    assert [known.update_params_per_s(each) for each in Precision] == [5e9, 4e9, 5e9]
     assert some_rates(gemm_bf16_flops_per_s=None).gemm_flops(Precision.BF16) == 50e12
 
 
@@ -97,13 +97,13 @@ def test_rates_that_cannot_be() -> None:
 
 def stored_file(folder: Path, key: MachineKey = HERE) -> Path:
     path = folder / "some/folder/machine.json"
-    profiles.save(path, key, StoredRates(some_rates(), "2026-11-21 06:00:00Z", 0.01), {"gemm": [1]})
+    profiles.save(path, StoredRates(some_rates(), "2026-11-21 06:00:00Z", 0.01, key=key, points={"gemm": [1]}))
     return path
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = stored_file(tmp_path)
-    assert profiles.load(path, HERE) == StoredRates(some_rates(), "2026-11-21 06:00:00Z", 0.01)
+    assert profiles.load(path, HERE) == StoredRates(some_rates(), "2026-11-21 06:00:00Z", 0.01, key=HERE)
     assert [each.name for each in path.parent.iterdir()] == ["machine.json"]
     assert profiles.load(tmp_path / "none.json", HERE) == StoredRates()
 
@@ -116,18 +116,21 @@ def test_foreign_and_stale_files_are_ignored(tmp_path: Path) -> None:
 
 
 def broken(**changes: Any) -> str:
-    content: dict[str, Any] = {"format": profiles.FORMAT, "date": "d", "others_share": 0.0, "key": HERE}
+    content: dict[str, Any] = {"format": 2, "date": "d", "others_share": 0.0, "key": HERE, "points": {}}
     return json.dumps({**content, "rates": asdict(some_rates()), **changes})
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "not a machine profile: Expecting value"),
-        ("[1, 2]", "not a machine profile: "),
-        ("{}", "not a machine profile: 'format' is missing"),
-        (broken(format=1), "its format is 1, this is 2"),
-        (broken(rates={**asdict(some_rates()), "duplex_factor": 7.0}), "not a machine profile: duplex_factor = 7.0"),
+        ("", "not a machine profile: Invalid JSON"),
+        ("{}", "measured with device None, here card, "),
+        (broken(format=1), "not a machine profile: format: Input should be 2"),
+        (
+            broken(rates={**asdict(some_rates()), "duplex_factor": 7.0}),
+            "not a machine profile: rates: Value error, duplex_factor = 7.0",
+        ),
+        (broken(rates={**asdict(some_rates()), "net_byts_per_s": 7.0}), "not a machine profile: net_byts_per_s: "),
     ],
     ids=range(5),
 )
@@ -160,7 +163,7 @@ def test_facts_take_what_was_measured_then_a_named_card_then_nothing(
     assert machine_facts(here, 1).rates is None
     card = replace(here, name="NVIDIA H100 80GB HBM3")
     assert machine_facts(card, 1).rates == profiles.profile("h100-sxm-pcie5").rates
-    profiles.save(path, profiles.key_of(card), StoredRates(some_rates()), {})
+    profiles.save(path, StoredRates(some_rates(), key=profiles.key_of(card)))
     assert machine_facts(card, 2).rates == some_rates().shared_by(2)
     assert machine_facts(here, 1).rates is None and "device NVIDIA H100" in profiles.known_rates(here).ignored
 

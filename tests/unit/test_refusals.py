@@ -10,6 +10,8 @@ from tests.e2e.commands import write_jsonl
 from trainer.config.load import load
 from trainer.dist.ranks import Ranks
 from trainer.dist.stopping import Stop
+from trainer.errors import ConfigError
+from trainer.planning.from_config import check_options
 from trainer.run import run
 
 CONFIG = """\
@@ -105,7 +107,13 @@ def test_a_key_that_is_not_written_names_its_section(
 
 def test_a_key_of_another_section(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     path = write("  offload: {}", training="  fp16: true")
-    assert planned(path, capsys).startswith(f"{path}:6: training.fp16 = true: strategies.offload trains in bf16")
+    assert plan_command.main(["--config", str(path), "--profile", "rtx4090-pcie4"]) == 0
+    assert "fp16" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"training\.fp16 = true: Accelerate trains in fp32 on the CPU then"):
+        check_options(load(path), 1)
+    path = write("  offload: {update_in_backward: true}", training="  fp16: true\n  max_grad_norm: 0")
+    expected = f"{path}:9: strategies.offload.update_in_backward = true: fp16's loss scale needs all gradients first"
+    assert planned(path, capsys).startswith(expected)
     path = write("  offload: {weights: streamed, site: host}", training="  torch_compile: true")
     assert planned(path, capsys).startswith(f"{path}:6: training.torch_compile = true: weights travel in this plan")
     path = write("  offload: {update_in_backward: true}")

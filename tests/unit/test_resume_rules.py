@@ -172,7 +172,7 @@ def test_a_refusal_names_file_line_and_key(tmp_path: Path) -> None:
 def test_other_parameters_are_refused() -> None:
     found = SimpleNamespace(manifest=SimpleNamespace(run=about()), path=Path("c"))
     with pytest.raises(ConfigError, match="its parameters have other names or shapes than those in c"):
-        resuming.Resumed(found, frozenset(), []).compare_shapes({"weight": (2, 3)})  # type: ignore[arg-type]
+        resuming.Resumed(found, frozenset(), []).compare_shapes("y")  # type: ignore[arg-type]
 
 
 def test_a_model_config_with_infinity_can_be_written() -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.moves import made
 from tests.helpers.tiny import LLAMA, run_config
-from tests.unit.test_trainer import UNEVEN, prepared
+from tests.unit.test_trainer import UNEVEN
 from trainer.config.sections import RunConfig
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
@@ -44,12 +45,6 @@ def train(trainer: Any, *at_step_end: Callable[[int], None], error: type[BaseExc
     return trainer
 
 
-def trainer_of(ranks: Ranks, config: RunConfig, *more: Any) -> Any:
-    from trainer.run import order
-
-    return order.make_trainer(prepared(config, ranks, UNEVEN, *more))
-
-
 def commits_after(wait: Callable[[], object]) -> None:
     """Every seal of this process waits first."""
     from trainer.run import saving
@@ -81,7 +76,7 @@ def sealed_late(ranks: Ranks, config: RunConfig) -> dict[int, list[str]]:
             may_begin.set()
 
     commits_after(wait)
-    train(trainer_of(ranks, config), look)
+    train(made(ranks, config, UNEVEN), look)
     return {**seen, STEPS + 1: there(folder)}
 
 
@@ -106,7 +101,7 @@ def interrupted(ranks: Ranks, config: RunConfig) -> list[str]:
 
     commits_after(lambda: threading.Event().wait(1.0))  # so the seal is not done when the run is interrupted
     saving.together = interrupt
-    trainer = trainer_of(ranks, config)
+    trainer = made(ranks, config, UNEVEN)
     train(trainer, error=KeyboardInterrupt)
     return there(Path(config.training.output_dir))
 
@@ -135,7 +130,7 @@ def looked_at(ranks: Ranks, config: RunConfig) -> tuple[list[bool], list[str]]:
 
     found, said, remove = list[bool](), list[str](), checkpoint.remove
     checkpoint.remove, trainer_file.write_line = stubborn, said.append
-    trainer = trainer_of(ranks, config)
+    trainer = made(ranks, config, UNEVEN)
     trainer.add_callback(Upload())
     train(trainer)
     return found, said
@@ -156,7 +151,7 @@ BEST = {
 def evaluated(ranks: Ranks, config: RunConfig, where: str) -> str:
     """The newest checkpoint of a run with evaluations whose disk is full at the last save, while writing or sealing."""
 
-    trainer = trainer_of(ranks, config, UNEVEN)
+    trainer = made(ranks, config, UNEVEN)
     save_model = trainer.save_model
 
     def fill(now: str) -> None:

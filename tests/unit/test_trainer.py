@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.moves import made
 from tests.helpers.tiny import GPT2, LLAMA, VOCAB, run_config
 from trainer.config.sections import RunConfig
 from trainer.data.packing import MASKED, rows, whole
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
-from trainer.verify.verify import compare, full_weights, run_on
+from trainer.verify.verify import compare, full_weights
 
 Row = Mapping[str, Sequence[int]]
 STEP: Mapping[str, Any] = {"max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant"}
@@ -29,27 +30,13 @@ def document(length: int, index: int, *, masked: int = 0) -> dict[str, list[int]
     return {"input_ids": ids, "labels": [MASKED] * masked + ids[masked:]}
 
 
-def prepared(config: RunConfig, ranks: Ranks, train: Sequence[Row], evaluation: Sequence[Row] | None = None) -> Any:
-    """A run on these rows, prepared as ``launch/train.py`` would."""
-    from datasets import Dataset
-
-    from trainer.data.prepare import Prepared
-
-    held_out = Dataset.from_list([dict(row) for row in evaluation]) if evaluation else None
-    return run_on(
-        Prepared(Dataset.from_list([dict(row) for row in train]), held_out, "test", "input_ids"), config, ranks
-    )
-
-
 def logged(trainer: Any, key: str) -> list[float]:
     return [float(record[key]) for record in trainer.state.log_history if key in record]
 
 
 def train(ranks: Ranks, config: RunConfig, train_rows: Sequence[Row]) -> dict[str, Any]:
     """Weights after training on these rows, with losses and gradient norms as they were logged."""
-    from trainer.run import order
-
-    trainer: Any = order.make_trainer(prepared(config, ranks, train_rows))
+    trainer = made(ranks, config, train_rows)
     try:
         trainer.train()
         weights = full_weights(trainer, ranks)
@@ -68,9 +55,7 @@ def worst(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
 
 def evaluate(ranks: Ranks, config: RunConfig, held_out: Sequence[Row]) -> dict[str, float]:
     """The loss that the Trainer reports, and two computed by hand: over tokens, and over rows."""
-    from trainer.run import order
-
-    trainer: Any = order.make_trainer(prepared(config, ranks, held_out, held_out))
+    trainer = made(ranks, config, held_out)
     model = trainer.model
     metrics = trainer.evaluate()
     losses, tokens = [], []

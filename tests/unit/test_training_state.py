@@ -19,7 +19,7 @@ from strategies.state import saved_state
 from strategies.state.saved_state import Weights
 from strategies.state.spans import WEIGHT, Store
 from strategies.state.torch_state import Held, Piece, TorchState, plain_state
-from trainer.run import small_state, training_state
+from trainer.run import training_state
 
 # Schedules
 
@@ -42,12 +42,12 @@ def steps(scheduler: Any, count: int) -> list[list[float]]:
 def test_a_function_of_the_step_goes_on(tmp_path: Path) -> None:
     first, second = lambda_lr(), lambda_lr()
     before = steps(first, 5)[-1]
-    small_state.save_schedule(tmp_path / small_state.SCHEDULE, first)
-    small_state.load_schedule(tmp_path / small_state.SCHEDULE, second, [])
+    training_state.save_schedule(tmp_path / training_state.SCHEDULE, first)
+    training_state.load_schedule(tmp_path / training_state.SCHEDULE, second, [])
     assert [group["lr"] for group in second.optimizer.param_groups] == second.get_last_lr() == before
     assert steps(second, 4) == steps(first, 4)
     other, undisturbed = lambda_lr(0.5), lambda_lr(0.5)  # another rate is honoured
-    small_state.load_schedule(tmp_path / small_state.SCHEDULE, other, [])
+    training_state.load_schedule(tmp_path / training_state.SCHEDULE, other, [])
     steps(undisturbed, 5)
     assert steps(other, 3) == steps(undisturbed, 3)
 
@@ -60,23 +60,25 @@ def test_one_with_history_goes_on(tmp_path: Path) -> None:
     first, second = plateau(), plateau()
     for loss in (3.0, 3.0, 3.0, 3.0):
         first.step(loss)
-    small_state.save_schedule(tmp_path / small_state.SCHEDULE, first)
-    small_state.load_schedule(tmp_path / small_state.SCHEDULE, second, [{"lr": first.optimizer.param_groups[0]["lr"]}])
+    training_state.save_schedule(tmp_path / training_state.SCHEDULE, first)
+    training_state.load_schedule(
+        tmp_path / training_state.SCHEDULE, second, [{"lr": first.optimizer.param_groups[0]["lr"]}]
+    )
     for loss in (3.0, 3.0, 3.0):
         first.step(loss)
         second.step(loss)
         assert first.optimizer.param_groups[0]["lr"] == second.optimizer.param_groups[0]["lr"] < 0.1
     with pytest.raises(ValueError, match="of the schedule LambdaLR, and this run has ReduceLROnPlateau"):
-        small_state.save_schedule(tmp_path / small_state.SCHEDULE, lambda_lr())
-        small_state.load_schedule(tmp_path / small_state.SCHEDULE, second, [])
+        training_state.save_schedule(tmp_path / training_state.SCHEDULE, lambda_lr())
+        training_state.load_schedule(tmp_path / training_state.SCHEDULE, second, [])
 
 
 def test_a_damaged_schedule(tmp_path: Path) -> None:
-    path = tmp_path / small_state.SCHEDULE
+    path = tmp_path / training_state.SCHEDULE
     for text in ("", "[]", '{"version": 1, "kind": "LambdaLR", "state": {}}'):
         path.write_text(text)
-        with pytest.raises(ValueError, match=f"^[^\n]*{small_state.SCHEDULE}: damaged[^\n]*$"):
-            small_state.load_schedule(path, lambda_lr(), [])
+        with pytest.raises(ValueError, match=f"^[^\n]*{training_state.SCHEDULE}: damaged[^\n]*$"):
+            training_state.load_schedule(path, lambda_lr(), [])
 
 
 # Generators
@@ -87,14 +89,13 @@ def draws() -> list[Any]:
 
 
 def test_generators_go_on(tmp_path: Path) -> None:
-    path = small_state.generators_file(tmp_path, 1, 3)
+    path = tmp_path / "generators.json"
     random.gauss()  # keeps a second number
     np.random.standard_normal()
-    small_state.save_generators(path)
+    training_state.save_generators(path)
     expected = draws()
     assert draws() != expected
-    assert small_state.saved_generators(tmp_path, 1) == path and small_state.saved_generators(tmp_path, 0) is None
-    small_state.load_generators(path)
+    training_state.load_generators(path)
     assert draws() == expected
 
 
@@ -115,16 +116,16 @@ def test_damaged_generators_change_nothing(
     def refuse(state: torch.Tensor) -> None:
         raise RuntimeError("RNG state is wrong size")
 
-    path = small_state.generators_file(tmp_path, 0, 1)
-    small_state.save_generators(path)
+    path = tmp_path / "generators.json"
+    training_state.save_generators(path)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    monkeypatch.setattr(small_state.accelerator, "kind", lambda: "sim")
+    monkeypatch.setattr(training_state.accelerator, "kind", lambda: "sim")
     monkeypatch.setattr(torch, "get_device_module", lambda kind: SimpleNamespace(set_rng_state=refuse))
     for draw in (random.random, np.random.rand, lambda: torch.rand(1)):
         draw()
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.random.get_rng_state()  # type: ignore[index]
     with pytest.raises(ValueError, match=path.name) as caught:
-        small_state.load_generators(path)
+        training_state.load_generators(path)
     assert len(str(caught.value).splitlines()) == 1
     assert random.getstate() == before[0] and np.random.get_state()[1].tolist() == before[1]  # type: ignore[index]
     assert torch.equal(torch.random.get_rng_state(), before[2])
@@ -243,11 +244,11 @@ class Buffered(nn.Module):
 def test_buffers_are_restored(tmp_path: Path) -> None:
     model: Any = nn.ModuleDict({"a": Buffered()})
     assert training_state._needed(model) == {"a.weight": (3,), "a.kept": (4,)}
-    assert training_state._not_in_files(tmp_path, model) == {"a.weight", "a.kept"}
+    assert training_state._absent(tmp_path, model) == {"a.weight", "a.kept"}
     save_file(
         {"a.weight": model["a"].weight.detach() + 1, "a.kept": torch.arange(4) + 7}, tmp_path / "model.safetensors"
     )
-    assert training_state._not_in_files(tmp_path, model) == set()
+    assert training_state._absent(tmp_path, model) == set()
     files = Store.of(training_state._model_files(tmp_path), kind=WEIGHT)
     holder = plain_state(torch.optim.SGD(model.parameters()), model, writes=True)
     training_state._fill_weights(holder, model, Weights(Store({}), files, {}))
@@ -259,7 +260,7 @@ def test_a_tied_weight_is_found_under_its_other_name(tmp_path: Path) -> None:
     model["b"].weight = model["a"].weight
     buffers = {"a.kept": torch.arange(4), "b.kept": torch.arange(4)}
     save_file({"b.weight": model["a"].weight.detach(), **buffers}, tmp_path / "model.safetensors")
-    assert training_state._not_in_files(tmp_path, model) == set()
+    assert training_state._absent(tmp_path, model) == set()
 
 
 def test_files_with_converted_weights_are_not_trusted(tmp_path: Path) -> None:
@@ -270,9 +271,9 @@ def test_files_with_converted_weights_are_not_trusted(tmp_path: Path) -> None:
     model.config = SimpleNamespace(model_type="any")
     model._weight_conversions = []
     save_file({"weight": model.weight.detach(), "kept": torch.arange(4)}, tmp_path / "model.safetensors")
-    assert training_state._not_in_files(tmp_path, model) == set()
+    assert training_state._absent(tmp_path, model) == set()
     model._weight_conversions = [WeightConverter("weight", "weight", operations=[PermuteForRope()])]
-    assert training_state._not_in_files(tmp_path, model) == {"weight", "kept"}
+    assert training_state._absent(tmp_path, model) == {"weight", "kept"}
 
 
 @pytest.mark.parametrize("text", ["[]", '{"weight_map": {"a": "../model.safetensors"}}'])

@@ -74,7 +74,8 @@ RENAMED: Mapping[str, str] = {
     "activation_checkpointing": "gradient_checkpointing",
     "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
 }
-OWN = frozenset(["allow_change", "overwrite"])  # keys that TrainingArguments does not have
+# Keys that TrainingArguments does not have.
+OWN = frozenset(["allow_change", "overwrite", "early_stopping_patience", "early_stopping_threshold", "sample_prompts"])
 
 
 class TrainingSection(Section):
@@ -146,6 +147,11 @@ class TrainingSection(Section):
     load_best_model_at_end: bool | None = option("End with the weights of the best evaluation.")
     metric_for_best_model: NonEmpty | None = option("Metric that decides which evaluation is best; not set means loss.")
     greater_is_better: bool | None = option("Whether a greater metric is better.")
+    early_stopping_patience: Count | None = option("Training ends after so many evaluations that are not better.")
+    early_stopping_threshold: NonNegative = option("How much better the metric must be, to count.", 0.0)
+    sample_prompts: Annotated[list[NonEmpty], Field(min_length=1)] | None = option(
+        "Prompts that are continued, greedily, at each evaluation; printed, and in metrics.jsonl."
+    )
     resume_from_checkpoint: Resume | None = option("Folder to resume from; true or auto for the newest valid one.")
     allow_change: list[Changeable] = option("What a resumed run may do differently although the result changes.", [])
     overwrite: bool = option("Delete an earlier run in output_dir; otherwise it moves to earlier-N in it.", False)
@@ -169,4 +175,10 @@ class TrainingSection(Section):
     def arguments(self) -> dict[str, object]:
         """The keyword arguments for TrainingArguments: what is set, without our own and ``Trainer.train``'s."""
         given = self.model_dump(exclude={"resume_from_checkpoint", *OWN})
+        if self.early_stopping_patience is not None:
+            given["metric_for_best_model"] = self.metric_for_best_model or "loss"
+        if self.greater_is_better is None and str(self.metric_for_best_model).endswith("perplexity"):
+            given["greater_is_better"] = (
+                False  # Hugging Face takes whatever does not end in loss to be better if greater
+            )
         return {RENAMED.get(name, name): value for name, value in given.items() if value is not None}

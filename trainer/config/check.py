@@ -65,13 +65,22 @@ def _section(model: type[BaseModel], data: object, at: Key) -> Iterator[Fault]:
         key, field = (*at, name), model.model_fields.get(name)
         if field is None:
             yield from _unknown(key, value, tuple(model.model_fields))
-        elif isinstance(value, dict) and (inner := inner_model(field.annotation)):
+        elif (inner := inner_model(field.annotation)) and isinstance(value, dict) and not _listed(field.annotation):
             yield from _section(inner, value, key)
+        elif inner and isinstance(value, list) and value and _listed(field.annotation):
+            for index, item in enumerate(value):
+                yield from _section(inner, item, (*key, str(index)))
         elif words := _refusal(model, field, value):
             yield Fault(key, value, words)
     for name, field in model.model_fields.items():
         if field.is_required() and name not in data:
             yield Fault((*at, name), MISSING, f"missing; {_must_be(field, MISSING)}")
+
+
+def _listed(annotation: Any) -> bool:
+    """Whether the type is a list, or may be one."""
+    parts = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType, Annotated) else ()
+    return get_origin(annotation) is list or any(map(_listed, parts))
 
 
 def _refusal(model: type[BaseModel], field: FieldInfo, value: object) -> str | None:
@@ -231,6 +240,6 @@ def inner_model(annotation: Any) -> type[BaseModel] | None:
     """The model that a mapping for this field is validated with, or None."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    if get_origin(annotation) in (Union, types.UnionType, Annotated):
+    if get_origin(annotation) in (Union, types.UnionType, Annotated, list):
         return next((found for part in get_args(annotation) if (found := inner_model(part))), None)
     return None

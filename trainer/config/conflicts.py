@@ -56,7 +56,7 @@ def conflicts(sections: Mapping[str, Values]) -> list[Fault]:
 def _value(sections: Mapping[str, Any], key: str) -> Any:
     value: Any = sections
     for name in key.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
+        value = value[int(name)] if isinstance(value, list) else value.get(name) if isinstance(value, dict) else None
     return MISSING if value is None else value
 
 
@@ -107,6 +107,10 @@ def _quantised(m: Values, t: Values) -> Found:
 
 
 def _data(d: Values, t: Values) -> Found:
+    if d.path is None and d.datasets is None:
+        yield "data.path", "missing; write a file, a folder, a hub name or pydoc, or data.datasets for several"
+    if isinstance(d.datasets, list):
+        yield from _datasets(d)
     if d.streaming and d.eval_fraction:
         yield "data.eval_fraction", "cannot go with data.streaming; write data.eval_split or data.eval_path"
     elif d.eval_fraction and (d.eval_path or d.eval_split):
@@ -126,6 +130,24 @@ def _data(d: Values, t: Values) -> Found:
                     yield f"data.{key}", "pydoc text has no answers; write data.name = pairs, or leave it out"
         elif d.name != "pairs":
             yield "data.name", "must be text or pairs, since data.path = pydoc"
+
+
+def _datasets(d: Values) -> Found:
+    for key in ("path", "name", "columns", "limit", "split"):
+        if d[key] and d[key] != "train":
+            yield f"data.{key}", "cannot go with data.datasets; write it in each of them that needs it"
+    if d.eval_split:
+        yield "data.eval_split", "cannot go with data.datasets; write data.eval_fraction or data.eval_path"
+    if d.streaming:
+        yield "data.streaming", "cannot go with data.datasets: how they are mixed follows from all their tokens"
+    shares = [one.get("token_share") for one in d.datasets]
+    if any(shares) and not all(shares):
+        yield f"data.datasets.{shares.index(None)}.token_share", "missing; all data sets have one or none does"
+    elif all(shares) and abs(sum(shares) - 1) > 1e-6:
+        yield "data.datasets.0.token_share", f"all of them together must be 1, and are {sum(shares):g}"
+    for index, one in enumerate(d.datasets):
+        if one.get("weight") and one.get("token_share"):
+            yield f"data.datasets.{index}.weight", f"cannot go with its token_share; {KEEP_ONE}"
 
 
 def _training(d: Values, t: Values) -> Found:
@@ -156,6 +178,12 @@ def _training(d: Values, t: Values) -> Found:
             options_of(t.optim, t.optim_args)
         except ValueError as error:
             yield "training.optim_args", str(error)
+    if t.eval_strategy == "no":
+        for key in ("early_stopping_patience", "sample_prompts"):
+            if t[key] not in (None, WRONG):
+                yield f"training.{key}", f"needs evaluations; {EVALUATE}"
+    if t.early_stopping_threshold not in (*OFF, WRONG) and t.early_stopping_patience is None:
+        yield "training.early_stopping_threshold", "needs training.early_stopping_patience"
     if t.save_strategy == "best" and t.eval_strategy == "no":
         yield "training.save_strategy", f"needs evaluations; {EVALUATE}"
     if t.save_strategy == "best" and t.metric_for_best_model is None:
@@ -188,6 +216,8 @@ def _strategies(sections: Mapping[str, Values]) -> Found:
                 if (given := sections[section][field]) not in (*OFF, WRONG) and value in ("", given):
                     yield key, f"{why}; {KEEP_ONE}"
             yield from _quantised_beside(name, m, t)
+            if t.fp16 and m.dtype == "float16" and find(name).requires >= PLANNED:
+                yield "model.dtype", f"strategies.{name} keeps float32 weights under training.fp16; write float32"
             if half and find(name).requires >= PLANNED:
                 what = f"strategies.{name} computes in float32 without training.bf16"
                 yield "model.dtype", f"{what}; write training.bf16: true, or float32"

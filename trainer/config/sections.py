@@ -20,10 +20,16 @@ from trainer.errors import ConfigError
 Share = Annotated[float, Field(ge=0, le=0.5)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
+Excess = Literal["truncate", "drop", "split"]
 Columns = Literal[
     "text", "prompt", "completion", "messages", "system", "tools", "instruction", "input", "output", "input_ids",
     "labels",
 ]  # fmt: skip
+
+
+Mapped = Annotated[
+    dict[Columns, NonEmpty], Allowed(f"a mapping from our fields ({', '.join(get_args(Columns))}) to columns")
+]
 
 
 class TrainTokenizer(Section):
@@ -101,19 +107,40 @@ class ModelSection(Section):
         return None if self.lora is None else self.lora.loraplus_lr_ratio
 
 
-class DataSection(Section):
-    """What it is trained on."""
+class DatasetSection(Section):
+    """One of several data sets. What is not set is as in data."""
 
-    path: NonEmpty = Field(description="A file, a folder, a hub name, or pydoc: the interpreter's own documentation.")
+    path: NonEmpty = Field(description="As data.path.")
+    name: NonEmpty | None = option("As data.name.")
+    split: NonEmpty = option("As data.split.", "train")
+    columns: Mapped = option("As data.columns.", {})
+    limit: Count | None = option("As data.limit.")
+    completion_only_loss: bool | None = option("As data.completion_only_loss.")
+    assistant_only_loss: bool | None = option("As data.assistant_only_loss.")
+    weight: Annotated[float, Field(gt=0)] | None = option(
+        "How often it is taken: 0.5 takes half of its tokens, 2.5 all of them twice and half once more; not set: 1."
+    )
+    token_share: Annotated[float, Field(gt=0, lt=1)] | None = option(
+        "Its share of all tokens, for the largest mix in which no row is taken twice; for all data sets or none."
+    )
+
+
+class DataSection(Section):
+    """What it is trained on: exactly one of path and datasets."""
+
+    path: NonEmpty | None = option("A file, a folder, a hub name, or pydoc: the interpreter's own documentation.")
+    datasets: Annotated[list[DatasetSection], Field(min_length=1)] | None = option("Several data sets, mixed.")
     name: NonEmpty | None = option("Subset of a hub data set; for pydoc: text or pairs.")
     split: NonEmpty = option("Split to train on.", "train")
     eval_path: NonEmpty | None = option("Evaluation data apart from path, in the same forms.")
     eval_split: NonEmpty | None = option("Split to evaluate on.")
     eval_fraction: Share = option("Share of the training data set aside for evaluation.", 0.0)
-    columns: Annotated[
-        dict[Columns, NonEmpty], Allowed(f"a mapping from our fields ({', '.join(get_args(Columns))}) to columns")
-    ] = option("Our field -> their column, where the two differ.", {})
-    max_length: Annotated[int, Field(ge=8)] = option("Tokens per sample; longer ones are cut.", 1024)
+    columns: Mapped = option("Our field -> their column, where the two differ.", {})
+    limit: Count | None = option("Rows that are read, from the first on; not set: all.")
+    max_length: Annotated[int, Field(ge=8)] = option("Tokens per sample.", 1024)
+    excess_length_strategy: Excess | None = option(
+        "What becomes of longer samples; not set: text is split, others are truncated."
+    )
     packing: bool = option("Fill each sequence with several samples; they do not mix.", False)
     completion_only_loss: bool | None = option("Loss on completions only; not set: yes for prompt/completion data.")
     assistant_only_loss: bool = option("Loss on the assistant's turns of messages only.", False)
@@ -123,6 +150,14 @@ class DataSection(Section):
     chat_template_path: NonEmpty | None = option("Jinja chat template in a file: TRL's name for chat_template.")
     streaming: bool = option("Read while training; needs training.max_steps.", False)
     num_proc: Count | None = option("Processes that prepare the data.")
+
+    def parts(self) -> list[DataSection]:
+        """A section for each data set: this one, if there are no several."""
+        if self.datasets is None:
+            return [self]
+        ours = type(self).model_fields
+        given = [{key: value for key, value in one if value is not None and key in ours} for one in self.datasets]
+        return [self.model_copy(update={"datasets": None, **own}) for own in given]
 
 
 SECTIONS: Mapping[str, type[Section]] = {"model": ModelSection, "data": DataSection, "training": TrainingSection}
@@ -185,10 +220,17 @@ def _without_none(section: Section | Strategy) -> dict[str, Any]:
     """Only the fields that are set. Values inside free mappings (model.config) are kept, null included."""
     plain = section.model_dump()
     return {
-        name: _without_none(value) if isinstance(value := getattr(section, name), Section) else plain[name]
+        name: _plain(getattr(section, name), plain[name])
         for name in type(section).model_fields
         if plain[name] is not None
     }
+
+
+def _plain(value: object, plain: Any) -> Any:
+    if isinstance(value, Section):
+        return _without_none(value)
+    sections = isinstance(value, list) and any(isinstance(item, Section) for item in value)
+    return [_without_none(item) for item in value] if isinstance(value, list) and sections else plain
 
 
 def flat(tree: Mapping[str, Any], wrong: Iterable[Key] = ()) -> dict[str, Values]:

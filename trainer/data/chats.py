@@ -74,8 +74,6 @@ def read(row: Mapping[str, Any], column: str, only_assistant: bool) -> Chat:
         if message["role"] == "assistant":
             chosen.append(trained is not False)
         messages.append(message)
-    if not messages:
-        raise Fault(f"field {column!r} is an empty list; a conversation has at least one message")
     if row.get("system") and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": row["system"]})
     return Chat(messages, _tools(row.get("tools")), chosen)

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from trainer.data.chats import NO_TEXT, SURROGATE, Fault, Template, find_template
 from trainer.data.chats import read as read_chat
 from trainer.data.packing import MASKED
+from trainer.data.report import BEYOND, EMPTY, LONG, UNTRAINED, Document, Dropped, Encoded
 from trainer.data.sources import Row, Source, kind
 from trainer.errors import DataError, nearest
 
@@ -52,14 +53,6 @@ _ALSO = {"conversations": "messages"}  # columns with another name that can mean
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
 
-class Document(NamedTuple):
-    """A tokenised row: ids and labels of equal length, and the number of tokens that were cut off."""
-
-    ids: list[int]
-    labels: list[int]
-    num_cut: int = 0
-
-
 # Columns of well-known data sets that hold a prompt and its completion.
 _PAIRS = (
     ("question", "answer"), ("query", "response"), ("prompt", "response"), ("instruction", "response"),
@@ -67,8 +60,6 @@ _PAIRS = (
 )  # fmt: skip
 
 Segment = tuple[str, bool]  # a string that is tokenised alone, and whether it is trained on
-# A row after each step: a Document, None for an empty text, or a line about what is wrong.
-Encoded = Document | str | None
 
 
 def detect(options: DataSection, source: Source) -> tuple[Format, dict[str, str]]:
@@ -179,13 +170,13 @@ class Encoder:
         segments = [_segments(self.format.name, row, not self.completion_only) for row in rows]
         texts = [text for row in segments for text, _ in row]
         if not texts:
-            return [None for _ in rows]
+            return [Dropped(EMPTY) for _ in rows]
         ids = iter(self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])
         return [self._join([(next(ids), trained) for _, trained in row]) for row in segments]
 
-    def _join(self, parts: list[tuple[list[int], bool]]) -> Document | None:
+    def _join(self, parts: list[tuple[list[int], bool]]) -> Document | Dropped:
         if not parts:
-            return None
+            return Dropped(EMPTY)
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         start = [bos] if bos is not None and self.tokenizer("")["input_ids"][:1] == [bos] else []
         end = [] if eos is None else [eos]
@@ -195,34 +186,35 @@ class Encoder:
             labels += tokens if trained else [MASKED] * len(tokens)
         return Document(ids, labels)
 
-    def _chat(self, row: Mapping[str, Any]) -> Document | str:
+    @property
+    def excess(self) -> str:
+        """What becomes of a document that is longer than ``data.max_length``: half an answer is not a sample."""
+        return self.options.excess_length_strategy or ("split" if self.format.name == "text" else "truncate")
+
+    def _chat(self, row: Mapping[str, Any]) -> Encoded:
         assert self.template is not None
+        if not row["messages"]:
+            return Dropped(EMPTY)
         only = self.options.assistant_only_loss
         try:
             return Document(*self.template.encode(read_chat(row, self.columns["messages"], only), only))
         except Fault as fault:
             return str(fault)
 
-    def _finish(self, document: Document) -> Document | str:
-        """Truncate; refuse a row without trained tokens, or with a token that the model has no embedding for."""
+    def _finish(self, document: Document) -> Encoded:
+        """Truncate or drop; refuse a token that the model has no embedding for."""
         ids, labels, limit = document.ids, [MASKED, *document.labels[1:]], self.options.max_length
         if (worst := max(ids, default=0)) >= self.vocab_size:
             line = f"token id {worst} is beyond the model's vocabulary of {self.vocab_size}"
             return f"{line}; the data or the tokenizer belongs to another model"
         first = next((index for index, label in enumerate(labels) if label != MASKED), None)
-        if first is None:
-            return f"every token is masked: nothing to train on in {len(ids)} tokens{self._masked_by()}"
-        if self.format.name == "text" or len(ids) <= limit:
+        if first is None or len(ids) < 2:
+            return Dropped(UNTRAINED if ids else EMPTY, len(ids))
+        if len(ids) <= limit or self.excess == "split":
             return Document(ids, labels)
-        if first >= limit:
-            line = f"the first trained token is number {first + 1}, cut off by data.max_length {limit}"
-            return f"{line}; raise data.max_length (the whole row has {len(ids)} tokens)"
+        if self.excess == "drop" or first >= limit:
+            return Dropped(LONG if self.excess == "drop" else BEYOND, len(ids))
         return Document(ids[:limit], labels[:limit], len(ids) - limit)
-
-    def _masked_by(self) -> str:
-        if self.format.name == "messages":
-            return " (no assistant turn)" if self.options.assistant_only_loss else ""
-        return " (every label is -100)" if "labels" in self.columns else ""
 
 
 def _segments(format: str, row: Mapping[str, str], prompted: bool) -> list[Segment]:
@@ -245,8 +237,6 @@ def _segments(format: str, row: Mapping[str, str], prompted: bool) -> list[Segme
 
 def _ids_fault(row: Mapping[str, list[Any]]) -> str | None:
     ids, labels = row["input_ids"], row.get("labels", row["input_ids"])
-    if not ids:
-        return "field 'input_ids' is an empty list"
     if len(labels) != len(ids):
         return f"field 'labels' has {len(labels)} entries, field 'input_ids' has {len(ids)}"
     if any(type(token) is not int or token < 0 for token in ids):

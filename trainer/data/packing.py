@@ -5,72 +5,88 @@ span, which tells attention where documents end; the first token of a span is no
 predicts it. So a packed row trains on the same tokens in the same contexts as the unpacked spans.
 
 Spans are packed by best-fit decreasing: longest first, each into the fullest row that it fits into. That needs at most
-11/9 of the fewest possible rows (plus one), and on text wastes well under one per cent.
+11/9 of the fewest possible rows (plus one), and on text wastes well under one per cent. Spans are arrays of 12 bytes
+each: of many million documents, which are read one by one, nothing else is in memory.
 """
 
 import bisect
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Tokens = NDArray[np.int32]
+Spans = NDArray[np.int32]  # [number, 3]: a document, and the start and stop of a piece of it
 MASKED = -100  # the label of a token that is not trained on: what torch's cross entropy ignores
 
 
-class Span(NamedTuple):
-    """Tokens [start, stop) of one document."""
-
-    document: int
-    start: int
-    stop: int
-
-
-def whole(lengths: Sequence[int]) -> list[Span]:
+def whole(lengths: Sequence[int] | NDArray[np.integer]) -> Spans:
     """Each document as one span."""
-    return [Span(document, 0, length) for document, length in enumerate(lengths)]
+    stops = np.asarray(lengths, np.int32)
+    return np.stack([np.arange(len(stops), dtype=np.int32), np.zeros_like(stops), stops], axis=1)
 
 
-def chunk(spans: Sequence[Span], max_length: int) -> list[Span]:
+def chunk(spans: Spans, max_length: int) -> Spans:
     """Cut spans so that none is longer than ``max_length`` (at least 3) or has a single token, hence no target."""
     assert max_length >= 3, "two pieces of at least two tokens must fit into max_length + 1"
-    pieces = []
-    for document, start, stop in spans:
-        while stop - start > max_length:
-            cut = start + max_length - (stop - start == max_length + 1)
-            pieces.append(Span(document, start, cut))
-            start = cut
-        pieces.append(Span(document, start, stop))
+    lengths = spans[:, 2] - spans[:, 1]
+    counts = np.maximum(-(-lengths // max_length), 1)
+    ends = np.cumsum(counts)
+    pieces = np.repeat(spans, counts, axis=0)
+    pieces[:, 1] += max_length * (np.arange(len(pieces)) - np.repeat(ends - counts, counts)).astype(np.int32)
+    pieces[ends - 1, 1] -= (lengths % max_length == 1) & (counts > 1)  # the last piece gets a second token
+    inner = np.ones(len(pieces), bool)
+    inner[ends - 1] = False
+    pieces[:-1, 2] = np.where(inner[:-1], pieces[1:, 1], pieces[:-1, 2])
     return pieces
 
 
-def split(spans: Sequence[Span], fraction: float, seed: int) -> tuple[list[Span], list[Span]]:
+def shuffled(count: int, seed: int) -> NDArray[np.int64]:
+    """The numbers below ``count`` in an order of the seed. By a hash, since the shuffle of a library may change."""
+    keys = (hashlib.sha256(f"{seed}:{index}".encode()).digest()[:8] for index in range(count))
+    return np.argsort(np.frombuffer(b"".join(keys), ">u8"), kind="stable")
+
+
+def split(spans: Spans, fraction: float, seed: int) -> tuple[Spans, Spans]:
     """Documents for training and for evaluation, each in order; of a single one the last ``fraction`` is held out."""
     if len(spans) == 1:
-        document, start, stop = spans[0]
+        document, start, stop = spans[0].tolist()
         cut = stop - min(max(2, round((stop - start) * fraction)), (stop - start) // 2)
-        return [Span(document, start, cut)], [Span(document, cut, stop)]
-    held = min(max(1, round(len(spans) * fraction)), len(spans) - 1)
-    # A hash and not a generator: the shuffle of a library may change with its version.
-    ranked = sorted(range(len(spans)), key=lambda i: hashlib.sha256(f"{seed}:{i}".encode()).digest())
-    chosen = set(ranked[:held])
-    train = [span for index, span in enumerate(spans) if index not in chosen]
-    return train, [spans[index] for index in sorted(chosen)]
+        return np.array([[document, start, cut]], np.int32), np.array([[document, cut, stop]], np.int32)
+    held = np.zeros(len(spans), bool)
+    held[shuffled(len(spans), seed)[: min(max(1, round(len(spans) * fraction)), len(spans) - 1)]] = True
+    return spans[~held], spans[held]
 
 
-def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+def weighted(spans: Spans, weight: float, seed: int) -> Spans:
+    """All spans ``weight`` times, in order; of a fraction of all tokens, the spans that the seed chooses first."""
+    times = np.full(len(spans), int(weight))
+    order, lengths = shuffled(len(spans), seed), (spans[:, 2] - spans[:, 1]).astype(np.int64)
+    times[order[np.cumsum(lengths[order]) <= (weight - int(weight)) * lengths.sum()]] += 1
+    return np.repeat(spans, times, axis=0)
+
+
+def weights_of(shares: Sequence[float], tokens: Sequence[int]) -> list[float]:
+    """The weights with which data sets of so many ``tokens`` have these shares of all; the largest is 1."""
+    least = min(count / share for share, count in zip(shares, tokens, strict=True))
+    found = (share * least / count for share, count in zip(shares, tokens, strict=True))
+    return [1.0 if abs(weight - 1) < 1e-9 else weight for weight in found]  # not all of it but one row
+
+
+def pack(lengths: Sequence[int] | NDArray[np.integer], capacity: int) -> Iterator[list[int]]:
     """Best-fit decreasing: rows of indices into ``lengths``, each summing to at most ``capacity``; ties by index.
 
     Rows are ordered by their first index and indices ascend, so neighbours stay near each other. Time is n log n.
     """
+    sizes = np.asarray(lengths)
+    row_of = np.zeros(len(sizes), np.int32)
     rooms: list[int] = []  # the distinct rooms of open rows, ascending
-    rows_by_room: dict[int, list[list[int]]] = {}
-    rows: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        length = lengths[index]
+    rows_by_room: dict[int, list[int]] = {}
+    num_rows = 0
+    for index in map(int, np.argsort(-sizes, kind="stable")):
+        length = int(sizes[index])
         assert 0 < length <= capacity, f"span {index} has {length} tokens, a row has {capacity}"
         place = bisect.bisect_left(rooms, length)
         if place < len(rooms):
@@ -79,28 +95,28 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
             if not rows_by_room[room]:
                 del rows_by_room[room], rooms[place]
         else:
-            room, row = capacity, []
-            rows.append(row)
-        row.append(index)
+            room, row = capacity, num_rows
+            num_rows += 1
+        row_of[index] = row
         if room > length:
             if room - length not in rows_by_room:
                 bisect.insort(rooms, room - length)
             rows_by_room.setdefault(room - length, []).append(row)
-    return sorted(sorted(row) for row in rows)
+    rooms.clear()
+    rows_by_room.clear()
+    _, first, counts = np.unique(row_of, return_index=True, return_counts=True)
+    members, starts = np.argsort(row_of, kind="stable"), np.cumsum(counts) - counts
+    for row in np.argsort(first):
+        yield members[starts[row] : starts[row] + counts[row]].tolist()
 
 
 def rows(
-    spans: Sequence[Span],
-    read: Callable[[int], tuple[Tokens, Tokens]],
-    max_length: int,
-    packing: bool,
+    spans: Spans, read: Callable[[int], tuple[Tokens, Tokens]], max_length: int, packing: bool
 ) -> Iterator[dict[str, Tokens]]:
     """The rows of a data set, packed (then with ``position_ids``) or one span each; ``read`` gives ids and labels."""
-    lengths = [span.stop - span.start for span in spans]
-    groups = pack(lengths, max_length) if packing else [[index] for index in range(len(spans))]
-    for group in groups:
+    for group in pack(spans[:, 2] - spans[:, 1], max_length) if packing else ([index] for index in range(len(spans))):
         pieces = defaultdict[str, list[Tokens]](list)
-        for document, start, stop in (spans[index] for index in group):
+        for document, start, stop in spans[group].tolist():
             ids, labels = read(document)
             pieces["input_ids"].append(ids[start:stop])
             pieces["labels"].append(labels[start:stop].copy())  # they are views of a file

@@ -12,14 +12,14 @@ streaming only evaluation data is saved, packing sees a window of documents, and
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -30,24 +30,25 @@ from transformers import PreTrainedTokenizerBase
 from strategies.core.commit import added_folder, remove
 from strategies.core.sealed import Damaged, damage, digest_of, seal
 from strategies.core.sealed import read as read_manifest
-from trainer.data import packing
-from trainer.data.formats import Document, Encoded, Encoder, detect, make_encoder
-from trainer.data.packing import MASKED, Span, Tokens
+from trainer.data import packing, report
+from trainer.data.formats import Encoder, detect, make_encoder
+from trainer.data.packing import MASKED, Spans, Tokens
+from trainer.data.report import Document, Encoded, Say, Tally
 from trainer.data.sources import Row, Source, open_source
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
     from trainer.config.sections import DataSection
 
-Say = Callable[[str], None]
 T = TypeVar("T")
 
 KIND = "data"  # in the manifest
+REPORT = "report.json"
 _LAYOUT = 1  # raise when the same inputs would give other rows
 _BATCH = 256  # rows tokenised in one call, documents written at once
 _WINDOW = 512  # documents that streaming packs together
-_PATIENCE = 10_000  # rows still read after the first bad one, to report the others with it
 # Keys that do not decide the rows, or whose content is part of the fingerprint.
+_LATER = {"excess_length_strategy", "datasets", "limit"}  # and those that decide nothing where they are not set
 _NOT_CONTENT = {"path", "eval_path", "num_proc", "chat_template", "chat_template_path"}
 
 
@@ -62,6 +63,16 @@ class Prepared:
     sources: str = ""
     tokenizer: str = ""
     chat_template: str | None = None  # that the config names; the tokenizer is exported with it
+    report: Mapping[str, Any] | None = None  # what became of the rows; None where nothing was read ahead
+
+
+class Part(NamedTuple):
+    """One of the data sets that are mixed."""
+
+    source: Source
+    encoder: Encoder
+    weight: float = 1.0
+    token_share: float | None = None
 
 
 def prepare(
@@ -81,27 +92,35 @@ def prepare(
     before any row is made, and may refuse. ``compares``: with its manifest; a machine's first rank does so for all.
     DataError has one line per problem, naming file, row and field.
     """
-    train, held_out = open_train(section), _open_eval(section)
-    encoder = make_encoder(section, train, tokenizer, vocab_size)
-    eval_encoder = make_encoder(section, held_out, tokenizer, vocab_size) if held_out else None
-    marks = [source.identity(not section.streaming) for source in ([train, held_out] if held_out else [train])]
-    key, made_of = fingerprint(encoder, seed, marks), (digest_of(marks[0]), digest_of(_tokenizer_content(tokenizer)))
+    sources, held_out = list(open_train(section)), _open_eval(section)
+    mix = [(one.weight or 1.0, one.token_share) for one in section.datasets or ()] or [(1.0, None)]
+    train = [
+        Part(source, make_encoder(options, source, tokenizer, vocab_size), *weights)
+        for options, source, weights in zip(section.parts(), sources, mix, strict=True)
+    ]
+    encoder = train[0].encoder
+    evaluation = [Part(held_out, make_encoder(section, held_out, tokenizer, vocab_size))] if held_out else []
+    marks = [part.source.identity(not section.streaming) for part in [*train, *evaluation]]
+    of_train = digest_of(marks[0] if len(train) == 1 else marks[: len(train)])
+    key, made_of = fingerprint(train, seed, marks), (of_train, digest_of(_tokenizer_content(tokenizer)))
     opened(*made_of, key)
-    home = folder / key
+    home, names = folder / key, ", ".join(source.name for source in sources)
     if home.is_dir() and (not compares or _is_whole(home, say)):
-        say(f"data: {train.name} is prepared already ({key})")
+        say(f"data: {names} is prepared already ({key})")
     elif held_out or not section.streaming:
         with added_folder(home) as draft:
-            if held_out and eval_encoder:
-                _write("eval", held_out, eval_encoder, draft, say)
+            made = [_write("eval", evaluation, draft, say)] if evaluation else []
             if not section.streaming:
-                _write("train", train, encoder, draft, say, section.eval_fraction, seed)
+                made.append(_write("train", train, draft, say, section.eval_fraction, seed))
+            (draft / REPORT).write_text(json.dumps(report.content(section.max_length, made)))
             seal(draft, KIND, {"fingerprint": key})
-    rows = _stream(train, encoder) if section.streaming else _open(home / "train.arrow")
-    evaluation = _open(home / "eval.arrow") if (home / "eval.arrow").exists() else None
+    rows = _stream(train[0].source, encoder) if section.streaming else _open(home / "train.arrow")
+    held = _open(home / "eval.arrow") if (home / "eval.arrow").exists() else None
     named = section.chat_template or section.chat_template_path
     template = encoder.template.text if encoder.template and named else None
-    return Prepared(rows, evaluation, key, encoder.format.name, *made_of, template)
+    found = json.loads((home / REPORT).read_text()) if (home / REPORT).exists() else None
+    formats = " + ".join(dict.fromkeys(part.encoder.format.name for part in train))
+    return Prepared(rows, held, key, formats, *made_of, template, found)
 
 
 def _is_whole(home: Path, say: Say) -> bool:
@@ -119,9 +138,12 @@ def _is_whole(home: Path, say: Say) -> bool:
     return not lines
 
 
-def open_train(section: DataSection) -> Source:
-    """The source of the training rows."""
-    return open_source(section.path, section.name, section.split, section.streaming)
+def open_train(section: DataSection) -> Iterator[Source]:
+    """The source of the training rows of each data set."""
+    for index, part in enumerate(section.parts()):
+        assert part.path is not None
+        key = "data." if section.datasets is None else f"data.datasets.{index}."
+        yield open_source(part.path, part.name, part.split, section.streaming, key)
 
 
 def _open_eval(section: DataSection) -> Source | None:
@@ -130,34 +152,43 @@ def _open_eval(section: DataSection) -> Source | None:
         if section.eval_split is None:
             return None
         path, name = section.path, section.name
+    assert path is not None
     return open_source(path, name, split, streaming=False, key="data.eval_")
 
 
 def texts(section: DataSection) -> Iterator[str]:
     """All strings of the training data, to train a tokenizer on."""
-    source = open_train(section)
-    _, columns = detect(section, source)
-    for row in source.rows(columns.values()):
-        values = {} if isinstance(row.values, str) else row.values
-        for value in map(values.get, columns.values()):
-            for item in value if isinstance(value, list) else [value]:
-                text = item.get("content", item.get("value")) if isinstance(item, dict) else item
-                if isinstance(text, str) and text:
-                    yield text
+    for part, source in zip(section.parts(), open_train(section), strict=True):
+        _, columns = detect(part, source)
+        for row in itertools.islice(source.rows(columns.values()), part.limit):
+            values = {} if isinstance(row.values, str) else row.values
+            for value in map(values.get, columns.values()):
+                for item in value if isinstance(value, list) else [value]:
+                    text = item.get("content", item.get("value")) if isinstance(item, dict) else item
+                    if isinstance(text, str) and text:
+                        yield text
 
 
-def fingerprint(encoder: Encoder, seed: int, marks: Sequence[list[str]]) -> str:
+def fingerprint(parts: Sequence[Part], seed: int, marks: Sequence[list[str]]) -> str:
     """16 hex digits that differ for different rows; ``marks`` are the identity of each source."""
+    encoder = parts[0].encoder
     content = {
         "layout": _LAYOUT,
-        "options": {k: v for k, v in encoder.options.model_dump(mode="json").items() if k not in _NOT_CONTENT},
+        "options": _options(encoder),
         "template": encoder.template and encoder.template.text,
         "tokenizer": _tokenizer_content(encoder.tokenizer),
         "vocab_size": encoder.vocab_size,
         "seed": seed,
         "sources": list(marks),
     }
+    if len(parts) > 1 or parts[0].weight != 1:
+        content["mix"] = [[_options(part.encoder), part.weight, part.token_share] for part in parts]
     return digest_of(content)[:16]
+
+
+def _options(encoder: Encoder) -> dict[str, Any]:
+    options = encoder.options.model_dump(mode="json").items()
+    return {key: it for key, it in options if key not in _NOT_CONTENT and not (it is None and key in _LATER)}
 
 
 def _tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
@@ -169,12 +200,16 @@ def _tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
 
 
 def _write(
-    side: str, source: Source, encoder: Encoder, draft: Path, say: Say, held_out: float = 0.0, seed: int = 0
-) -> None:
-    """Tokenise ``source`` and write the rows of ``side``.arrow; a share of ``held_out`` of them to eval.arrow."""
-    path = draft / "documents.arrow"
-    good = _good(_encode(encoder, source, encoder.options.num_proc), source, say)
-    _save(path, ({"input_ids": document.ids, "labels": document.labels} for document in good))
+    side: str, parts: Sequence[Part], draft: Path, say: Say, held_out: float = 0.0, seed: int = 0
+) -> tuple[list[Tally], list[str]]:
+    """Tokenise the ``parts``, mix them and write the rows of ``side``.arrow; a share of ``held_out`` of each goes to
+    eval.arrow. What became of their rows, and a line for each file.
+    """
+    path, options = draft / "documents.arrow", parts[0].encoder.options
+    tallies = [Tally(part.source.name, options.max_length, part.encoder.excess) for part in parts]
+    good = (tally.documents(_encode(part, options.num_proc), say) for part, tally in zip(parts, tallies, strict=True))
+    documents = itertools.chain.from_iterable(good)
+    _save(path, ({"input_ids": document.ids, "labels": document.labels} for document in documents))
     table = _open(path).data
     path.unlink()  # it exists as long as it is mapped
     ids, labels = table.column("input_ids"), table.column("labels")
@@ -182,24 +217,62 @@ def _write(
     def read(document: int) -> tuple[Tokens, Tokens]:
         return ids[document].values.to_numpy(), labels[document].values.to_numpy()
 
-    sides = {side: packing.whole(pa.compute.list_value_length(ids).to_pylist())}
-    if held_out:
-        if len(spans := sides[side]) == 1 and (encoder.format.name != "text" or spans[0].stop < 4):
-            raise DataError(f"data.eval_fraction: {source.name} has one row; use data.eval_path")
-        sides[side], sides["eval"] = packing.split(spans, held_out, seed)
-    for name, spans in sorted(sides.items()):
-        rows, tokens, trained = _save(draft / f"{name}.arrow", _rows(encoder, spans, read))
+    sides: dict[str, list[Spans]] = {side: []}
+    whole = packing.whole(pa.compute.list_value_length(ids).to_numpy())
+    for part, spans in zip(parts, np.split(whole, np.cumsum([tally.rows for tally in tallies])[:-1]), strict=True):
+        if held_out:
+            if len(spans) == 1 and (part.encoder.format.name != "text" or spans[0, 2] < 4):
+                raise DataError(f"data.eval_fraction: {part.source.name} has one row; use data.eval_path")
+            spans, held = packing.split(spans, held_out, seed)
+            sides.setdefault("eval", []).append(_pieces(part.encoder, held, read))
+        sides[side].append(_pieces(part.encoder, spans, read))
+    lines = []
+    if len(parts) > 1 or parts[0].weight != 1:
+        sides[side], line = _mixed(parts, sides[side], seed)
+        say(line)
+        lines.append(line)
+    for name, pieces in sorted(sides.items()):
+        made = packing.rows(np.concatenate(pieces), read, options.max_length, options.packing)
+        rows, tokens, trained = _save(draft / f"{name}.arrow", made)
         share = f"{trained:,} of {tokens:,} tokens trained on"
-        say(f"data: {name}: {rows:,} rows of up to {encoder.options.max_length:,} tokens; {share}")
+        lines.append(f"data: {name}: {rows:,} rows of up to {options.max_length:,} tokens; {share}")
+        say(lines[-1])
+    return tallies, lines
 
 
-def _rows(
-    encoder: Encoder, spans: list[Span], read: Callable[[int], tuple[Tokens, Tokens]]
-) -> Iterator[dict[str, Tokens]]:
-    """The rows of some spans. Only text is cut into several: half an answer is not a sample."""
+def _mixed(parts: Sequence[Part], spans: list[Spans], seed: int) -> tuple[list[Spans], str]:
+    """The spans of each part by its weight, and a line that says how many tokens of the mix it has."""
+    shares = [part.token_share for part in parts if part.token_share is not None]
+    weights = [part.weight for part in parts]
+    if shares:
+        weights = packing.weights_of(shares, [_tokens(each) for each in spans])
+    taken = [packing.weighted(each, weight, seed) for each, weight in zip(spans, weights, strict=True)]
+    said, total = [], sum(map(_tokens, taken))
+    for part, weight, each in zip(parts, weights, taken, strict=True):
+        if not len(each):
+            raise DataError(f"{part.source.name}: {weight:.3g} times it is no row; give it more weight, or take it out")
+        said.append(f"{part.source.name} {_tokens(each) / total:.1%} ({weight:.3g} times)")
+    return taken, f"data: mix of {total:,} tokens: {', '.join(said)}"
+
+
+def _tokens(spans: Spans) -> int:
+    return int((spans[:, 2] - spans[:, 1]).sum(dtype=np.int64))
+
+
+def _pieces(encoder: Encoder, spans: Spans, read: Callable[[int], tuple[Tokens, Tokens]]) -> Spans:
+    """Spans that fit into a row: cut where documents are to be split, without pieces that nothing is trained on in."""
+    if encoder.excess != "split":
+        return spans
+    pieces, limit = packing.chunk(spans, encoder.options.max_length), encoder.options.max_length
     if encoder.format.name == "text":
-        spans = packing.chunk(spans, encoder.options.max_length)
-    return packing.rows(spans, read, encoder.options.max_length, encoder.options.packing)
+        return pieces
+    cut = np.isin(pieces[:, 0], spans[spans[:, 2] - spans[:, 1] > limit, 0])
+    useless = [
+        index
+        for index in np.flatnonzero(cut)
+        if (read(pieces[index, 0])[1][pieces[index, 1] + 1 : pieces[index, 2]] == MASKED).all()
+    ]
+    return np.delete(pieces, useless, axis=0)
 
 
 _TOKENS = pa.list_(pa.int32())
@@ -226,9 +299,11 @@ def _open(path: Path) -> Dataset:
     return Dataset.from_file(str(path))
 
 
-def _encode(encoder: Encoder, source: Source, num_proc: int | None) -> Iterator[Encoded]:
+def _encode(part: Part, num_proc: int | None) -> Iterator[Encoded]:
     """One result per row, in order. A fast tokenizer uses all cores; ``num_proc`` is for the others."""
-    batches = _batched(source.rows(list(encoder.columns.values())), _BATCH)
+    encoder = part.encoder
+    rows = part.source.rows(list(encoder.columns.values()))
+    batches = _batched(itertools.islice(rows, encoder.options.limit), _BATCH)
     if num_proc is None or num_proc == 1:
         yield from itertools.chain.from_iterable(map(encoder.encode, batches))
         return
@@ -253,36 +328,6 @@ def _work(rows: list[Row]) -> list[Encoded]:
     return _worker.encode(rows)
 
 
-def _good(results: Iterable[Encoded], source: Source, say: Say) -> Iterator[Document]:
-    """Yield documents; after the first bad row only collect further bad rows, and raise DataError with them."""
-    bad: list[str] = []
-    num_empty = num_cut = num_good = num_after_bad = 0
-    spoken = time.monotonic()
-    for result in results:
-        if isinstance(result, str):
-            bad.append(result)
-        elif result is None:
-            num_empty += 1
-        elif not bad:
-            num_good += 1
-            num_cut += result.num_cut > 0
-            yield result
-        num_after_bad += bool(bad)
-        if num_after_bad > _PATIENCE:
-            break
-        if time.monotonic() - spoken > 10:
-            spoken = time.monotonic()
-            say(f"data: {source.name}: {num_good:,} rows tokenised")
-    if bad:
-        raise DataError(bad if len(bad) <= 5 else [*bad[:5], f"... and {len(bad) - 5:,} more bad rows"])
-    if num_good == 0:
-        reason = f"all {num_empty} rows are empty text" if num_empty else "there are no rows"
-        raise DataError(f"{source.name}: {reason}")
-    notes = [f"{num_empty:,} empty rows skipped"] * (num_empty > 0)
-    notes += [f"{num_cut:,} rows cut to data.max_length"] * (num_cut > 0)
-    say("; ".join([f"data: {source.name}: {num_good:,} rows tokenised", *notes]))
-
-
 def _stream(source: Source, encoder: Encoder) -> IterableDataset:
     names = ["input_ids", "labels", "position_ids"] if encoder.options.packing else ["input_ids", "labels"]
     features = Features({name: List(Value("int32")) for name in names})
@@ -294,14 +339,16 @@ def _stream_rows(source: Source, encoder: Encoder) -> Iterator[dict[str, Tokens]
     """Rows one by one; documents of one window may be packed together."""
 
     def documents() -> Iterator[tuple[Tokens, Tokens]]:
-        for result in _encode(encoder, source, None):
+        for result in _encode(Part(source, encoder), None):
             if isinstance(result, str):
                 raise DataError(result)
-            if result is not None:
+            if isinstance(result, Document):
                 yield np.array(result.ids, np.int32), np.array(result.labels, np.int32)
 
     for window in _batched(documents(), _WINDOW if encoder.options.packing else 1):
-        yield from _rows(encoder, packing.whole([len(ids) for ids, _ in window]), window.__getitem__)
+        spans = packing.whole([len(ids) for ids, _ in window])
+        pieces = _pieces(encoder, spans, window.__getitem__)
+        yield from packing.rows(pieces, window.__getitem__, encoder.options.max_length, encoder.options.packing)
 
 
 def _batched(items: Iterable[T], size: int) -> Iterator[list[T]]:

@@ -41,13 +41,13 @@ class Agreement:
         dist.all_reduce(said, dist.ReduceOp.MAX, group=self._group)
         return bool(said.item())
 
-    def gathered(self, value: Any) -> list[Any]:
-        """What each rank says, as JSON has it; a collective."""
+    def gathered(self, value: T) -> list[T]:
+        """What each rank says; a collective."""
         if self._group is None:
             return [value]
-        texts = [""] * dist.get_world_size(self._group)
-        dist.all_gather_object(texts, json.dumps(value), group=self._group)
-        return [json.loads(text) for text in texts]
+        said = [value] * dist.get_world_size(self._group)
+        dist.all_gather_object(said, value, group=self._group)
+        return said
 
     def on_first(self, rank: int, work: Callable[[], T]) -> T:
         """What ``work`` returns, or the UserError that it raises, on the first rank, on all of them; a collective."""
@@ -64,8 +64,7 @@ class Agreement:
             mine = (work(),) if does else ()
         except UserError as error:
             mine = (error.lines, error.code)
-        said: list[Any] = [mine] * dist.get_world_size(self._group)
-        dist.all_gather_object(said, mine, group=self._group)
+        said: list[Any] = self.gathered(mine)
         for each in said:
             if len(each) > 1:
                 raise _Told(*each)

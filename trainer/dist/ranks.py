@@ -299,5 +299,6 @@ def quiet_libraries() -> None:
         importlib.import_module("deepspeed")
     logging.disable(logging.NOTSET)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns while it is imported, and in each 8-bit layer
     logging.getLogger("transformers.distributed.tensor_parallel").setLevel(logging.ERROR)  # nothing is sharded so here
     transformers_logging.disable_progress_bar()

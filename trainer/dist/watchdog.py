@@ -23,9 +23,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from trainer.dist.stopping import lives, started_at
 from trainer.errors import ExitCode
@@ -37,11 +37,10 @@ END = "watchdog/end"
 OWN_THREADS = ("watchdog", "stopping")
 
 
-@dataclass(frozen=True, slots=True)
-class Beat:
-    """What a rank says about itself."""
+class Beat(NamedTuple):
+    """What a rank says about itself, in this order in the store."""
 
-    count: int
+    number: int
     doing: str
     pid: int
     host: str
@@ -60,7 +59,7 @@ class Peer:
 
     def hear(self, beat: Beat | None, now_s: float) -> None:
         """Note a beat that was read; only a new one is a sign of life."""
-        if beat is not None and (self.beat is None or beat.count != self.beat.count):
+        if beat is not None and (self.beat is None or beat.number != self.beat.number):
             self.beat, self.changed_s = beat, now_s
 
     def fault(self, now_s: float, timeout_s: float, *, is_there: bool) -> str | None:
@@ -75,6 +74,14 @@ class Peer:
             return f"rank {self.rank}: silent for {now_s - self.changed_s:.0f} s, stopped or not reachable{doing}"
         return None
 
+    def heard(self, now_s: float) -> str:
+        """What is known of it, for people."""
+        if self.beat is None:
+            return "never heard of"
+        if self.beat.left:
+            return "has ended as it should"
+        return f"{self.beat.doing}, heard of {now_s - self.changed_s:.1f} s ago"
+
     def excuse(self, seconds_s: float) -> None:
         """This process was stopped for so long, which is nobody's silence."""
         self.changed_s += seconds_s
@@ -86,24 +93,19 @@ def interval_s(timeout_s: float) -> float:
     return min(MOST_S, timeout_s / PER_TIMEOUT)
 
 
-@dataclass(eq=False)
 class Watchdog:
     """The threads of one rank. The job's ``store`` is cloned: who waits on it would make these threads wait."""
 
-    store: Any
-    rank: int
-    world_size: int
-    timeout_s: float
-    doing: str = "preparing"
-    _told: str | None = None
-    _where: str = ""
-    _over: threading.Event = field(default_factory=threading.Event)
-
-    def __post_init__(self) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, timeout_s: float) -> None:
+        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self.doing = "preparing"
+        self._told: str | None = None
+        self._where = ""
+        self._over = threading.Event()
         own = os.getpid()
         self._beat = Beat(0, self.doing, own, socket.gethostname(), started_at(own) or 0.0)
-        self._peers = [Peer(rank) for rank in (range(self.world_size) if self.rank == 0 else [0]) if rank != self.rank]
-        self._store = self.store.clone()
+        self._peers = [Peer(other) for other in (range(world_size) if rank == 0 else [0]) if other != rank]
+        self._store = store.clone()
         self._threads = [
             threading.Thread(target=work, name=name, daemon=True)
             for work, name in ((self._exchange, "watchdog-exchange"), (self._watch, "watchdog"))
@@ -132,28 +134,23 @@ class Watchdog:
     # --- what the rank says and hears, in a thread that may have to wait for the store --------------------------------
 
     def _exchange(self) -> None:
-        count = 0
-        while not self._over.wait(interval_s(self.timeout_s)):
-            count += 1
-            self._write(count)
-        self._write(count + 1, left=True)
+        while not self._beat.left:
+            left = self._over.wait(interval_s(self.timeout_s))
+            self._beat = self._beat._replace(number=self._beat.number + 1, doing=self.doing, left=left)
+            with suppress(RuntimeError):  # the store has ended with the first rank, whose process is looked at
+                self._store.set(f"watchdog/{self.rank}", json.dumps(self._beat))
+                if not left:
+                    self._read()
 
-    def _write(self, count: int, *, left: bool = False) -> None:
-        try:
-            beat = {**asdict(self._beat), "count": count, "doing": self.doing, "left": left}
-            self._store.set(f"watchdog/{self.rank}", json.dumps(beat))
-            if left:
-                return
-            if self._told is not None and not self._store.check([END]):
-                self._store.set(END, self._told)
-            if self._store.check([END]):
-                self._told = self._told or self._store.get(END).decode()
-            for peer in self._peers:
-                key = f"watchdog/{peer.rank}"
-                if self._store.check([key]):
-                    peer.hear(Beat(**json.loads(self._store.get(key))), time.monotonic())
-        except RuntimeError:  # the store has ended with the first rank, whose process is looked at
-            return
+    def _read(self) -> None:
+        if self._told is not None and not self._store.check([END]):
+            self._store.set(END, self._told)
+        if self._store.check([END]):
+            self._told = self._told or self._store.get(END).decode()
+        for peer in self._peers:
+            key = f"watchdog/{peer.rank}"
+            if self._store.check([key]):
+                peer.hear(Beat(*json.loads(self._store.get(key))), time.monotonic())
 
     # --- what it concludes, in a thread that never waits --------------------------------------------------------------
 
@@ -180,32 +177,21 @@ class Watchdog:
 
     def _end(self, why: str) -> None:
         self._told = why  # the other thread writes it into the store, unless that does not answer
-        now_s = time.monotonic()
-        heard = [f"rank {peer.rank}: {_heard(peer, now_s)}" for peer in self._peers]
-        text = report(self.rank, self.world_size, why, self.doing, heard, self._where)
-        os.write(2, text.encode())  # in one piece, so that ranks are not mixed; streams of Python may be locked
+        os.write(2, self._report(why).encode())  # at once, so that ranks are not mixed; Python's streams may be locked
         time.sleep(TELLING_S if self.rank == 0 else interval_s(self.timeout_s))
         os._exit(ExitCode.WATCHDOG)
 
-
-def _heard(peer: Peer, now_s: float) -> str:
-    if peer.beat is None:
-        return "never heard of"
-    if peer.beat.left:
-        return "has ended as it should"
-    return f"{peer.beat.doing}, heard of {now_s - peer.changed_s:.1f} s ago"
-
-
-def report(rank: int, world_size: int, why: str, doing: str, heard: Sequence[str], where: str) -> str:
-    """What a rank prints before it ends: the reason, what it and others do, and the Python stacks of its threads."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    lines = [f"watchdog: rank {rank} of {world_size} ends, exit code {int(ExitCode.WATCHDOG)}: {why}"]
-    lines += [f"  {line}" for line in heard]
-    lines.append(f"rank {rank} was {doing}; its Python stacks:")
-    lines += [f"    {line}" for line in where.splitlines()]
-    for ident, frame in sys._current_frames().items():
-        name = names.get(ident, str(ident))
-        if not name.startswith(OWN_THREADS):
-            stack = "".join(traceback.format_stack(frame)).rstrip().splitlines()
-            lines += [f"  rank {rank}, thread {name}:", *(f"    {line}" for line in stack)]
-    return "\n".join(lines) + "\n"
+    def _report(self, why: str) -> str:
+        """The reason, what this rank and others do, and the Python stacks of its threads."""
+        names, now_s = {thread.ident: thread.name for thread in threading.enumerate()}, time.monotonic()
+        code = int(ExitCode.WATCHDOG)
+        lines = [f"watchdog: rank {self.rank} of {self.world_size} ends, exit code {code}: {why}"]
+        lines += [f"  rank {peer.rank}: {peer.heard(now_s)}" for peer in self._peers]
+        lines.append(f"rank {self.rank} was {self.doing}; its Python stacks:")
+        lines += [f"    {line}" for line in self._where.splitlines()]
+        for ident, frame in sys._current_frames().items():
+            name = names.get(ident, str(ident))
+            if not name.startswith(OWN_THREADS):
+                stack = "".join(traceback.format_stack(frame)).rstrip().splitlines()
+                lines += [f"  rank {self.rank}, thread {name}:", *(f"    {line}" for line in stack)]
+        return "\n".join(lines) + "\n"

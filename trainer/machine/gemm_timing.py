@@ -18,18 +18,18 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
 from strategies.core.commit import replace_file
 from strategies.core.facts import Facts
 from strategies.core.linears import ELEMENT_BYTES, LEGAL, Gemm, Route, Shape, Timing
 from strategies.core.sizes import human_duration
 from strategies.planner.gemm_routes import shapes_of
-from trainer.machine.profiles import key_of
+from trainer.dist.ranks import Ranks
+from trainer.machine.profiles import kept, key_of
 
 if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
-    from trainer.dist.ranks import Ranks
     from trainer.machine.probe import Machine
 
 Timer = Callable[[], float]  # runs something and returns its seconds
@@ -37,20 +37,14 @@ Say = Callable[[str], None]
 Timings = dict[str, Timing]  # by shape
 
 ROUNDS = 10
+LONGEST_S = 7 * 24 * 3600  # other ranks wait for the first one
 ROTATED_BYTES, MOST_SETS = 256 << 20, 8  # of operands that are used before one is used again
 LEAST_TIMED_CPU_S, LEAST_TIMED_S = 2e-5, 5e-4  # of one reading; shorter products are repeated because clocks are coarse
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3, "float64": 1e-12}  # of the largest result
 OPERANDS = {Gemm.FORWARD: ("x", "weight"), Gemm.DGRAD: ("grad", "weight"), Gemm.WGRAD: ("grad", "x")}
-
-
-def _complete(timing: Timing) -> Timing:
-    if missing := {"copy", *(f"{gemm} {Route.NATIVE}" for gemm in Gemm)} - timing.keys():
-        raise ValueError(f"{min(missing)} is missing")
-    return timing
-
-
+NEEDED = {"copy", *(f"{gemm} {Route.NATIVE}" for gemm in Gemm)}  # of every timing
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-FILE = TypeAdapter(dict[str, dict[str, Annotated[dict[str, Seconds], AfterValidator(_complete)]]])  # by place and shape
+FILE = TypeAdapter(dict[str, dict[str, dict[str, Seconds]]])  # by place, by shape
 
 
 def for_config(config: RunConfig, facts: Facts, ranks: Ranks, machine: Machine, *, tune: bool, say: Say) -> Facts:
@@ -71,7 +65,8 @@ def for_config(config: RunConfig, facts: Facts, ranks: Ranks, machine: Machine, 
             say(ignored)
         elif measured and place not in measured:
             say(f"{path} is not used: nothing in it was measured on this machine, with these versions and settings")
-        shapes, known = shapes_of(facts), measured.get(place, {})
+        shapes = shapes_of(facts)
+        known = {shape: timing for shape, timing in measured.get(place, {}).items() if timing.keys() >= NEEDED}
         missing = [shape for shape in shapes if str(shape) not in known]
         if missing and tune:
             known = known | measure(missing, device, budget_s, say)
@@ -88,13 +83,11 @@ def of_first_rank(find: Callable[[], Timings]) -> Timings:
     """The result of ``find()`` on the first rank of a job that runs, so that all ranks choose alike."""
     import torch.distributed as dist
 
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return find()
-    group = dist.new_group(backend="gloo")
-    found = [find() if dist.get_rank() == 0 else {}]
-    dist.broadcast_object_list(found, src=0, group=group)
-    dist.destroy_process_group(group)
-    return found[0]
+    from trainer.dist.agreement import agreement
+
+    here = Ranks(dist.get_rank(), 0, dist.get_world_size()) if dist.is_initialized() else Ranks()
+    with agreement(here, LONGEST_S) as together:
+        return together.on_first(here.rank, find)
 
 
 # --- the file --------------------------------------------------------------------------------------------------------
@@ -117,14 +110,8 @@ def place_of(machine: Machine, threads: int | None = None) -> str:
 
 def load(path: Path) -> tuple[dict[str, Timings], str]:
     """Timings by place, and why the file is ignored, for people; no line if there is none."""
-    try:
-        return FILE.validate_json(path.read_bytes()), ""
-    except FileNotFoundError:
-        return {}, ""
-    except OSError as error:
-        return {}, f"{path} is ignored: {error.strerror}"
-    except ValidationError as error:
-        return {}, f"{path} is ignored: no measurements of linear layers ({error.errors()[0]['msg']})"
+    found, ignored = kept(path, FILE, "measurements of linear layers")
+    return found or {}, ignored
 
 
 def save(path: Path, place: str, timings: Timings) -> None:
@@ -165,7 +152,7 @@ def _timed(timers: Mapping[str, Timer], most_s: float) -> Timing:
         if number > 1 and time.perf_counter() - began_s > most_s:
             break
         least = {name: min(least[name], timer()) for name, timer in timers.items()}
-    return _complete(least)
+    return least
 
 
 def timers_of(shape: Shape, device: str) -> dict[str, Timer]:
@@ -202,4 +189,6 @@ def timers_of(shape: Shape, device: str) -> dict[str, Timer]:
         for route in routes:
             if float((compute(gemm, route, sets[0]).float() - expected).abs().max()) <= allowed:
                 timers[f"{gemm} {route}"] = timed(partial(compute, gemm, route))
+    if not timers.keys() >= NEEDED:
+        raise ValueError("its products are no numbers")
     return timers

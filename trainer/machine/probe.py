@@ -36,7 +36,6 @@ class Machine:
     name: str
     origin: Literal["probed", "profile"]
     device_kind: str  # torch's: ``cpu``, or that of the accelerator, as ``cuda`` or ``xpu``
-    num_devices: int = 0
     device_total_bytes: int = 0
     peak_flops: PeakFlops = field(default_factory=dict)  # empty for a card that is not in the table, and for a CPU
     host_available_bytes: int
@@ -96,7 +95,6 @@ def probe() -> Machine:
         name=name,
         origin="probed",
         device_kind="cpu" if device is None else device.type,
-        num_devices=0 if device is None else torch.accelerator.device_count(),
         device_total_bytes=0 if device is None else torch.accelerator.get_memory_info(device)[1],
         peak_flops=peak_flops(name),
         host_available_bytes=host_memory().available_bytes,

@@ -34,10 +34,11 @@ Sources of the named cards' rates. Whatever is not marked as published is an ass
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from strategies.core.commit import replace_file
 from strategies.core.facts import HOST_UPDATE_BYTES, Rates
@@ -103,7 +104,6 @@ def _card(
         name=device,
         origin="profile",
         device_kind="cuda",
-        num_devices=1,
         device_total_bytes=int(device_gib * GIB),
         peak_flops=peaks,
         host_available_bytes=host.gib * GIB * 9 // 10,  # a tenth for the system and other processes
@@ -164,7 +164,7 @@ def sized(machine: Machine, device_bytes: int | None, host_bytes: int | None) ->
     known), and of what is free of its host; None: as it is.
     """
     if device_bytes and machine.device_kind == "cpu":
-        machine = replace(machine, name="a GPU", origin="profile", device_kind="cuda", num_devices=1, rates=None)
+        machine = replace(machine, name="a GPU", origin="profile", device_kind="cuda", rates=None)
     if device_bytes:
         machine = replace(machine, device_total_bytes=device_bytes)
     if host_bytes:
@@ -174,7 +174,7 @@ def sized(machine: Machine, device_bytes: int | None, host_bytes: int | None) ->
 
 # --- measured ----------------------------------------------------------------------------------------------------
 
-FORMAT = 2
+T = TypeVar("T")
 COMMAND = "python launch/doctor.py --rates"
 
 
@@ -190,61 +190,61 @@ MachineKey = dict[str, str | int]  # what rates were measured on; they are valid
 class StoredRates:
     """The content of a file."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")  # of rates, too: a misspelt one would not count
+
     rates: Rates | None = None
     date: str = ""
     others_share: float = 0.0  # of the cores, that other processes used during the measurement
     ignored: str = ""  # why the file is not used
+    key: MachineKey = field(default_factory=dict)
+    points: dict[str, Any] = field(default_factory=dict, compare=False)  # measurements that the rates were fitted to
+    format: Literal[2] = 2
+
+
+FILE = TypeAdapter(StoredRates)
 
 
 def key_of(machine: Machine, root: Path = ROOT) -> MachineKey:
     """The key of ``machine``, which is this one. ``root`` is the folder with ``proc``."""
     import torch
 
-    cpu = _cpu_model(root)
+    info = root / "proc/cpuinfo"
+    lines = info.read_text().split("\n\n")[0].splitlines() if info.exists() else []
+    said = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    # With its model numbers, since virtual machines often shorten the name.
+    cpu = " ".join(filter(None, (said.get("model name", "unknown"), said.get("cpu family"), said.get("model"))))
     return {"device": machine.name, "cpu": cpu, "cores": machine.usable_cores, "torch": str(torch.__version__)}
 
 
-def _cpu_model(root: Path) -> str:
-    """The processor's name and its model numbers, since virtual machines often shorten the name."""
-    try:
-        lines = (root / "proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-    except OSError:
-        return "unknown"
-    said = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    words = (said.get("model name", "unknown"), said.get("cpu family", ""), said.get("model", ""))
-    return " ".join(word for word in words if word)
-
-
-def save(path: Path, key: MachineKey, stored: StoredRates, points: dict[str, Any]) -> None:
-    """Write a file that ``load`` reads, atomically. ``points`` are the measurements that the rates were fitted to."""
+def save(path: Path, stored: StoredRates) -> None:
+    """Write a file that ``load`` reads, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"format": FORMAT, "key": key, **asdict(stored), "points": points}
-    del content["ignored"]
-    replace_file(path, json.dumps(content, indent=1) + "\n")
+    replace_file(path, FILE.dump_json(stored, indent=1))
 
 
 def load(path: Path, here: MachineKey) -> StoredRates:
-    """The rates in ``path`` if they were measured on ``here``; empty if there is no file."""
+    """What is stored in ``path`` if it was measured on ``here``; empty if there is no file."""
+    found, ignored = kept(path, FILE, "a machine profile")
+    key = here if found is None else found.key
+    if different := [f"{name} {key.get(name)}, here {now}" for name, now in here.items() if key.get(name) != now]:
+        ignored = f"{path} is ignored: measured with {', '.join(different)}"
+    if ignored:
+        return StoredRates(ignored=f"{ignored}; to measure again: {COMMAND}")
+    return found or StoredRates()
+
+
+def kept(path: Path, form: TypeAdapter[T], what: str) -> tuple[T, str] | tuple[None, str]:
+    """What a file of measurements holds, and why it is ignored, for people; neither if there is no file."""
     try:
-        content = json.loads(path.read_text())
-        if content["format"] != FORMAT:
-            return _ignored(path, f"its format is {content['format']!r}, this is {FORMAT}")
-        key = content["key"]
-        differences = [f"{name} {key[name]}, here {now}" for name, now in here.items() if key[name] != now]
-        stored = StoredRates(Rates(**content["rates"]), str(content["date"]), float(content["others_share"]))
+        return form.validate_json(path.read_bytes()), ""
     except FileNotFoundError:
-        return StoredRates()
+        return None, ""
     except OSError as error:
-        return _ignored(path, str(error.strerror))
-    except KeyError as error:
-        return _ignored(path, f"not a machine profile: {error} is missing")
-    except (ValueError, TypeError) as error:  # no JSON, no object, an unknown field, a number that cannot be
-        return _ignored(path, f"not a machine profile: {error}")
-    return _ignored(path, f"measured with {', '.join(differences)}") if differences else stored
-
-
-def _ignored(path: Path, reason: str) -> StoredRates:
-    return StoredRates(ignored=f"{path} is ignored: {reason}; to measure again: {COMMAND}")
+        return None, f"{path} is ignored: {error.strerror}"
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = "".join(f"{name}: " for name in first["loc"][-1:])
+        return None, f"{path} is ignored: not {what}: {where}{first['msg']}"
 
 
 def known_rates(machine: Machine) -> StoredRates:

@@ -235,8 +235,8 @@ def measure_and_store(path: Path, say: Say) -> StoredRates:
     others_share = max(0.0, (others_cpu_s() - others_s) / spent_s)
     # Ranks are processes of their own, which are not others.
     rates = replace(rates, net_bytes_per_s=measure_network(FULL.network_bytes, FULL.seconds, say))
-    stored = StoredRates(rates, date, others_share)
-    save(path, key, stored, points)
+    stored = StoredRates(rates, date, others_share, key=key, points=points)
+    save(path, stored)
     return stored
 
 

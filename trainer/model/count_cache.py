@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from strategies.core.commit import replace_file
 from strategies.core.compose import degrees, requirements_of
-from strategies.core.protocol import Axis, Requirement
+from strategies.core.protocol import Axis
 
 if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
@@ -84,8 +84,8 @@ def name_of(config: RunConfig, what: str = "") -> tuple[str, bool]:
         "what": what,
         "training": {name: getattr(config.training, name) for name in TRAINING},
         "data": [config.data.max_length, config.data.packing],
-        # Alone of what strategies require this changes the forward; the rest is chosen from one count for all.
-        "compute dtype": Requirement.COMPUTE_DTYPE in requirements_of(config.strategies),
+        # Alone of what strategies require these change the forward; the rest is chosen from one count for all.
+        "casts": sorted({each.name for each in requirements_of(config.strategies)} & {"COMPUTE_DTYPE", "DEEPSPEED"}),
         Axis.TENSOR.value: degrees(config.strategies).get(Axis.TENSOR, 1),  # layers that ranks divide have other shapes
         "versions": versions,
         "sources": [hashlib.sha256(path.read_bytes()).hexdigest() for path in SOURCES],

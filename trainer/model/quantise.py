@@ -6,7 +6,6 @@ with random weights, or on the meta device, where the plan learns the true bytes
 
 from __future__ import annotations
 
-import logging
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,6 @@ def config_of(section: QuantizationSection) -> Any:
     if find_spec("bitsandbytes") is None:
         install = "pip install 'deepstow[qlora]'"
         raise ConfigError(f"model.quantization_config: needs the package bitsandbytes; install it with: {install}")
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns at every call of an 8-bit layer
     return BitsAndBytesConfig(**section.model_dump(exclude_none=True))
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from strategies.core.compose import degrees, requirements_of
+from strategies.core.compose import casts, degrees, requirements_of
 from strategies.core.facts import (
     IN_ORDER,
     Facts,
@@ -183,8 +183,8 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
 
     precision = precision_of(config)
     compute = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(precision)
-    casts = compute is not None and Requirement.COMPUTE_DTYPE in requirements_of(config.strategies)
-    autocast = None if casts else compute
+    casted = casts(config.strategies, precision)
+    autocast = None if casted else compute
     model: Any = _meta_model(config)
     whole = _whole(config)
     if whole is not None:
@@ -193,7 +193,7 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
     for param in model.parameters():
         sizes[param.requires_grad] = max(sizes[param.requires_grad], param.element_size())
     scales = quantised.scales_bytes(model)
-    if casts:
+    if casted:
         # As DeepSpeed does, adapters and buffers included; our engine leaves buffers, which are small.
         torch.nn.Module.to(model, compute)
     with fake_tensors(), quantised.counted_with(model, lambda meta: torch.empty_like(meta, device="cpu")):

@@ -3,11 +3,7 @@
 All weights, and low-rank adapters; each as it is, with every strategy that saves memory (``Strategy.to_fit``), with all
 of those together, and over more ranks with the strategies that need them. Each row is a plan of a config that can be
 written; if the planner refuses it, the row has the bytes that it said are needed. What fits has its predicted peaks
-within 0.9 of the memory, which is what ``auto`` uses.
-
-Not counted: the network between ranks (no simulated step), and weights while they are loaded into host memory.
-
-The table also ends every refusal for memory (``explained``): the command attaches it, since it needs plans itself.
+within 0.9 of the memory, which is what ``auto`` uses. The table also ends every refusal for memory (``explained``).
 """
 
 from __future__ import annotations
@@ -38,11 +34,11 @@ if TYPE_CHECKING:
     from trainer.machine.probe import Machine
 
 MORE_RANKS, A_MACHINE = (2, 4, 8), 8  # times the ranks that were asked for; ranks that share a machine
-LORA_RANK = 16
-LORA_SECTION = {"r": LORA_RANK, "target_modules": "all-linear"}
+LORA_SECTION = {"r": 16, "target_modules": "all-linear"}
 # Of a model without a config file. The tokenizer is not read; the vocabulary is the model's.
 ROWS, LENGTH, TOKENIZER = 1, 2048, "the-model's-own"
 HEADER = ("fits", "training", "ranks", "device", "host", "step", "lines, in place of these sections of the config")
+KINDS = ((True, "full fine-tuning"), (False, "LoRA"))
 UNKNOWN = "-"
 SAME = 0.1  # relative difference of simulated seconds for which no strategy is worth writing
 Tree = dict[str, Any]
@@ -276,7 +272,9 @@ def lines(rows: Sequence[FitRow]) -> list[str]:
     common = [line for line in rows[0].write if all(line in row.write for row in rows)]
     cells = [cell for row in rows for cell in _cells(row, common)]
     always = [f"in every row: {line}" for line in common]
-    return [*answers(rows), "", *table(HEADER, cells, {"ranks", "device", "host", "step"}), *always]
+    parts = [(what, [row for row in rows if row.whole is whole]) for whole, what in KINDS]
+    answers = [_answer(what, some) for what, some in parts if some]
+    return [*answers, "", *table(HEADER, cells, {"ranks", "device", "host", "step"}), *always]
 
 
 def _cells(row: FitRow, common: Sequence[str]) -> Iterator[tuple[str, ...]]:
@@ -290,22 +288,14 @@ def _cells(row: FitRow, common: Sequence[str]) -> Iterator[tuple[str, ...]]:
         yield ("", "", "", "", "", "", line)
 
 
-def answers(rows: Sequence[FitRow]) -> Iterator[str]:
-    """One line on training all weights, and one on adapters: what fits on as many ranks as there are, or what would."""
-    for whole, what in ((True, "full fine-tuning"), (False, "LoRA")):
-        some = [row for row in rows if row.whole is whole]
-        if some:
-            yield _answer(what, some)
-
-
 def _answer(what: str, rows: Sequence[FitRow]) -> str:
+    """One line: what fits on as many ranks as there are, or what would."""
     least = min(row.ranks for row in rows)
     fitting = [row for row in rows if row.fits]
     here = [row for row in fitting if row.ranks == least]
     if here:
         known = [row.seconds for row in here if row.seconds is not None]
-        fast = [row for row in here if row.seconds is None or row.seconds <= min(known) * (1 + SAME)]
-        best = fast[0]
+        best = next(row for row in here if row.seconds is None or row.seconds <= min(known) * (1 + SAME))
         seconds = "" if best.seconds is None else f", {best.seconds:.3g} s per step (simulated)"
         return f"{what} fits: {best.training}{seconds}"
     near = [row for row in rows if row.missing and row.ranks == least]

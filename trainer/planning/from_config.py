@@ -109,7 +109,8 @@ def _located(config: RunConfig, refused: Conflict | Refusal) -> ConfigError:
 
 def check_options(config: RunConfig, world_size: int, *, installed: bool = True) -> None:
     """Raise ConfigError with a line for each option that cannot work in such a run, known before data is read or the
-    model is described; with ``installed`` also for packages here, while a plan may be for another machine.
+    model is described; with ``installed`` also for packages and the device here, while a plan may be for another
+    machine.
     """
     found = list(refusals(config.strategies, facts.run_facts(config, world_size)))
     for strategy in in_order(config.strategies).values() if installed else ():
@@ -117,6 +118,12 @@ def check_options(config: RunConfig, world_size: int, *, installed: bool = True)
             strategy.check_installed()
         except Refusal as refused:
             found.append(refused)
+    if installed and config.training.fp16 and Requirement.DEEPSPEED not in requirements_of(config.strategies):
+        from strategies.engine.memory import accelerator
+
+        if config.training.use_cpu or accelerator.kind() is None:
+            cure = "Accelerate trains in fp32 on the CPU then, without a word; write training.bf16, or leave it out"
+            found.append(Refusal("training.fp16", True, cure))
     facts.refuse(config, found)
 
 

@@ -8,7 +8,7 @@ rank. The red line is the budget.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
@@ -43,8 +43,9 @@ def draw(plan: Plan, cost: StepCost | None, path: Path, *, model: str, budget: i
     """Write the picture of a ``model`` of this name to ``path``. ``budget``: bytes of the device to be used, None:
     all that it has. Raises OSError or ValueError: the file cannot be written, or its suffix is no picture's.
     """
-    bars, rows = 2 * (BAR + MARGIN), ROW * len(_shown(cost)) + CURVE + AXIS + 3 * MARGIN
-    image = Image.new("RGB", (WIDTH, TITLE + MARGIN + (bars if cost is None else rows)), "white")
+    shown = [] if cost is None else [each for each in Resource if each is not Resource.NET or cost.outcome.busy[each]]
+    height = 2 * (BAR + MARGIN) if cost is None else ROW * len(shown) + CURVE + AXIS + 3 * MARGIN
+    image = Image.new("RGB", (WIDTH, TITLE + MARGIN + height), "white")
     pen = ImageDraw.Draw(image)
     limit = (budget, "budget") if budget is not None else (plan.facts.machine.device_bytes, "device has")
     for index, line in enumerate(title(plan, cost, model)):
@@ -52,7 +53,7 @@ def draw(plan: Plan, cost: StepCost | None, path: Path, *, model: str, budget: i
     if cost is None:
         _bars(pen, plan, limit)
     else:
-        _step(pen, plan, cost, limit)
+        _step(pen, plan, cost, shown, limit)
     image.save(path)
 
 
@@ -64,7 +65,10 @@ def title(plan: Plan, cost: StepCost | None, model: str) -> list[str]:
     about += f", {run.tokens_per_step:,} tokens per step"
     if cost is None:
         return [about, "predicted peak of one rank; no simulated step: nothing is stowed, or rates are unknown"]
-    return [about, headline(plan, cost), _busy(cost)]
+    busy, hidden = cost.outcome.busy, cost.outcome.hidden
+    others = [each for each in Resource if each is not Resource.COMPUTE and busy[each] > 0]
+    parts = [f"{each.value} {busy[each]:.3g} s ({hidden[each] / busy[each]:.0%} hidden)" for each in others]
+    return [about, headline(plan, cost), f"busy beside compute: {', '.join(parts) or 'nothing'}"]
 
 
 def axis(seconds: float) -> list[float]:
@@ -74,18 +78,18 @@ def axis(seconds: float) -> list[float]:
     return [step * index for index in range(int(seconds / step) + 1)]
 
 
-def _step(pen: Pen, plan: Plan, cost: StepCost, limit: Limit) -> None:
-    """Resources, memory, and the time below both."""
+def _step(pen: Pen, plan: Plan, cost: StepCost, shown: Sequence[Resource], limit: Limit) -> None:
+    """Resources (the network only if it is used), memory, and the time below both."""
     across = (WIDTH - LEFT - MARGIN) / cost.seconds
 
     def at(seconds: float) -> float:
         return LEFT + max(0.0, min(cost.seconds, seconds)) * across
 
-    floor = TITLE + ROW * len(_shown(cost)) + MARGIN + CURVE
+    floor = TITLE + ROW * len(shown) + MARGIN + CURVE
     for time in axis(cost.seconds):
         pen.line((at(time), TITLE, at(time), floor + 5), GRID)
         pen.text((at(time) - 10, floor + 8), f"{time:.3g} s", INK, FONT)
-    for row, resource in enumerate(_shown(cost)):
+    for row, resource in enumerate(shown):
         top = TITLE + row * ROW
         pen.text((MARGIN, top + 14), resource.value, INK, FONT)
         pen.rectangle((LEFT, top + 4, WIDTH - MARGIN, top + ROW - 8), outline=GRID)
@@ -98,19 +102,6 @@ def _step(pen: Pen, plan: Plan, cost: StepCost, limit: Limit) -> None:
         pen.rectangle((left, floor + AXIS, left + 12, floor + AXIS + 12), fill=colour)
         pen.text((left + 18, floor + AXIS - 4), word, INK, FONT)
     _memory(pen, plan, cost, at, floor, limit)
-
-
-def _shown(cost: StepCost | None) -> list[Resource]:
-    """The resources that have a row; the network only if it is used."""
-    return [each for each in Resource if each is not Resource.NET or (cost and cost.outcome.busy[each] > 0)]
-
-
-def _busy(cost: StepCost) -> str:
-    """The busy seconds of each resource besides compute, on one line."""
-    out = cost.outcome
-    others = [each for each in Resource if each is not Resource.COMPUTE and out.busy[each] > 0]
-    parts = [f"{each.value} {out.busy[each]:.3g} s ({out.hidden[each] / out.busy[each]:.0%} hidden)" for each in others]
-    return f"busy beside compute: {', '.join(parts) or 'nothing'}"
 
 
 def _memory(pen: Pen, plan: Plan, cost: StepCost, at: Callable[[float], float], floor: int, limit: Limit) -> None:

@@ -56,6 +56,8 @@ class StowAccelerator(Accelerator):
     def _prepare_stowed(self, arg: Any, kwargs: dict[str, Any]) -> Any:
         if isinstance(arg, torch.nn.Module):
             return self.prepare_model(arg)
+        if isinstance(arg, torch.optim.Optimizer) and self.scaler is not None:  # torch's, which decides about each step
+            return self.prepare_optimizer(arg, device_placement=False)
         return super().prepare(arg, **kwargs) if isinstance(arg, torch.utils.data.DataLoader) else arg
 
     def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None, *args: Any) -> Any:
@@ -134,6 +136,7 @@ class StowAccelerator(Accelerator):
         With the engine raise ValueError for another norm, or if parameters that have a gradient are left out.
         """
         if self.stowed is not None:
+            self.unscale_gradients()
             self.last_norm = self._clip_stowed(self.stowed, parameters, max_norm, norm_type)
         elif self.gradients is not None:
             self.last_norm = self.gradients.clip(max_norm)

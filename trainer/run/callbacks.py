@@ -20,19 +20,19 @@ import math
 import re
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import TrainerCallback, TrainerState
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 
 from strategies.core.commit import replace_file
 from strategies.core.sizes import human, human_duration, human_number
 from strategies.engine.forward.routed_linear import weights_changed
 from strategies.engine.memory import accelerator
 from trainer.dist.ranks import limit_groups
-from trainer.errors import first_line, write_line
+from trainer.errors import ConfigError, first_line, nearest, write_line
 from trainer.machine.probe import status_bytes
 
 if TYPE_CHECKING:
@@ -249,27 +249,62 @@ def _plain(value: Any) -> Any:
 
 
 class SampleText(TrainerCallback):
-    """Prints the continuation of a prompt at the end of training; greedy, since sampling would draw random numbers.
+    """Prints the continuation of a prompt at the end of training, and of the ``asked`` ones at each evaluation; greedy,
+    since sampling would draw random numbers. The latter are records of ``file`` as well: step, prompt, sample.
 
     All ranks generate, since with sharded weights that is a collective. If a model cannot generate, as some that bring
     their own code, the line says so, and the run goes on.
     """
 
-    def __init__(self, prompt: str) -> None:
-        self._prompt = prompt
+    def __init__(self, prompt: str, asked: Sequence[str] = (), file: MetricsFile | None = None) -> None:
+        self._prompt, self._asked, self._file = prompt, asked, file
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if self._prompt:
+            self._show(self._prompt, state, kwargs)
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        for prompt in self._asked:
+            text = self._show(prompt, state, kwargs)
+            if self._file is not None and text is not None:
+                self._file.on_log(args, state, control, {"prompt": prompt, "sample": text})
+
+    def _show(self, prompt: str, state: TrainerState, known: Mapping[str, Any]) -> str | None:
+        """Prints the continuation and returns it; None if the model cannot generate."""
+        text = None
         try:
-            text = continuation(kwargs["model"], kwargs["processing_class"], self._prompt)
+            text = continuation(known["model"], known["processing_class"], prompt)
         except (AttributeError, TypeError, ValueError) as error:
             shown = [f"no sample: the model cannot generate ({first_line(error)})"]
         else:  # indented, wrapped, without double blank lines
-            lines = re.sub(r"\n\s*\n+", "\n\n", f"[{self._prompt.strip()}]{text.rstrip()}").splitlines()
+            lines = re.sub(r"\n\s*\n+", "\n\n", f"[{prompt.strip()}]{text.rstrip()}").splitlines()
             folded = [part for line in lines for part in textwrap.wrap(line, width=100) or [""]]
             shown = [f"sample at step {state.global_step}, the prompt in brackets:"]
             shown += [f"    {line}".rstrip() for line in folded]
         if state.is_world_process_zero:
             write_line("\n".join(shown))
+        return text
+
+
+class EarlyStopping(EarlyStoppingCallback):
+    """Hugging Face's. A resumed run counts on where its checkpoint was, with the patience that it is given now."""
+
+    def over(self, state: TrainerState) -> bool:
+        """Whether training had stopped at this ``state``, which was saved; takes its count."""
+        kept: Any = state.stateful_callbacks  # a mapping, once it was read from a file
+        if saved := (kept or {}).get(type(self).__name__):
+            self.early_stopping_patience_counter = saved["attributes"]["early_stopping_patience_counter"]
+        return self.early_stopping_patience_counter >= self.early_stopping_patience
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        name = "eval_" + args.metric_for_best_model.removeprefix("eval_")
+        if name not in metrics:
+            key = f'training.metric_for_best_model = "{args.metric_for_best_model}"'
+            raise ConfigError(f"{key}: evaluations give {', '.join(sorted(metrics))}{nearest(name, metrics)}")
+        super().on_evaluate(args, state, control, metrics, **kwargs)
+        count, best = self.early_stopping_patience_counter, state.best_metric
+        if control.should_training_stop and state.is_world_process_zero and best is not None:
+            write_line(f"{count} evaluations without a better {name}, which was {human_number(best, 4)}: training ends")
 
 
 def continuation(model: Any, tokenizer: Any, prompt: str) -> str:

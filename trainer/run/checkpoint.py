@@ -20,7 +20,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -31,13 +31,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from strategies.core import sealed
 from strategies.core.commit import EARLIER, remove, restore_earlier, sync
-from strategies.core.sealed import MANIFEST, Damaged, digest_of
+from strategies.core.sealed import MANIFEST, Damaged
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from trainer.config.sections import RunConfig
-    from trainer.data.prepare import Prepared
 
 KIND = "checkpoint"
 PACKAGES = ("deepstow", "torch", "transformers", "deepspeed", "accelerate", "peft")
@@ -94,34 +93,11 @@ class Manifest(_Part):
     run: About
 
 
-def about(
-    config: RunConfig, prepared: Prepared, hf_config: PretrainedConfig, shapes: Mapping[str, Iterable[int]], ranks: int
-) -> About:
-    """What the checkpoints of a run have to say. ``hf_config`` is as it was loaded; the run may change its copy."""
-    tree = json.loads(json.dumps(config.tree()), parse_constant=str)
-    rows = len(prepared.train) if hasattr(prepared.train, "__len__") else None
-    return About(
-        config=tree,
-        config_sha256=digest_of(tree),
-        versions=versions(),
-        world_size=ranks,
-        data=DataFacts(
-            fingerprint=prepared.fingerprint, sources=prepared.sources, tokenizer=prepared.tokenizer, rows=rows
-        ),
-        model=ModelFacts(config=plain_config(hf_config), shapes=digest_of_shapes(shapes)),
-    )
-
-
 def plain_config(hf_config: PretrainedConfig) -> dict[str, Any]:
     """A model's config as JSON, without what does not decide what is computed."""
     # Some configs have infinity, which JSON has not: it becomes text.
     tree = json.loads(hf_config.to_json_string(use_diff=False), parse_constant=str)
     return {key: value for key, value in tree.items() if key not in _NOT_THE_MODEL.split()}
-
-
-def digest_of_shapes(shapes: Mapping[str, Iterable[int]]) -> str:
-    """A hash of names and shapes, whatever their order."""
-    return digest_of({name: list(shape) for name, shape in shapes.items()})
 
 
 def versions() -> dict[str, str]:

@@ -17,28 +17,28 @@ without a step of training; what was there moves to ``earlier-N``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub import ModelCard
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
-from strategies.backends.tensor_shards import whole_shape
 from strategies.core.commit import replaced_folder, same_modes
 from strategies.core.sealed import Damaged, damage, read, seal
 from strategies.engine.tensors.quantised import keep_packing
 from trainer.errors import write_line
+from trainer.model import quantise
 from trainer.model.adapters import merged
 from trainer.model.build import set_use_cache
 from trainer.run.checkpoint import move_aside
+from trainer.run.model_card import model_card
 from trainer.run.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -64,60 +64,47 @@ class ExportError(RuntimeError):
     """The export is not the trained model, or there is nothing finite to export."""
 
 
-def export(
-    trainer: Trainer,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    *,
-    merge: bool,
-    trust_remote_code: bool = False,
-    loads: Mapping[str, Any] = MappingProxyType({}),
-    card: ModelCard | None = None,
-    about: Mapping[str, Any] | None = None,
-) -> Receipt | None:
-    """Write the model to ``folder`` and check it; a collective. Only the first rank gets a receipt. Raise ExportError
+def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> Receipt | None:
+    """Write the model, with a card, and check it; a collective. Only the first rank gets a receipt. Raise ExportError
     if a weight is not finite, or a name, a shape, a value or a logit differs after reloading.
-
-    Args:
-        merge: merge adapters into the weights; for a base that cannot be loaded by name.
-        trust_remote_code: run Python code that came with the model when it is reloaded.
-        loads: what it is reloaded with besides, as adapters of a quantised base are.
-        card: written as README.md.
-        about: what the manifest says.
     """
+    section = config.model
+    merge = section.merges
     model: Any = trainer.accelerator.unwrap_model(trainer.whole, keep_torch_compile=False)
-    probe, logits = probe_logits(trainer)
-    expected = shapes(model)
+    rows = trainer.whole.get_input_embeddings().num_embeddings
+    probe = (torch.arange(PROBE_TOKENS) * 7919 % rows).unsqueeze(0)
+    logits = trainer.logits_of(probe)
     gathered = {name.replace("_orig_mod.", ""): tensor for name, tensor in trainer.whole_state().items()}  # compiled
     state, has_adapters = tied_again(model, gathered), hasattr(model, "peft_config")
     if trainer.stowed is not None and has_adapters and merge:
         trainer.stowed.close()  # merging changes weights in place, so they have to be in ordinary memory
     if not trainer.is_world_process_zero():
         return None
+    card = model_card(config, model.config, trainer.state, sys.argv, trainer.args.world_size)
     eight = any(parameter.dtype is torch.int8 for parameter in model.parameters())
-    if has_adapters:
-        expected = {}  # reloaded adapters have other names than trained ones; only their values are compared
-        if merge:
-            for name, parameter in model.named_parameters():
-                if hasattr(parameter, "ds_id"):  # stage 3: this rank has only a share of it
-                    parameter.data = state[name]
-            model = merged(model)
-            expected, state = shapes(model), model.state_dict()
+    if has_adapters and merge:
+        for name, parameter in model.named_parameters():
+            if hasattr(parameter, "ds_id"):  # stage 3: this rank has only a share of it
+                parameter.data = state[name]
+        model = merged(model)
+        state = model.state_dict()
     refuse_not_finite(model, state)
     rounds = trainer.args.bf16 or trainer.args.fp16 or model.dtype is not torch.float32
-    tolerance = HALF_TOLERANCE if rounds else FP32_TOLERANCE
-    tolerance, code = EIGHT_TOLERANCE if eight and merge else tolerance, {"trust_remote_code": trust_remote_code}
-    with replaced_folder(folder) as draft:
+    tolerance = EIGHT_TOLERANCE if eight and merge else HALF_TOLERANCE if rounds else FP32_TOLERANCE
+    with replaced_folder(Path(config.training.output_dir) / "export") as draft:
         with config_as_it_came(model):
             model.save_pretrained(draft, state_dict=dict(state))  # save_pretrained empties the dict
         tokenizer.save_pretrained(draft)
-        if card is not None:
-            card.save(draft / "README.md")
+        card.save(draft / "README.md")
         with as_a_user(trainer):
-            receipt = check(draft, expected, state, probe, logits, tolerance, {**loads, **code})
+            base = {} if merge else quantise.loading(section.quantization_config, section.dtype)
+            reloaded = reload(draft, trust_remote_code=section.trust_remote_code, **base)
+            # Reloaded adapters have other names than trained ones; their values are compared alone.
+            difference = compare(reloaded, state, probe, logits, tolerance, names=merge or not has_adapters)
         same_modes(draft)
-        seal(draft, KIND, about or {"step": trainer.state.global_step})
-        return receipt
+        seal(draft, KIND, about(config, trainer.state.global_step))
+        num_bytes = sum(path.stat().st_size for path in draft.glob("*.safetensors"))
+        return Receipt(len(reloaded.state_dict()), num_bytes, difference)
 
 
 def tied_again(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -170,59 +157,8 @@ def as_a_user(trainer: Trainer) -> Iterator[None]:
             set_hf_deepspeed_config(config)
 
 
-def shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """Full shape by name of all that is in the state dict; parameters that ranks divide know their full shape."""
-    return {name: whole_shape(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
-
-
-def probe_logits(trainer: Trainer) -> tuple[torch.Tensor, torch.Tensor]:
-    """A fixed row of tokens and its logits from the trained model. [1, T], [1, T, V]"""
-    rows = trainer.whole.get_input_embeddings().num_embeddings
-    probe = (torch.arange(PROBE_TOKENS) * 7919 % rows).unsqueeze(0)
-    if trainer.pipeline is not None:
-        return probe, trainer.logits_of(probe)
-    wrapped = trainer.model_wrapped
-    was_training = wrapped.training
-    wrapped.eval()
-    with torch.no_grad(), trainer.compute_loss_context_manager():
-        logits = wrapped(input_ids=probe.to(trainer.args.device)).logits
-    wrapped.train(was_training)
-    return probe, logits.float().cpu()
-
-
-def check(
-    folder: Path,
-    expected: Mapping[str, tuple[int, ...]],
-    state: Mapping[str, torch.Tensor],
-    probe: torch.Tensor,
-    logits: torch.Tensor,
-    tolerance: float,
-    options: Mapping[str, Any],
-) -> Receipt:
-    """Load the model from ``folder`` as a user would and compare it; ExportError names the first differences.
-
-    Tied weights are stored once, and the model has both names after loading, so names are compared on the model:
-    those that are ``expected``, with their shapes, if any are.
-    """
-    model, wrong = reload(folder, **options)
-    wrong += _different_names(expected, shapes(model)) if expected else []
-    wrong = wrong or _different_values(state, model.state_dict())
-    if wrong:
-        raise ExportError(f"export: {len(wrong)} tensors differ after reloading: {'; '.join(sorted(wrong)[:5])}")
-    model.eval()
-    keep_packing(model)
-    model.config.use_cache = False  # as it was for ``logits``
-    with torch.no_grad():
-        again = model(input_ids=probe).logits.float()
-        difference = float((again - logits).abs().max() / logits.abs().max().clamp_min(1e-12))
-    if not difference <= tolerance:
-        raise ExportError(f"export: logits differ by {difference:.2e} of the largest after reloading")
-    num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    return Receipt(len(model.state_dict()), num_bytes, difference)
-
-
-def reload(folder: Path, **options: Any) -> tuple[PreTrainedModel, list[str]]:
-    """The model in ``folder``, and a line for each weight that was missing or had another shape."""
+def reload(folder: Path, **options: Any) -> PreTrainedModel:
+    """The model in ``folder``, loaded as a user would, with ``options``; ExportError if a weight is missing or has another shape."""
     logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -230,30 +166,52 @@ def reload(folder: Path, **options: Any) -> tuple[PreTrainedModel, list[str]]:
         )
     except (RuntimeError, OSError, ValueError, SafetensorError) as error:
         raise ExportError(f"export: cannot be opened: {' '.join(str(error).split())}") from error
-    model, loading = loaded
-    return model, [f"{name} is not in the file" for name in loading["missing_keys"]] + [
+    model: PreTrainedModel = loaded[0]
+    loading = loaded[1]
+    keep_packing(model)
+    refuse_different([f"{name} is not in the file" for name in loading["missing_keys"]])
+    refuse_different(
         f"{name} has shape {tuple(found)} in the file, not {tuple(wanted)}"
         for name, found, wanted in loading["mismatched_keys"]
-    ]
+    )
+    return model
 
 
-def _different_names(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> list[str]:
-    return [
-        f"{name} has shape {found.get(name, 'none')}, not {expected.get(name, 'none')}"
-        for name in expected.keys() | found.keys()
-        if found.get(name) != expected.get(name)
-    ]
+def refuse_different(lines: Iterable[str]) -> None:
+    """Raise ExportError with the number and the first of ``lines``, each about a tensor, if there are any."""
+    if wrong := sorted(lines):
+        raise ExportError(f"export: {len(wrong)} tensors differ after reloading: {'; '.join(wrong[:5])}")
 
 
-def _different_values(state: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> list[str]:
-    """A line for each tensor that is not, bit for bit, the trained one (in the dtype of the file)."""
-    names = {name: name.removeprefix("base_model.model.") for name in state}  # the prefix is peft's
-    assert set(names.values()) & found.keys(), "nothing to compare"
-    return [
+def compare(
+    model: PreTrainedModel,
+    state: Mapping[str, torch.Tensor],
+    probe: torch.Tensor,
+    logits: torch.Tensor,
+    tolerance: float,
+    *,
+    names: bool,
+) -> float:
+    """The largest difference of a logit. Raise ExportError if it is beyond ``tolerance``, or a tensor is not bit for
+    bit the trained one (in the dtype of the file), or, if ``names`` are compared, is missing.
+    """
+    found = model.state_dict()
+    trained = {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}  # the prefix is peft's
+    assert trained.keys() & found.keys(), "nothing to compare"
+    refuse_different(f"{name} is not in the model" for name in trained.keys() - found.keys() if names)
+    refuse_different(
         f"{name} has other values"
-        for name, plain in names.items()
-        if plain in found and not state[name].detach().cpu().to(found[plain].dtype).equal(found[plain])
-    ]
+        for name in trained.keys() & found.keys()
+        if not trained[name].detach().cpu().to(found[name].dtype).equal(found[name])
+    )
+    model.eval()
+    model.config.use_cache = False  # as it was for ``logits``
+    with torch.no_grad():
+        again = model(input_ids=probe).logits.float()
+        difference = float((again - logits).abs().max() / logits.abs().max().clamp_min(1e-12))
+    if not difference <= tolerance:
+        raise ExportError(f"export: logits differ by {difference:.2e} of the largest after reloading")
+    return difference
 
 
 # --- a run that is over ----------------------------------------------------------------------------------------------

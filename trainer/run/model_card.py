@@ -36,7 +36,7 @@ def model_card(
     data, used = config.data, {name: number for name, number in versions().items() if number != "not installed"}
     if config.model.lora is None:
         used.pop("peft", None)
-    source = f"`{data.path}` ({data.name})" if data.name else f"`{data.path}`"
+    source = ", ".join(f"`{one.path}` ({one.name})" if one.name else f"`{one.path}`" for one in data.parts())
     parts = [
         f"# {Path(config.training.output_dir).name}",
         _origin(config, hf_config.model_type),

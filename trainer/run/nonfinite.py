@@ -36,7 +36,7 @@ class NonFinite(UserError):
 
 
 class StopNonFinite(TrainerCallback):
-    """Checks the gradient norm before each update; not with the memory engine, which skips such steps itself.
+    """Checks the gradient norm before each update; not where the memory engine skips such steps itself.
 
     On an accelerator this waits for the device once per step, as Hugging Face's own filter of losses does.
     """
@@ -47,7 +47,8 @@ class StopNonFinite(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         accelerator = self._trainer.accelerator
         norm = accelerator.last_norm
-        if accelerator.stowed is not None or norm is None or bool(torch.as_tensor(norm).isfinite()):
+        skips = accelerator.stowed is not None and accelerator.scaler is None
+        if skips or norm is None or bool(torch.as_tensor(norm).isfinite()):
             return
         if args.fp16 and _can_be_lowered(accelerator.scaler):
             return

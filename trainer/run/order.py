@@ -11,7 +11,7 @@ stage 3, or each rank would build the whole model.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from strategies.core.commit import replace_file
 from strategies.core.compose import in_order
 from strategies.core.facts import Precision
 from strategies.core.plan import Plan
+from strategies.core.sealed import digest_of
 from strategies.engine.tensors.quantised import is_quantised
 from strategies.planner.step_cost import plan_cost, step_flops
 from strategies.report import full_report
@@ -48,7 +49,8 @@ from trainer.planning import facts
 from trainer.planning.fit import explained
 from trainer.planning.from_config import advice, plans_of, refuse_impossible
 from trainer.run import checkpoint, resuming
-from trainer.run.callbacks import Meter, MetricsFile, ProgressLine, SampleText, StepSeen
+from trainer.run.callbacks import EarlyStopping, Meter, MetricsFile, ProgressLine, SampleText, StepSeen
+from trainer.run.checkpoint import About, DataFacts, ModelFacts
 from trainer.run.plan_check import PlanCheck
 from trainer.run.resuming import Resumed
 from trainer.run.stage_trial import form_of_stages
@@ -86,9 +88,7 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
     if config.model.config is not None:  # a saved model's is found by the first rank, with the data
         facts.check_model(config, build.load_config(config.model, facts.vocab_size_of(config)))
         form = form_of_stages(config)
-    tokenizer, prepared = first_then_all(
-        ranks, lambda: read_data(config, folder, resumed, ranks, quiet=not ranks.is_first)
-    )
+    tokenizer, prepared = first_then_all(ranks, lambda: read_data(config, ranks, resumed, quiet=not ranks.is_first))
     machine = probe()
     with explained(config, ranks, machine):
         plans = plans_of(config, ranks, machine, resumes=resumed is not None, tune=True, say=write_line)
@@ -97,13 +97,8 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
     form = form or form_of_stages(config)
     refuse_under_zero(config, deepspeed.stage(plan))
     run = Run(config, ranks, folder, tokenizer, prepared, machine, plan, resumed, form)
-    cost, shown = plan_cost(plan), ""
     if ranks.is_first:
-        shown = full_report.text(plan, cost, advice(config, plan), plans)
-        write_plan(run, shown, full_report.to_json(plan, cost))
-    if ignored := known_rates(machine).ignored:
-        run.say(ignored)
-    run.say(f"\n{shown}\n")
+        show_plan(run, plans)
     with explained(config, ranks, machine):
         for each in plans:
             refuse_impossible(each)
@@ -119,24 +114,20 @@ def refuse_under_zero(config: RunConfig, stage: int | None) -> None:
     """Raise ConfigError for a schedule that DeepSpeed's optimizer, which replaces torch's, would not follow: it does
     not know the first rate, which ``min_lr`` is a part of.
     """
-    training = config.training
-    lowest = (training.lr_scheduler_kwargs or {}).get("min_lr")
+    lowest = (config.training.lr_scheduler_kwargs or {}).get("min_lr")
     if stage and lowest is not None:
-        rate = f"{lowest / training.learning_rate:.6g}"
-        cure = (
-            f"not with strategies.zero.stage {stage}, whose optimizer does not know the first rate; write "
-            f"min_lr_rate: {rate}"
-        )
-        raise config.error("training.lr_scheduler_kwargs.min_lr", lowest, cure)
+        why = f"not with strategies.zero.stage {stage}, whose optimizer does not know the first rate"
+        cure = f"write min_lr_rate: {lowest / config.training.learning_rate:.6g}"
+        raise config.error("training.lr_scheduler_kwargs.min_lr", lowest, f"{why}; {cure}")
 
 
 def read_data(
-    config: RunConfig, folder: Path, resumed: Resumed | None = None, ranks: Ranks | None = None, *, quiet: bool
+    config: RunConfig, ranks: Ranks, resumed: Resumed | None = None, *, quiet: bool
 ) -> tuple[PreTrainedTokenizerBase, Prepared]:
-    """The tokenizer and the tokenised data, made now or found in ``folder``. Raise DataError if the data cannot be
+    """The tokenizer and the tokenised data, made now or found in the run's folder. Raise DataError if it cannot be
     trained on, and ConfigError if the tokenizer cannot be used, or the run resumes one with other contents.
     """
-    section = config.model
+    section, folder = config.model, Path(config.training.output_dir)
     build.refuse_missing_folder(section)
     hf_config = build.load_config(section, facts.vocab_size_of(config))
     facts.check_model(config, hf_config)
@@ -149,8 +140,8 @@ def read_data(
         )
     say = (lambda line: None) if quiet else write_line
     opened = partial(resumed.compare_contents, config, hf_config) if resumed else (lambda *hashes: None)
-    seed, compares = config.training.seed, ranks is None or ranks.is_first_local
-    prepared = preparing.prepare(config.data, words, rows, seed, folder / "data", say, opened, compares=compares)
+    seed, home, compares = config.training.seed, folder / "data", ranks.is_first_local
+    prepared = preparing.prepare(config.data, words, rows, seed, home, say, opened, compares=compares)
     if prepared.chat_template is not None:
         words.chat_template = prepared.chat_template  # the exported model is talked to as it was trained
     return words, prepared
@@ -167,14 +158,19 @@ def first_then_all(ranks: Ranks, work: Callable[[], T]) -> T:
     return made[0] if made else work()
 
 
-def write_plan(run: Run, text: str, content: dict[str, Any]) -> None:
-    """Write config, plan (as text and as JSON) and DeepSpeed config into the run's folder."""
+def show_plan(run: Run, plans: Sequence[Plan]) -> None:
+    """Print the plan; write it (as text and as JSON), config and DeepSpeed config into the run's folder."""
+    cost = plan_cost(run.plan)
+    text = full_report.text(run.plan, cost, advice(run.config, run.plan), plans)
     run.folder.mkdir(parents=True, exist_ok=True)
     replace_file(run.folder / "config.yaml", run.config.dump())
-    replace_file(run.folder / "plan.json", json.dumps(content, indent=1))
+    replace_file(run.folder / "plan.json", json.dumps(full_report.to_json(run.plan, cost), indent=1))
     replace_file(run.folder / "plan.txt", text + "\n")
     replace_file(run.folder / "ds_config.json", json.dumps(deepspeed.ds_config(run.plan), indent=1))
     block_timing.store(run.folder, run.plan.facts)
+    if ignored := known_rates(run.machine).ignored:
+        write_line(ignored)
+    write_line(f"\n{text}\n")
 
 
 def make_arguments(run: Run) -> TrainingArguments:
@@ -254,7 +250,9 @@ def make_trainer(run: Run, together: Agreement | None = None) -> Trainer:
     arguments = make_arguments(run)
     meter = make_meter(run, arguments.device)
     prompt = sample_prompt(run)
-    sample = [SampleText(prompt)] if prompt and run.form is None else []  # stages cannot generate
+    file, training = MetricsFile(run.folder / "metrics.jsonl"), run.config.training
+    sample = [SampleText(prompt, training.sample_prompts or (), file)] if run.form is None else []  # stages cannot
+    patience, threshold = training.early_stopping_patience, training.early_stopping_threshold
     packing = run.config.data.packing
     # Flash attention takes packed documents as one long row instead of a batch of rows.
     flatten = packing and str(run.config.model.attn_implementation).startswith("flash_attention")
@@ -280,8 +278,9 @@ def make_trainer(run: Run, together: Agreement | None = None) -> Trainer:
         lr_ratio=run.config.model.lr_ratio,
         callbacks=[
             ProgressLine(),
-            MetricsFile(run.folder / "metrics.jsonl"),
+            file,
             *sample,
+            *([EarlyStopping(patience, threshold)] if patience is not None else []),
             *([plan_check] if plan_check else []),
             resuming.TakenOver(resuming.other(run.resumed, run.config)),
             StepSeen(),
@@ -296,14 +295,23 @@ def make_trainer(run: Run, together: Agreement | None = None) -> Trainer:
     return trainer
 
 
-def about(run: Run, model: PreTrainedModel) -> checkpoint.About:
+def about(run: Run, model: PreTrainedModel) -> About:
     """What every checkpoint of the run says about it. Raise ConfigError if it resumes one with other parameters."""
     named = (run.stage.whole if run.stage else model).named_parameters()
-    shapes = {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in named}
+    shapes = digest_of({name: list(getattr(each, "ds_shape", each.shape)) for name, each in named})
     if run.resumed is not None:
         run.resumed.compare_shapes(shapes)
-    hf_config = build.load_config(run.config.model, facts.vocab_size_of(run.config))
-    return checkpoint.about(run.config, run.prepared, hf_config, shapes, run.ranks.world_size)
+    as_loaded = build.load_config(run.config.model, facts.vocab_size_of(run.config))  # the run may change its copy
+    tree, data = json.loads(json.dumps(run.config.tree()), parse_constant=str), run.prepared
+    rows = len(data.train) if hasattr(data.train, "__len__") else None
+    return About(
+        config=tree,
+        config_sha256=digest_of(tree),
+        versions=checkpoint.versions(),
+        world_size=run.ranks.world_size,
+        data=DataFacts(fingerprint=data.fingerprint, sources=data.sources, tokenizer=data.tokenizer, rows=rows),
+        model=ModelFacts(config=checkpoint.plain_config(as_loaded), shapes=shapes),
+    )
 
 
 def check_packing(config: RunConfig) -> None:

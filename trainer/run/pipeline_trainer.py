@@ -143,17 +143,19 @@ class PipelineTrainer(_Trainer):
         return found[:, 0].sum() / found[:, 1].sum().clamp_min(1), found, labels
 
     def logits_of(self, ids: torch.Tensor) -> torch.Tensor:
-        """The logits of a row of tokens on every stage, without gradients; a collective."""
-        assert self.pipeline is not None
-        was_training = self.model.training
-        self.model.eval()
-        rows = self.whole.get_output_embeddings().weight.shape[0]
+        """The logits of a row of tokens, without gradients, on every rank; a collective. [1, T] -> [1, T, V]"""
+        model, inputs = self.model_wrapped, {"input_ids": ids.to(self.args.device)}
+        was_training = model.training
+        model.eval()
         with torch.no_grad(), self.compute_loss_context_manager():
-            logits = self.pipeline.forward(
-                {"input_ids": ids.to(self.args.device)}, lambda each: self.model(**each).logits, (*ids.shape, rows)
-            )
-        self.model.train(was_training)
-        return logits.float().cpu()
+            if self.pipeline is None:
+                logits = model(**inputs).logits
+            else:
+                rows = self.whole.get_output_embeddings().weight.shape[0]
+                logits = self.pipeline.forward(inputs, lambda each: model(**each).logits, (*ids.shape, rows))
+        model.train(was_training)
+        found: torch.Tensor = logits.float().cpu()
+        return found
 
     def forward_again(self) -> None:
         """Forward of the last micro-batch, on all stages; a collective."""

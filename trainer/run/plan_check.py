@@ -98,68 +98,12 @@ def count_saved(model: nn.Module) -> Iterator[dict[int, int]]:
             block.watch = None
 
 
-class TimedSteps:
-    """Seconds of forward and backward of ``steps``, as blocks are timed, and of these steps, whole.
-
-    The median counts: while memory is touched for the first time and kernels choose their ways, a step takes up to a
-    third longer. A shorter run is timed until its end. On an accelerator each border of a timed step waits for it.
-    """
-
-    def __init__(self, plan: Plan, steps: range) -> None:
-        self._plan, self._steps = plan, steps
-        self._clock: UnitClock | None = None
-        self._began_s = 0.0
-        self._seconds: dict[int, float] = {}
-        self._units: list[UnitTimes] = []
-
-    def begin(self, step: int) -> None:
-        if step in self._steps:
-            self._clock, self._began_s = None, self._now()
-
-    @contextmanager
-    def forward(self, model: nn.Module, step: int) -> Iterator[None]:
-        """Around each forward of ``step``; blocks are timed in its first micro-batch."""
-        if step not in self._steps or self._clock is not None or not (blocks := find_blocks(model)):
-            yield
-            return
-        self._clock = UnitClock(blocks, next(model.parameters()).device)
-        with self._clock.forward():
-            yield
-
-    def end(self, step: int) -> None:
-        if step in self._steps and step not in self._seconds:
-            self._seconds[step] = self._now() - self._began_s
-            if self._clock is not None and (found := self._clock.seconds()) is not None:
-                self._units.append(found)
-
-    @property
-    def name(self) -> str:
-        """What has been timed, for people: "steps 2 to 8"; empty if nothing was."""
-        if not self._seconds:
-            return ""
-        first, last = min(self._seconds), max(self._seconds)
-        return f"steps {first} to {last}" if last > first else f"step {first}"
-
-    @property
-    def step_seconds(self) -> float:
-        """The median of the timed steps."""
-        return statistics.median(self._seconds.values())
-
-    def unit_times(self) -> UnitTimes | None:
-        """The median of each unit's times, without recomputation; None if no step had all the marks that are needed."""
-        if not self._units:
-            return None
-        found = without_again(median_of(self._units), self._plan.facts_as_kept())
-        return replace(found, origin=f"measured in {self.name} of a run")
-
-    def _now(self) -> float:
-        if self._plan.facts.machine.has_accelerator:
-            torch.accelerator.synchronize()
-        return time.perf_counter()
-
-
 class PlanCheck(TrainerCallback):  # type: ignore[misc]
     """Prints predicted and measured numbers of the first steps, and adds them to ``plan.json`` and ``facts.json``.
+
+    With a layout steps are timed, and units in the first micro-batch of each. The median counts: while memory is
+    touched for the first time and kernels choose their ways, a step takes up to a third longer. A shorter run is timed
+    until its end. On an accelerator each border of a timed step waits for it.
 
     Args:
         recomputes: Hugging Face's checkpointing is on.
@@ -173,7 +117,11 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
         self._countable = not recomputes and deepspeed.stage(plan) != 3
         self._storages: dict[int, int] = {}
         self._masked = True
-        self._timed = TimedSteps(plan, range(FIRST, LAST + 1) if plan.layout else range(0))
+        self._timed = range(FIRST, LAST + 1) if plan.layout else range(0)
+        self._clock: UnitClock | None = None  # of the present step
+        self._step_began_s = 0.0
+        self._step_s: dict[int, float] = {}  # of each timed step
+        self._unit_times: list[UnitTimes] = []
         self._began: tuple[int, int] | None = None  # bytes up and down when step 2 began
         self._rows: list[Comparison] = []
         self._model: nn.Module | None = None
@@ -181,14 +129,17 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
     @contextmanager
     def counting(self, model: nn.Module, step: int) -> Iterator[None]:
         """Count inside what autograd saves (in step 1) or time blocks (in some steps after it)."""
-        if not model.training:
-            yield
-        elif step == COUNTED - 1 and self._countable and not self._storages:
+        counts = step == COUNTED - 1 and self._countable and not self._storages
+        times = step + 1 in self._timed and self._clock is None
+        if model.training and counts:
             with model.register_forward_pre_hook(self._look, with_kwargs=True), count_saved(model) as self._storages:
                 yield
-        else:
-            with self._timed.forward(model, step + 1):
+        elif model.training and times and (blocks := find_blocks(model)):
+            self._clock = UnitClock(blocks, next(model.parameters()).device)
+            with self._clock.forward():
                 yield
+        else:
+            yield
 
     def _look(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
@@ -199,15 +150,18 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
         if state.global_step == STEP - 1:
             self._model = kwargs["model"]
             self._began = self._traffic()
-        self._timed.begin(state.global_step + 1)
+        if state.global_step + 1 in self._timed:
+            self._clock, self._step_began_s = None, self._now()
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self._timed.end(state.global_step)
-        if not state.is_world_process_zero:
-            return
-        if state.global_step == STEP:
+        step = state.global_step
+        if step in self._timed:
+            self._step_s[step] = self._now() - self._step_began_s
+            if self._clock is not None and (found := self._clock.seconds()) is not None:
+                self._unit_times.append(found)
+        if state.is_world_process_zero and step == STEP:
             self._say(f"after step {STEP}", list(self.compared()))
-        if state.global_step == LAST:
+        if state.is_world_process_zero and step == LAST:
             self._compare_seconds()
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -225,12 +179,21 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
         written["measured"] = [{**asdict(each), "error": each.error} for each in self._rows]
         replace_file(file, json.dumps(written, indent=1))
 
+    def _now(self) -> float:
+        if self._plan.facts.machine.has_accelerator:
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
     def _compare_seconds(self) -> None:
-        if not self._timed.name:
+        if not self._step_s:
             return
-        timings = self._timed.unit_times()
+        first, last, timings = min(self._step_s), max(self._step_s), None
+        steps = f"steps {first} to {last}" if last > first else f"step {first}"
+        if self._unit_times:
+            found = without_again(median_of(self._unit_times), self._plan.facts_as_kept())
+            timings = replace(found, origin=f"measured in {steps} of a run")
         if rows := list(self._seconds(timings)):
-            self._say(self._timed.name, rows)
+            self._say(steps, rows)
         if timings is not None:
             block_timing.store(self._folder, self._plan.facts, timings)
             write_line(
@@ -271,7 +234,7 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
             found = passes * sum(map(sum, unit_seconds(facts, plan.facts.machine.rates)))
             yield Comparison("forward and backward", cost.compute_seconds, found, "seconds")
         if plan.facts.run.stages == 1:  # else the simulated one does not wait for other stages
-            yield Comparison("a step", cost.seconds, self._timed.step_seconds, "seconds")
+            yield Comparison("a step", cost.seconds, statistics.median(self._step_s.values()), "seconds")
 
     def _traffic(self) -> tuple[int, int]:
         """Bytes that have crossed the link so far, up and down."""

@@ -34,13 +34,14 @@ _SILENT_TRAINING = """
     dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
     dataloader_multiprocessing_context ddp_timeout torch_empty_cache_steps gradient_checkpointing
     gradient_checkpointing_kwargs activation_checkpointing activation_checkpointing_kwargs allow_change overwrite
+    sample_prompts
 """
 # What changes the result, by the name that training.allow_change takes.
 _GROUPS: Mapping[str, str] = {
-    "data": """data.path data.name data.split data.eval_path data.eval_split data.eval_fraction data.columns
-        data.completion_only_loss data.assistant_only_loss data.chat_template data.chat_template_path
-        data.streaming""",
-    "max_length": "data.max_length",
+    "data": """data.path data.datasets data.name data.split data.limit data.eval_path data.eval_split
+        data.eval_fraction data.columns data.completion_only_loss data.assistant_only_loss
+        data.chat_template data.chat_template_path data.streaming""",
+    "max_length": "data.max_length data.excess_length_strategy",
     "packing": "data.packing",
     "seed": "training.seed training.data_seed",
     "order": "training.train_sampling_strategy training.dataloader_drop_last training.dataloader_in_order",
@@ -60,7 +61,8 @@ _GROUPS: Mapping[str, str] = {
 }
 _SAID = """
     training.learning_rate training.max_steps training.num_train_epochs training.lr_scheduler_type
-    training.lr_scheduler_kwargs training.warmup_steps model.lora.loraplus_lr_ratio
+    training.lr_scheduler_kwargs training.warmup_steps training.early_stopping_patience
+    training.early_stopping_threshold model.lora.loraplus_lr_ratio
 """
 _NEVER = """
     training.optim training.optim_args model.tokenizer model.lora model.lora.r model.lora.target_modules model.lora.bias

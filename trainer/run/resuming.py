@@ -60,9 +60,9 @@ class Resumed:
         allowed = config.training.allow_change
         self._take(config, resume_rules.compare_contents(saved, now, allowed, self.changed, str(self.path)))
 
-    def compare_shapes(self, shapes: Mapping[str, Any]) -> None:
-        """Raise ConfigError if the model, once it is built, has parameters of other names or shapes."""
-        if checkpoint.digest_of_shapes(shapes) != self.found.manifest.run.model.shapes:
+    def compare_shapes(self, shapes: str) -> None:
+        """Raise ConfigError if the model, once it is built, has parameters of other names or shapes, by their hash."""
+        if shapes != self.found.manifest.run.model.shapes:
             raise ConfigError(
                 f"model: its parameters have other names or shapes than those in {self.path}; train the same model, or "
                 f"start anew in another training.output_dir"

@@ -17,7 +17,7 @@ import time
 import traceback
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed
 from transformers import TrainerCallback, TrainerState
@@ -28,25 +28,22 @@ from strategies.core.compose import requirements_of
 from strategies.core.protocol import Requirement
 from strategies.core.sizes import human
 from strategies.engine.memory import accelerator
+from trainer.data import report as data_report
 from trainer.data import sample
 from trainer.dist import deepspeed_ops
 from trainer.dist.agreement import Agreement, agreement
 from trainer.dist.ranks import GRACE_S, Ranks, collectives_of, process_group, quiet_libraries
 from trainer.dist.stopping import Phase, Stop, Stopped
 from trainer.dist.watchdog import Watchdog
-from trainer.errors import ExitCode, UserError, first_line, report, write_line
-from trainer.model import quantise
+from trainer.errors import ConfigError, ExitCode, UserError, first_line, report, write_line
 from trainer.planning.from_config import check_options, refuse_folder
 from trainer.run import export, lock, oom, order, resuming, saving
 from trainer.run.callbacks import Watched
-from trainer.run.model_card import model_card
 from trainer.run.order import Run
 from trainer.run.resume_rules import leaves
 from trainer.run.trainer import Trainer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from trainer.config.sections import RunConfig
 
 TIMEOUT_SAYS = ("Timed out waiting", "Application timeout")  # gloo
@@ -205,8 +202,23 @@ def _whole(config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | Non
 
 def show_sample(config: RunConfig) -> None:
     """Print one tokenised row of the training data, with its trained and its masked tokens."""
-    words, prepared = order.read_data(config, Path(config.training.output_dir), quiet=True)
+    words, prepared = order.read_data(config, Ranks(), quiet=True)
     print(sample.render(prepared, words, colour=sys.stdout.isatty()))
+
+
+def show_data(config: RunConfig, picture: Path | None) -> None:
+    """Print what became of the rows, with a histogram of their lengths; draw it if there is a ``picture``."""
+    _, prepared = order.read_data(config, Ranks(), quiet=True)
+    found = prepared.report
+    if found is None:
+        why = "data.streaming: nothing is read ahead of training, so there is no report"
+        raise ConfigError(f"{why}; data.streaming=false writes one")
+    write_line(data_report.text(found))
+    if picture is not None:
+        try:
+            data_report.draw(found, picture)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--plot {picture}: {error}") from None
 
 
 def train(run: Run, stop: Stop, together: Agreement, watchdog: Watchdog | None) -> None:
@@ -237,20 +249,11 @@ def finish(run: Run, trainer: Trainer) -> None:
     step, log = trainer.state.global_step, trainer.state.log_history
     if run.prepared.eval is not None and not any("eval_loss" in record and record["step"] == step for record in log):
         trainer.evaluate()
-    folder, section, hf_config = run.folder, run.config.model, cast("PreTrainedModel", trainer.model).config
+    folder = run.folder
     if over := trainer.together.on_first(run.ranks.rank, lambda: export.make_room(run.config, step)):
         run.say(over)
         return
-    receipt = export.export(
-        trainer,
-        run.tokenizer,
-        folder / "export",
-        merge=section.merges,
-        trust_remote_code=section.trust_remote_code,
-        loads={} if section.merges else quantise.loading(section.quantization_config, section.dtype),
-        card=model_card(run.config, hf_config, trainer.state, sys.argv, run.ranks.world_size),
-        about=export.about(run.config, step),
-    )
+    receipt = export.export(trainer, run.tokenizer, run.config)
     if not run.ranks.is_first:
         return
     if len(history := [record for record in log if "eval_loss" in record]) > 1:

@@ -38,17 +38,20 @@ THREADS = 4  # that look for values that are not finite
 
 
 @contextmanager
-def draft(output_dir: Path, *, writes: bool) -> Iterator[Path]:
+def draft(output_dir: Path, needed: int, *, writes: bool) -> Iterator[Path]:
     """An empty folder for all ranks to write into, each step inside ``together``; a collective at its beginning.
 
-    It is deleted if the block fails; otherwise it stays for ``commit``. That it cannot be emptied is an OSError on all
-    ranks. ``writes``: this rank empties and deletes it, the first one, or the first of each machine.
+    It is deleted if the block fails; otherwise it stays for ``commit``. That it cannot be emptied, or that there is no
+    space for as many bytes as are ``needed``, is an OSError on all ranks. ``writes``: this rank empties and deletes it,
+    the first one, or the first of each machine.
     """
     folder = output_dir / checkpoint.WRITING
 
     def empty() -> None:
         if writes:
             checkpoint.clear(output_dir)
+            if why := shortage(output_dir, needed):
+                raise OSError(errno.ENOSPC, why)
             folder.mkdir(parents=True)
 
     together(empty)

@@ -5,9 +5,10 @@ that are not in ``param.grad``, average them over the ranks again, and copy the 
 subclass overrides only that. It plans from the Trainer's own arguments and from the first batch that the Trainer makes.
 
 Invariant. The result has the bits of the Trainer alone, in the precision of model and arguments: fp32 weights stay fp32
-and are autocast with ``bf16=True``. A model loaded in bf16 gets fp32 masters, which plain training does not have.
+and are autocast with ``bf16=True`` or ``fp16=True``. A model loaded in bf16 gets fp32 masters, which plain training
+does not have.
 
-Refused: optimizers that do not update element by element (``strategies/core/optimizers.py``), fp16, DeepSpeed and FSDP
+Refused: optimizers that do not update element by element (``strategies/core/optimizers.py``), DeepSpeed and FSDP
 together with the engine, one process with several devices, compiled models whose weights travel.
 """
 
@@ -84,7 +85,8 @@ class StowedTrainer:
     @property
     def stowed(self) -> StowOptimizer | None:
         """The memory engine's optimizer, once training or evaluation has begun."""
-        return self.optimizer if isinstance(self.optimizer, StowOptimizer) else None
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate wraps it where it scales the loss
+        return inner if isinstance(inner, StowOptimizer) else None
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make Hugging Face's accelerator and turn it into a ``StowAccelerator``."""
@@ -95,7 +97,7 @@ class StowedTrainer:
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Let the Trainer make its optimizer, plan with it, and give the model to the engine."""
         if self.stowed is not None:
-            return self.stowed
+            return self.optimizer  # type: ignore[no-any-return]
         optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         if not self.stows or isinstance(optimizer, StowOptimizer):
             return optimizer
@@ -129,20 +131,21 @@ class StowedTrainer:
             "world_size": self.args.world_size,
             "moments": moments,
         }
+        if self.args.fp16:  # its loss scale needs all gradients first
+            options["update_in_backward"] = False
         try:
             with self.accelerator.autocast():
-                if "batch" in options:
-                    plan = plan_for(self.model, groups, **options)
-                else:
-                    plan = self._plan_for_first_call(groups, options)
+                plan = self._plan(groups, options)
         except Refusal as refused:
             raise ValueError(str(refused).replace("strategies.offload.", "")) from None
         if "recompute" in options:
             recompute(self.model, plan)
         return plan
 
-    def _plan_for_first_call(self, groups: list[dict[str, Any]], options: Mapping[str, Any]) -> Plan:
-        """Plan with the Trainer's first batch, or without a batch if forward cannot be counted on it."""
+    def _plan(self, groups: list[dict[str, Any]], options: Mapping[str, Any]) -> Plan:
+        """With the batch of the options, or the Trainer's first one; without, if forward cannot be counted on that."""
+        if "batch" in options:
+            return plan_for(self.model, groups, **options)
         try:
             return plan_for(self.model, groups, batch=self._first_call(), **options)
         except CountingError as error:
@@ -190,10 +193,11 @@ class StowedTrainer:
         args = self.args
         engine = getattr(self, "is_deepspeed_enabled", False) or getattr(self, "is_fsdp_enabled", False)
         own_buffers = args.ddp_broadcast_buffers is False and args.world_size > 1
+        early = self.stow_options.get("update_in_backward") is True
         twice = "recompute" in self.stow_options and (args.gradient_checkpointing or args.activation_checkpointing)
         refusals = {
             "a stowed trainer cannot be combined with DeepSpeed or FSDP: leave out deepspeed= and fsdp=": engine,
-            "fp16=True: a stowed trainer trains in fp32 or bf16; write bf16=True": args.fp16,
+            "update_in_backward=True: fp16's loss scale needs all gradients first; leave it out": early and args.fp16,
             f"one process with {args.n_gpu} devices: start one for each, as torchrun does": args.n_gpu > 1,
             "ddp_broadcast_buffers=False: a stowed trainer copies the first rank's buffers; leave it out": own_buffers,
             "recompute= cannot be combined with gradient_checkpointing=True: keep one of the two": twice,

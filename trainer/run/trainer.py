@@ -32,7 +32,7 @@ from trainer.dist.agreement import Agreement
 from trainer.errors import ConfigError, write_line
 from trainer.model.adapters import loraplus
 from trainer.run import checkpoint, saving, training_state
-from trainer.run.callbacks import Meter
+from trainer.run.callbacks import EarlyStopping, Meter
 from trainer.run.nonfinite import DEEPSPEED_SAYS, NonFinite, StopNonFinite, first_not_finite
 from trainer.run.pipeline_trainer import PipelineTrainer, token_losses
 from trainer.run.stowed_trainer import StowedTrainer
@@ -143,7 +143,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         )
 
     def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
-        """As Hugging Face's, but no epoch for a run that is resumed at its last step.
+        """As Hugging Face's, but no epoch for a run that is resumed at its last step, or where it had stopped early.
 
         Hugging Face counts whole epochs. It would begin one more wherever the last step is not the end of an epoch,
         and look at the number of steps after the first of them.
@@ -151,7 +151,8 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         num_epochs, *others, max_steps = super().set_initial_training_values(*args, **kwargs)
         if self._resumed is not None:
             state = TrainerState.load_from_json(str(Path(self._resumed) / TRAINER_STATE_NAME))
-            num_epochs = num_epochs if state.global_step < max_steps else 0
+            early = [each for each in self.callback_handler.callbacks if isinstance(each, EarlyStopping)]
+            num_epochs = 0 if state.global_step >= max_steps or any(each.over(state) for each in early) else num_epochs
         return num_epochs, *others, max_steps
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *rest: Any, **more: Any) -> torch.Tensor:
@@ -226,10 +227,6 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         self.settle()
         folder, writes = self.output_dir / f"checkpoint-{self.state.global_step}", bool(self.args.should_save)
         former = self.state.best_model_checkpoint
-        missing = saving.shortage(self.output_dir, self.save_bytes) if self.args.process_index == 0 else None
-        if self.together.any(missing is not None):
-            self._say(f"step {self.state.global_step}: no checkpoint was saved: {missing}; the next save tries again")
-            return
         self.store_flos()
 
         def write(draft: Path) -> None:
@@ -238,7 +235,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
             training_state.save_random_state(self, draft)
 
         try:
-            with saving.draft(self.output_dir, writes=writes) as drafts:
+            with saving.draft(self.output_dir, self.save_bytes, writes=writes) as drafts:
                 draft = drafts / folder.name
                 saving.together(lambda: write(draft))
                 self.state.best_model_checkpoint = self._best(former)
@@ -270,11 +267,8 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
 
     def _not_saved(self, folder: Path, error: OSError, best: str | None) -> None:
         self.state.best_model_checkpoint = best
-        self._say(f"{folder} was not saved: {error}; older ones are as they were; the next save tries again")
-
-    def _say(self, line: str) -> None:
         if self.args.process_index == 0:
-            write_line(line)
+            write_line(f"{folder} was not saved: {error}; older ones are as they were; the next save tries again")
 
     def _best(self, former: str | None) -> str | None:
         """The best checkpoint, by the name that it will have."""

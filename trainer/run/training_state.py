@@ -11,31 +11,38 @@ named parameters, and every rank reads those that it needs, whatever wrote them.
 are any, otherwise the model's files. ``save_pretrained`` may rename or convert weights (experts of a mixture); those
 that are not in the files under their own names are written as spans, too. Hyperparameters are those of this run.
 
+A schedule that is a function of the step has one number of state: rates are computed anew from the config. One that
+follows the evaluation loss has history, which is saved and taken over whole.
+
 Refused, in one line and before anything is changed: state of another model or rule, damaged or missing files.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from strategies.backends.tensor_shards import whole_shape
 from strategies.engine import StowOptimizer
+from strategies.engine.memory import accelerator
 from strategies.engine.saving import state_file
 from strategies.state import saved_state
 from strategies.state.saved_state import Holder, Saved, Weights
 from strategies.state.spans import WEIGHT, Span, Store
 from trainer.errors import ConfigError
-from trainer.run import small_state
 
-OPTIMIZER = "optimizer"
+OPTIMIZER, SCHEDULE = "optimizer", "scheduler.json"
+VERSION = 1  # of files in JSON
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, RuntimeError, OverflowError)
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
@@ -54,7 +61,7 @@ def _misfits() -> Iterator[None]:
 
 def holder_of(trainer: Any) -> Any:
     """The training state of a trainer, wherever its strategy keeps it: a ``Holder`` that can also write weights."""
-    inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate wraps what is not stowed
+    inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate may wrap it
     if trainer.pipeline is not None:
         from strategies.backends.pipeline_state import EnginesStage, pipeline_state
 
@@ -62,8 +69,8 @@ def holder_of(trainer: Any) -> Any:
         if isinstance(inner, StowOptimizer):
             return EnginesStage(inner, trainer.pipeline, writes=writes)
         return pipeline_state(inner, trainer.pipeline, trainer.gradients, writes=writes)
-    if isinstance(trainer.optimizer, StowOptimizer):
-        return state_file.EngineState(trainer.optimizer.access, writes=trainer.args.should_save)
+    if isinstance(inner, StowOptimizer):
+        return state_file.EngineState(inner.access, writes=trainer.args.should_save)
     if trainer.is_deepspeed_enabled:
         from strategies.backends.deepspeed_state import DeepSpeedState
 
@@ -82,12 +89,12 @@ def save(trainer: Any, checkpoint: Path) -> None:
     """
     args, holder, folder = trainer.args, holder_of(trainer), checkpoint / OPTIMIZER
     folder.mkdir(parents=True, exist_ok=True)
-    names, is_first = _to_write(checkpoint, trainer.whole, holder, args.process_index), args.process_index == 0
-    more = [*holder.weight_spans(names), *_buffer_spans(trainer.model, names, writes=is_first)]
+    is_first = args.process_index == 0
+    more = list(_not_in_files(trainer, checkpoint, holder, writes=is_first))
     saved_state.write_part(folder, holder, more, rank=args.process_index, ranks=args.world_size, hashed=False)
     if is_first:
         saved_state.write_index(folder, holder, args.world_size, _extra(trainer, holder))
-        small_state.save_schedule(checkpoint / small_state.SCHEDULE, trainer.lr_scheduler)
+        save_schedule(checkpoint / SCHEDULE, trainer.lr_scheduler)
 
 
 def opened(trainer: Any, checkpoint: Path, holder: Any = None) -> tuple[Saved, Weights]:
@@ -102,26 +109,13 @@ def opened(trainer: Any, checkpoint: Path, holder: Any = None) -> tuple[Saved, W
     return saved, weights
 
 
-def _to_write(checkpoint: Path, model: nn.Module, holder: Any, rank: int) -> set[str]:
-    """Names of weights and buffers that are written as spans, since the model's files do not have them.
-
-    Only the first rank knows those files. Where each rank writes its share, all have to know without them.
-    """
-    if not getattr(holder, "divides_weights", False):
-        return _not_in_files(checkpoint, model) if rank == 0 else set()
-    if _conversions(model) or hasattr(model, "peft_config"):
-        return set(_needed(model))
-    return _not_in_files(checkpoint, model) & {name for name, _ in _buffers(model)} if rank == 0 else set()
-
-
 def save_stowed(trainer: Any, checkpoint: Path) -> None:
     """The same for a trainer that does not seal its checkpoints: files have hashes of their own."""
     if trainer.args.should_save:
         holder = holder_of(trainer)
-        absent = _not_in_files(checkpoint, trainer.model)
-        more = [*holder.weight_spans(absent), *_buffer_spans(trainer.model, absent, writes=True)]
+        more = list(_not_in_files(trainer, checkpoint, holder, writes=True))
         state_file.save(holder, checkpoint / OPTIMIZER, more, _extra(trainer, holder))
-        small_state.save_schedule(checkpoint / small_state.SCHEDULE, trainer.lr_scheduler)
+        save_schedule(checkpoint / SCHEDULE, trainer.lr_scheduler)
 
 
 def _extra(trainer: Any, holder: Any) -> dict[str, Any]:
@@ -133,7 +127,23 @@ def _extra(trainer: Any, holder: Any) -> dict[str, Any]:
     return {"steps": trainer.state.global_step, "ranks": trainer.args.world_size, "loss_scale": scale}
 
 
-def _not_in_files(checkpoint: Path, model: nn.Module) -> set[str]:
+def _not_in_files(trainer: Any, checkpoint: Path, holder: Any, *, writes: bool) -> Iterator[Span]:
+    """Weights and buffers that the model's files do not have, which only the rank that ``writes`` them knows.
+
+    Where each rank writes its share of the weights, all have to know without them.
+    """
+    model = trainer.whole
+    names = _absent(checkpoint, model) if writes else set()
+    if getattr(holder, "divides_weights", False):
+        converted = _conversions(model) or hasattr(model, "peft_config")
+        names = set(_needed(model)) if converted else names & {name for name, _ in _buffers(model)}
+    yield from holder.weight_spans(names)
+    for name, buffer in _buffers(trainer.model) if writes else ():
+        if name in names:
+            yield Span(name, WEIGHT, tuple(buffer.shape), 0, buffer)
+
+
+def _absent(checkpoint: Path, model: nn.Module) -> set[str]:
     """Names of weights and buffers that the model's files do not have as they are in the model."""
     from transformers.core_model_loading import WeightConverter
 
@@ -172,12 +182,6 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{name}" if prefix else name, buffer
-
-
-def _buffer_spans(model: nn.Module, names: set[str], *, writes: bool) -> Iterator[Span]:
-    for name, buffer in _buffers(model) if writes else ():
-        if name in names:
-            yield Span(name, WEIGHT, tuple(buffer.shape), 0, buffer)
 
 
 def _aliases(model: nn.Module) -> dict[str, list[str]]:
@@ -222,7 +226,7 @@ def load(trainer: Any, checkpoint: Path) -> None:
     elif scaler is not None and scale is not None:
         kept = scaler.state_dict()
         scaler.load_state_dict({**kept, "scale": scale["scale"], "_growth_tracker": int(scale["held"])})
-    small_state.load_schedule(checkpoint / small_state.SCHEDULE, trainer.lr_scheduler, saved.param_groups)
+    load_schedule(checkpoint / SCHEDULE, trainer.lr_scheduler, saved.param_groups)
 
 
 @_misfits()
@@ -239,7 +243,61 @@ def _fill_weights(holder: Holder, model: nn.Module, weights: Weights) -> None:
             weights.read(name, 0, buffer)
 
 
-# --- random numbers --------------------------------------------------------------------------------------------------
+# --- the schedule, and random numbers, as JSON -----------------------------------------------------------------------
+
+
+@contextmanager
+def _content_of(path: Path, what: str) -> Iterator[dict[str, Any]]:
+    """What was written into ``path``. ValueError, in one line, if it cannot be read, or not be taken over inside."""
+    try:
+        content = json.loads(path.read_bytes())
+        if content["version"] != VERSION:
+            raise ValueError(f"{path}: format {content['version']}, this release reads {VERSION}")
+        yield content
+    except UNREADABLE as error:
+        said = str(error).startswith(f"{path}: ")
+        raise ValueError(str(error) if said else f"{path}: damaged, not the state of {what}") from None
+
+
+def save_schedule(path: Path, scheduler: Any) -> None:
+    """Write how far the schedule is; ValueError if it has state that JSON cannot hold."""
+    if _is_function_of_step(scheduler):
+        state = {"last_epoch": scheduler.last_epoch, "_step_count": scheduler._step_count}
+    else:
+        state = scheduler.state_dict()
+    try:
+        text = json.dumps({"version": VERSION, "kind": type(scheduler).__name__, "state": state})
+    except (TypeError, ValueError):
+        raise ValueError(f"the schedule {type(scheduler).__name__} has state that JSON cannot hold") from None
+    path.write_text(text)
+
+
+def load_schedule(path: Path, scheduler: Any, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Go on with the schedule, and set the rates of its optimizer; those of the saved ``groups`` if it has history.
+    Raise ValueError if the file cannot be read, or is of another kind of schedule.
+    """
+    with _content_of(path, "a schedule") as content:
+        kind, state = content["kind"], dict(content["state"])
+        if _is_function_of_step(scheduler):
+            count = int(state["last_epoch"])
+            scheduler.last_epoch, scheduler._step_count = count, int(state.get("_step_count", count + 1))
+            rates = [base * rule(count) for base, rule in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+        elif kind != type(scheduler).__name__:
+            raise ValueError(f"{path}: of the schedule {kind}, and this run has {type(scheduler).__name__}")
+        else:
+            scheduler.load_state_dict(state)
+            rates = [group["lr"] for group in groups]
+        current = scheduler.optimizer.param_groups
+        if len(rates) != len(current):
+            raise ValueError(f"{path}: of {len(rates)} groups of parameters, and this run has {len(current)}")
+    for group, rate in zip(current, rates, strict=True):
+        group["lr"] = rate
+    scheduler._last_lr = list(rates)
+
+
+def _is_function_of_step(scheduler: Any) -> bool:
+    """Whether every rate is the first one times a function of the step."""
+    return hasattr(scheduler, "lr_lambdas") and hasattr(scheduler, "base_lrs")
 
 
 def _stream_of(trainer: Any) -> tuple[int, int, bool]:
@@ -255,18 +313,59 @@ def _stream_of(trainer: Any) -> tuple[int, int, bool]:
 
 def save_random_state(trainer: Any, checkpoint: Path) -> None:
     """Write the states of this rank's generators; one rank writes for those that draw the same numbers."""
-    checkpoint.mkdir(parents=True, exist_ok=True)
     number, streams, writes = _stream_of(trainer)
     if writes:
-        small_state.save_generators(small_state.generators_file(checkpoint, number, streams))
+        save_generators(checkpoint / f"random_state-{number:05}-of-{streams:05}.json")
 
 
 @_misfits()
 def load_random_state(trainer: Any, checkpoint: Path) -> str | None:
     """Take over this rank's; a line if there is none, since fewer ranks have saved. Raise Misfit if it is damaged."""
     rank, _, _ = _stream_of(trainer)
-    path = small_state.saved_generators(checkpoint, rank)
+    path = min(checkpoint.glob(f"random_state-{rank:05}-of-*.json"), default=None)
     if path is None:
         return f"{checkpoint}: no random state of rank {rank}; it goes on from training.seed"
-    small_state.load_generators(path)
+    load_generators(path)
     return None
+
+
+def save_generators(path: Path) -> None:
+    """Write the present states."""
+    kind = accelerator.kind()
+    name, keys, *rest = np.random.get_state(legacy=True)
+    content = {
+        "version": VERSION,
+        "python": random.getstate(),
+        "numpy": [name, np.asarray(keys).tolist(), *rest],
+        "torch": _hex(torch.random.get_rng_state()),
+        "device": None if kind is None else [kind, _hex(torch.get_device_module(kind).get_rng_state())],
+    }
+    path.write_text(json.dumps(content))
+
+
+def load_generators(path: Path) -> None:
+    """Take over the states in ``path``; the device's only on a device of that kind. ValueError has changed nothing."""
+    before = random.getstate(), np.random.get_state(legacy=True), torch.random.get_rng_state()
+    with _content_of(path, "generators") as content:
+        version, numbers, gauss = content["python"]
+        name, keys, *rest = content["numpy"]
+        on_cpu, on_device = _tensor(content["torch"]), content["device"]
+        try:
+            random.setstate((version, tuple(numbers), gauss))
+            np.random.set_state((name, np.array(keys, np.uint32), *rest))
+            torch.random.set_rng_state(on_cpu)
+            if on_device is not None and on_device[0] == accelerator.kind():
+                torch.get_device_module(on_device[0]).set_rng_state(_tensor(on_device[1]))
+        except BaseException:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
+            torch.random.set_rng_state(before[2])
+            raise
+
+
+def _hex(state: torch.Tensor) -> str:
+    return bytes(state.cpu().numpy()).hex()
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from strategies.core.linears import NATIVE, Gemm, Route, Routes
+from strategies.core.linears import Gemm, Route, Routes
 
 STORED = {("torch.nn.modules.linear", "Linear"): "out_in", ("transformers.pytorch_utils", "Conv1D"): "in_out"}
 
@@ -137,16 +137,15 @@ def _routed(kind: type[nn.Module]) -> Any:
 
 
 def route(model: nn.Module, chosen: Mapping[str, Routes]) -> None:
-    """Set the routes of the layers at these dotted paths. Native layers stay untouched."""
+    """Set the routes of the layers at these dotted paths."""
     for path, routes in chosen.items():
         module: Any = model.get_submodule(path)
+        kind: Any = type(module)
         stored = storage_of(module)
         if stored is None:
-            raise ValueError(f"{path} is {type(module).__name__}, not a stock linear layer")
-        if routes != NATIVE:
-            kind: Any = type(module)
-            module.__class__ = _routed(kind)
-            module._routes, module._stored, module._copy = routes, stored, Copy() if Route.COPY in routes else None
+            raise ValueError(f"{path} is {kind.__name__}, not a stock linear layer")
+        module.__class__ = _routed(kind)
+        module._routes, module._stored, module._copy = routes, stored, Copy() if Route.COPY in routes else None
 
 
 def weights_changed(model: nn.Module) -> None:

@@ -1,14 +1,15 @@
 """``param.grad`` of a trained parameter between backward and step: a stand-in for the gradient that is elsewhere.
 
 It gives the norm of the real gradient, and multiplying it by a factor (clipping) applies when the update reads the
-gradient, so that ``torch.nn.utils.clip_grad_norm_`` works. Assigning ``None`` to ``param.grad`` discards it. Any other
-function gets a read-only copy, other writes are refused. After ``step`` reading it raises, until ``zero_grad``.
+gradient, so that ``torch.nn.utils.clip_grad_norm_`` works, and ``torch.amp.GradScaler``. Assigning ``None`` to
+``param.grad`` discards it. Any other function gets a read-only copy, other writes are refused. After ``step`` reading
+it raises, until ``zero_grad``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -69,6 +70,8 @@ class PendingGradient(Tensor):
                     for grad in each(args[0])
                 ]
                 return norms if isinstance(args[0], list | tuple) else norms[0]
+            if func is torch._amp_foreach_non_finite_check_and_unscale_:
+                return _unscale(*args, **kwargs)
             if func is Tensor.zero_:
                 args[0]._keeper.zero_gradient()
                 return args[0]
@@ -76,8 +79,6 @@ class PendingGradient(Tensor):
                 if isinstance(target, PendingGradient):
                     factor = _factor(func, args, kwargs)
                     if factor is None:
-                        if func.__name__.startswith("_amp_"):
-                            raise RuntimeError("a stowed model does not support GradScaler: train in bf16 or fp32")
                         raise RuntimeError(
                             f"{func.__name__} on the gradient of {target._keeper.name}, which waits for the step: it "
                             f"can be read, and multiplied by one factor, as clip_grad_norm_ does"
@@ -94,6 +95,16 @@ class PendingGradient(Tensor):
 def _value(gradient: Any) -> Tensor:
     value: Tensor = gradient._keeper.gradient_value()
     return value
+
+
+def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """What a GradScaler does with all gradients of an optimizer. Those of a stowed model are multiplied together."""
+    waiting = [grad for grad in grads if isinstance(grad, PendingGradient)]
+    others = [grad for grad in grads if not isinstance(grad, PendingGradient)]
+    if others:  # of another model
+        torch._amp_foreach_non_finite_check_and_unscale_(others, found_inf, inv_scale)
+    for keeper in {id(grad._keeper.engine): grad._keeper for grad in waiting}.values():
+        found_inf.copy_(torch.maximum(found_inf, keeper.unscale_gradients(inv_scale)))
 
 
 def _is_euclidean(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:

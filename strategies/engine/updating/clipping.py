@@ -2,6 +2,8 @@
 
 The update multiplies every gradient with the factor as it reads it. It is torch's: ``max_norm / (norm + 1e-6)``, at
 most 1. A loop gives it by ``clip``, or by multiplying each ``param.grad``, as ``torch.nn.utils.clip_grad_norm_`` does.
+A GradScaler (fp16) multiplies all by the inverse of the loss's scale first. That is a power of two, so it is one factor
+with clipping's: to multiply by it rounds nothing, be it gradients, norms or the other factor.
 
 If updates begin in backward, the norm is not known yet. Then nothing is clipped, and a gradient that is not finite
 skips the update of its bucket and of all later ones in this step; if the loss itself is not finite that is all of them.
@@ -10,7 +12,8 @@ A skipped step changes nothing. It is known some steps late, since the device is
 row no later one will differ, since the weights do not change: ``step`` then raises. Ranks that train together have to
 raise it in the same step: they wait for the result, which costs little after they have waited for each other's norms.
 
-Refused: different factors within one step, clipping twice, clipping where updates begin in backward.
+Refused: different factors within one step, clipping twice, clipping where updates begin in backward, scales of the loss
+that are no powers of two.
 """
 
 from __future__ import annotations
@@ -40,21 +43,43 @@ class Clipping:
         self.scale: Scale | None = None  # None until it is known
         self._layout, self._gradients, self._transfer, self._device = layout, gradients, transfer, device
         self._factors: dict[tuple[int, int], Tensor | float] = {}  # by the loop; keys: bucket, index in it
+        self._unscale: Tensor | None = None  # the inverse of the loss's scale, once a GradScaler has multiplied by it
 
     def clear(self) -> None:
         """The step is made, or its gradients are discarded."""
-        self.scale = None
+        self.scale = self._unscale = None
         self._factors.clear()
 
     def clip(self, max_norm: float) -> Tensor:
         """Clip to ``max_norm`` (0 and infinity: not at all) and return the norm of all gradients."""
         if self._layout.in_backward and max_norm != math.inf:
             raise RuntimeError(IN_BACKWARD)
-        norm = self._gradients.norm(self._device)
+        norm = self._of_loss(self._gradients.norm(self._device))
         if not self._layout.in_backward:
             factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) if 0 < max_norm < math.inf else None
             self.scale = self._make(factor, norm)
         return norm
+
+    def unscale(self, inverse: Tensor) -> Tensor:
+        """Multiply all gradients by the ``inverse`` of the loss's scale. Returns 1.0 if one is not finite."""
+        if self._layout.in_backward:
+            raise RuntimeError(
+                f"a GradScaler needs all gradients first, and {IN_BACKWARD}, or update_in_backward=False"
+            )
+        if math.frexp(float(inverse))[0] != 0.5:  # the scaler waits for the device anyway, before the step
+            raise RuntimeError(f"a loss scale of 1 / {float(inverse)}: a stowed model's is a power of two")
+        norm = self._gradients.norm(self._device)
+        self._unscale = inverse.to(self._device, torch.float32).reshape(())
+        return torch.logical_not(norm.isfinite()).float()
+
+    @property
+    def of_scaled_loss(self) -> bool:
+        """Whether a GradScaler looks for the loss's scale, so that some steps are skipped."""
+        return self._unscale is not None
+
+    def _of_loss(self, norm: Tensor) -> Tensor:
+        """A norm of gradients of the scaled loss, of those of the loss itself."""
+        return norm if self._unscale is None else norm * self._unscale
 
     def in_backward(self, bucket: BucketState) -> Scale:
         """The scale of one bucket whose update begins before all gradients are there."""
@@ -75,6 +100,8 @@ class Clipping:
         bad = torch.logical_not(norms.isfinite().all()).float()
         if before is not None:
             bad = torch.maximum(bad, before.bad)
+        if self._unscale is not None:
+            factor = self._of_loss(torch.ones_like(bad) if factor is None else factor)
         on_host = torch.empty(2, pin_memory=self._device.type != "cpu")
         on_host.copy_(torch.stack([torch.ones_like(bad) if factor is None else factor, bad]), non_blocking=True)
         return Scale(factor, bad, on_host, self._transfer.record(Lane.COMPUTE))
@@ -85,9 +112,10 @@ class Clipping:
         """The norm of one gradient. All norms are computed at once, so that the next ones cost nothing."""
         bucket.grads.refuse_spent(index)
         whole = self._gradients.last_pass or self._layout.in_backward
-        if whole and self._factor_of(bucket, index) is None:
+        clipped = self.scale is not None and self.scale.factor is not None
+        if whole and not clipped and (bucket.index, index) not in self._factors:
             self._gradients.norm(self._device)
-            return bucket.grads.norms[index]
+            return self._of_loss(bucket.grads.norms[index])
         return norms_of([self.value_of(bucket, index)])[0]
 
     def value_of(self, bucket: BucketState, index: int) -> Tensor:
@@ -98,7 +126,10 @@ class Clipping:
         return value if factor is None else value.mul_(factor)
 
     def _factor_of(self, bucket: BucketState, index: int) -> Tensor | float | None:
-        return self._factors.get((bucket.index, index)) if self.scale is None else self.scale.factor
+        if self.scale is not None:
+            return self.scale.factor
+        factor = self._factors.get((bucket.index, index))
+        return factor if self._unscale is None else self._unscale * (1.0 if factor is None else factor)
 
     def multiply(self, bucket: BucketState, index: int, factor: Tensor | float) -> None:
         bucket.grads.refuse_spent(index)

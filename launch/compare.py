@@ -1,0 +1,61 @@
+"""Two runs beside each other: settings that differ, speed, memory, losses; and their curves as a picture.
+
+Losses are compared to the last digit, so two runs that should be the same are seen to be, or from which step on they
+are not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs where the package is not installed, too
+
+from launch import cli
+from strategies.report.table import table
+from trainer.errors import ConfigError
+from trainer.run import history
+from trainer.run.resume_rules import differences
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = cli.explained(argparse.ArgumentParser(), "compare", __doc__)
+    parser.add_argument("runs", nargs=2, type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw both curves into a picture, as in curves.png")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the comparison; returns the exit code."""
+    given = parse(argv)
+    return cli.answered(lambda: _compare(given.runs, given.plot))
+
+
+def _compare(folders: Sequence[Path], plot: Path | None) -> None:
+    first, second = runs = [history.read(folder) for folder in folders]
+    print("\n".join(table(history.SUMMARY, map(history.summary, runs), {*history.SUMMARY[1:]})))
+    print(f"\n{history.agreement(first, second)}\n")
+    changed = list(_changed(first.config, second.config))
+    print("\n".join(table(("setting", *map(str, folders)), changed)) if changed else "no setting differs")
+    if plot is not None:
+        try:
+            history.draw(runs, plot)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--plot {plot}: {error}") from None
+        print(f"\ncurves: {plot}")
+
+
+def _changed(first: Any, second: Any) -> Iterator[tuple[str, str, str]]:
+    for key, old, new in differences(first, second):
+        if key not in ("training.output_dir", "training.resume_from_checkpoint"):
+            before, after = ("not set" if value is None else json.dumps(value) for value in (old, new))
+            yield key, before, after
+
+
+if __name__ == "__main__":
+    sys.exit(main())

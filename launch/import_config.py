@@ -1,0 +1,68 @@
+"""Make a config from that of DeepSpeed, Transformers, TRL, Accelerate, Axolotl or LLaMA-Factory.
+
+    deepstow import axolotl.yaml --out mine.yaml
+    deepstow import train.sh ds_config.json
+    deepstow import -- accelerate launch --config_file zero3.yaml sft.py --model_name_or_path X --dataset_name Y
+
+A comment beside each key says what it was; what was not carried over is listed, and why. Without --out the config goes
+to standard output. The exit code is 2 if our check still finds something to write or change in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from launch import cli
+from strategies.core.commit import replace_file
+from trainer.config.check import check
+from trainer.config.importing.finish import imported
+from trainer.config.importing.read import NAMES, read_all
+from trainer.errors import ConfigError, ExitCode
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Arguments of the command line; ``command`` is what follows ``--``."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    cut = words.index("--") if "--" in words else len(words)
+    parser = cli.explained(argparse.ArgumentParser(), "import", __doc__)
+    parser.add_argument("files", nargs="*", metavar="FILE", help="JSON, YAML, or a shell script with the command")
+    parser.add_argument("--from", dest="kind", choices=NAMES, help="whose it is, where its keys leave that open")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the config into this file")
+    parser.add_argument("--overwrite", action="store_true", help="also if there is such a file")
+    arguments = parser.parse_args(words[:cut])
+    arguments.command = words[cut + 1 :]
+    if not (arguments.files or arguments.command):
+        parser.error("a FILE is required, or a command after --")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The whole command. Returns the exit code."""
+    arguments = parse(argv)
+    return cli.answered(lambda: run(arguments))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Read, write and list. Returns the exit code."""
+    out = arguments.out
+    if out and out.exists() and not arguments.overwrite:
+        raise ConfigError(f"--out {out}: there is such a file; name another, or add --overwrite")
+    draft = imported(read_all(arguments.files, arguments.command, arguments.kind))
+    start = f"deepspeed --num_gpus {draft.ranks} launch/train.py" if (draft.ranks or 1) > 1 else "deepstow train"
+    command = f"{start} --config {out or 'FILE'}"
+    if out is None:
+        print(draft.text(command), end="")
+    else:
+        try:
+            replace_file(out, draft.text(command))
+        except OSError as error:
+            raise ConfigError(f"--out {out}: {error.strerror}") from None
+        print(f"{out}: written, {len(draft.values)} keys", *draft.remarks(), "", command, sep="\n")
+    return ExitCode.CONFIG if check(draft.tree()) else ExitCode.FINISHED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

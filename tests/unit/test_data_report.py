@@ -1,0 +1,126 @@
+"""Rows that are too long, empty or masked: what becomes of them, that they are counted, and the report that says so."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.train import main
+from trainer.config.sections import DataSection
+from trainer.data import prepare as preparing
+from trainer.data import report
+from trainer.data import tokenizer as tokenizers
+from trainer.data.packing import MASKED
+
+VOCAB, LIMIT = 320, 16
+M = MASKED
+IDS: list[dict[str, Any]] = [
+    {"input_ids": [5, 6, 7], "labels": [M, M, 7]},
+    {"input_ids": [*range(20, 60)], "labels": [M] * 10 + [*range(30, 36)] + [M] * 16 + [*range(52, 60)]},  # 40 long
+    {"input_ids": [*range(60, 80)], "labels": [M] * 19 + [79]},  # 20 long, and trained on at the end only
+    {"input_ids": [5, 6, 7], "labels": [5, 6, 7]},  # the first once more
+    {"input_ids": [], "labels": []},
+    {"input_ids": [8, 9], "labels": [M, M]},
+    {"input_ids": [9], "labels": [9]},
+]
+NONE = "2 without a token that is trained on"
+EXPECTED = {
+    "truncate": ([3, 16, 3], f"1 empty, 1 whose first trained token is beyond data.max_length, {NONE}"),
+    "drop": ([3, 3], f"1 empty, 2 longer than data.max_length, {NONE}"),
+    "split": ([3, 16, 8, 4, 3], f"1 empty, {NONE}"),  # not the pieces with nothing to train on
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return tokenizers.trained(VOCAB, tmp_path_factory.mktemp("tokenizer"), ["some text"])
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def write(rows: list[dict[str, Any]], name: str = "d.jsonl") -> None:
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def prepare(tokenizer: Any, said: list[str] | None = None, **options: Any) -> Any:
+    section = DataSection(**{"path": "d.jsonl", "max_length": LIMIT} | options)
+    say = (lambda line: None) if said is None else said.append
+    return preparing.prepare(section, tokenizer, VOCAB, 0, Path("prepared"), say)
+
+
+@pytest.mark.parametrize("how", EXPECTED)
+def test_long_rows(how: str, tokenizer: Any) -> None:
+    write(IDS)
+    said: list[str] = []
+    prepared = prepare(tokenizer, said, excess_length_strategy=how)
+    lengths, dropped = EXPECTED[how]
+    assert [len(row["input_ids"]) for row in prepared.train] == lengths
+    assert all(any(label != MASKED for label in row["labels"]) for row in prepared.train)
+    long = "" if how == "drop" else f"; 2 longer than {LIMIT} tokens ({how})"
+    rows = 4 if how == "split" else len(lengths)
+    assert said[0] == f"data: d.jsonl: {rows} rows tokenised; dropped: {dropped}{long}; 1 duplicates"
+    assert sum(prepared.report["sources"][0]["lengths"].values()) == len(IDS)
+    streamed = prepare(tokenizer, excess_length_strategy=how, streaming=True)
+    assert list(streamed.train) == list(prepared.train) and streamed.report is None
+
+
+def test_a_piece_of_an_answer_is_the_answer(tokenizer: Any) -> None:
+    """Tokens and labels of the pieces, one behind the other, are those of the row, but for what is dropped."""
+    write([IDS[1]])
+    pieces = list(prepare(tokenizer, excess_length_strategy="split").train)
+    assert [row["input_ids"][0] for row in pieces] == [20, 52] and pieces[0]["labels"] == [M] * 10 + [*range(30, 36)]
+    assert pieces[1]["labels"] == [M, *range(53, 60)]  # nothing in the piece comes before its first token
+
+
+def test_text_can_be_truncated_too(tokenizer: Any) -> None:
+    write([{"text": "abc " * 100}])
+    (row,) = prepare(tokenizer, excess_length_strategy="truncate").train
+    assert len(row["input_ids"]) == LIMIT and row["labels"][1:] == row["input_ids"][1:]
+
+
+def test_evaluation_documents_that_are_trained_on_are_said(tokenizer: Any) -> None:
+    write(IDS[:2])
+    write([IDS[3], {"input_ids": [4, 4]}], "held.jsonl")
+    lines = prepare(tokenizer, eval_path="held.jsonl").report["lines"]
+    assert lines[-1] == "data: 1 of the evaluation documents are trained on, too"
+
+
+def test_what_was_prepared_before_there_were_reports(tokenizer: Any) -> None:
+    """The fingerprint is that of before as well, so its checkpoints are resumed."""
+    write(IDS[:1])
+    first = prepare(tokenizer)
+    assert first.fingerprint == prepare(tokenizer, excess_length_strategy=None).fingerprint
+    assert first.fingerprint != prepare(tokenizer, excess_length_strategy="truncate").fingerprint
+
+
+def test_histogram() -> None:
+    lengths = {"0": 1, "3": 4, "4": 2, "1000": 80}
+    bins = report.binned(lengths, 1)
+    assert bins[0, 1] == 1 and bins[2, 4] == 4 and bins[4, 8] == 2 and bins[8, 16] == 0 and bins[512, 1024] == 80
+    assert sum(report.binned(lengths, 4).values()) == 87
+    shown = report.text({"max_length": 5, "sources": [{"line": "d", "lengths": lengths}], "lines": ["data: train"]})
+    marked = [line for line in shown.splitlines() if "max_length" in line]
+    assert marked == ["      4 to        7             2  #  <- data.max_length 5"]
+    assert max(line.count("#") for line in shown.splitlines()) == 40 and shown.endswith("\n\ndata: train")
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("c.yaml").write_text(
+        "model: {config: {model_type: llama, hidden_size: 8, intermediate_size: 8, num_hidden_layers: 1,\n"
+        "  num_attention_heads: 2}, tokenizer: {train: bpe, vocab_size: 400}}\n"
+        "data: {path: pydoc, name: pairs, max_length: 512}\ntraining: {output_dir: r}\n"
+    )
+    assert main(["--config", "c.yaml", "--data-report", "--plot", "lengths.png"]) == 0
+    assert "<- data.max_length 512" in capsys.readouterr().out
+    from PIL import Image
+
+    image = Image.open("lengths.png")
+    assert image.width == 1400 and len(image.getcolors(1 << 20) or ()) > 10
+    assert main(["--config", "c.yaml", "--data-report", "--plot", "lengths.pgn"]) == 2
+    assert capsys.readouterr().err.startswith("--plot lengths.pgn: unknown file extension")
+    assert main(["--config", "c.yaml", "--data-report", "data.streaming=true", "training.max_steps=1"]) == 2
+    assert "no report" in capsys.readouterr().err

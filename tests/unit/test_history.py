@@ -1,0 +1,75 @@
+"""Runs read back from their folders: one on a screen, two beside each other."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from PIL import Image
+
+from launch import compare, watch
+from trainer.run import history
+
+TRAINING = {"output_dir": "runs/one", "learning_rate": 0.1, "seed": 42}
+
+
+def run(folder: Path, losses: list[Any], over: bool = False, **training: Any) -> Path:
+    """A folder as a run leaves it: a loss each tenth step, one evaluation, and a line that was cut."""
+    folder.mkdir()
+    (folder / "config.yaml").write_text(yaml.safe_dump({"training": TRAINING | training}))
+    records = [
+        {"step": 10 * at, "loss": loss, "tokens_per_s": 100.0 * at, "host_peak_bytes": 2**30, "eta_s": 65.0}
+        for at, loss in enumerate(losses, start=1)
+    ]
+    records += [{"step": 30, "eval_loss": 2.5}, *([{"step": 30, "train_loss": 3.0}] if over else [])]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + '{"step": 40, "lo')
+    return folder
+
+
+def test_a_run_on_one_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run(tmp_path / "one", [8.0, 4.0, "nan", 2.0])
+    link = {"owner": "link up, step 2", "predicted": 2**20, "measured": 2**20 - 2**18}
+    (folder / "plan.json").write_text(json.dumps({"measured": [link]}))
+    assert watch.main([str(folder)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "",
+        f"{folder}  step 40  1m05s left",
+        "  loss       █▃ ▁  8.000 -> 2.000",
+        "  eval loss  ▁  2.500 -> 2.500",
+        "  tokens/s   ▁▃▅█  400.0",
+        "  host       1.0 GiB at its peak",
+        "  link up, step 2: 768.0 KiB per step, 1.0 MiB foretold",
+    ]
+    assert watch.main([str(run(tmp_path / "over", [8.0], over=True))]) == 0
+    assert "step 30  finished" in capsys.readouterr().out
+
+
+def test_a_long_curve_is_means_of_its_parts() -> None:
+    assert len(history.spark([(step, float(step)) for step in range(6001)])) == 59
+    assert history.spark([(1, 1.0), (2, 3.0), (3, 9.0), (4, 9.0)], width=2) == "▁█"
+
+
+def test_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = run(tmp_path / "one", [8.0, 4.0, 2.0])
+    two = run(tmp_path / "two", [8.0, 4.0, 2.0000001], output_dir="runs/two", learning_rate=0.2)
+    assert compare.main([str(one), str(two), "--plot", str(tmp_path / "curves.png")]) == 0
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines[2].split()[1:] == ["30", "2.0000", "2.5000", "200", "-", "-", "1.0", "GiB"]
+    assert "losses differ from step 30 on: 2.0 and 2.0000001" in lines
+    assert [line.split() for line in lines if "training." in line] == [["training.learning_rate", "0.1", "0.2"]]
+    with Image.open(tmp_path / "curves.png") as image:
+        colours = {colour for _, colour in image.getcolors(100_000)}
+    assert colours >= set(history.COLOURS)
+    same = run(tmp_path / "same", [8.0, 4.0, 2.0])
+    assert compare.main([str(one), str(same)]) == 0
+    said = capsys.readouterr().out
+    assert "the same losses to the last digit, at all 3 steps" in said and "no setting differs" in said
+
+
+def test_what_is_no_run_or_no_picture_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert watch.main([str(tmp_path)]) == 3
+    assert f"{tmp_path}: no run's folder, with config.yaml and metrics.jsonl: " in capsys.readouterr().err
+    one, two = (str(run(tmp_path / name, [1.0])) for name in ("one", "two"))
+    assert compare.main([one, two, "--plot", str(tmp_path / "curves.xyz")]) == 2
+    assert "--plot" in capsys.readouterr().err

@@ -1,0 +1,484 @@
+"""Configs of other frameworks, with the keys of their own examples: what of ours they become, and what is named."""
+
+import json
+import re
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launch import cli, import_config
+from trainer.config.check import check
+from trainer.config.importing.draft import Draft
+from trainer.config.importing.finish import imported
+from trainer.config.importing.read import NAMES, Source, read_all
+from trainer.config.importing.rules import ARGUMENTS, RULES
+from trainer.config.load import load
+from trainer.config.yaml_file import parse
+from trainer.errors import ConfigError
+
+ZERO_3 = {
+    "zero_force_ds_cpu_optimizer": False,
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "nvme", "nvme_path": "/local_nvme", "buffer_count": 5},
+        "overlap_comm": True,
+        "reduce_bucket_size": "auto",
+        "stage3_param_persistence_threshold": 1e5,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 12},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"},
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
+}
+NATIVE = {
+    "train_batch_size": 32,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "steps_per_print": 10,
+    "optimizer": {"type": "Adam", "params": {"lr": 8e-4, "betas": [0.9, 0.99], "eps": 1e-7, "weight_decay": 0.005}},
+    "gradient_clipping": 5.0,
+    "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 15},
+    "zero_optimization": {
+        "stage": 2,
+        "cpu_offload": True,
+        "zero_quantized_weights": True,
+        "allgather_bucket_size": 5e8,
+    },
+    "activation_checkpointing": {"partition_activations": False, "cpu_checkpointing": False},
+    "tensorboard": {"enabled": False, "output_path": "logs"},
+}
+ACCELERATE = """
+compute_environment: LOCAL_MACHINE
+debug: false
+deepspeed_config:
+  deepspeed_multinode_launcher: standard
+  gradient_accumulation_steps: 2
+  offload_optimizer_device: cpu
+  offload_param_device: none
+  zero3_init_flag: true
+  zero_stage: 2
+distributed_type: DEEPSPEED
+downcast_bf16: 'no'
+machine_rank: 0
+main_training_function: main
+mixed_precision: fp16
+num_machines: 1
+num_processes: 8
+tpu_env: []
+use_cpu: false
+"""
+FSDP2 = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config:
+  fsdp_activation_checkpointing: true
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_offload_params: true
+  fsdp_reshard_after_forward: false
+  fsdp_version: 2
+mixed_precision: bf16
+num_processes: 8
+"""
+TRAIN_SH = r"""
+#!/bin/bash
+# the recipe, with: python train.py --learning_rate 1
+export OUT="out"
+MICRO=4
+CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node 2 --nnodes=2 --master_port=29500 train.py \
+    --model_name_or_path meta-llama/Llama-2-7b-hf \
+    --data_path ./alpaca_data.json \
+    --bf16 True \
+    --output_dir $OUT --run_name $RUN \
+    --per_device_train_batch_size ${MICRO} --gradient_accumulation_steps 8 \
+    --evaluation_strategy "no" \
+    --save_steps 2_000 \
+    --learning_rate 2e-5 --weight_decay 0. --warmup_ratio 0.03 \
+    --lr_scheduler_type "cosine" --adam_beta2=0.95 \
+    --deepspeed configs/ds.json \
+    --model_max_length 2048 --no_remove_unused_columns
+"""
+AXOLOTL = """
+base_model: NousResearch/Meta-Llama-3-8B
+model_type: AutoModelForCausalLM
+load_in_8bit: false
+strict: false
+chat_template: tokenizer_default
+datasets:
+  - path: org/chats
+    type: chat_template
+    field_messages: conversations
+    split: train[:10%]
+    roles_to_train: [assistant]
+    message_property_mappings: {role: from, content: value}
+  - path: notes.jsonl
+    type: completion
+    field: body
+dataset_prepared_path:
+val_set_size: 0.05
+output_dir: ./outputs/lora-out
+sequence_len: 4096
+sample_packing: true
+pad_to_sequence_len: true
+adapter: lora
+lora_r: 32
+lora_dropout: 0.05
+lora_target_linear: true
+peft_use_dora: true
+wandb_project: mine
+gradient_accumulation_steps: 4
+micro_batch_size: 2
+num_epochs: 4
+optimizer: adamw_bnb_8bit
+lr_scheduler: cosine
+learning_rate: 0.0002
+bf16: auto
+tf32: false
+gradient_checkpointing: true
+logging_steps: 1
+flash_attention: true
+evals_per_epoch: 4
+saves_per_epoch: 1
+fsdp:
+special_tokens:
+  pad_token: <|end_of_text|>
+  eos_token: <|eot_id|>
+"""
+AXOLOTL_STREAM = """
+base_model: TinyLlama/TinyLlama_v1.1
+pretraining_dataset: [{path: allenai/c4, name: en, type: pretrain}]
+max_steps: 200
+sequence_len: 2048
+batch_size: 16
+micro_batch_size: 2
+adapter: llama-adapter
+lora_r: 8
+optimizer: paged_adamw_32bit
+learning_rate: 2e-4
+lr_scheduler: cosine
+cosine_min_lr_ratio: 0.1
+warmup_ratio: 0.05
+bf16: false
+fp16: true
+attention: flash
+evals_per_epoch: 2
+save_steps: 50
+fsdp: shard_grad_op offload
+fsdp_config: {fsdp_use_orig_params: true}
+"""
+LLAMA_FACTORY = """
+model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 4
+lora_target: q_proj,v_proj
+deepspeed: examples/deepspeed/ds_z3_config.json
+dataset: identity, alpaca_en_demo
+template: llama3
+max_samples: 1000
+overwrite_cache: true
+output_dir: saves/sft
+plot_loss: true
+learning_rate: 1.0e-4
+bf16: true
+val_size: 0.1
+eval_strategy: steps
+eval_steps: 500
+flash_attn: fa2
+"""
+SFT = (
+    "accelerate launch --config_file acc.yaml --num_processes 4 sft.py --model_name_or_path Qwen/Qwen2-0.5B "
+    "--dataset_name trl-lib/Capybara --use_peft --lora_r 32 --lora_target_modules q_proj v_proj --packing "
+    "--eval_strategy steps --gradient_accumulation_steps 8 --report_to none"
+)
+CLM = (
+    "python run_clm.py --model_name_or_path gpt2 --dataset_name wikitext --dataset_config_name wikitext-2-raw-v1 "
+    "--do_train --do_eval --block_size 512 --output_dir /tmp/clm --lora_r_unknown 3"
+)
+# Name: files, and the command; the whole config; the keys that are named as lost, and a part of why.
+CASES: dict[str, tuple[dict[str, Any], str, str, dict[str, str]]] = {
+    "deepspeed alone": (
+        {"ds.json": NATIVE},
+        "",
+        """
+training: {learning_rate: 8e-4, per_device_train_batch_size: 4, gradient_accumulation_steps: 2, max_grad_norm: 5.0,
+  optim: adamw_torch_fused, weight_decay: 0.005, adam_beta1: 0.9, adam_beta2: 0.99, adam_epsilon: 1e-7,
+  lr_scheduler_type: constant, fp16: true, logging_steps: 10}
+strategies: {zero: {stage: 2}, offload: {}}
+""",
+        {"zero_optimization.zero_quantized_weights": "no key"},
+    ),
+    "a script and its ds_config": (
+        {"train.sh": TRAIN_SH, "configs/ds.json": ZERO_3},
+        "",
+        """
+model: {name_or_path: meta-llama/Llama-2-7b-hf}
+data: {path: ./alpaca_data.json, max_length: 2048}
+training: {output_dir: out, learning_rate: 2e-5, per_device_train_batch_size: 4, gradient_accumulation_steps: 8,
+  optim: adamw_torch_fused, weight_decay: 0.0, adam_beta2: 0.95, lr_scheduler_type: linear, warmup_steps: 0.03,
+  bf16: true, logging_steps: 500, eval_strategy: "no", save_steps: 2000}
+strategies: {zero: {stage: 3}, offload: {}}
+""",
+        {
+            "lr_scheduler_type": "configs/ds.json:1: scheduler.type is in force there",
+            "scheduler.type": "logarithm",
+            "run_name": "a variable of the shell",
+            "zero_optimization.offload_param.device": "no disk tier",
+            "zero_optimization.offload_param.nvme_path": "no disk tier",
+        },
+    ),
+    "trl through accelerate": (
+        {"acc.yaml": ACCELERATE},
+        SFT,
+        """
+model: {name_or_path: Qwen/Qwen2-0.5B, lora: {r: 32, lora_alpha: 32, lora_dropout: 0.05,
+  target_modules: [q_proj, v_proj]}}
+data: {path: trl-lib/Capybara, eval_split: test, packing: true, excess_length_strategy: truncate}
+training: {output_dir: trainer_output, learning_rate: 2e-5, gradient_accumulation_steps: 8, bf16: true,
+  gradient_checkpointing: true, report_to: none, eval_strategy: steps}
+strategies: {zero: {stage: 2}, offload: {}}
+""",
+        {
+            "gradient_accumulation_steps": "command line: gradient_accumulation_steps is 8, and that is written",
+            "mixed_precision": "another precision",
+        },
+    ),
+    "run_clm": (
+        {},
+        CLM,
+        """
+model: {name_or_path: gpt2}
+data: {path: wikitext, name: wikitext-2-raw-v1, max_length: 512, packing: true}
+training: {output_dir: /tmp/clm, logging_steps: 500}
+""",
+        {"block_size": "do not see each other", "do_eval": "eval_strategy", "lora_r_unknown": "no key for it here"},
+    ),
+    "FSDP in arguments": (
+        {},
+        "python x.py --output_dir o --fsdp hybrid_shard_zero2 auto_wrap",
+        """
+training: {output_dir: o, logging_steps: 500}
+strategies: {zero: {stage: 3}}
+""",
+        {"fsdp": "stage 3 is written"},
+    ),
+    "accelerate with FSDP": (
+        {"fsdp2.yaml": FSDP2},
+        "",
+        """
+training: {bf16: true, gradient_checkpointing: true}
+strategies: {zero: {stage: 2}, offload: {}}
+""",
+        {},
+    ),
+    "axolotl": (
+        {"axolotl.yml": AXOLOTL},
+        "",
+        """
+model: {name_or_path: NousResearch/Meta-Llama-3-8B, dtype: bfloat16, attn_implementation: flash_attention_2,
+  lora: {r: 32, lora_alpha: 8, lora_dropout: 0.05, target_modules: all-linear, use_dora: true}}
+data: {datasets: [{path: org/chats, split: "train[:10%]", columns: {messages: conversations},
+  assistant_only_loss: true}, {path: notes.jsonl, columns: {text: body}}], eval_fraction: 0.05,
+  max_length: 4096, packing: true, excess_length_strategy: drop}
+training: {output_dir: ./outputs/lora-out, learning_rate: 2e-4, per_device_train_batch_size: 2,
+  gradient_accumulation_steps: 4, num_train_epochs: 4, optim: adamw_torch_fused, lr_scheduler_type: cosine,
+  warmup_steps: 0.03, bf16: true, tf32: false, gradient_checkpointing: true, logging_steps: 1, report_to: wandb,
+  project: mine, eval_strategy: steps, eval_steps: 0.0625, save_strategy: epoch}
+""",
+        {"datasets": "roles_to_train", "optimizer": "32 bits", "special_tokens.eos_token": "save one with them"},
+    ),
+    "axolotl on a stream, sharded": (
+        {"pretrain.yml": AXOLOTL_STREAM},
+        "",
+        """
+model: {name_or_path: TinyLlama/TinyLlama_v1.1, attn_implementation: flash_attention_2}
+data: {path: allenai/c4, name: en, max_length: 2048, excess_length_strategy: split, streaming: true}
+training: {output_dir: model-out, learning_rate: 2e-4, per_device_train_batch_size: 2, num_train_epochs: 1.0,
+  gradient_accumulation_steps: 8, max_steps: 200, optim: adamw_torch_fused, lr_scheduler_type: cosine_with_min_lr,
+  lr_scheduler_kwargs: {min_lr_rate: 0.1}, warmup_steps: 0.05, fp16: true, save_steps: 50}
+strategies: {zero: {stage: 2}, offload: {}}
+""",
+        {"adapter": "full is written"},
+    ),
+    "llama-factory": (
+        {"lf.yaml": LLAMA_FACTORY},
+        "",
+        """
+model: {name_or_path: meta-llama/Meta-Llama-3-8B-Instruct, dtype: bfloat16, attn_implementation: flash_attention_2,
+  lora: {r: 4, lora_alpha: 8, lora_dropout: 0.0, target_modules: [q_proj, v_proj]}}
+data: {datasets: [{path: identity, limit: 1000}, {path: alpaca_en_demo, limit: 1000}],
+  eval_fraction: 0.1, max_length: 2048, excess_length_strategy: truncate}
+training: {output_dir: saves/sft, learning_rate: 1e-4, bf16: true, logging_steps: 500, eval_strategy: steps,
+  eval_steps: 500}
+""",
+        {
+            "deepspeed": "no such file",
+            "dataset": "dataset_info.json",
+            "template": "the tokenizer's own",
+        },
+    ),
+}
+
+
+def read(tmp_path: Path, files: dict[str, Any], command: str = "", kind: str | None = None) -> Draft:
+    for name, content in files.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(content if isinstance(content, str) else json.dumps(content))
+    given = [name for name in files if "/" not in name and name not in command]  # the others are named in it
+    return imported(read_all(given, command.split(), kind))
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_an_example_becomes(case: str, tmp_path: Path) -> None:
+    files, command, config, lost = CASES[case]
+    draft = read(tmp_path, files, command)
+    assert draft.tree() == parse(config, "")[0]
+    assert {".".join(fault.key) for fault in draft.lost} == lost.keys()
+    assert [fault for fault in draft.lost if lost[".".join(fault.key)] not in str(fault)] == []
+    absent = {"model.name_or_path", "data.path", "training.output_dir"}
+    assert {".".join(fault.key) for fault in check(draft.tree())} <= (absent if "model" not in draft.tree() else set())
+    # The file says the same as the draft, and where each key comes from.
+    text = draft.text("start")
+    assert parse(text, "")[0] == draft.tree() and yaml.safe_load(text)
+    assert all(f"# {said}" in text for said in ("Made by", *(f"  {fault}" for fault in draft.lost)))
+    assert all(" # " in line for line in text.splitlines() if re.match(r" +\w+: \S", line))
+
+
+def test_ranks_and_their_batch(tmp_path: Path) -> None:
+    assert read(tmp_path, {"train.sh": TRAIN_SH, "configs/ds.json": ZERO_3}).ranks == 4
+    for change, found in (
+        ({}, (4, 2, 4)),
+        ({"gradient_accumulation_steps": None}, (4, None, 8)),
+        ({"train_micro_batch_size_per_gpu": None}, (None, 2, None)),
+        ({"train_batch_size": 30}, (4, 2, None)),
+    ):
+        draft = read(tmp_path, {"ds.json": NATIVE | change})
+        values = draft.of("training.per_device_train_batch_size"), draft.of("training.gradient_accumulation_steps")
+        assert (*values, draft.ranks) == found
+        assert ("train_batch_size",) in [fault.key for fault in (draft.spare if draft.ranks else draft.lost)]
+    launched = "deepspeed --num_gpus 8 train.py --per_device_train_batch_size 2 --output_dir o --deepspeed ds.json"
+    ds = {"train_batch_size": 64, "gradient_clipping": 1.0}
+    with_args = read(tmp_path, {"ds.json": ds}, launched.replace("2", "8"))
+    assert with_args.lost == [] and with_args.ranks == 8
+    assert "2 per device x 1 micro-batches x 8 ranks is another batch" in str(
+        read(tmp_path, {"ds.json": ds}, launched).lost
+    )
+
+
+def test_deepspeed_decides_what_it_does_not_say(tmp_path: Path) -> None:
+    """Nothing clipped without gradient_clipping, and the rate of the scheduler instead of the optimizer's."""
+    scheduler = {"type": "WarmupCosineLR", "params": {"warmup_max_lr": 1e-5, "warmup_type": "linear"}}
+    ds = {"zero_optimization": {"stage": 0}, "optimizer": {"type": "Adam", "params": {}}, "scheduler": scheduler}
+    draft = read(tmp_path, {"ds.json": ds, "args.json": {"output_dir": "o", "max_grad_norm": 0.5}})
+    found = {name.partition(".")[2]: value.value for name, value in draft.values.items()}
+    assert found == {
+        "output_dir": "o", "max_grad_norm": 0.0, "logging_steps": 500, "optim": "adamw_torch_fused",
+        "learning_rate": 1e-5, "lr_scheduler_type": "cosine_with_min_lr", "warmup_steps": 1000,
+        "lr_scheduler_kwargs": {"min_lr_rate": 1e-4}, "zero.stage": 0,
+    }  # fmt: skip
+    assert [".".join(fault.key) for fault in draft.lost] == ["optimizer.type", "max_grad_norm"]
+
+
+def test_arguments_as_transformers_saves_them(tmp_path: Path) -> None:
+    """All names of TrainingArguments are known, and nothing that is at its default is lost."""
+    from transformers import TrainingArguments
+
+    saved = TrainingArguments("out", use_cpu=True, learning_rate=1e-4, warmup_steps=0.1).to_json_string()
+    draft = read(tmp_path, {"training_args.json": saved})
+    assert [fault.key for fault in draft.lost] == [("hub_token",)]
+    assert (draft.of("training.learning_rate"), draft.of("training.warmup_steps")) == (1e-4, 0.1)
+    assert {fault.key[0] for fault in check(draft.tree())} == {"model", "data"}
+
+
+REFUSED = (
+    (
+        {"a.yaml": "base_model: x\ncutoff_len: 3"},
+        "of Axolotl (base_model) and of LLaMA-Factory (cutoff_len); say which",
+    ),
+    ({"a.yaml": "learning: 1"}, "a.yaml: none of its keys is known; say whose it is with --from deepspeed, "),
+    (
+        {"a.sh": "python a.py --seed 1\npython b.py --seed 2"},
+        "a.sh: holds 2 commands; give the one that trains after --",
+    ),
+    ({"a.yaml": "seed: 1\nseed: 2"}, "a.yaml:2: seed = 2: duplicate key, first on line 1; keep one"),
+    ({"a.sh": "python a.py"}, "a.sh: neither options of a script, nor a file that is here"),
+    ({"a.yaml": "- 1"}, "a.yaml: holds no keys and no command"),
+    ({"a.yaml": "base_model: x\nrl: dpo"}, 'a.yaml:2: rl = "dpo": '),
+)
+
+
+@pytest.mark.parametrize(("files", "line"), REFUSED)
+def test_refused(files: dict[str, str], line: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, files)
+    assert len(caught.value.lines) == 1 and line in caught.value.lines[0]
+    with pytest.raises(ConfigError, match=r"^a\.yml: no such file"):
+        read_all(["a.yml"], [], None)
+
+
+@pytest.mark.parametrize("odd", [True, 3, 0.5, "x y", [1], {"a": {"b": 1}}, [{"a": 1}]])
+def test_odd_values_are_named_and_nothing_breaks(odd: object, tmp_path: Path) -> None:
+    for kind in NAMES:
+        tree: dict[str, Any] = {}
+        for name in sorted(RULES.get(kind, ARGUMENTS).keys() - {""} - {"rl", "stage"}):
+            inner = tree
+            for part in name.split(".")[:-1]:
+                inner = inner.setdefault(part, {}) if isinstance(inner.get(part, {}), dict) else {}
+            inner[name.rpartition(".")[2]] = deepcopy(odd)
+        draft = imported([Source(kind, "odd.yaml", tree)])
+        assert len(draft.lost) > 3 and parse(draft.text("start"), "")[0] == draft.tree()
+
+
+def test_whose_it_is_can_be_said(tmp_path: Path) -> None:
+    arguments = {"args.json": {"output_dir": "o"}}
+    assert read(tmp_path, arguments).of("training.learning_rate") is None
+    assert read(tmp_path, arguments, kind="trl").of("training.learning_rate") == 2e-5
+
+
+def test_a_command_that_names_files_alone(tmp_path: Path) -> None:
+    """As Axolotl and LLaMA-Factory are started; an option beside the file comes before what the file says."""
+    files = {"x/a.yml": AXOLOTL, "x/lf.yaml": LLAMA_FACTORY, "x/acc.yaml": FSDP2}
+    for command, kinds in (
+        ("accelerate launch --config_file x/acc.yaml -m axolotl.cli.train x/a.yml", ["axolotl", "accelerate"]),
+        ("FORCE_TORCHRUN=1 llamafactory-cli train x/lf.yaml", ["llamafactory"]),
+        ("axolotl train x/a.yml --learning_rate 1e-3 --lora_alpha 64", ["axolotl", "axolotl"]),
+    ):
+        draft = read(tmp_path, files, command)
+        assert list(dict.fromkeys(source.kind for source in draft.sources)) == list(dict.fromkeys(kinds)), command
+    assert (draft.of("training.learning_rate"), draft.of("model.lora.lora_alpha")) == (1e-3, 64) and (
+        "learning_rate",
+    ) in [fault.key for fault in draft.lost]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It writes no file over another without being told, and its exit code says whether the config can be trained."""
+    out = tmp_path / "mine.yaml"
+    words = ["import", "--out", str(out), "--", *CLM.split()]
+    assert cli.main(words) == 0 and load(out).training.output_dir == "/tmp/clm"
+    assert f"deepstow train --config {out}" in capsys.readouterr().out.splitlines()
+    before = out.read_text()
+    assert cli.main([*words, "--seed", "7"]) == 2 and out.read_text() == before
+    assert capsys.readouterr().err == f"--out {out}: there is such a file; name another, or add --overwrite\n"
+    assert cli.main(["import", "--overwrite", *words[1:], "--seed", "7"]) == 0 and load(out).training.seed == 7
+    Path("ds.json").write_text(json.dumps(ZERO_3))
+    assert import_config.main(["ds.json"]) == 2
+    said = capsys.readouterr().out
+    assert "#   ds.json:1: train_micro_batch_size_per_gpu" in said and "#   data.path: missing" in said

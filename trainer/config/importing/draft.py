@@ -1,0 +1,207 @@
+"""Our config while it is filled from others, and what was left out of it.
+
+A key is carried over by the first of these that knows it: a rule (``rules.py``); ``foreign.yaml``, by whose answer a
+value is copied, turned round or replaced; our own key of the same name. What none knows is named, and so is a value
+that our check refuses: both are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any, NamedTuple
+
+from trainer.config.check import check, elsewhere, known_keys
+from trainer.config.importing.read import NAMES, Given, Source
+from trainer.config.sections import SECTIONS
+from trainer.config.yaml_file import Fault, Key, error_line, one_line, parse, shown
+
+LOST = "lost"  # in the outcome of a rule: what of the key is not carried over
+UNNEEDED = "; remove the line"  # how an answer of foreign.yaml ends where nothing is lost without the key
+OTHERWISE = {"name", "path", "split", "config", "columns", "train", "r", "bias", "tokenizer"}  # mean other things there
+
+
+class Value(NamedTuple):
+    """A value of ours, what it was, and the key that it was (none: it follows from several, or is a default)."""
+
+    value: Any
+    said: str
+    given: Given | None = None
+
+
+@dataclass
+class Draft:
+    """Values by our dotted keys. ``lost`` changes what is trained or done, ``spare`` does not."""
+
+    sources: list[Source]
+    values: dict[str, Value] = field(default_factory=dict)
+    lost: list[Fault] = field(default_factory=list)
+    spare: list[Fault] = field(default_factory=list)
+    ranks: int | None = None
+
+    @property
+    def trains(self) -> bool:
+        """Whether a source says how to train."""
+        return any(source.trains for source in self.sources)
+
+    def of(self, target: str) -> Any:
+        """The value of our key so far, or None."""
+        return self.values[target].value if target in self.values else None
+
+    def default(self, target: str, value: Any, source: Source) -> None:
+        """Write what holds in the source, if nothing else is written."""
+        self.values.setdefault(target, Value(value, f"default of {NAMES[source.kind]}"))
+
+    def put(self, target: str, value: Any, given: Given, wins: bool = False) -> None:
+        """Write our key. If another source wrote another value, that one stays, unless this one ``wins``, and both are
+        named.
+        """
+        value, words = _settled(target, value)
+        before = self.values.get(target)
+        if words is not None:
+            self.lose(given, f"{target} {words}")
+            return
+        if wins and before and before.given and before.value != value:
+            self.lose(before.given, f"{given.where}: {given.name} is in force there, and that is written")
+        if wins or before is None or before.given is None:
+            same = value == given.value or isinstance(given.value, list | dict)
+            was = given.name if same else f"{given.name} = {shown(given.key, given.value)}"
+            self.values[target] = Value(value, was, given)
+        elif before.value != value:
+            self.lose(
+                given, f"{before.given.where}: {before.given.name} is {shown((), before.value)}, and that is written"
+            )
+
+    def lose(self, given: Given, why: str) -> None:
+        """Name what is not carried over."""
+        self.lost.append(Fault(given.key, given.value, why, given.where))
+
+    def need_not(self, given: Given, why: str) -> None:
+        """Name what needs no key here."""
+        self.spare.append(Fault(given.key, given.value, why, given.where))
+
+    def carry(self, source: Source, rules: Mapping[str, Rule], wins: Collection[str]) -> None:
+        """Every key of a source. ``auto`` is what other keys say, but for a rule of those that train."""
+        for given in _parts(Given(source, (), source.tree), rules):
+            rule = rules.get(given.name)
+            if given.value in (None, "", [], {}) or (given.value == "auto" and (not source.trains or not rule)):
+                continue
+            if isinstance(given.value, str) and "$" in given.value and not source.locations:
+                self.lose(given, "a variable of the shell")
+                continue
+            if rule is None:
+                self._translate(given)
+                continue
+            try:
+                outcome = rule(given, self)
+            except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError):
+                outcome = "is not what is written there"
+            for target, value in outcome.items() if isinstance(outcome, dict) else [(LOST, outcome)]:
+                if target == LOST and value:
+                    self.lose(given, value)
+                elif target != LOST and value is not None:
+                    self.put(target, value, given, wins=given.name in wins)
+
+    def _translate(self, given: Given) -> None:
+        """By foreign.yaml, or by our own name. What is false, and no key of ours, was off."""
+        answer = _answer(given.key)
+        target, _, remark = (answer or _own(given.key) or "").partition("; ")
+        if answer and answer.endswith(UNNEEDED):
+            self.need_not(given, answer.removesuffix(UNNEEDED))
+        elif remark == "with the opposite meaning":
+            self.put(target, not given.value, given)
+        elif given.value is False and (answer or not target or not given.source.trains):
+            return
+        elif not _is_ours(target) or (remark and not remark.startswith("write ")):
+            self.lose(given, (answer or "there is no key for it here").replace("; ", ": ", 1))
+        else:
+            self.put(target, parse(remark.removeprefix("write "), "")[0] if remark else given.value, given)
+
+    def tree(self) -> dict[str, Any]:
+        """The sections as plain values, in the order of our keys."""
+        tree: dict[str, Any] = {}
+        order = [*known_keys(), *self.values]
+        for target in sorted(self.values, key=order.index):
+            *sections, name = target.split(".")
+            reduce(lambda inner, section: inner.setdefault(section, {}), sections, tree)[name] = self.of(target)
+        return tree
+
+    def text(self, command: str) -> str:
+        """The config file, with what each key was, and the remarks at its end."""
+        of = ", ".join(f"{source.file} ({NAMES[source.kind]})" for source in self.sources)
+        lines = [f"# Made by deepstow import of {of}. Start it with:", f"#   {command}", *self._lines(self.tree(), ())]
+        return "\n".join((*lines, *(f"# {line}".rstrip() for line in self.remarks()))) + "\n"
+
+    def _lines(self, tree: dict[str, Any], at: Key) -> Iterator[str]:
+        for name, value in tree.items():
+            if known := self.values.get(".".join((*at, name))):
+                where = f"{known.given.where}: " if known.given else ""
+                yield f"{'  ' * len(at) + one_line(name, value):<47} # {where}{known.said}"
+            else:
+                yield f"{'  ' * len(at)}{name}:"
+                yield from self._lines(value, (*at, name))
+
+    def remarks(self) -> Iterator[str]:
+        """What was not carried over, what needs no key, and what our check says of the rest."""
+        if self.lost:
+            yield from ("", "Not carried over, or not as it was:", *(f"  {fault}" for fault in self.lost))
+        if self.spare:
+            yield from ("", "Needs no key here:")
+        reasons = [(fault.location.file, fault.what) for fault in self.spare]
+        for reason in dict.fromkeys(reasons):
+            names = (".".join(fault.key) for fault, of in zip(self.spare, reasons, strict=True) if of == reason)
+            yield f"  {reason[0]}: {', '.join(names)}: {reason[1]}"
+        if faults := check(self.tree()):
+            yield from ("", "Still to be written or changed:")
+            yield from (f"  {error_line(fault.key, fault.value, fault.what)}" for fault in faults)
+
+
+Rule = Callable[[Given, Draft], dict[str, Any] | str | None]  # ours, by key; or what is lost
+
+
+def _parts(given: Given, rules: Mapping[str, Rule]) -> Iterator[Given]:
+    """The keys to carry over: mappings are opened, unless a rule or a key of ours takes them whole."""
+    whole = given.key and (given.name in rules or given.name.endswith(("_kwargs", "liger_kernel_config")))
+    if isinstance(given.value, dict) and given.value and not whole:
+        for name in given.value:
+            yield from _parts(given.at(name), rules)
+    elif given.key:
+        yield given
+
+
+def _is_ours(target: str) -> bool:
+    return target.partition(".")[0] in {*SECTIONS, "strategies"}
+
+
+def _answer(key: Key) -> str | None:
+    """What foreign.yaml says of a key; or of the section that it is in, if that is a remark."""
+    names = [".".join(key[:depth]) for depth in range(len(key), 0, -1)]
+    answers = [(name, elsewhere()[name][1]) for name in names if name in elsewhere()]
+    return next((answer for name, answer in answers if name == names[0] or not _is_ours(answer)), None)
+
+
+def _own(key: Key) -> str | None:
+    """Our key of the same name, if others mean the same by it."""
+    ours = (known for known in known_keys() if known.partition(".")[0] in SECTIONS and known.endswith(f".{key[0]}"))
+    return next(ours, None) if len(key) == 1 and key[0] not in OTHERWISE else None
+
+
+def _settled(target: str, value: Any) -> tuple[Any, str | None]:
+    """The value as our check takes it: as it is, or 500.0 for 500, x for [x], "1e-4" for 1e-4. Else what it says."""
+    key, words = tuple(target.split(".")), []
+    readings = [value, *(value if isinstance(value, list) and len(value) == 1 else [])]
+    if isinstance(value, float) and value.is_integer():
+        readings.append(int(value))
+    if isinstance(value, str):
+        readings += [parse(value, "")[0], [part.strip() for part in value.split(",")]]
+    elif not isinstance(value, list | dict):
+        readings.append(str(value))
+    for each in readings:
+        tree = reduce(lambda inner, name: {name: inner}, reversed(key), each)
+        words += (
+            faults := [fault.what for fault in check(tree, whole=False) if fault.key[:2] == key[: len(fault.key)][:2]]
+        )
+        if not faults:
+            return each, None
+    return value, words[0]

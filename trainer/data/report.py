@@ -1,0 +1,175 @@
+"""What became of the rows of each data set: how many, how long, what was dropped and why, what is there twice.
+
+Counted while rows are tokenised, kept with them as ``report.json``, and shown by ``deepstow train --data-report``. What
+is remembered of a row are 8 bytes, by which duplicates are found; lengths are counted to three digits.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trainer.errors import DataError
+
+Say = Callable[[str], None]
+
+EMPTY = "empty"
+UNTRAINED = "without a token that is trained on"
+BEYOND = "whose first trained token is beyond data.max_length"
+LONG = "longer than data.max_length"
+
+_PATIENCE = 10_000  # rows still read after the first bad one, to report the others with it
+
+
+class Document(NamedTuple):
+    """A tokenised row: ids and labels of equal length, and the number of tokens that were cut off."""
+
+    ids: list[int]
+    labels: list[int]
+    num_cut: int = 0
+
+
+class Dropped(NamedTuple):
+    """A row that is not trained on, and the tokens that it has."""
+
+    why: str
+    length: int = 0
+
+
+# A row after each step: a Document, or why there is none, or a line about what is wrong.
+Encoded = Document | Dropped | str
+
+
+@dataclass
+class Tally:
+    """The rows of one source. ``how`` says what becomes of those that are longer than ``max_length``."""
+
+    name: str
+    max_length: int
+    how: str
+    rows: int = 0
+    long: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    lengths: Counter[int] = field(default_factory=Counter)
+    hashes: array[int] = field(default_factory=lambda: array("q"))
+
+    def documents(self, results: Iterable[Encoded], say: Say) -> Iterator[Document]:
+        """Yield documents; after the first bad row only collect further bad rows, and raise DataError with them."""
+        bad: list[str] = []
+        num_after_bad = 0
+        spoken = time.monotonic()
+        for result in results:
+            if isinstance(result, str):
+                bad.append(result)
+            elif not bad:
+                self._count(result)
+                if isinstance(result, Document):
+                    yield result
+            num_after_bad += bool(bad)
+            if num_after_bad > _PATIENCE:
+                break
+            if time.monotonic() - spoken > 10:
+                spoken = time.monotonic()
+                say(f"data: {self.name}: {self.rows:,} rows tokenised")
+        if bad:
+            raise DataError(bad if len(bad) <= 5 else [*bad[:5], f"... and {len(bad) - 5:,} more bad rows"])
+        if not self.rows:
+            total = self.dropped.total()
+            what = f"all {total:,} rows are dropped: {self._dropped()}" if total else "there are no rows"
+            raise DataError(f"{self.name}: {what}")
+        say(f"data: {self.line()}")
+
+    def _count(self, result: Document | Dropped) -> None:
+        whole = result.length if isinstance(result, Dropped) else len(result.ids) + result.num_cut
+        unit = 1 << max(0, whole.bit_length() - 10)
+        self.lengths[whole // unit * unit] += 1
+        self.long += whole > self.max_length
+        if isinstance(result, Dropped):
+            self.dropped[result.why] += 1
+        else:
+            self.rows += 1
+            self.hashes.append(hash(tuple(result.ids)))
+
+    def _dropped(self) -> str:
+        return ", ".join(f"{number:,} {why}" for why, number in sorted(self.dropped.items()))
+
+    def line(self) -> str:
+        """All of it but the lengths."""
+        notes = [f"dropped: {self._dropped()}"] if self.dropped else []
+        if self.long and self.how != "drop":
+            notes.append(f"{self.long:,} longer than {self.max_length:,} tokens ({self.how})")
+        if twice := self.rows - len(np.unique(self.hashes)):
+            notes.append(f"{twice:,} duplicates")
+        return "; ".join([f"{self.name}: {self.rows:,} rows tokenised", *notes])
+
+
+def content(max_length: int, made: Iterable[tuple[list[Tally], list[str]]]) -> dict[str, Any]:
+    """What is kept of what was ``made``: each source, and the lines about the files that were written."""
+    sides, lines = zip(*made, strict=True)
+    sources = [{"line": one.line(), "lengths": dict(sorted(one.lengths.items()))} for side in sides for one in side]
+    said = [line for each in lines for line in each]
+    hashes = [np.concatenate([tally.hashes for tally in side]) for side in sides]
+    if len(hashes) == 2 and (both := int(np.isin(hashes[0], hashes[1]).sum())):
+        said.append(f"data: {both:,} of the evaluation documents are trained on, too")
+    return {"max_length": max_length, "sources": sources, "lines": said}
+
+
+def text(report: Mapping[str, Any]) -> str:
+    """The report as text, with a histogram of the lengths of each data set; bins double."""
+    lines: list[str] = []
+    limit = report["max_length"]
+    for source in report["sources"]:
+        lines += [source["line"], "", f"{'tokens':>19}  {'rows':>12}"]
+        bins = binned(source["lengths"], 1)
+        most = max(bins.values())
+        for (low, high), number in bins.items():
+            mark = f"  <- data.max_length {limit:,}" if low <= limit < high else ""
+            bar = "#" * -(-40 * number // most)
+            lines.append(f"{low:>7,} to {high - 1:>8,}  {number:>12,}  {bar}{mark}")
+        lines.append("")
+    return "\n".join([*lines, *report["lines"]])
+
+
+def binned(lengths: Mapping[str, int], per_octave: int) -> dict[tuple[int, int], int]:
+    """Rows by (least, first above) length, from the shortest to the longest, empty bins between them included."""
+    pairs = sorted((int(length), number) for length, number in lengths.items())
+    edges = [0, 1]
+    while edges[-1] <= pairs[-1][0]:
+        steps = (round(edges[-1] * 2 ** (step / per_octave)) for step in range(1, per_octave + 1))
+        edges += sorted({*steps} - {edges[-1]})
+    counts, _ = np.histogram([length for length, _ in pairs], edges, weights=[number for _, number in pairs])
+    used = np.flatnonzero(counts)
+    return {(edges[i], edges[i + 1]): int(counts[i]) for i in range(used[0], used[-1] + 1)}
+
+
+def draw(report: Mapping[str, Any], path: Path) -> None:
+    """Write the histograms as a picture, one below the other. OSError, ValueError: there can be no such file."""
+    from PIL import Image, ImageDraw
+
+    from trainer.planning.picture import FONT, GRID, INK, LEFT, MARGIN, PARTS, RED, WIDTH
+
+    height, limit = 240, report["max_length"]
+    image = Image.new("RGB", (WIDTH, height * len(report["sources"]) + MARGIN), "white")
+    pen = ImageDraw.Draw(image)
+    for index, source in enumerate(report["sources"]):
+        floor, bins = height * (index + 1) - MARGIN, binned(source["lengths"], 4)
+        across, most = (WIDTH - LEFT - MARGIN) / len(bins), max(bins.values())
+        pen.text((MARGIN, floor - height + MARGIN + 8), source["line"], INK, FONT)
+        for place, ((low, high), number) in enumerate(bins.items()):
+            left, top = LEFT + place * across, floor - (height - 100) * number / most
+            pen.rectangle((left, top, left + across - 2, floor), fill=PARTS[0])
+            if low <= limit < high:
+                pen.line((left + across / 2, floor - height + 76, left + across / 2, floor), RED, 2)
+                pen.text((left + across / 2 + 6, floor - height + 60), f"data.max_length {limit:,}", RED, FONT)
+            if place % max(1, len(bins) // 12) == 0:
+                pen.text((left, floor + 4), f"{low:,}", INK, FONT)
+        pen.text((MARGIN, floor - height + 92), f"{most:,} rows", INK, FONT)
+        pen.line((LEFT, floor, WIDTH - MARGIN, floor), GRID)
+    image.save(path)
