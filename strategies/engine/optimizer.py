@@ -152,8 +152,7 @@ class StowOptimizer(torch.optim.Optimizer):
         if complaints:
             raise ValueError("the plan was made for something else:\n  " + "\n  ".join(complaints[:8]))
         _move_buffers(model, device)
-        self._quantised = Adopted(model)
-        self._quantised.put(device)
+        self._quantised = Adopted(model, device)
         self.engine = make_engine(groups=lambda: self.param_groups)
         self._room = room_of(model) if hosts else None
         if self._room is not None:
@@ -386,7 +385,6 @@ class StowOptimizer(torch.optim.Optimizer):
         self.engine.close()
         self.access.release()
         _move_buffers(self._model, torch.device("cpu"))
-        self._quantised.put(torch.device("cpu"))
         self._quantised.release()
         self._first_look.remove()
         chunked_loss.set_native(self._model)

@@ -19,7 +19,6 @@ from trainer.data.collate import Collator
 from trainer.data.prepare import Prepared
 from trainer.dist.ranks import Ranks
 from trainer.model.adapters import OURS
-from trainer.model.quantise import loading
 from trainer.run import order
 from trainer.run.export import export
 from trainer.run.stowed_trainer import stowed
@@ -154,17 +153,19 @@ def test_kinds_of_adapters_and_losses(kind: str, base: Path) -> None:
 
 
 @pytest.mark.parametrize(("bits", "merge"), [("nf4", True), ("nf4", False), ("int8", True), (None, True)])
-def test_exported(bits: str | None, merge: bool, base: Path, tmp_path: Path) -> None:
+def test_exported(bits: str | None, merge: bool, base: Path) -> None:
     """Merged is the dequantised weight plus what the adapters add; the export itself compares logits."""
-    config = config_of(base, bits, strategies={"offload": TRAVELS})
-    trainer, section = ours(config), config.model
+    config = config_of(
+        base, bits, {**LORA, "export": "merged" if merge else "adapter"}, strategies={"offload": TRAVELS}
+    )
+    trainer = ours(config)
     values = trained(trainer)
-    loads = {} if merge else loading(section.quantization_config, section.dtype)
-    assert export(trainer, _tokenizer(), tmp_path / "export", merge=merge, loads=loads) is not None
-    names = {path.name for path in (tmp_path / "export").glob("*.safetensors")}
+    assert export(trainer, _tokenizer(), config) is not None
+    folder = base / "run" / "export"
+    names = {path.name for path in folder.glob("*.safetensors")}
     assert names == {"model.safetensors" if merge else "adapter_model.safetensors"}
     if merge:
-        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+        again = transformers.AutoModelForCausalLM.from_pretrained(folder)
         layer = adapted(config).get_base_model().model.layers[1].mlp.down_proj.base_layer
         whole = dequantize_bnb_weight(layer.weight, SimpleNamespace(SCB=getattr(layer.weight, "SCB", None)))
         a, b = (values[f"base_model.model.model.layers.1.mlp.down_proj.lora_{side}.default.weight"] for side in "AB")

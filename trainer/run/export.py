@@ -3,7 +3,8 @@
 ``save_pretrained`` writes into a draft folder, which is opened with ``from_pretrained``, as a user would, and compared:
 all names and shapes, all values bit for bit, and the logits of a probe. Only then it replaces ``<output_dir>/export``,
 sealed with the step and the hash of every file. Adapters (LoRA) are exported as adapters if their base can be loaded by
-name; on a base with random weights they are merged into it.
+name; on a base with random weights, or as ``model.lora.export`` says,
+they are merged into it.
 
 Invariant. A tied weight is in the file once, under every strategy. The config has the model's own ``use_cache`` and
 not the one that training sets. Python files that came with the model are in the folder; the check runs them only if
@@ -158,7 +159,7 @@ def as_a_user(trainer: Trainer) -> Iterator[None]:
 
 
 def reload(folder: Path, **options: Any) -> PreTrainedModel:
-    """The model in ``folder``, loaded as a user would, with ``options``; ExportError if a weight is missing or has another shape."""
+    """The model in ``folder``, loaded as a user would; ExportError if a weight is missing or has another shape."""
     logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(

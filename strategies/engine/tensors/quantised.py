@@ -13,7 +13,7 @@ No bitsandbytes is imported here: a model that has such weights has brought it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -88,10 +88,12 @@ def keep_packing(model: nn.Module) -> None:
 
 
 class Adopted:
-    """The quantised weights of a model as plain parameters with the same attributes, until ``release``."""
+    """The quantised weights of a model as plain parameters with the same attributes, until ``release``; their scales
+    are on ``device`` meanwhile.
+    """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, device: torch.device | None = None) -> None:
+        self._model, self._device = model, device
         keep_packing(model)
         self._kinds = [(param, type(param)) for param in model.parameters() if type(param).__name__ in KINDS]
         self._eight: list[Any] = []
@@ -102,22 +104,18 @@ class Adopted:
                 if weight.CB is not None:
                     module.init_8bit_state()  # type: ignore[operator]
                 state: Any = module.state
-                kind: Hashable = type(state)
+                kind: Any = type(state)
                 del state.CB
                 state.__class__, state._layer = _following(kind), weakref.ref(module)
         for param, _ in self._kinds:
             param.__class__ = nn.Parameter
-
-    def __bool__(self) -> bool:
-        return bool(self._kinds)
-
-    def put(self, device: torch.device) -> None:
-        """Move the scales to ``device``."""
-        if self:
-            put_scales(self._model, lambda value: value.to(device))
+        if device is not None and self._kinds:
+            put_scales(model, lambda value: value.to(device))
 
     def release(self) -> None:
         """Give back classes, and to layers of 8 bits what they had before their first forward."""
+        if self._device is not None and self._kinds:
+            put_scales(self._model, Tensor.cpu)
         for param, kind in self._kinds:
             param.__class__ = kind
         for module in self._eight:
