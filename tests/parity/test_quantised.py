@@ -40,8 +40,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved model."""
     folder = tmp_path_factory.mktemp("base")
     torch.manual_seed(0)
-    sizes = {**LLAMA, "num_hidden_layers": 4}
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(folder)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).save_pretrained(folder)
     return folder
 
 
@@ -105,7 +104,10 @@ def leaves(trainer: Any) -> set[str]:
     return {bucket.dtype for bucket in trainer.plan.layout.buckets if not bucket.resident}
 
 
-@pytest.mark.parametrize("bits", BITS)
+SLOW = pytest.mark.slow  # kinds that differ from another one in PEFT's or bitsandbytes' code alone
+
+
+@pytest.mark.parametrize("bits", ["nf4", "int8", pytest.param("fp4", marks=SLOW)])
 def test_as_peft_alone_and_resumed(bits: str, base: Path) -> None:
     expected = trained(by_itself(config_of(base, bits)))
     for strategies in ({}, {"offload": STAYS}, {"offload": TRAVELS}):
@@ -144,7 +146,7 @@ KINDS: Mapping[str, tuple[str | None, Mapping[str, Any], Mapping[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=SLOW) if k in ("rsLoRA", "DoRA") else k for k in KINDS])
 def test_kinds_of_adapters_and_losses(kind: str, base: Path) -> None:
     bits, lora, training = KINDS[kind]
     expected = trained(by_itself(config_of(base, bits, {**LORA, **lora}, **training)))
@@ -152,7 +154,9 @@ def test_kinds_of_adapters_and_losses(kind: str, base: Path) -> None:
     assert unlike(expected, found) == []
 
 
-@pytest.mark.parametrize(("bits", "merge"), [("nf4", True), ("nf4", False), ("int8", True), (None, True)])
+@pytest.mark.parametrize(
+    ("bits", "merge"), [("nf4", True), ("nf4", False), pytest.param("int8", True, marks=SLOW), (None, True)]
+)
 def test_exported(bits: str | None, merge: bool, base: Path) -> None:
     """Merged is the dequantised weight plus what the adapters add; the export itself compares logits."""
     config = config_of(
