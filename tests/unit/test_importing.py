@@ -234,7 +234,7 @@ strategies: {zero: {stage: 3}, offload: {}}
 """,
         {
             "lr_scheduler_type": "configs/ds.json:1: scheduler.type is in force there",
-            "scheduler.type": "logarithm",
+            "scheduler.params.warmup_type": "logarithm",
             "run_name": "a variable of the shell",
             "zero_optimization.offload_param.device": "no disk tier",
             "zero_optimization.offload_param.nvme_path": "no disk tier",
@@ -394,7 +394,7 @@ def test_deepspeed_decides_what_it_does_not_say(tmp_path: Path) -> None:
         "learning_rate": 1e-5, "lr_scheduler_type": "cosine_with_min_lr", "warmup_steps": 1000,
         "lr_scheduler_kwargs": {"min_lr_rate": 1e-4}, "zero.stage": 0,
     }  # fmt: skip
-    assert [".".join(fault.key) for fault in draft.lost] == ["optimizer.type", "max_grad_norm"]
+    assert [".".join(fault.key) for fault in draft.lost] == ["max_grad_norm", "optimizer.params.lr"]
 
 
 def test_arguments_as_transformers_saves_them(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """From all sources to a draft, and what follows from keys that are not there.
 
-Defaults that decide what is trained are written where they differ from ours. A ds_config without ``gradient_clipping``
-clips nothing, whatever ``max_grad_norm`` says.
+Defaults that decide what is trained are written where they differ from ours. With a ds_config, DeepSpeed's hold:
+nothing is clipped without ``gradient_clipping``, whatever ``max_grad_norm`` says.
 """
 
 from __future__ import annotations
@@ -24,6 +24,12 @@ from trainer.config.importing.rules import (
 )
 
 OUT = "training.output_dir"
+DEEPSPEED: dict[str, dict[str, Any]] = {  # by section of a ds_config, and by schedule
+    "optimizer": {"lr": 1e-3},
+    "scheduler": {"warmup_num_steps": 1000, "warmup_type": "log"},
+    "WarmupDecayLR": {"warmup_max_lr": 1e-3},
+    "WarmupCosineLR": {"cos_min_ratio": 1e-4},
+}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "transformers": {OUT: "trainer_output", "training.logging_steps": 500},
     "trl": {OUT: "trainer_output", RATE: 2e-5, "training.gradient_checkpointing": True, EXCESS: "truncate"},
@@ -51,11 +57,23 @@ def imported(sources: list[Source]) -> Draft:
         whole = {name: value for source in reversed(training) for name, value in source.tree.items()}
         _finish_arguments(draft, training[0]._replace(tree=whole))
     for source in sources[len(training) :]:
+        if source.kind == "deepspeed":
+            source = source._replace(tree=_completed(source.tree))
         draft.carry(source, RULES[source.kind], WINS)
     for source in sources:
         if source.kind == "deepspeed":
             _finish_deepspeed(draft, source)
     return draft
+
+
+def _completed(tree: dict[str, Any]) -> dict[str, Any]:
+    """A ds_config with the values that DeepSpeed takes for what is not there."""
+    done = {"gradient_clipping": 0.0} | tree
+    for section in DEEPSPEED.keys() & tree.keys():
+        if isinstance(given := tree[section], dict):
+            params = DEEPSPEED[section] | DEEPSPEED.get(str(given.get("type")), {}) | (given.get("params") or {})
+            done[section] = given | {"params": params}
+    return done
 
 
 def _finish_arguments(draft: Draft, source: Source) -> None:
@@ -94,8 +112,6 @@ def _finish_arguments(draft: Draft, source: Source) -> None:
 
 def _finish_deepspeed(draft: Draft, source: Source) -> None:
     tree, whole = source.tree, Given(source, (), source.tree)
-    if "gradient_clipping" not in tree:
-        draft.put("training.max_grad_norm", 0.0, whole.at("gradient_clipping", "not there"), wins=True)
     if not draft.trains and "auto" in (tree.get("train_micro_batch_size_per_gpu"), tree.get("gradient_clipping")):
         draft.lose(whole.at("train_micro_batch_size_per_gpu"), "what the TrainingArguments say; give them, too")
     elif not draft.trains and "scheduler" not in tree:
