@@ -39,6 +39,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         EXCESS: "drop",
     },
 }  # fmt: skip
+TRL_RATES = {"dpo": 1e-6, "orpo": 1e-6, "kto": 1e-6, "reward": 1e-4}
 LORA: dict[str, dict[str, Any]] = {
     "trl": {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05},
     "llamafactory": {"r": 8, "lora_dropout": 0.0, "target_modules": "all-linear"},
@@ -97,8 +98,11 @@ def _finish_arguments(draft: Draft, source: Source) -> None:
     if kind == "llamafactory" and adapted:
         defaults["model.lora.lora_alpha"] = 2 * (draft.of("model.lora.r") or 8)
         defaults |= {"model.dtype": "bfloat16"} if draft.of("training.bf16") else {}  # frozen weights, as computed in
+    if task := draft.of("task"):
+        defaults |= {RATE: TRL_RATES.get(task, 2e-5)} if kind == "trl" else {}
     for target, value in (DEFAULTS[kind] | defaults).items():
-        draft.default(target, value, source)
+        if target != EXCESS or task in (None, "pretrain"):
+            draft.default(target, value, source)
     for target in [] if adapted else [target for target in draft.values if target.startswith("model.lora.")]:
         if of := draft.values.pop(target).given:
             draft.need_not(of, "no adapters are trained")

@@ -34,12 +34,23 @@ SHARDING = (
 JOBS = ("DEEPSPEED", "FSDP", "NO", "no", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU")
 LOGARITHM = "the rate rises linearly here, and there by the logarithm of the step"
 STREAM = "rows are filled with whole documents that do not see each other, not cut out of one stream"
-TASK = "fine-tuning and pretraining can be imported, and nothing else"
+TASKS = {"sft": None, "pt": "pretrain", "rm": "reward", "ipo": "dpo"} | {n: n for n in ("dpo", "orpo", "kto", "reward")}
 FLASH = "flash_attention_2"
 ATTENTION = {"flash": FLASH, "fa2": FLASH, "fa3": "flash_attention_3", "disabled": "eager", "auto": None}
 TEMPLATES = ("chatml", "zephyr", "vicuna")  # those that are known by name here
 ROLES = {"role", "content", "from", "value"}  # of messages, as they are known here
-DATASET = {"path", "type", "split", "name", "field", "field_messages", "ds_type", "data_files"}  # keys that are read
+DATASET = {
+    "path",
+    "type",
+    "split",
+    "name",
+    "field",
+    "field_messages",
+    "ds_type",
+    "data_files",
+    "field_chosen",
+    "field_rejected",
+}  # keys that are read
 
 EXCESS = "data.excess_length_strategy"
 
@@ -49,9 +60,11 @@ def _only(values: Collection[object], why: str) -> Rule:
 
 
 def _task(given: Given, draft: Draft) -> dict[str, Any]:
-    if given.value not in ("sft", "pt", False):
-        raise ConfigError(f"{given.where}: {error_line(given.key, given.value, TASK)}")
-    return {"data.packing": True, EXCESS: "split", LOST: STREAM} if given.value == "pt" else {}
+    if given.value not in TASKS:
+        what = f"cannot be imported; there are {', '.join(map(str, TASKS))}"
+        raise ConfigError(f"{given.where}: {error_line(given.key, given.value, what)}")
+    pretraining = {"data.packing": True, EXCESS: "split", LOST: STREAM} if given.value == "pt" else {}
+    return {"task": TASKS[given.value], "training.loss_type": "ipo" if given.value == "ipo" else None} | pretraining
 
 
 def _optim(given: Given, draft: Draft) -> dict[str, Any]:
@@ -168,7 +181,8 @@ ARGUMENTS: dict[str, Rule] = {
     "dataset_text_field": lambda key, draft: None if key.value == "text" else {"data.columns": {"text": key.value}},
     "packing_strategy": _only(("bfd",), STREAM),
     "truncation_mode": _only(("keep_start",), "samples lose their ends here"),
-    "stage": _task,
+    **dict.fromkeys(("task", "stage"), _task),
+    "pref_loss": lambda key, draft: {"training.loss_type": key.value},
     "finetuning_type": _only(("lora", "full"), "there are lora and full here; full is written"),
     **dict.fromkeys(("template", "chat_template"), _template),
     "model_revision": _only(("main",), "the main branch is loaded"),
@@ -184,16 +198,18 @@ def _words(value: Any) -> list[str]:
 def _datasets(given: Given, draft: Draft) -> dict[str, Any]:
     ours: list[dict[str, Any]] = []
     lost: dict[str, None] = {}
+    prefers = bool(given.tree.get("rl") or given.tree.get("reward_model"))
     for each in given.value:
         entry = {name: value for name, value in each.items() if value not in (None, [], {})}
         kind, files = str(entry.get("type", "")).partition(".")[0], entry.get("data_files")
-        columns = {"text": entry.get("field", "text"), "messages": entry.get("field_messages", "messages")}
+        columns = {"text": entry.get("field"), "prompt" if prefers else "messages": entry.get("field_messages")}
+        columns |= {name: entry.get(f"field_{name}") for name in ("chosen", "rejected")}
         one = {
             "path": files[0] if isinstance(files, list) else files or entry.get("path"),
             "name": entry.get("name"),
             "split": entry.get("split"),
-            "columns": {name: column for name, column in columns.items() if name != column},
-            "assistant_only_loss": kind == "chat_template" and not given.tree.get("train_on_inputs"),
+            "columns": {name: column for name, column in columns.items() if column not in (None, name)},
+            "assistant_only_loss": kind == "chat_template" and not (prefers or given.tree.get("train_on_inputs")),
         }
         ours.append({name: value for name, value in one.items() if value})
         usual = {name for name in entry if name.startswith("message_") and {*_words(entry[name])} <= ROLES}
@@ -247,6 +263,7 @@ AXOLOTL: dict[str, Rule] = {
     "gradient_checkpointing": lambda key, draft: {"training.gradient_checkpointing": key.value is not False},
     "chat_template_jinja": _template,
     "rl": _task,
+    "reward_model": lambda key, draft: {"task": "reward" if key.value else None},
     "train_on_inputs": _nothing,
 }
 # DeepSpeed's, whatever arguments say.
