@@ -38,7 +38,7 @@ from trainer.dist.watchdog import Watchdog
 from trainer.errors import ConfigError, ExitCode, UserError, first_line, report, write_line
 from trainer.planning.from_config import check_options, refuse_folder
 from trainer.run import export, lock, oom, order, resuming, saving
-from trainer.run.callbacks import Watched
+from trainer.run.callbacks import SAID, Watched
 from trainer.run.order import Run
 from trainer.run.resume_rules import leaves
 from trainer.run.trainer import Trainer
@@ -257,8 +257,10 @@ def finish(run: Run, trainer: Trainer, together: Agreement) -> None:
     if not run.ranks.is_first:
         return
     if len(history := [record for record in log if "eval_loss" in record]) > 1:
-        first, last = (f"{each['eval_perplexity']:.1f} at step {each['step']}" for each in (history[0], history[-1]))
-        write_line(f"perplexity {first} -> {last}")
+        key = next((name for name in SAID if f"eval_{name}" in history[0]), "loss")
+        ends, digits = (history[0], history[-1]), 1 if key == SAID[0] else 3
+        first, last = (f"{each[f'eval_{key}']:.{digits}f} at step {each['step']}" for each in ends)
+        write_line(f"{key} {first} -> {last}")
     assert receipt is not None
     write_line(
         f"export: {folder / 'export'} ({human(receipt.num_bytes)}), reloaded: {receipt.num_tensors} tensors, names and "
