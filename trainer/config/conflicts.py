@@ -230,8 +230,12 @@ def _training(d: Values, t: Values) -> Found:
                 yield f"training.{key}", f"needs evaluations; {EVALUATE}"
     if t.early_stopping_threshold not in (*OFF, WRONG) and t.early_stopping_patience is None:
         yield "training.early_stopping_threshold", "needs training.early_stopping_patience"
-    if isinstance(t.profile, dict) and t.max_steps != -1 and t.profile["steps"][1] > t.max_steps:
-        yield "training.profile.steps", f"must be <= training.max_steps, which is {t.max_steps}"
+    if isinstance(t.profile, dict):
+        first, last = t.profile["steps"]
+        if first > last:
+            yield "training.profile.steps", "must be the first and the last step, in this order"
+        if t.max_steps != -1 and last > t.max_steps:
+            yield "training.profile.steps", f"must be <= training.max_steps, which is {t.max_steps}"
     if t.save_strategy == "best" and t.eval_strategy == "no":
         yield "training.save_strategy", f"needs evaluations; {EVALUATE}"
     if t.save_strategy == "best" and t.metric_for_best_model is None:

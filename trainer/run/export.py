@@ -17,15 +17,16 @@ without a step of training; what was there moves to ``earlier-N``.
 from __future__ import annotations
 
 import logging
+import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from huggingface_hub import ModelCard, ModelCardData
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -35,13 +36,15 @@ from strategies.core.commit import replaced_folder, same_modes
 from strategies.core.sealed import Damaged, damage, read, seal
 from trainer.errors import write_line
 from trainer.model.build import set_use_cache
-from trainer.run.checkpoint import move_aside
-from trainer.run.model_card import model_card
+from trainer.run.callbacks import perplexity
+from trainer.run.checkpoint import move_aside, versions
 from trainer.run.trainer import Trainer
 from trainer.tasks.table import TASKS
 from trainer.tasks.task import Task, loaded
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig, TrainerState
+
     from trainer.config.sections import RunConfig
 
 KIND = "export"  # in its manifest
@@ -50,8 +53,7 @@ PROBE_TOKENS = 32
 FP32_TOLERANCE, HALF_TOLERANCE = 1e-3, 5e-2
 
 
-@dataclass(frozen=True, slots=True)
-class Receipt:
+class Receipt(NamedTuple):
     """The result of the check. ``largest_difference`` is between logits, relative to the largest logit."""
 
     num_tensors: int
@@ -213,6 +215,69 @@ def compare(
     if not difference <= tolerance:
         raise ExportError(f"export: logits differ by {difference:.2e} of the largest after reloading")
     return difference
+
+
+# --- the card, of the config, the log and the command line alone; whoever publishes adds a licence -------------------
+
+
+def model_card(
+    config: RunConfig, hf_config: PretrainedConfig, state: TrainerState, argv: Sequence[str], num_ranks: int
+) -> ModelCard:
+    """The card of the trained model; ``argv`` is the command, and ``state`` has the log."""
+    base, brings_code = config.model.name_or_path, bool(getattr(hf_config, "auto_map", None))
+    adapters = config.model.lora is not None and base is not None
+    tags = ["deepstow", *(["lora"] if adapters else []), *(["custom_code"] if brings_code else [])]
+    header = ModelCardData(
+        base_model=base,
+        library_name="peft" if adapters else "transformers",
+        pipeline_tag=TASKS[config.task].pipeline_tag,
+        tags=tags,
+    )
+    data, used = config.data, {name: number for name, number in versions().items() if number != "not installed"}
+    if config.model.lora is None:
+        used.pop("peft", None)
+    source = ", ".join(f"`{one.path}` ({one.name})" if one.name else f"`{one.path}`" for one in data.parts())
+    parts = [
+        f"# {Path(config.training.output_dir).name}",
+        _origin(config, hf_config.model_type),
+        f"It was trained on {source} in sequences of up to {data.max_length} tokens, for {state.global_step} steps. "
+        + " ".join(_results(state.log_history, odds=TASKS[config.task].language)),
+        f"Strategies: {_strategies(config)}. The command, on {num_ranks} process{'es' if num_ranks > 1 else ''}:",
+        f"```\n{shlex.join(argv)}\n```",
+        f"Versions: {', '.join(f'{name} {number}' for name, number in used.items())}.",
+    ]
+    if brings_code:
+        parts.append("The model brings its own Python code: read it, then load it with `trust_remote_code=True`.")
+    return ModelCard(f"---\n{header.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n")
+
+
+def _origin(config: RunConfig, model_type: str) -> str:
+    lora, base = config.model.lora, config.model.name_or_path
+    if lora is not None and base is not None:
+        return f"Low-rank adapters (rank {lora.r}) for `{base}`, trained with DeepStow. The base is not included."
+    if base is not None:
+        return f"`{base}`, a model of type {model_type}, trained further with DeepStow."
+    merged = f"; what was trained are low-rank adapters (rank {lora.r}), merged into them" if lora is not None else ""
+    return f"A model of type {model_type}, trained with DeepStow from random weights{merged}."
+
+
+def _results(history: Sequence[Mapping[str, Any]], *, odds: bool) -> Iterator[str]:
+    """A sentence for each of the last losses in the log; ``odds``: they are means over tokens."""
+    for kind, key in (("training", "loss"), ("evaluation", "eval_loss")):
+        last = next((record for record in reversed(history) if key in record), None)
+        if last is not None:
+            loss = float(last[key])
+            shown = f" (perplexity {perplexity(loss):.1f})" if odds else ""
+            yield f"The last {kind} loss, at step {last['step']}, was {loss:.4f}{shown}."
+
+
+def _strategies(config: RunConfig) -> str:
+    """Each strategy with the options that the config sets."""
+    found = []
+    for name, strategy in config.strategies.items():
+        options = [f"{key} {value}" for key, value in strategy.model_dump(exclude_unset=True).items()]
+        found.append(f"{name} ({', '.join(options)})" if options else name)
+    return ", ".join(found) or "none"
 
 
 # --- a run that is over ----------------------------------------------------------------------------------------------

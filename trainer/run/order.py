@@ -145,7 +145,7 @@ def read_data(
         )
     say = (lambda line: None) if quiet else write_line
     opened = partial(resumed.compare_contents, config, hf_config) if resumed else (lambda *hashes: None)
-    seed, home, compares = config.training.seed, folder / "data", ranks.is_first_local
+    seed, home, compares = config.training.seed, preparing.cache(folder / "data"), ranks.is_first_local
     if not task.language:
         return words, task_rows.prepare(task, config, words, hf_config, home, say, opened, compares=compares)
     prepared = preparing.prepare(config.data, words, rows, seed, home, say, opened, compares=compares)
