@@ -1,4 +1,4 @@
-"""Addresses: what is permanent first, then weights by their stays, then what takes turns."""
+"""Addresses: slots for what takes turns, by size; that nothing is wasted is asked in ``test_offload.py``."""
 
 from itertools import combinations
 

@@ -1,4 +1,4 @@
-"""The covering tables: every combination that may be is there, and none that may not."""
+"""The covering tables: what no row can have is not asked for."""
 
 from tests.helpers.pairwise import Table
 

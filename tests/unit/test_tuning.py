@@ -172,21 +172,17 @@ def test_only_adaptive_asks_for_timings_of_this_machine(fake: Fake, tmp_path: Pa
     assert timings(path, SMALL, LARGE, budget_s=0.001, say=said.append) and "of 0.001 s" in said[0]
 
 
-def decided(ranks: Ranks) -> list[float]:
-    """The seconds that every rank takes, summed over ranks: only the first one looks for them."""
-
-    def find() -> dict[str, Timing]:
-        assert ranks.rank == 0
-        return {"a": {"copy": 1.0}}
-
-    seconds = torch.tensor([gemm_timing.of_first_rank(find)["a"]["copy"]])
+def decided(ranks: Ranks, path: Path) -> list[float]:
+    """The seconds that every rank takes, summed over ranks; each would measure others."""
+    gemm_timing.measure = lambda *given: {str(SMALL): made(1.0 + ranks.rank)}  # type: ignore[assignment]
+    seconds = torch.tensor([timings(path, SMALL)[str(SMALL)]["forward native"]])
     torch.distributed.all_reduce(seconds)
     return [float(seconds)]
 
 
 @pytest.mark.ranks
-def test_the_first_rank_decides_for_all() -> None:
-    assert run_world(2, decided) == [2.0]
+def test_the_first_rank_decides_for_all(tmp_path: Path) -> None:
+    assert run_world(2, decided, tmp_path / "linear.json") == [2.0]
 
 
 # --- for real --------------------------------------------------------------------------------------------------------

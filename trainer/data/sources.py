@@ -10,7 +10,6 @@ that cannot be read is a sentence, so that several are reported at once; else it
 import csv
 import hashlib
 import json
-import keyword
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from strategies.core.sealed import size_and_hash
+from trainer.data import pydoc_rows
 from trainer.errors import DataError, first_line, nearest, nearest_file
 from trainer.model import hub
 
@@ -128,21 +128,8 @@ def _read_parquet(path: Path, wanted: Collection[str]) -> Numbered:
         raise DataError(f"{path}:{done + 1}: the Parquet data is damaged from here on") from None
 
 
-def _read_pydoc(pairs: bool, wanted: Collection[str]) -> Numbered:
-    """``pydoc_data.topics``: English text that comes with every Python, so that a first run needs no download."""
-    from pydoc_data.topics import topics
-
-    for topic, text in sorted(topics.items()):
-        yield topic, _pair(topic, text) if pairs else {"text": text}
-
-
-def _pair(topic: str, text: str) -> dict[str, str]:
-    """A question about the heading ('Title', a row of stars, a blank line), and the text below it as the answer."""
-    title, _, rest = text.partition("\n")
-    _, _, body = rest.partition("\n\n")
-    if keyword.iskeyword(topic) and "statement" in title:
-        return {"prompt": f"Explain Python's `{topic}` statement.\n", "completion": body.strip()}
-    return {"prompt": f"Explain this part of Python: {title.strip()}.\n", "completion": body.strip()}
+def _read_pydoc(name: str, wanted: Collection[str]) -> Numbered:
+    yield from pydoc_rows.rows(name)
 
 
 def _read_arrow(dataset: Any, wanted: Collection[str]) -> Numbered:
@@ -193,6 +180,7 @@ class Source:
     name: str
     tables: tuple[Table, ...]
     identity: Callable[[bool], list[str]]  # the content, wherever it is: exactly, or by size and time
+    count: Callable[[], int | None] = lambda: None  # how many rows, as far as that can be known at once
 
     def rows(self, wanted: Collection[str]) -> Iterator[Row]:
         """All rows, each with at least the columns that are ``wanted``, where it has them."""
@@ -214,7 +202,15 @@ def _files(root: Path, paths: Sequence[Path]) -> Source:
                 break
         else:
             raise DataError(broken[:5] or f"{path}: the file is empty; it has no rows")
-    return Source(str(root), tuple(tables), partial(_marks, root, paths))
+    return Source(str(root), tuple(tables), partial(_marks, root, paths), partial(_count, paths))
+
+
+def _count(paths: Sequence[Path]) -> int | None:
+    if all(path.suffix.lower() == ".parquet" for path in paths):
+        return int(sum(pq.read_metadata(path).num_rows for path in paths))
+    if all(path.suffix.lower() == ".jsonl" for path in paths):
+        return sum(chunk.count(b"\n") for path in paths for chunk in iter(partial(path.open("rb").read, 1 << 24), b""))
+    return None
 
 
 def _marks(root: Path, paths: Sequence[Path], exact: bool) -> list[str]:
@@ -223,8 +219,8 @@ def _marks(root: Path, paths: Sequence[Path], exact: bool) -> list[str]:
     return [f"{path.relative_to(root.parent)} {mark}" for path, mark in zip(paths, marks, strict=True)]
 
 
-def _pydoc(pairs: bool) -> Source:
-    columns, read = ("prompt", "completion") if pairs else ("text",), partial(_read_pydoc, pairs)
+def _pydoc(name: str) -> Source:
+    columns, read = pydoc_rows.COLUMNS[name], partial(_read_pydoc, name)
     content = repr([values for _, values in read(())])
     marks = ["pydoc", hashlib.sha256(content.encode()).hexdigest()]
     return Source("pydoc", (Table("pydoc", columns, read),), partial(_known, marks))
@@ -233,7 +229,8 @@ def _pydoc(pairs: bool) -> Source:
 def _arrow(name: str, dataset: Any, marks: list[str]) -> Source:
     """A ``datasets.Dataset`` or ``IterableDataset``: from the hub, or a folder written by ``save_to_disk``."""
     columns = dataset.column_names or next((list(row) for row in islice(dataset, 1)), [])
-    return Source(name, (Table(name, tuple(columns), partial(_read_arrow, dataset)),), partial(_known, marks))
+    table = Table(name, tuple(columns), partial(_read_arrow, dataset))
+    return Source(name, (table,), partial(_known, marks), lambda: getattr(dataset, "num_rows", None))
 
 
 def _known(marks: list[str], exact: bool) -> list[str]:
@@ -241,14 +238,14 @@ def _known(marks: list[str], exact: bool) -> list[str]:
 
 
 def open_source(path: str, name: str | None, split: str, streaming: bool, key: str = "data.") -> Source:
-    """The source that ``path`` names: a file, a folder, ``pydoc`` (``name``: ``text`` or ``pairs``), or a hub name
+    """The source that ``path`` names: a file, a folder, ``pydoc`` (``name``: see ``pydoc_rows.py``), or a hub name
     ``owner/name`` (``name``: its subset). Raises DataError if nothing is there, or it cannot be read; ``key`` is the
     prefix of the config keys of this source.
     """
     local = Path(path).expanduser()
     suffix = local.suffix.lower()
     if path == "pydoc":
-        return _pydoc(pairs=name == "pairs")
+        return _pydoc(name or "text")
     # `corpus/train` is a misspelt path and not a hub name if there is a folder `corpus`.
     if not (local.exists() or suffix in _READERS or Path(path).parent.is_dir()) and _HUB_NAME.fullmatch(path):
         return _hub(path, name, split, streaming, key)

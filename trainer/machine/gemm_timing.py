@@ -51,6 +51,10 @@ def for_config(config: RunConfig, facts: Facts, ranks: Ranks, machine: Machine, 
     """``facts`` with the timings that a strategy asks for, the same on all ranks: those of the file and, with ``tune``,
     those of other shapes that are measured within the strategy's budget.
     """
+    import torch.distributed as dist
+
+    from trainer.dist.agreement import agreement
+
     asked = next((found for strategy in config.strategies.values() if (found := strategy.gemm_timing())), None)
     if asked is None or machine.origin == "profile":
         return facts
@@ -76,18 +80,9 @@ def for_config(config: RunConfig, facts: Facts, ranks: Ranks, machine: Machine, 
                 say(f"{path} cannot be written ({error.strerror}): the next run measures again")
         return {str(shape): known[str(shape)] for shape in shapes if str(shape) in known}
 
-    return replace(facts, timings=of_first_rank(find))
-
-
-def of_first_rank(find: Callable[[], Timings]) -> Timings:
-    """The result of ``find()`` on the first rank of a job that runs, so that all ranks choose alike."""
-    import torch.distributed as dist
-
-    from trainer.dist.agreement import agreement
-
     here = Ranks(dist.get_rank(), 0, dist.get_world_size()) if dist.is_initialized() else Ranks()
     with agreement(here, LONGEST_S) as together:
-        return together.on_first(here.rank, find)
+        return replace(facts, timings=together.on_first(here.rank, find))
 
 
 # --- the file --------------------------------------------------------------------------------------------------------
@@ -103,9 +98,9 @@ def place_of(machine: Machine, threads: int | None = None) -> str:
         runs = f"threads {threads or torch.get_num_threads()}"
     else:
         runs = accelerator.row_of(torch.device(machine.device_kind)).software()
-    exact = ["deterministic"] if torch.are_deterministic_algorithms_enabled() else []
+    exact = "deterministic" if torch.are_deterministic_algorithms_enabled() else ""
     here = [f"{name} {value}" for name, value in key_of(machine).items()]
-    return ", ".join([*here, runs, f"matmul precision {torch.get_float32_matmul_precision()}", *exact])
+    return ", ".join(filter(None, (*here, runs, f"matmul precision {torch.get_float32_matmul_precision()}", exact)))
 
 
 def load(path: Path) -> tuple[dict[str, Timings], str]:

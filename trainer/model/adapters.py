@@ -1,4 +1,4 @@
-"""Low-rank adapters (PEFT): added to a model, given learning rates of their own (LoRA+), merged into the weights.
+"""Low-rank adapters (PEFT): given learning rates of their own (LoRA+), and merged into the weights.
 
 Merging adds the adapters to the weights. A quantised weight would have to be quantised again, and would not be what was
 trained; so they are merged into the base as it computes: dequantised, in the dtype that the model has otherwise.
@@ -6,51 +6,15 @@ trained; so they are merged into the base as it computes: dequantised, in the dt
 
 from __future__ import annotations
 
-import warnings
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, cast
-
-from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-    from trainer.config.sections import LoraSection
 
 OURS = {"loraplus_lr_ratio", "export"}  # keys that peft.LoraConfig does not have
-
-
-def with_lora(model: PreTrainedModel, section: LoraSection) -> PreTrainedModel:
-    """Add low-rank adapters to ``model`` and freeze its own weights. ConfigError: ``peft`` is not installed, no module
-    matches ``target_modules``, or a quantised one is to be trained in full.
-    """
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError:
-        raise ConfigError("model.lora: needs the package peft; install it with: pip install 'deepstow[lora]'") from None
-
-    from strategies.engine.tensors.quantised import is_quantised
-
-    options: dict[str, Any] = section.model_dump(exclude_none=True, exclude=OURS)
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] in (section.modules_to_save or ()) and any(map(is_quantised, module.parameters())):
-            raise ConfigError(
-                f"model.lora.modules_to_save = {section.modules_to_save!r}: {name} is quantised, and cannot be trained "
-                f"in full; name it in model.quantization_config.llm_int8_skip_modules as well"
-            )
-    try:
-        with warnings.catch_warnings():  # peft reads a name that Transformers has renamed
-            warnings.simplefilter("ignore", FutureWarning)
-            adapted: Any = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options))
-    except ValueError as error:
-        kinds = ("Linear", "Linear4bit", "Linear8bitLt", "Conv1D")
-        linear = {n.rsplit(".", 1)[-1] for n, m in model.named_modules() if type(m).__name__ in kinds}
-        raise ConfigError(
-            f"model.lora.target_modules = {section.target_modules!r}: {str(error).splitlines()[0]} "
-            f"The model's linear layers are: {', '.join(sorted(linear))}"
-        ) from None
-    return cast("PreTrainedModel", adapted)  # peft's wrapper forwards all attributes to the model
 
 
 def loraplus(model: Any, kind: type, ratio: float, decay: float, **options: Any) -> Any:

@@ -1,4 +1,5 @@
-"""The plan as a picture: the simulated step over time above the device's memory, or the memory of a rank as bars.
+"""The plan as a picture: the simulated step over time above the device's memory, or the memory of a rank as bars; or a
+simulated step above a measured one.
 
 The memory curve is the arena and what forward has saved so far, during the ticks of the first pass. Without a simulated
 step (nothing is stowed, or the machine's rates are unknown): one bar per home that adds up to the predicted peak of a
@@ -35,6 +36,7 @@ COLOURS = {
 }
 PARTS = ((60, 100, 150), (196, 120, 40), (190, 160, 60), (150, 90, 150), (86, 140, 90), (170, 170, 170))
 FONT = ImageFont.load_default(15)
+ALIKE = {"parked": "gradient", "arriving": "gradient", "moments": "state", "master": "state"}  # in measured labels
 Limit = tuple[int, str]  # bytes of the device, and what they are called
 Pen = ImageDraw.ImageDraw
 
@@ -54,6 +56,32 @@ def draw(plan: Plan, cost: StepCost | None, path: Path, *, model: str, budget: i
         _bars(pen, plan, limit)
     else:
         _step(pen, plan, cost, shown, limit)
+    image.save(path)
+
+
+def beside(
+    plan: Plan, cost: StepCost | None, seconds: float, measured: Sequence[TraceEvent], path: Path, *, model: str
+) -> None:
+    """Write the picture of the simulated step above one that was ``measured`` and took so many ``seconds``."""
+    steps = [("measured", seconds, measured)]
+    if cost is not None:
+        steps.insert(0, ("simulated", cost.seconds, cost.outcome.events))
+    used = [each for each in Resource if any(event.resource is each for _, _, some in steps for event in some)]
+    longest, height = max(length for _, length, _ in steps), ROW * len(used) + AXIS
+    image = Image.new("RGB", (WIDTH, TITLE + height * len(steps) + AXIS + MARGIN), "white")
+    pen = ImageDraw.Draw(image)
+    lengths = ", ".join(f"{name} step {length:.3g} s" for name, length, _ in steps)
+    for index, line in enumerate([title(plan, None, model)[0], lengths]):
+        pen.text((MARGIN, 10 + 20 * index), line, INK, FONT)
+
+    def at(time: float) -> float:
+        return LEFT + max(0.0, min(longest, time)) * (WIDTH - LEFT - MARGIN) / longest
+
+    for number, (name, _, events) in enumerate(steps):
+        top = TITLE + height * number
+        pen.text((MARGIN, top - 20), name, INK, FONT)
+        _resources(pen, events, used, at, top, longest)
+    _legend(pen, TITLE + height * len(steps))
     image.save(path)
 
 
@@ -85,23 +113,43 @@ def _step(pen: Pen, plan: Plan, cost: StepCost, shown: Sequence[Resource], limit
     def at(seconds: float) -> float:
         return LEFT + max(0.0, min(cost.seconds, seconds)) * across
 
+    _resources(pen, cost.outcome.events, shown, at, TITLE, cost.seconds, MARGIN + CURVE)
     floor = TITLE + ROW * len(shown) + MARGIN + CURVE
-    for time in axis(cost.seconds):
-        pen.line((at(time), TITLE, at(time), floor + 5), GRID)
+    _legend(pen, floor + AXIS)
+    _memory(pen, plan, cost, at, floor, limit)
+
+
+def _resources(
+    pen: Pen,
+    events: Sequence[TraceEvent],
+    shown: Sequence[Resource],
+    at: Callable[[float], float],
+    top: int,
+    seconds: float,
+    below: int = 0,
+) -> None:
+    """A row for each resource from ``top`` on, and the time that much ``below`` them."""
+    floor = top + ROW * len(shown) + below
+    for time in axis(seconds):
+        pen.line((at(time), top, at(time), floor + 5), GRID)
         pen.text((at(time) - 10, floor + 8), f"{time:.3g} s", INK, FONT)
     for row, resource in enumerate(shown):
-        top = TITLE + row * ROW
-        pen.text((MARGIN, top + 14), resource.value, INK, FONT)
-        pen.rectangle((LEFT, top + 4, WIDTH - MARGIN, top + ROW - 8), outline=GRID)
-        for event in cost.outcome.events:
+        here = top + row * ROW
+        pen.text((MARGIN, here + 14), resource.value, INK, FONT)
+        pen.rectangle((LEFT, here + 4, WIDTH - MARGIN, here + ROW - 8), outline=GRID)
+        for event in events:
             if event.resource is resource:
-                colour = COLOURS.get(event.label.split()[0], INK)
-                pen.rectangle((at(event.start), top + 5, at(event.end), top + ROW - 9), fill=colour, outline="white")
+                word, place = event.label.split()[0], (at(event.start), here + 5, at(event.end), here + ROW - 9)
+                wide = place[2] - place[0] > 3  # narrower ones would be all outline
+                colour = COLOURS.get(ALIKE.get(word, word), INK)
+                pen.rectangle(place, fill=colour, outline="white" if wide else None)
+
+
+def _legend(pen: Pen, top: int) -> None:
     for index, (word, colour) in enumerate(list(COLOURS.items())[:-1]):
         left = LEFT + 150 * index
-        pen.rectangle((left, floor + AXIS, left + 12, floor + AXIS + 12), fill=colour)
-        pen.text((left + 18, floor + AXIS - 4), word, INK, FONT)
-    _memory(pen, plan, cost, at, floor, limit)
+        pen.rectangle((left, top, left + 12, top + 12), fill=colour)
+        pen.text((left + 18, top - 4), word, INK, FONT)
 
 
 def _memory(pen: Pen, plan: Plan, cost: StepCost, at: Callable[[float], float], floor: int, limit: Limit) -> None:

@@ -10,8 +10,6 @@ Invariant. At every moment a checkpoint that was complete is on the disk. The ne
 never deleted. A folder ``checkpoint-N`` disappears in one step: it is renamed before it is deleted. Of a checkpoint
 that is a symbolic link nothing is deleted, not even the link. A manifest has nothing from the clock or from paths that
 the config does not name: two runs that are the same have the same one at the same step.
-
-Refused: checkpoints of releases before there were manifests; starting anew because all checkpoints are damaged.
 """
 
 from __future__ import annotations
@@ -22,10 +20,9 @@ import os
 import re
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -109,8 +106,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """A checkpoint with its manifest; ``path`` may be a symbolic link."""
 
     path: Path

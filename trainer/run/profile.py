@@ -1,0 +1,136 @@
+"""``training.profile``: a torch profiler's trace of some steps, with the engine's copies and waits by name, and a
+picture of one of them beside the simulated step.
+
+The step before the first is for warming up. Nothing of the result changes; a run that takes no profile pays nothing. A
+trace that cannot be written is one line, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import profile, record_function, schedule, supported_activities
+from transformers import TrainerCallback, TrainerState
+
+from strategies.core.facts import UnitKind
+from strategies.core.plan import Plan
+from strategies.engine.named import name_calls, name_engine
+from strategies.planner.simulate import TraceEvent
+from strategies.planner.step_cost import plan_cost
+from strategies.planner.tasks import Resource
+from trainer.errors import write_line
+
+LANES = {"compute": Resource.COMPUTE, "up": Resource.UP, "down": Resource.DOWN, "cpu": Resource.CPU}
+LANES |= {"net": Resource.NET}
+ON_GPU = (("HtoD", Resource.UP), ("DtoH", Resource.DOWN), ("nccl", Resource.NET), ("", Resource.COMPUTE))
+
+
+class Profile(TrainerCallback):
+    """Profiles some optimizer ``steps`` of ``trainer``, first and last, into the folder ``profile`` of the run."""
+
+    def __init__(self, trainer: Any, plan: Plan, steps: Sequence[int], folder: Path, model: str) -> None:
+        self._trainer, self._plan, self._model = trainer, plan, model
+        (self._first, self._last), self._folder = steps, folder / "profile"
+        self._profiler: Any = None
+        self._step: Any = None
+        self._names = ExitStack()
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if state.global_step + 1 >= self._first and args.process_index == 0:
+            write_line(f"training.profile: not taken: the run goes on after step {state.global_step}")
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if state.global_step + 2 == self._first:
+            self._start()
+        if self._profiler is not None:
+            self._step = record_function(f"step {state.global_step + 1}")
+            self._step.__enter__()
+
+    def _start(self) -> None:
+        for unit in self._plan.facts.units:
+            if unit.kind is UnitKind.BLOCK:
+                self._name_forwards(unit.name)
+        name_calls(self._names, self._trainer.accelerator, "backward", lambda *_: "compute: backward")
+        if self._trainer.stowed is not None:
+            name_engine(self._names, self._trainer.stowed)
+        self._profiler = profile(
+            activities=supported_activities(),
+            schedule=schedule(wait=0, warmup=1, active=self._last - self._first + 1, repeat=1),
+            on_trace_ready=self._write,
+            experimental_config=_ExperimentalConfig(profile_all_threads=True),  # the worker's as well
+        )
+        self._profiler.start()
+
+    def _name_forwards(self, name: str) -> None:
+        """By hooks, since others replace the forward of a block."""
+        block, opened = self._trainer.model.get_submodule(name), list[Any]()
+
+        def enter(*_: Any) -> None:
+            opened.append(record_function(f"compute: forward {name}"))
+            opened[-1].__enter__()
+
+        self._names.enter_context(block.register_forward_pre_hook(enter))
+        self._names.enter_context(block.register_forward_hook(lambda *_: opened.pop().__exit__(None, None, None)))
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if self._profiler is not None:
+            self._step.__exit__(None, None, None)
+            self._profiler.step()
+            if state.global_step >= self._last:
+                self.on_train_end()
+
+    def on_train_end(self, *_: Any, **kwargs: Any) -> None:
+        """Which may be in the middle of the steps."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            profiler.stop()
+            self._names.close()
+
+    def _write(self, profiler: Any) -> None:
+        rank = self._trainer.args.process_index
+        path = self._folder / f"steps-{self._first}-{self._last}-rank-{rank}.json"
+        try:
+            self._folder.mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(path))
+            if rank == 0:
+                from trainer.planning import picture
+
+                seconds, events = measured(json.loads(path.read_text())["traceEvents"])
+                shown = self._folder / "step.png"
+                picture.beside(self._plan, plan_cost(self._plan), seconds, events, shown, model=self._model)
+                write_line(f"profile: {path} for ui.perfetto.dev; simulated and measured step: {shown}")
+        except (OSError, RuntimeError) as error:
+            write_line(f"training.profile: {path}: not written: {error}")
+
+
+def measured(trace: Iterable[Mapping[str, Any]]) -> tuple[float, list[TraceEvent]]:
+    """The profiled step of median length: its seconds, and what worked when. On a GPU kernels and copies are what it
+    did, with the name around them; on a CPU they are the named ranges themselves.
+    """
+    events = sorted((each for each in trace if each.get("ph") == "X"), key=lambda each: each["ts"])
+    on_gpu = [each for each in events if each.get("cat") in ("kernel", "gpu_memcpy")]
+    around = [each for each in events if each.get("cat") == "gpu_user_annotation" and ": " in each["name"]]
+    ranges = [each for each in events if each.get("cat") == "user_annotation"]
+    steps = sorted((each["dur"], each["ts"]) for each in ranges if re.fullmatch(r"step \d+", each["name"]))
+    length, begin = steps[len(steps) // 2]
+    lanes = ["cpu"] if on_gpu else list(LANES)
+    found = [
+        (LANES[lane], label, each)
+        for each in ranges
+        for lane, _, label in [each["name"].partition(": ")]
+        if lane in lanes
+    ]
+    for each in on_gpu:
+        here = around[: bisect(around, each["ts"], key=lambda one: one["ts"])][-8:]
+        names = [one["name"] for one in here if one["tid"] == each["tid"] and each["ts"] < one["ts"] + one["dur"]]
+        label = names[-1].partition(": ")[2] if names else "backward"  # whose thread names nothing
+        found.append((next(it for word, it in ON_GPU if word in each["name"]), label, each))
+    cut = [(it, max(e["ts"] - begin, 0), min(e["ts"] + e["dur"] - begin, length), label) for it, label, e in found]
+    return length / 1e6, [TraceEvent(it, start / 1e6, end / 1e6, label) for it, start, end, label in cut if start < end]
