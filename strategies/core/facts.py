@@ -193,6 +193,7 @@ class RunFacts(ModelNumbers):
     stage: int = 0  # of this rank
     in_flight: int = 1  # micro-batches that are between their forward and their backward at a time
     tensor: int = 1
+    sequences: int = 1  # of a row of data: two where it is a pair
 
     @property
     def grid(self) -> Grid:

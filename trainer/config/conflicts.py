@@ -169,6 +169,8 @@ def _keys_of_tasks(task: Any, sections: Mapping[str, Values]) -> Found:
         yield "model.labels", f"are for task classification, and this is {task}; leave them out"
     if t.sample_prompts and task in ("classification", "reward", "seq2seq"):
         yield "training.sample_prompts", f"a model of task {task} continues no text; leave it out"
+    if m.quantization_config and task not in LANGUAGE:
+        yield "model.quantization_config", f"has not been compared with the stock Trainer for task {task}; leave it out"
     for key in NOT_IN_TRL:
         if t[key] and task in PREFERENCES:
             yield f"training.{key}", f"the loss of task {task} is TRL's and does not take it; leave it out"

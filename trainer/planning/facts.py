@@ -127,6 +127,7 @@ def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) 
         optim=training.optim,
         recomputes=training.gradient_checkpointing or bool(training.activation_checkpointing),
         accelerated=accelerated,
+        sequences=TASKS[config.task].sequences,
         stages=divided.get(Axis.STAGES, 1),
         tensor=divided.get(Axis.TENSOR, 1),
     )

@@ -150,6 +150,9 @@ def read_data(
     if not task.language:
         return words, task_rows.prepare(task, config, words, hf_config, home, say, opened, compares=compares)
     prepared = preparing.prepare(config.data, words, rows, seed, home, say, opened, compares=compares)
+    if others := set(prepared.format.split(" + ")) - {"text", "input_ids"} if task.name == "pretrain" else set():
+        what = f"the rows are {', '.join(sorted(others))}, and pretrain takes text and input_ids; write sft"
+        raise config.error("task", config.task, what)
     if prepared.chat_template is not None:
         words.chat_template = prepared.chat_template  # the exported model is talked to as it was trained
     return words, prepared
