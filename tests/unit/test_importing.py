@@ -178,6 +178,24 @@ save_steps: 50
 fsdp: shard_grad_op offload
 fsdp_config: {fsdp_use_orig_params: true}
 """
+AXOLOTL_DPO = """
+base_model: meta-llama/Meta-Llama-3-8B-Instruct
+rl: ipo
+rl_beta: 0.2
+datasets:
+  - path: org/pairs
+    type: chat_template.default
+    field_messages: conversation
+    field_chosen: better
+    field_rejected: rejected
+    message_property_mappings: {role: role, content: content}
+output_dir: out
+sequence_len: 2048
+sample_packing: false
+micro_batch_size: 2
+learning_rate: 2e-4
+warmup_steps: 10
+"""
 LLAMA_FACTORY = """
 model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
 stage: sft
@@ -234,7 +252,7 @@ strategies: {zero: {stage: 3}, offload: {}}
 """,
         {
             "lr_scheduler_type": "configs/ds.json:1: scheduler.type is in force there",
-            "scheduler.type": "logarithm",
+            "scheduler.params.warmup_type": "logarithm",
             "run_name": "a variable of the shell",
             "zero_optimization.offload_param.device": "no disk tier",
             "zero_optimization.offload_param.nvme_path": "no disk tier",
@@ -312,6 +330,30 @@ training: {output_dir: model-out, learning_rate: 2e-4, per_device_train_batch_si
 strategies: {zero: {stage: 2}, offload: {}}
 """,
         {"adapter": "full is written"},
+    ),
+    "axolotl on preferences": (
+        {"dpo.yml": AXOLOTL_DPO},
+        "",
+        """
+task: dpo
+model: {name_or_path: meta-llama/Meta-Llama-3-8B-Instruct, dtype: bfloat16}
+data: {path: org/pairs, columns: {prompt: conversation, chosen: better}, max_length: 2048}
+training: {output_dir: out, learning_rate: 2e-4, per_device_train_batch_size: 2, num_train_epochs: 1.0,
+  lr_scheduler_type: cosine, warmup_steps: 10, bf16: true, save_strategy: epoch, loss_type: ipo, beta: 0.2}
+""",
+        {},
+    ),
+    "a script of TRL on preferences": (
+        {},
+        "trl dpo --model_name_or_path m --dataset_name org/pairs --beta 0.05 --no_disable_dropout",
+        """
+task: dpo
+model: {name_or_path: m}
+data: {path: org/pairs}
+training: {output_dir: trainer_output, learning_rate: 1e-6, bf16: true, gradient_checkpointing: true, beta: 0.05,
+  disable_dropout: false}
+""",
+        {},
     ),
     "llama-factory": (
         {"lf.yaml": LLAMA_FACTORY},
@@ -394,7 +436,7 @@ def test_deepspeed_decides_what_it_does_not_say(tmp_path: Path) -> None:
         "learning_rate": 1e-5, "lr_scheduler_type": "cosine_with_min_lr", "warmup_steps": 1000,
         "lr_scheduler_kwargs": {"min_lr_rate": 1e-4}, "zero.stage": 0,
     }  # fmt: skip
-    assert [".".join(fault.key) for fault in draft.lost] == ["optimizer.type", "max_grad_norm"]
+    assert [".".join(fault.key) for fault in draft.lost] == ["max_grad_norm", "optimizer.params.lr"]
 
 
 def test_arguments_as_transformers_saves_them(tmp_path: Path) -> None:
@@ -421,7 +463,7 @@ REFUSED = (
     ({"a.yaml": "seed: 1\nseed: 2"}, "a.yaml:2: seed = 2: duplicate key, first on line 1; keep one"),
     ({"a.sh": "python a.py"}, "a.sh: neither options of a script, nor a file that is here"),
     ({"a.yaml": "- 1"}, "a.yaml: holds no keys and no command"),
-    ({"a.yaml": "base_model: x\nrl: dpo"}, 'a.yaml:2: rl = "dpo": '),
+    ({"a.yaml": "base_model: x\nrl: grpo"}, 'a.yaml:2: rl = "grpo": cannot be imported; there are sft, pt, '),
 )
 
 
@@ -438,7 +480,7 @@ def test_refused(files: dict[str, str], line: str, tmp_path: Path) -> None:
 def test_odd_values_are_named_and_nothing_breaks(odd: object, tmp_path: Path) -> None:
     for kind in NAMES:
         tree: dict[str, Any] = {}
-        for name in sorted(RULES.get(kind, ARGUMENTS).keys() - {""} - {"rl", "stage"}):
+        for name in sorted(RULES.get(kind, ARGUMENTS).keys() - {""} - {"rl", "stage", "task"}):
             inner = tree
             for part in name.split(".")[:-1]:
                 inner = inner.setdefault(part, {}) if isinstance(inner.get(part, {}), dict) else {}

@@ -32,6 +32,8 @@ def chunk(spans: Spans, max_length: int) -> Spans:
     """Cut spans so that none is longer than ``max_length`` (at least 3) or has a single token, hence no target."""
     assert max_length >= 3, "two pieces of at least two tokens must fit into max_length + 1"
     lengths = spans[:, 2] - spans[:, 1]
+    if (lengths <= max_length).all():
+        return spans
     counts = np.maximum(-(-lengths // max_length), 1)
     ends = np.cumsum(counts)
     pieces = np.repeat(spans, counts, axis=0)

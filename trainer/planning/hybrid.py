@@ -57,6 +57,9 @@ def search(
     Raises:
         ConfigError: the model cannot be described, rates are unknown, or nothing fits: with what is missing.
     """
+    if config.model.quantization_config is not None:
+        what = "quantised weights are not divided over ranks, so there is nothing to search; plan without --search"
+        raise config.error("model.quantization_config", config.tree()["model"]["quantization_config"], what)
     rates = known_rates(machine).rates
     if rates is None:
         what = f"nothing is known of how fast {machine.name} is, and degrees are compared by seconds"

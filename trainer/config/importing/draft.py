@@ -121,7 +121,7 @@ class Draft:
     def tree(self) -> dict[str, Any]:
         """The sections as plain values, in the order of our keys."""
         tree: dict[str, Any] = {}
-        order = [*known_keys(), *self.values]
+        order = ["task", *known_keys(), *self.values]
         for target in sorted(self.values, key=order.index):
             *sections, name = target.split(".")
             reduce(lambda inner, section: inner.setdefault(section, {}), sections, tree)[name] = self.of(target)
