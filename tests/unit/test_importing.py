@@ -206,6 +206,8 @@ lora_target: q_proj,v_proj
 deepspeed: examples/deepspeed/ds_z3_config.json
 dataset: identity, alpaca_en_demo
 template: llama3
+quantization_bit: 4
+quantization_method: bnb
 max_samples: 1000
 overwrite_cache: true
 output_dir: saves/sft
@@ -331,6 +333,31 @@ strategies: {zero: {stage: 2}, offload: {}}
 """,
         {"adapter": "full is written"},
     ),
+    "trl in four bits": (
+        {},
+        "trl sft --model_name_or_path m --dataset_name d/e --use_peft --load_in_4bit --use_bnb_nested_quant",
+        """
+model: {name_or_path: m, lora: {r: 16, lora_alpha: 32, lora_dropout: 0.05}, quantization_config: {load_in_4bit: true,
+  bnb_4bit_quant_type: nf4, bnb_4bit_use_double_quant: true, bnb_4bit_compute_dtype: float32}}
+data: {path: d/e, excess_length_strategy: truncate}
+training: {output_dir: trainer_output, learning_rate: 2e-5, bf16: true, gradient_checkpointing: true}
+""",
+        {},
+    ),
+    "axolotl in eight bits": (
+        {
+            "lora.yml": "{base_model: m, datasets: [{path: d/e, type: completion}], load_in_8bit: true, "
+            "load_in_4bit: false, adapter: lora, lora_r: 4, learning_rate: 1e-4, gradient_checkpointing: true}"
+        },
+        "",
+        """
+model: {name_or_path: m, dtype: bfloat16, lora: {r: 4, lora_alpha: 8}, quantization_config: {load_in_8bit: true}}
+data: {path: d/e, max_length: 512, excess_length_strategy: drop}
+training: {output_dir: model-out, learning_rate: 1e-4, per_device_train_batch_size: 1, num_train_epochs: 1.0,
+  lr_scheduler_type: cosine, warmup_steps: 0.03, bf16: true, save_strategy: epoch}
+""",
+        {},
+    ),
     "axolotl on preferences": (
         {"dpo.yml": AXOLOTL_DPO},
         "",
@@ -360,7 +387,8 @@ training: {output_dir: trainer_output, learning_rate: 1e-6, bf16: true, gradient
         "",
         """
 model: {name_or_path: meta-llama/Meta-Llama-3-8B-Instruct, dtype: bfloat16, attn_implementation: flash_attention_2,
-  lora: {r: 4, lora_alpha: 8, lora_dropout: 0.0, target_modules: [q_proj, v_proj]}}
+  lora: {r: 4, lora_alpha: 8, lora_dropout: 0.0, target_modules: [q_proj, v_proj]}, quantization_config: {
+  load_in_4bit: true, bnb_4bit_quant_type: nf4, bnb_4bit_use_double_quant: true, bnb_4bit_compute_dtype: bfloat16}}
 data: {datasets: [{path: identity, limit: 1000}, {path: alpaca_en_demo, limit: 1000}],
   eval_fraction: 0.1, max_length: 2048, excess_length_strategy: truncate}
 training: {output_dir: saves/sft, learning_rate: 1e-4, bf16: true, logging_steps: 500, eval_strategy: steps,

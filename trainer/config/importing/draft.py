@@ -19,7 +19,19 @@ from trainer.config.yaml_file import Fault, Key, error_line, one_line, parse, sh
 
 LOST = "lost"  # in the outcome of a rule: what of the key is not carried over
 UNNEEDED = "; remove the line"  # how an answer of foreign.yaml ends where nothing is lost without the key
-OTHERWISE = {"name", "path", "split", "config", "columns", "train", "r", "bias", "tokenizer"}  # mean other things there
+OTHERWISE = {
+    "name",
+    "path",
+    "split",
+    "config",
+    "columns",
+    "train",
+    "r",
+    "bias",
+    "tokenizer",
+    "export",
+    "limit",
+}  # mean other things there
 
 
 class Value(NamedTuple):

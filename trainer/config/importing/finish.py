@@ -14,6 +14,7 @@ from trainer.config.importing.rules import (
     ARGUMENTS,
     EXCESS,
     MICRO,
+    QUANTISED,
     RATE,
     RULES,
     SCHEDULE,
@@ -103,6 +104,16 @@ def _finish_arguments(draft: Draft, source: Source) -> None:
     for target, value in (DEFAULTS[kind] | defaults).items():
         if target != EXCESS or task in (None, "pretrain"):
             draft.default(target, value, source)
+    if draft.of(f"{QUANTISED}.load_in_4bit"):  # NF4, computed in the type that weights are loaded in
+        computed = draft.of("model.dtype") or "float32"
+        draft.default(f"{QUANTISED}.bnb_4bit_quant_type", "nf4", source)
+        draft.default(f"{QUANTISED}.bnb_4bit_use_double_quant", kind in ("axolotl", "llamafactory"), source)
+        draft.default(f"{QUANTISED}.bnb_4bit_compute_dtype", computed, source)
+    checkpointing = draft.values.get("training.gradient_checkpointing")
+    if draft.of(f"{QUANTISED}.load_in_8bit") and checkpointing:
+        del draft.values["training.gradient_checkpointing"]
+        if checkpointing.given:
+            draft.need_not(checkpointing.given, "bitsandbytes keeps the inputs of layers with 8-bit weights anyway")
     for target in [] if adapted else [target for target in draft.values if target.startswith("model.lora.")]:
         if of := draft.values.pop(target).given:
             draft.need_not(of, "no adapters are trained")

@@ -52,6 +52,7 @@ DATASET = {
     "field_rejected",
 }  # keys that are read
 
+QUANTISED = "model.quantization_config"
 EXCESS = "data.excess_length_strategy"
 
 
@@ -185,6 +186,11 @@ ARGUMENTS: dict[str, Rule] = {
     "pref_loss": lambda key, draft: {"training.loss_type": key.value},
     "finetuning_type": _only(("lora", "full"), "there are lora and full here; full is written"),
     **dict.fromkeys(("template", "chat_template"), _template),
+    "load_in_4bit": lambda key, draft: {f"{QUANTISED}.load_in_4bit": key.value or None},
+    "load_in_8bit": lambda key, draft: {f"{QUANTISED}.load_in_8bit": key.value or None},
+    "quantization_bit": lambda key, draft: {f"{QUANTISED}.load_in_{key.value}bit": True},
+    "quantization_method": _only(("bnb", "bitsandbytes"), "bitsandbytes is used"),
+    "double_quantization": lambda key, draft: {f"{QUANTISED}.bnb_4bit_use_double_quant": key.value},
     "model_revision": _only(("main",), "the main branch is loaded"),
     "flash_attn": lambda key, draft: {"model.attn_implementation": ATTENTION.get(key.value, key.value)},
     **dict.fromkeys(("use_peft", "dataset_train_split", "dataset_test_split", "max_samples"), _nothing),
