@@ -46,6 +46,7 @@ from trainer.planning.fit import explained
 from trainer.planning.from_config import check_options, narrowed, plan_of
 from trainer.run import order
 from trainer.run.stage_trial import form_of_stages
+from trainer.tasks.table import only_language
 
 if TYPE_CHECKING:
     from strategies.core.plan import Plan
@@ -86,7 +87,11 @@ def shrink(
     The optimizer is SGD in mixed precision unless ``keep_optimizer`` says that both sides round alike.
     """
     tree = config.tree()
-    model = {key: tree["model"][key] for key in ("dtype", "attn_implementation", "lora") if key in tree["model"]}
+    model = {
+        key: tree["model"][key]
+        for key in ("dtype", "attn_implementation", "lora", "quantization_config")
+        if key in tree["model"]
+    }
     least = max([layers, *(strategy.least_blocks() for strategy in config.strategies.values())])
     hf_config = load_config(config.model, VOCAB)
     small = copies_of.shrink_model(hf_config, least)
@@ -221,6 +226,7 @@ RESIDENT = {"gpu_memory": "auto", "site": "device", "weights": "resident", "grad
 
 def real_plan(config: RunConfig, num_ranks: int) -> Plan:
     """The plan of the config itself, not of the copy, on this machine. Raise ConfigError if it is refused."""
+    only_language(config, "verifying")
     check_options(config, num_ranks)
     ranks, machine = Ranks(0, 0, num_ranks, num_ranks), probe()
     with explained(config, ranks, machine):
