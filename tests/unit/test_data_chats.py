@@ -80,10 +80,14 @@ def test_each_form_gives_the_tokens_of_openai(form: str, tokenizer: Any) -> None
 
 
 def test_nulls_that_parquet_adds_are_no_keys(tokenizer: Any) -> None:
-    (expected,) = prepare(tokenizer, OPENAI)
-    pq.write_table(pa.Table.from_pylist([OPENAI]), "d.parquet")
-    (found,) = prepare(tokenizer, path="d.parquet")
-    assert found == expected
+    other = {"type": "function", "function": {"name": "look", "arguments": {"what": "it"}}}
+    both = {
+        "messages": [*MESSAGES[:2], MESSAGES[2] | {"tool_calls": [other, *MESSAGES[2]["tool_calls"]]}],
+        "tools": [TOOL],
+    }
+    expected = list(prepare(tokenizer, OPENAI, both))
+    pq.write_table(pa.Table.from_pylist([OPENAI, both]), "d.parquet")
+    assert list(prepare(tokenizer, path="d.parquet")) == expected
 
 
 @pytest.mark.parametrize("name", READY)
@@ -117,6 +121,6 @@ def test_chosen_turns(marks: bool, tokenizer: Any) -> None:
 def test_a_token_that_is_half_an_answer_is_not_trained_on(tokenizer: Any) -> None:
     assert len(tokenizer("in")["input_ids"]) == 1
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    chat = {"messages": [{"role": "user", "content": "i"}, {"role": "assistant", "content": "n man"}]}
+    chat = {"messages": [{"role": "user", "content": "=i"}, {"role": "assistant", "content": "n man"}]}
     (row,) = prepare(tokenizer, chat, chat_template=template, assistant_only_loss=True)
-    assert row["input_ids"] == tokenizer("in man")["input_ids"] and trained(tokenizer, row) == " man"
+    assert row["input_ids"] == tokenizer("=in man")["input_ids"] and trained(tokenizer, row) == " man"

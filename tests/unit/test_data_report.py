@@ -20,8 +20,8 @@ VOCAB, LIMIT = 320, 16
 M = MASKED
 IDS: list[dict[str, Any]] = [
     {"input_ids": [5, 6, 7], "labels": [M, M, 7]},
-    {"input_ids": [*range(20, 60)], "labels": [M] * 10 + [*range(30, 36)] + [M] * 16 + [*range(52, 60)]},  # 40 long
-    {"input_ids": [*range(60, 80)], "labels": [M] * 19 + [79]},  # 20 long, and trained on at the end only
+    {"input_ids": [*range(20, 60)], "labels": [M] * 10 + [*range(30, 37)] + [M] * 15 + [*range(52, 60)]},  # 40 long
+    {"input_ids": [*range(60, 80)], "labels": [M] * 16 + [*range(76, 80)]},  # 20 long, trained on beyond 16 only
     {"input_ids": [5, 6, 7], "labels": [5, 6, 7]},  # the first once more
     {"input_ids": [], "labels": []},
     {"input_ids": [8, 9], "labels": [M, M]},
