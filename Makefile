@@ -34,7 +34,7 @@ test-all: $(READY) ## the slower and rarer tests that make test leaves out
 	$(PYTEST) $(PARTS) -m slow
 
 # What is in tests/faults/full is collected only by its path; two processes, since most of it waits.
-faults: $(READY) ## every fault at every moment, hours on 2 cores; CASES="-k two_runs" chooses some
+faults: $(READY) ## every fault at every moment, hours on 2 cores; CASES="-k launcher" chooses some
 	OMP_NUM_THREADS=1 python -m pytest tests/faults/full/test_*.py -n 2 --dist loadfile --durations=20 $(CASES)
 
 lint: $(READY) ## format, lint and type checks

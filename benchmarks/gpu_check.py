@@ -102,7 +102,7 @@ def more_peers(real: bool, out: Path) -> Iterator[Step]:
 
 def linear(real: bool, out: Path) -> Iterator[Step]:
     """(e) Routes of linear layers."""
-    work = "--dtype bf16 --tokens 8192 --steps 8" if real else "--tokens 64 --rounds 1"
+    work = "--dtype bf16 --tokens 8192 --rounds 2" if real else "--tokens 64 --rounds 1"
     words = f"launch/bench.py linear --model {models(real)[1]} {work} --accumulation 2 --out"
     yield step("linear", 400, words, str(out / "linear"))
 

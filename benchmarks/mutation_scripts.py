@@ -21,6 +21,7 @@ from benchmarks.slow_lanes import Slow, library
 from strategies.engine.transfer.transfer import Lane
 from tests.helpers import sides
 from tests.helpers.models import build, odd_batches
+from tests.helpers.sides import copies
 
 Seen = list[Any]
 
@@ -41,11 +42,6 @@ def step(model: nn.Module, optimizer: Any, batch: Mapping[str, Tensor]) -> Tenso
     loss.backward()
     finish(optimizer)
     return loss.detach()
-
-
-def copies(module: nn.Module) -> dict[str, Tensor]:
-    """The state dict, on the host."""
-    return {name: value.detach().to("cpu", copy=True) for name, value in module.state_dict().items()}
 
 
 def reads(model: nn.Module, optimizer: Any) -> Seen:

@@ -24,7 +24,11 @@ from trainer.errors import ConfigError, nearest
 from trainer.machine.probe import cores
 
 say = partial(print, flush=True)
-THEMES = {"offload": work.OFFLOAD, "recompute": work.RECOMPUTE, "linear": work.LINEAR}
+THEMES = {
+    "offload": (work.OFFLOAD, "training with offload: memory and speed"),
+    "recompute": (work.RECOMPUTE, "keeping less for backward: memory and speed"),
+    "linear": (work.LINEAR, "routes of linear layers: speed"),
+}
 IN_CHECKOUT = Path(__file__).resolve().parent.parent / "benchmarks" / "records"
 RECORDS = IN_CHECKOUT if IN_CHECKOUT.is_dir() else Path("records")  # installed: in the folder where one works
 
@@ -41,34 +45,26 @@ def parser() -> Parser:
     """One subcommand per theme. ``benchmarks.harness.work`` parses the values and raises ConfigError itself."""
     whole = cli.explained(Parser(), "bench", __doc__)
     themes = whole.add_subparsers(dest="theme", metavar="THEME", required=True)
-    offload = themes.add_parser("offload", help="training with offload: memory and speed", allow_abbrev=False)
-    add_work(offload, THEMES["offload"])
+    for name, (contenders, text) in THEMES.items():
+        one = themes.add_parser(name, help=text, allow_abbrev=False)
+        names = ", ".join(each.label for each in contenders)
+        _add_choice(one, "--model", work.MODELS, "45m")
+        _add(one, "--tokens", work.whole, None, "N", "per optimizer step; determines the rows")
+        _add(one, "--rows", work.whole, None, "N", "of a micro-batch")
+        _add(one, "--length", work.whole, None, "N", "tokens of a row")
+        _add(one, "--accumulation", work.whole, "1", "N", "micro-batches per step")
+        _add_choice(one, "--dtype", work.DTYPES, "fp32")
+        _add(one, "--steps", work.whole, "5", "N", "measured optimizer steps")
+        _add(one, "--rounds", work.whole, "3", "N", "runs of each contender")
+        one.add_argument("--subjects", default="", metavar="NAMES", help=f"some of {names} (default: all)")
+        one.add_argument("--out", type=Path, default=RECORDS, metavar="FOLDER", help="where the record is made")
+    offload, again = themes.choices["offload"], themes.choices["recompute"]
     offload.add_argument("--recompute", action="store_true", help="every contender recomputes its blocks in backward")
     _add(offload, "--ranks", work.whole, "1", "N", "processes, each with a device or its part of the cores")
     offload.add_argument("--gpu-memory", default="", metavar="SIZES", help="budgets for ours-budget: 16GiB,24GiB")
-    again = themes.add_parser("recompute", help="keeping less for backward: memory and speed", allow_abbrev=False)
-    add_work(again, THEMES["recompute"])
     _add_choice(again, "--attention", work.ATTENTIONS, "sdpa")
     _add(again, "--dropout", work.part, "0", "P", "of attention's probabilities")
-    two = themes.add_parser("linear", help="routes of linear layers: speed", allow_abbrev=False)
-    add_work(two, THEMES["linear"])
-    for one in themes.choices.values():
-        one.add_argument("--out", type=Path, default=RECORDS, metavar="FOLDER", help="where the record is made")
     return whole
-
-
-def add_work(one: Parser, contenders: Sequence[work.Contender]) -> None:
-    """Add the options of the work and the contenders."""
-    names = ", ".join(each.label for each in contenders)
-    _add_choice(one, "--model", work.MODELS, "45m")
-    _add(one, "--tokens", work.whole, None, "N", "per optimizer step; determines the rows")
-    _add(one, "--rows", work.whole, None, "N", "of a micro-batch")
-    _add(one, "--length", work.whole, None, "N", "tokens of a row")
-    _add(one, "--accumulation", work.whole, "1", "N", "micro-batches per step")
-    _add_choice(one, "--dtype", work.DTYPES, "fp32")
-    _add(one, "--steps", work.whole, "5", "N", "measured optimizer steps")
-    _add(one, "--rounds", work.whole, "3", "N", "runs of each contender")
-    one.add_argument("--subjects", default="", metavar="NAMES", help=f"some of {names} (default: all)")
 
 
 def _add(one: Parser, option: str, parse: Callable[..., Any], default: str | None, value: str, text: str) -> None:
@@ -112,7 +108,7 @@ def wanted(given: argparse.Namespace) -> tuple[work.Work, list[work.Contender]]:
     todo = work.work(**options)
     if todo.ranks > 1 and budgets:
         raise ConfigError("--gpu-memory: ours-budget is for one rank; leave --ranks out")
-    theme = work.OFFLOAD_OVER_RANKS if todo.ranks > 1 else THEMES[given.theme]
+    theme = work.OFFLOAD_OVER_RANKS if todo.ranks > 1 else THEMES[given.theme][0]
     return todo, work.contenders(listed(given.subjects), budgets, theme)
 
 

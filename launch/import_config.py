@@ -18,8 +18,8 @@ from pathlib import Path
 from launch import cli
 from strategies.core.commit import replace_file
 from trainer.config.check import check
+from trainer.config.importing.finish import imported
 from trainer.config.importing.read import NAMES, read_all
-from trainer.config.importing.rules import imported
 from trainer.errors import ConfigError, ExitCode
 
 

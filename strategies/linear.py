@@ -99,6 +99,8 @@ class Linear(Strategy):
     def _why_native(self, facts: Facts) -> str:
         if self.transpose == "minimal":
             return "no copy would be read more often than written; accumulation, recomputing or freezing change that"
-        shapes, known = len(gemm_routes.shapes_of(facts)), len(facts.timings)
-        fine = f"{known} of {shapes} shapes are measured, and fastest as they are"
-        return fine if known == shapes else f"{fine}; training measures the others first"
+        shapes = len(gemm_routes.shapes_of(facts))
+        if missing := shapes - len(facts.timings):
+            others = "the others are fastest as they are"
+            return f"{missing} of {shapes} shapes are not measured yet, {others}; training measures first"
+        return f"all {shapes} shapes are fastest as they are (measured)"

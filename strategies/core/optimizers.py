@@ -56,7 +56,7 @@ REFUSED: Mapping[str, str] = {name: why for why, names in _WHY.items() for name 
 
 def refuse_optimizer(name: object) -> object:
     """``name``; raise ValueError if it is one of Hugging Face's that cannot be had here."""
-    if name in REFUSED:
+    if isinstance(name, str) and name in REFUSED:
         cure = "write adamw_torch_fused, and strategies.offload if its state does not fit on the device"
         raise ValueError(f"{REFUSED[str(name)]}; {cure}")
     return name

@@ -7,7 +7,7 @@
     step       jobs in forward order (``updates.py``), settled when their buckets are next used
 
 A weight that is read where no hook announced it is settled and fetched first, too (``guard.py``, ``keeper.py``). What
-several ranks do together is one object, ``ranks``; for one rank it does nothing (``ranks/one_rank.py``).
+several ranks do together is one object, ``ranks``; for one rank it does nothing (``ranks/replicas.py``).
 
 Invariant. Every use of a bucket finds its newest weights in its home. Prefetch and the order in which the worker takes
 its work decide how long that takes, never what is found.

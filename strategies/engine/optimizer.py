@@ -12,8 +12,7 @@ It differs from a plain optimizer in this:
     clipping    to the plan's norm by ``step``, unless the loop has clipped
     skipping    a step whose gradients are not finite changes nothing; ``skipped`` counts them, and the third in a row
                 is an error. A plan that updates in backward (only without clipping) skips from the first such bucket on
-    fp16        ``torch.amp.GradScaler`` around fp32 weights under autocast, as with torch's optimizers; plan with
-                ``update_in_backward=False`` or clipping. It decides which steps are skipped, and none is an error
+    fp16        ``torch.amp.GradScaler`` decides which steps are skipped; plan with ``update_in_backward=False``
     ranks       gradients are averaged here: over the default process group if there is one, or the one given
 """
 
@@ -154,14 +153,13 @@ class StowOptimizer(torch.optim.Optimizer):
         self.engine = make_engine(groups=lambda: self.param_groups)
         self._room = room_of(model) if hosts else None
         if self._room is not None:
-            self._room.use(self.engine.arena)
+            self._room.use(self.engine.arena, transfer_for(device))
         self._name_of = {id(param): name for name, param in model.named_parameters()}
         self.access = StateAccess(model, self.engine)
         self._model = model
         self._first_look = model.register_forward_pre_hook(self._look_once)
         self._planned = self._members()
-        # As fused optimizers of torch say it: a GradScaler then calls ``step`` always, and leaves skipping to it.
-        self._step_supports_amp_scaling = rule.flagged
+        self._step_supports_amp_scaling = rule.flagged  # says to a GradScaler that ``step`` skips, as torch's fused do
         self._ready = True
         log_stowed(layout)
 
@@ -204,7 +202,7 @@ class StowOptimizer(torch.optim.Optimizer):
         self._first_look.remove()
 
     def _refuse_strangers(self) -> None:
-        """Raise RuntimeError if an adapter was added, an embedding resized, or a parameter unfrozen since ``stow``."""
+        """Raise RuntimeError if there are other trainable parameters than at ``stow``."""
         trained = self.engine.trained
         for param in self._model.parameters():
             if param.requires_grad and id(param) not in trained:
@@ -285,6 +283,11 @@ class StowOptimizer(torch.optim.Optimizer):
     def host_bytes(self) -> int:
         """Size of the arena on the host."""
         return self.engine.arena.num_bytes(Home.HOST)
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        """Who makes the copies, for a profile."""
+        return [*filter(None, (self.engine.transfer, self._room.transfer if self._room else None))]
 
     def state_of(self, param: nn.Parameter) -> dict[str, Tensor]:
         """Views of a trained parameter's state by torch's names, and ``master`` in mixed precision; drains first."""

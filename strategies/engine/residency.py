@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from strategies.engine.buckets.bucket_state import BucketState, Pending
-from strategies.engine.ranks.one_rank import OneRank
+from strategies.engine.ranks.replicas import OneRank
 from strategies.engine.transfer.transfer import Lane, Transfer
 
 

@@ -1,10 +1,10 @@
 """The search over sites: who updates which bucket, and where gradients wait, so that the simulated step is shortest.
 
-It starts at mixes: a share of the bytes stays on the device, the first buckets or evenly spread ones, and a share of
-the rest is streamed. The best mixes by an estimate (``estimate.py``) are worked out, and so are plans for less memory
-and of other buckets; then the shares of the best mix are changed. From there a climb goes on: a run of neighbouring
-buckets gets another place, or two, or exchanges its places with another run. What the estimate finds clearly slower is
-left out; the others get their weights' schedule (``weight_schedule.py``) and are simulated, and a faster one is kept.
+It starts at mixes: a share of the bytes stays on the device, evenly spread, and a share of the rest is streamed. The
+best mixes by an estimate (``estimate.py``) are worked out, and so are plans for less memory and of other buckets; then
+the shares of the best mix are changed. From there a climb goes on: a run of neighbouring buckets gets another place, or
+two, or exchanges its places with another run. What the estimate finds clearly slower is left out; the others get their
+weights' schedule (``weight_schedule.py``) and are simulated, and a faster one is kept.
 
 What a search tries is counted in buckets, so that large models do not take much longer than small ones. Moves are drawn
 from the same random numbers in every search: the same budget has the same plan, and one nearby a similar one.
@@ -39,7 +39,6 @@ MOVES = 20  # drawn for each that is worked out, at most
 SMALL = 100  # buckets below one in so many of the largest stay where a mix has them: their moves change little
 LONGEST = 4  # at most one in so many of the buckets move together
 SHARES = 64  # parts that a mix counts in
-LESS = 2  # shares that a mix keeps less on the device than may fit
 STARTS = 12  # mixes that are worked out, the best by the estimate
 QUICK = 3  # for a comparison
 SAME = 1e-6  # a relative gain that is not worth a move
@@ -154,7 +153,8 @@ class SiteSearch:
         if sizes.host > self._host_room or room < sizes.largest_unit:
             return None
         if self._request.weights == "streamed":
-            made = weight_schedule.window(layout, places.blocks, self._request.prefetch)
+            ahead = weight_schedule.WINDOW if self._request.prefetch is None else self._request.prefetch
+            made = weight_schedule.only_while_used(layout, places.blocks, ahead)
             if place(made).num_bytes(Home.DEVICE) - sizes.rest <= room:
                 return made
         try:
@@ -201,13 +201,12 @@ class _Walk:
         found = dict[Mix, float]()
         for seed in starmap(Mix, product([0], range(0, SHARES + 1, SHARES // 8), [0, SHARES], range(3))):
             fits = _descended(seed, estimate, SHARES // 4, ["stays"])
-            # What just fits by its sizes may not be packed, so that a little less is a start as well.
-            found |= {one: estimate(one) for one in (fits, fits._replace(stays=max(0, fits.stays - LESS)))}
+            found[fits] = estimate(fits)
         for mix in sorted(found, key=found.__getitem__)[:starts]:
             time(mix)
         best = min(found, key=lambda mix: self._times.get(self._mixed(mix), inf))
         if time(best) < inf:
-            _descended(best, time, SHARES // 8, Mix._fields)
+            _descended(best, time, SHARES // 8, ["stays", "streamed"])
 
     def climb(self, random: Random, most: int, bound: float) -> None:
         """Try moves from the best placement until ``most`` in a row gain nothing, or it takes as long as ``bound``."""
@@ -240,23 +239,20 @@ class _Walk:
 
 class Mix(NamedTuple):
     """Parts, in ``SHARES``: of blocks' bytes that stay on the device, of the rest that is streamed, and of gradients of
-    the rest that wait on the host. ``ends``: buckets, of those that cannot be streamed, that stay as well. ``even``:
-    what stays is spread evenly; else it comes first.
+    the rest that wait on the host, each spread evenly. ``ends``: buckets, of those that cannot be streamed, that stay
+    as well.
     """
 
     stays: int
     streamed: int
     sent: int
     ends: int = 0
-    even: bool = True
 
     def near(self, step: int, parts: Sequence[str]) -> list[Mix]:
-        """Mixes with one of ``parts`` changed by ``step``, or another end, or in the other order."""
-        found = [self._replace(even=not self.even)] if "even" in parts else []
-        for name, by, most in (("ends", 1, 2), *((part, step, SHARES) for part in ("stays", "streamed", "sent"))):
-            now = getattr(self, name)
-            found += [self._replace(**{name: to}) for to in (now - by, now + by) if 0 <= to <= most and name in parts]
-        return found
+        """Mixes with one of ``parts`` changed by ``step``."""
+        now = ((part, getattr(self, part)) for part in parts)
+        changed = ((part, to) for part, at in now for to in (at - step, at + step))
+        return [self._replace(**{part: to}) for part, to in changed if 0 <= to <= SHARES]
 
 
 def _descended(mix: Mix, cost: Callable[[Mix], float], step: int, parts: Sequence[str]) -> Mix:
@@ -274,9 +270,9 @@ def mixed(places: Places, mix: Mix) -> Placement:
     visits = [any(choice.site is Site.STREAMED for choice in choices) for choices in places.choices]
     ends = [index for index, may in enumerate(visits) if not may]
     blocks = [index for index, may in enumerate(visits) if may] or ends
-    here = {*ends[: mix.ends], *_share(blocks, sizes, mix.stays, even=mix.even)}
+    here = {*ends[: mix.ends], *_share(blocks, sizes, mix.stays)}
     rest = [index for index in range(len(sizes)) if index not in here]
-    streamed, sent = (set(_share(rest, sizes, part, even=True)) for part in (mix.streamed, mix.sent))
+    streamed, sent = (set(_share(rest, sizes, part)) for part in (mix.streamed, mix.sent))
 
     def nearest(index: int) -> Place:
         site = Site.DEVICE if index in here else Site.STREAMED if index in streamed else Site.HOST
@@ -287,11 +283,11 @@ def mixed(places: Places, mix: Mix) -> Placement:
     return tuple(map(nearest, range(len(sizes))))
 
 
-def _share(indices: Sequence[int], sizes: Sequence[int], part: int, *, even: bool) -> Iterator[int]:
-    """Those of ``indices`` that have ``part`` in ``SHARES`` of the bytes: spread evenly, or the first ones."""
-    total, seen, taken = sum(sizes[index] for index in indices), 0, 0
+def _share(indices: Sequence[int], sizes: Sequence[int], part: int) -> Iterator[int]:
+    """Those of ``indices`` that have ``part`` in ``SHARES`` of the bytes, spread evenly."""
+    seen = taken = 0
     for index in indices:
         seen += sizes[index]
-        if (part * (seen if even else total) / SHARES - taken) * 2 >= sizes[index]:
+        if (part * seen / SHARES - taken) * 2 >= sizes[index]:
             yield index
             taken += sizes[index]

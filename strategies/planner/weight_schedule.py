@@ -15,13 +15,13 @@ decided here. So are saved tensors on the host. ``step_cost.py`` evaluates the w
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from strategies.core.facts import Facts, Rates
 from strategies.core.layout import Layout, Range, aligned, ticks_of, uses
 from strategies.planner import greedy
-from strategies.planner.addresses import travelling, weight_packing
+from strategies.planner.addresses import weight_packing
 from strategies.planner.greedy import DoesNotFit
 from strategies.planner.problem import Eviction, Problem, at_need, present_ticks
 from strategies.planner.step_cost import problem_of
@@ -82,44 +82,6 @@ def fitted(
     if excess > 0:
         raise DoesNotFit(f"the smallest plan needs {excess} bytes more than there are")
     return made
-
-
-def _kept_where_free(layout: Layout) -> Layout:
-    """``layout`` without evictions that make room for nothing: no other weight uses the bytes meanwhile."""
-    moving, count = travelling(layout), layout.num_ticks
-    packing = weight_packing(layout)
-    spots = [(at, at + b.weight_bytes) for at, b in zip(packing.offsets, moving, strict=True)]
-    here = [{tick for start, end in b.resident_ticks for tick in range(start, end)} for b in moving]
-    for index, (first, end) in enumerate(spots):
-        overlapping = [other for other, (low, high) in enumerate(spots) if low < end and first < high]
-        taken = {tick for other in overlapping if other != index for tick in here[other]}
-        kept = here[index] | {tick for gap in _gaps(here[index], count) if not taken & gap for tick in gap}
-        here[index] = kept if len(kept) < count else here[index]
-    ranges = {b.name: resident_ticks(ticks, count) for b, ticks in zip(moving, here, strict=True)}
-    buckets = (replace(b, resident_ticks=ranges.get(b.name, b.resident_ticks)) for b in layout.buckets)
-    made = replace(layout, buckets=tuple(buckets))
-    return made if weight_packing(made).arena <= packing.arena else layout
-
-
-def _gaps(here: Collection[int], count: int) -> Iterator[set[int]]:
-    """The runs of ticks at which a weight is away; a run may continue over the end of an iteration."""
-    run: set[int] = set()
-    first = min(here)
-    for tick in range(first, first + count + 1):
-        if tick % count not in here:
-            run.add(tick % count)
-        elif run:
-            yield run
-            run = set()
-
-
-def window(layout: Layout, indices: Collection[int], ahead: int | None = None) -> Layout:
-    """``layout`` with the weights of the buckets ``indices`` present from ``ahead`` ticks before each use to its end.
-
-    They stay on where no other weight uses their bytes meanwhile.
-    """
-    made = only_while_used(layout, indices, WINDOW if ahead is None else ahead)
-    return _kept_where_free(made)
 
 
 def only_while_used(layout: Layout, indices: Collection[int], ahead: int = 0) -> Layout:

@@ -1,7 +1,5 @@
 """Runs that something happens to while they train: a signal, a stop, a death; and the run that nobody disturbed."""
 
-import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -54,10 +52,6 @@ def at_step(job: Job, config: Path, step: int, timeout_s: float = 60.0) -> None:
 def ranks_of(job: Job) -> list[int]:
     """Process ids of the ranks, in their order: the children of the leader of the job's session."""
     return sorted(child.pid for child in psutil.Process(job.pid).children())
-
-
-def send(pid: int, number: signal.Signals) -> None:
-    os.kill(pid, number)
 
 
 def checkpoints(config: Path) -> list[int]:

@@ -4,6 +4,7 @@
 """
 
 import hashlib
+import os
 import resource
 import signal
 import stat
@@ -14,17 +15,7 @@ import psutil
 import pytest
 
 from tests.e2e.commands import Server, digest
-from tests.e2e.interrupted import (
-    STEPS,
-    at_step,
-    checkpoints,
-    config_in,
-    ranks_of,
-    same_end,
-    send,
-    start,
-    until,
-)
+from tests.e2e.interrupted import STEPS, at_step, checkpoints, config_in, ranks_of, same_end, start, until
 
 pytestmark = pytest.mark.ranks
 
@@ -50,7 +41,7 @@ def test_a_signal_saves_at_the_end_of_the_step(
         it.laddr.ip for pid in pids for it in psutil.Process(pid).net_connections("tcp") if it.status == "LISTEN"
     }
     assert listening <= {"127.0.0.1"} and (num_ranks == 1 or listening)
-    send(pids[to], number)
+    os.kill(pids[to], number)
     result = job.wait().check(10).quiet()
     (step,) = checkpoints(config)
     assert 2 <= step < STEPS
@@ -71,7 +62,7 @@ def test_a_signal_between_evaluations_that_save_only_the_best(server: Server, tm
     overrides = [f"data.eval_path={tmp_path / 'run' / 'few.jsonl'}"]
     job = start(server, 1, config, *overrides)  # the first evaluation, of the highest loss, is the best one
     at_step(job, config, 4)
-    send(ranks_of(job)[0], signal.SIGTERM)
+    os.kill(ranks_of(job)[0], signal.SIGTERM)
     result = job.wait().check(10).quiet()
     step = max(checkpoints(config))
     assert step >= 4 and f"step {step} is saved, the run ends" in result.err
@@ -126,9 +117,9 @@ def test_a_stopped_rank_ends_all_with_their_stacks(server: Server, tmp_path: Pat
     refused = server.run(1, config).check(2).quiet()
     assert refused.err.count("\n") == 1 and f"in use by another run: process {first} on" in refused.err
     assert "data:" not in refused.text
-    send(second, signal.SIGSTOP)
+    os.kill(second, signal.SIGSTOP)
     until(lambda: not psutil.pid_exists(first), job, "ended", timeout_s=30.0)
-    send(second, signal.SIGKILL)
+    os.kill(second, signal.SIGKILL)
     result = job.wait().check(13)
     assert "watchdog: rank 0 of 2 ends, exit code 13: rank " in result.err
     assert "rank 1: in step " in result.err or "rank 1: after step " in result.err

@@ -1,7 +1,6 @@
 """Every file of a real checkpoint flipped, cut, deleted or exchanged: the run goes back to the older one, or refuses.
 
-Here each damage is only looked at, as a run does before it reads data; ``tests/faults/full/test_every_file.py`` trains
-on after each of them and compares bits.
+Each damage is looked at, as a run does before it reads data; after one of them the run is trained on.
 """
 
 import hashlib

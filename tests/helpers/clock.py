@@ -8,7 +8,7 @@ are those of any other transfer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -51,18 +51,8 @@ class Clocked(Transfer):
         self._wait(Lane.HOST, event)
 
 
-def drive(
-    engine: Engine,
-    clock: Clocked,
-    forward: Mapping[str, float],
-    backward: Mapping[str, float],
-    reads: Callable[[str], object] = lambda unit: None,
-) -> None:
-    """Let compute take these seconds per unit, each when the first scope of the unit is entered in that direction.
-
-    Args:
-        reads: makes compute wait for what the backward of a unit reads besides weights.
-    """
+def drive(engine: Engine, clock: Clocked, forward: Mapping[str, float], backward: Mapping[str, float]) -> None:
+    """Let compute take these seconds per unit, each when the first scope of the unit is entered in that direction."""
     borders: Any = engine.hooks
     units = {name: unit for bucket in engine.buckets for name in bucket.spec.params for unit in bucket.spec.units}
     of_scope = {scope.name: _unit(scope, units) for scope in borders._scopes}
@@ -75,8 +65,6 @@ def drive(
             enter(scope)
             unit = of_scope[scope.name]
             if last != [unit] and not again:
-                if seconds is backward:
-                    reads(unit)
                 clock.work(seconds[unit])
             last[:] = [unit]
 

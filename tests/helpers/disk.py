@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import NamedTuple
 
 OF_DESCRIPTORS = ("write", "writev", "pwrite64", "ftruncate", "fsync", "fdatasync", "lseek", "read", "mmap")
 OF_PATHS = "open,openat,truncate,rename,renameat,renameat2,unlink,unlinkat,mkdir,mkdirat,rmdir"
@@ -37,8 +38,7 @@ class Names(Enum):
     KEPT, LOST, FIRST, SOME = "kept", "lost", "the first half", "some"
 
 
-@dataclass(frozen=True)
-class Loss:
+class Loss(NamedTuple):
     """What a power cut takes of what was not synced; ``seed`` decides what is some of it."""
 
     data: Data
@@ -46,21 +46,18 @@ class Loss:
     seed: int = 0
 
 
-@dataclass(frozen=True)
-class Write:
+class Write(NamedTuple):
     file: int
     offset: int
     content: bytes
 
 
-@dataclass(frozen=True)
-class Cut:
+class Cut(NamedTuple):
     file: int
     size: int
 
 
-@dataclass(frozen=True)
-class Name:
+class Name(NamedTuple):
     """A name in a folder stands for ``entry`` from now on, for nothing if that is None."""
 
     folder: int
@@ -68,8 +65,7 @@ class Name:
     entry: int | None
 
 
-@dataclass(frozen=True)
-class Rename:
+class Rename(NamedTuple):
     folder: int
     name: str
     to_folder: int
@@ -77,8 +73,7 @@ class Rename:
     entry: int
 
 
-@dataclass(frozen=True)
-class Sync:
+class Sync(NamedTuple):
     what: int
 
 

@@ -33,6 +33,15 @@ from trainer.machine.probe import probe
 from trainer.planning.plan_for import plan_for
 
 LR, DECAY = 1e-2, 0.1
+LAYOUTS: Mapping[str, dict[str, Any]] = {  # each site with weights that stay and with weights that travel
+    "device": {"site": "device"},
+    "device, travelling": {"site": "device", "weights": "travelling", "prefetch": 1},
+    "host": {"site": "host", "park": "host"},
+    "host, travelling": {"site": "host", "weights": "travelling", "bucket": "half"},
+    "streamed": {"site": "streamed", "park": "host", "prefetch": 2},
+    "streamed, travelling": {"site": "streamed", "weights": "travelling", "prefetch": 0, "park": "host"},
+    "mixed": {"site": "mixed", "weights": "some", "park": "host"},
+}
 STEPS = 3
 Batches = Sequence[Mapping[str, Tensor]]
 Schedule = Callable[[torch.optim.Optimizer], Any]  # makes a learning-rate scheduler
@@ -80,6 +89,12 @@ def checkpointing(model: nn.Module, recompute: str) -> None:
         enable(gradient_checkpointing_kwargs={"use_reentrant": recompute == "reentrant"})
 
 
+def masters_of(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
+    """What an optimizer updates in place of each trained parameter: fp32 copies of those of less."""
+    trained = (param for param in model.parameters() if param.requires_grad)
+    return {p: p if p.dtype is torch.float32 else nn.Parameter(p.detach().float()) for p in trained}
+
+
 adamw = partial(torch.optim.AdamW, lr=LR, weight_decay=DECAY, fused=True)  # what the engine is compared with
 
 
@@ -95,11 +110,9 @@ def plain(
 ) -> Result:
     """Train ``model`` as PyTorch's manual says."""
     result, losses, norms = Result(), list[Tensor](), list[Tensor]()
-    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    mixed = any(param.dtype is not torch.float32 for param in trained.values())
-    masters = {name: nn.Parameter(p.detach().float()) if mixed else p for name, p in trained.items()}
-    master_of = {trained[name]: master for name, master in masters.items()}
-    made = [{**group, "params": [master_of[p] for p in group["params"]]} for group in groups_of(model, groups)]
+    masters = masters_of(model)
+    mixed = [(param, master) for param, master in masters.items() if param is not master]
+    made = [{**group, "params": [masters[p] for p in group["params"]]} for group in groups_of(model, groups)]
     optimizer = make(made)
     scheduler = schedule(optimizer) if schedule else None
     torch.manual_seed(5)
@@ -108,9 +121,8 @@ def plain(
             loss = model(**batch).loss / accumulation
             loss.backward()
             losses.append(loss.detach())
-        if mixed:
-            for param, master in master_of.items():
-                master.grad = None if param.grad is None else param.grad.float()
+        for param, master in mixed:
+            master.grad = None if param.grad is None else param.grad.float()
         if max_norm:
             norms.append(torch.nn.utils.clip_grad_norm_(masters.values(), max_norm))
         optimizer.step()
@@ -119,19 +131,19 @@ def plain(
         if scheduler:
             scheduler.step()
         with torch.no_grad():
-            for param, master in master_of.items() if mixed else ():
+            for param, master in mixed:
                 param.copy_(master)
     names = _state_names(optimizer)
     result.numbers(losses, norms)
     for name, param in model.named_parameters():
         result.tensors[name] = param.detach().cpu().clone()
-        if name in masters:
-            state = optimizer.state.get(masters[name], {})
-            empty = torch.zeros_like(masters[name])
+        if param in masters:
+            state = optimizer.state.get(masters[param], {})
+            empty = torch.zeros_like(masters[param])
             for key in names:
                 never = torch.zeros(()) if key == "step" else empty
                 result.tensors[f"{name} {key}"] = state.get(key, never).detach().cpu().clone()
-            result.tensors |= {f"{name} master": masters[name].detach().cpu().clone()} if mixed else {}
+            result.tensors |= {f"{name} master": masters[param].detach().cpu().clone()} if mixed else {}
     return result
 
 
@@ -350,7 +362,7 @@ def plan_of(
     assert bool(moving) is (weights != "resident")
     buckets = tuple(replace(b, resident_ticks=()) for b in buckets)
     bare = replace(made.layout, buckets=buckets, keeps_copies=copies, visit_slots=visit_slots)
-    return Made.of(weight_schedule.window(bare, moving, int(prefetch)), made.facts.params, ranks, debug=debug)
+    return Made.of(weight_schedule.only_while_used(bare, moving, int(prefetch)), made.facts.params, ranks, debug=debug)
 
 
 def _ends(buckets: Sequence[Bucket], facts: Facts) -> list[int]:

@@ -21,7 +21,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 from strategies.engine import AdamW, stow
 from strategies.engine.transfer.transfer import Transfer
 from tests.helpers.doubles import Delayed
-from tests.helpers.engine import DECAY, LR, plan_of
+from tests.helpers.engine import DECAY, LR, masters_of, plan_of
 from tests.helpers.models import on, tokens
 
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
@@ -42,8 +42,7 @@ class Plain(torch.optim.AdamW):
     """
 
     def __init__(self, model: nn.Module, max_norm: float, fused: bool = True) -> None:
-        trained = [p for p in model.parameters() if p.requires_grad]
-        self.masters = {p: p if p.dtype is torch.float32 else nn.Parameter(p.detach().float()) for p in trained}
+        self.masters = masters_of(model)
         super().__init__(self.masters.values(), lr=LR, weight_decay=DECAY, fused=fused)
         self._max_norm, self._norm, self.skipped = max_norm, None, 0
         self._mixed = [(param, master) for param, master in self.masters.items() if param is not master]

@@ -12,22 +12,18 @@ from torch.utils.flop_counter import FlopCounterMode
 from strategies.core.compose import compose
 from strategies.core.facts import Facts
 from strategies.core.layout import PAGE_BYTES
-from strategies.core.peak import backward_peak
 from strategies.core.plan import Home, Plan
 from strategies.core.registry import find
 from strategies.engine.forward.checkpointing import checkpointed, room_of
 from tests.helpers.models import causal, padded
-from tests.memory.test_temporaries import measured
+from tests.memory.test_temporaries import MODELS
 from trainer.machine.probe import probe
 from trainer.model.counting import flop_formulas
 from trainer.planning.plan_for import plan_for
 from trainer.run.plan_check import count_saved
 
 MACHINE = probe()
-SIZES = {"num_hidden_layers": 4, "vocab_size": 32, "bos_token_id": 0, "eos_token_id": 0}
-LLAMA = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2, **SIZES}
-GPT2 = {"n_embd": 64, "n_head": 4, "n_layer": 4, "vocab_size": 32, "resid_pdrop": 0.1, "attn_pdrop": 0.1}
-CONFIGS: Mapping[str, Mapping[str, Any]] = {"llama": LLAMA, "gpt2": {**GPT2, "bos_token_id": 0, "eos_token_id": 0}}
+KINDS = ("llama", "gpt2")  # of 64 words; the second one with dropout
 POLICIES = ("none", "selective", "full", "auto")
 HOSTED = ("selective, on the host", "full, on the host")
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
@@ -37,14 +33,15 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 
 
 def model_of(name: str, attention: str, dtype: torch.dtype = torch.float32) -> Any:
-    return causal(name, attention, dtype, **CONFIGS[name], use_cache=False)
+    kind, options = MODELS[name]
+    return causal(kind, attention, dtype, **options, use_cache=False)
 
 
 @cache
 def facts_of(name: str, attention: str, dtype: torch.dtype) -> Facts:
     """Counted once for all policies."""
     model = model_of(name, attention, dtype)
-    return plan_for(model, batch=padded(32), accumulation=2, max_grad_norm=None, machine=MACHINE).facts
+    return plan_for(model, batch=padded(64), accumulation=2, max_grad_norm=None, machine=MACHINE).facts
 
 
 def plan_of(facts: Facts, policy: str) -> Plan:
@@ -62,31 +59,8 @@ def decided(facts: Facts, policy: str) -> Plan:
 def recomputed(name: str, attention: str, policy: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Plan]:
     model, plan = model_of(name, attention, dtype), plan_of(facts_of(name, attention, dtype), policy)
     find("recompute")(**OPTIONS[policy]).apply(model, plan)
-    model(**padded(32)).loss.backward()  # the first forward only looks
+    model(**padded(64)).loss.backward()  # the first forward only looks
     return model, plan
-
-
-@pytest.mark.parametrize(
-    ("name", "attention", "dtype"),
-    [
-        ("llama", "eager", torch.float32),
-        ("llama", "sdpa", torch.bfloat16),
-        ("gpt2", "eager", torch.bfloat16),
-        ("gpt2", "sdpa", torch.float32),
-    ],
-)
-def test_bytes_kept_and_the_peak_are_as_predicted(name: str, attention: str, dtype: torch.dtype) -> None:
-    """Measured by weak references to all storages: nobody's account but the allocator's."""
-    kept = {}
-    for policy in OPTIONS:
-        model, plan = recomputed(name, attention, policy, dtype)
-        kept[policy], _, backward = measured(model, lands=True)
-        predicted = sum(plan.saved_bytes(unit.name) for unit in plan.facts.units)
-        assert kept[policy] == pytest.approx(predicted, rel=0.02), policy
-        assert backward == pytest.approx(backward_peak(plan.kept(), [0] * len(plan.kept())), rel=0.01), policy
-    assert kept["full"] < kept["auto"] < kept["none"]
-    assert kept["full, on the host"] < kept["full"] < kept["selective"] < kept["none"]
-    assert kept["selective, on the host"] < kept["selective"]
 
 
 @pytest.mark.parametrize(("name", "attention"), [("llama", "sdpa"), ("gpt2", "eager")])
@@ -97,7 +71,7 @@ def test_the_host_has_room_for_what_waits_there(name: str, attention: str) -> No
         assert room is not None and room.num_refused == 0
         keeps = [plan.keep(unit.name) for unit in plan.facts.units]
         assert [bool(keep.hosted) for keep in keeps] == [False, True, True, True, False, False]  # not the last block
-        model(**padded(32))
+        model(**padded(64))
         sent = sum(keep.hosted_bytes for keep in keeps)
         assert sent <= max(end for end, _ in room._slots) <= plan.hosted_bytes()
         assert plan.hosted_bytes() - sent <= sum(2048 * len(keep.hosted) + PAGE_BYTES for keep in keeps if keep.hosted)
@@ -112,18 +86,18 @@ def test_the_plan_check_counts_the_same(policy: str) -> None:
     predicted = sum(plan.saved_bytes(unit.name) for unit in plan.facts.units)
     for _ in range(2):  # the first forward keeps nothing, and is counted as if it did
         with count_saved(model) as storages:
-            model(**padded(32))
+            model(**padded(64))
         assert sum(storages.values()) == pytest.approx(predicted, rel=0.01)
     assert all(found.watch is None for module in model.modules() if (found := checkpointed(module)))
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", KINDS)
 def test_operations_of_backward_are_exact(name: str, attention: str) -> None:
     def flops(policy: str) -> tuple[int, int, Plan]:
         model, plan = recomputed(name, attention, policy)
         with FlopCounterMode(display=False, custom_mapping=flop_formulas()) as forward:
-            loss = model(**padded(32)).loss
+            loss = model(**padded(64)).loss
         with FlopCounterMode(display=False, custom_mapping=flop_formulas()) as backward:
             loss.backward()
         return forward.get_total_flops(), backward.get_total_flops(), plan

@@ -38,12 +38,14 @@ STRATEGIES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "chunks": {"cross_entropy": {"chunked": True}},
     "selective": {"recompute": {"policy": "selective"}},
     "full, chunks": {"recompute": {"policy": "full"}, "cross_entropy": {"chunked": True}},
+    "selective, on the host": {"recompute": {"policy": "selective", "activation_offloading": True}},
+    "full, on the host": {"recompute": {"policy": "full", "activation_offloading": True}},
 }
 
 
 def model_of(name: str, dtype: torch.dtype) -> Any:
     kind, options = MODELS[name]
-    return causal(kind, "eager", dtype, **options, use_cache=False)
+    return causal(kind, "sdpa" if name == "llama" else "eager", dtype, **options, use_cache=False)
 
 
 @cache

@@ -10,17 +10,11 @@ from torch import nn
 
 from strategies.engine.transfer.transfer import Transfer
 from tests.helpers.doubles import Delayed, RaceDetector
+from tests.helpers.engine import LAYOUTS
 from tests.helpers.models import build, tokens
 from tests.helpers.sides import CPU, both_sides, plainly, train
 
-PLANS: list[dict[str, Any]] = [
-    {"site": "device"},
-    {"site": "device", "weights": "travelling", "prefetch": 1},
-    {"site": "host", "park": "host"},
-    {"site": "host", "park": "host", "direct": True},
-    {"site": "host", "weights": "travelling", "bucket": "half"},
-    {"site": "streamed", "weights": "travelling", "park": "host", "prefetch": 0},
-]
+PLANS: list[dict[str, Any]] = [*LAYOUTS.values(), {"site": "host", "park": "host", "direct": True}]
 IN_BACKWARD: list[dict[str, Any]] = [{"site": "streamed", "in_backward": True}]
 # One parameter of a bucket, all of one, and what is used outside of blocks.
 FROZEN = ("model.layers.0.self_attn.k_proj.", "model.layers.1.", "lm_head.", "model.embed_tokens.")

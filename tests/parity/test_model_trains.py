@@ -77,7 +77,6 @@ SAME: dict[str, Callable[[], None]] = {
     "fewer, on the device": same(llama, fewer, LAYOUTS, max_norm=0.5, accumulation=3, park="device"),
     "adapters": same(with_lora, training(steps=4), TWO, max_norm=0.5),
     "autocast": same(llama, training(loss_of=in_autocast), LAYOUTS, max_norm=0.5),
-    "clipped by the plan": same(llama, training(), LAYOUTS, max_norm=0.05),
 }
 
 

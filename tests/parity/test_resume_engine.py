@@ -7,21 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from strategies.engine import SGD, AdamW, StowOptimizer, stow
+from strategies.engine import SGD, AdamW, StowOptimizer, UpdateRule, stow
 from strategies.engine.transfer.transfer import Transfer
-from tests.helpers.engine import DECAY, LR, Batches, groups_of, plan_of
+from strategies.state.saved_state import opened
+from strategies.state.torch_state import plain_state
+from tests.helpers.engine import DECAY, LAYOUTS, LR, Batches, groups_of, plan_of
 from tests.helpers.models import build, tokens
 from tests.helpers.sides import BATCHES, copies, everything, ground, train, unequal
 
 BEFORE, AFTER = 2, 3
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "device": {"site": "device", "bucket": "one"},
-    "device, travelling": {"site": "device", "weights": "travelling", "bucket": "half", "prefetch": 2},
-    "host, travelling": {"site": "host", "weights": "travelling", "prefetch": 1, "park": "host"},
-    "host, resident": {"site": "host", "bucket": "several"},
-    "streamed": {"site": "streamed", "weights": "travelling", "prefetch": 2, "bucket": "half", "park": "host"},
-    "mixed": {"site": "mixed", "weights": "some", "prefetch": 1, "bucket": "several"},
-}
 NAMES = list(LAYOUTS)
 CASES = [
     pytest.param(
@@ -85,15 +79,46 @@ def test_a_parameter_without_gradient_stays_uncounted(tmp_path: Path) -> None:
     assert unequal(expected, everything(fresh, resumed)) == []
 
 
-def test_a_rule_without_state(tmp_path: Path) -> None:
-    def begun(layout: str) -> tuple[nn.Module, StowOptimizer]:
-        model = build("llama", dtype=torch.bfloat16)
-        plan: Any = plan_of(model, moments=0, **LAYOUTS[layout])
-        return model, stow(ground.feed(model), plan, rule=SGD(lr=0.5), device=ground.device)
+def begun(layout: str, rule: UpdateRule, name: str = "llama") -> tuple[nn.Module, StowOptimizer]:
+    model = build(name, dtype=torch.bfloat16)
+    plan: Any = plan_of(model, moments=len(rule.names), **LAYOUTS[layout])
+    return model, stow(ground.feed(model), plan, rule=rule, device=ground.device)
 
-    model, optimizer = begun("host, travelling")
+
+def test_a_rule_without_state(tmp_path: Path) -> None:
+    model, optimizer = begun("host, travelling", SGD(lr=0.5))
     train(model, optimizer, BATCHES[:2])
     optimizer.save(tmp_path / "optimizer")
-    other, loaded = begun("streamed")
+    other, loaded = begun("streamed", SGD(lr=0.5))
     loaded.load(tmp_path / "optimizer")
     assert unequal(everything(model, optimizer), everything(other, loaded)) == []
+
+
+def test_momentum_whose_updates_torch_does_not_count(tmp_path: Path) -> None:
+    """Taken over from torch's state dict, which has no counts, and saved at once, twice."""
+    rule = SGD(lr=0.5, momentum=0.9)
+    model, optimizer = begun("host, travelling", rule)
+    train(model, optimizer, BATCHES[:2])
+    state = optimizer.state_dict()
+    theirs = {key: {"momentum_buffer": each["momentum_buffer"].clone()} for key, each in state["state"].items()}
+    other, loaded = begun("streamed", rule)
+    loaded.load_state_dict({**state, "state": theirs})
+    for turn in range(2):
+        loaded.save(tmp_path / str(turn))
+        other, loaded = begun("mixed", rule)
+        loaded.load(tmp_path / str(turn))
+    found, wanted = everything(other, loaded), everything(model, optimizer)
+    moments = [name for name in wanted if name.endswith("momentum_buffer")]
+    assert moments and [name for name in moments if not torch.equal(found[name], wanted[name])] == []
+
+
+def test_state_that_torch_makes_before_the_first_update(tmp_path: Path) -> None:
+    """Adagrad's, of experts that no token chose: plain training goes on with it."""
+    model, optimizer = begun("host, travelling", UpdateRule("Adagrad"), "experts")
+    train(model, optimizer, tokens("experts", 1))
+    optimizer.save(tmp_path)
+    alone = build("experts")
+    theirs = torch.optim.Adagrad(alone.parameters())
+    plain_state(theirs, alone, writes=True).fill(opened(tmp_path))
+    assert {int(state["step"]) for state in theirs.state.values()} == {0, 1}
+    assert len(theirs.state) == len([*alone.parameters()])

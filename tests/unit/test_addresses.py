@@ -1,4 +1,4 @@
-"""Addresses: what is permanent first, then weights by their stays, then what takes turns."""
+"""Addresses: slots for what takes turns, by size; that nothing is wasted is asked in ``test_offload.py``."""
 
 from itertools import combinations
 
@@ -6,49 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strategies.core.facts import Home
-from strategies.core.layout import ALIGN_BYTES, Item, Site
+from strategies.core.layout import Item, Site
 from strategies.planner.addresses import place, size_classes, slot_pools
 from tests.helpers.layouts import bucket, layout
-
-
-def test_permanent_spots_follow_each_other_from_zero() -> None:
-    made = layout(bucket("a", "layers.0", 100), bucket("b", "layers.1", 200))
-    addresses = place(made)
-    spots = sorted(addresses.spots.values(), key=lambda spot: spot.offset)
-    assert spots[0].offset == 0
-    assert [spot.end for spot in spots[:-1]] == [spot.offset for spot in spots[1:]]
-    assert addresses.num_bytes(Home.DEVICE) == spots[-1].end == 4 * (4 * 128 + 4 * 256) + 2 * ALIGN_BYTES
-    assert addresses.num_bytes(Home.HOST) == 0
-
-
-def test_weights_that_are_never_there_together_share() -> None:
-    elements, count = (128, 512, 256, 128), 8
-    window = [((i, i + 2), (count - 2 - i, count - i)) for i in range(4)]
-    window[3] = ((3, 5),)
-    made = layout(
-        *(
-            bucket(f"b{i}", f"layers.{i}", size, site=Site.HOST, resident_ticks=stays)
-            for i, (size, stays) in enumerate(zip(elements, window, strict=True))
-        )
-    )
-    addresses = place(made)
-    spots = [addresses.of(f"b{i}", Item.WEIGHT) for i in range(4)]
-    assert [spot.num_bytes for spot in spots] == [4 * size for size in elements]
-    assert [i for i in range(3) if spots[i].overlaps(spots[i + 1])] == []
-    assert addresses.num_bytes(Home.DEVICE) - min(spot.offset for spot in spots) == 4 * (
-        512 + 256
-    )  # most that is there at once
-
-
-def test_gradients_on_their_way_down_share_slots() -> None:
-    made = layout(
-        *(bucket(f"b{i}", f"layers.{i}", 128, site=Site.HOST, grad_home=Home.HOST) for i in range(5)), accumulation=2
-    )
-    addresses = place(made)
-    for item, home in ((Item.GRAD, Home.DEVICE), (Item.ARRIVAL, Home.HOST)):
-        spots = [addresses.of(f"b{i}", item) for i in range(5)]
-        assert {spot.home for spot in spots} == {home}
-        assert len({spot.offset for spot in spots}) == made.grad_slots == 2
 
 
 def test_slots_for_blocks_are_not_as_large_as_the_head() -> None:

@@ -29,14 +29,14 @@ MOST_LINES, MOST_FUNCTION_LINES = 400, 70
 # The rooms, each behind those that may import it. A strategy is a file of its own, directly in `strategies`.
 ROOMS = (
     "strategies.core", "strategies.planner", "strategies.report", "strategies.state", "strategies.engine",
-    "strategies.backends", "strategies", "trainer.errors", "trainer.config", "trainer.dist", "trainer.model",
-    "trainer.machine", "trainer.planning", "trainer.data", "trainer.run", "trainer.verify", "deepstow", "tests",
-    "benchmarks", "launch",
+    "strategies.backends", "strategies", "trainer.errors", "trainer.config", "trainer.tasks", "trainer.dist",
+    "trainer.model", "trainer.machine", "trainer.planning", "trainer.data", "trainer.run", "trainer.verify", "deepstow",
+    "tests", "benchmarks", "launch",
 )  # fmt: skip
 # The floors of ``strategies/engine``, lowest first.
 FLOORS = (
     "transfer", "memory", "tensors", "forward", "buckets", "ranks", "residency", "updating", "model_checks",
-    "module_hooks", "prefetch", "engine", "keeper", "saving", "optimizer",
+    "module_hooks", "prefetch", "engine", "keeper", "saving", "optimizer", "named",
 )  # fmt: skip
 # The files of ``strategies/engine`` that define a bucket's state, and the fields that only they write.
 OWNERS = {

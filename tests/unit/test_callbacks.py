@@ -47,9 +47,9 @@ def test_progress_line_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
     line = ProgressLine()
     fire(line, "on_log", state(40), logs=RECORD)
     fire(line, "on_log", state(41), logs={"loss": math.nan, "grad_norm": torch.tensor(2.5)})
-    fire(line, "on_log", state(200), logs={"eval_loss": 3.91, "eval_runtime": 2.0})
+    fire(line, "on_log", state(200), logs={"eval_loss": 3.91, "eval_perplexity": 49.9, "eval_runtime": 2.0})
     fire(line, "on_log", state(200), logs={"train_loss": 4.1, "train_runtime": 192.0})
-    fire(line, "on_log", state(7, max_steps=0), logs={"loss": 1.0, "eval_wiki_loss": 1e9})
+    fire(line, "on_log", state(7, max_steps=0), logs={"loss": 1.0, "eval_wiki_loss": 1e9, "eval_wiki_f1": 0.5})
     fire(line, "on_log", state(40, rank_zero=False), logs=RECORD)
     assert capsys.readouterr().out.splitlines() == [
         "step 40/200  20%  loss 4.812  lr 9.2e-04  grad 1.35  5,210 tok/s  mfu 41.2%  "
@@ -58,7 +58,7 @@ def test_progress_line_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
         "eval at step 200: loss 3.91  perplexity 49.9",
         "finished at step 200: mean loss 4.100  in 3m12s",
         "step 7  loss 1.000",
-        "eval wiki at step 7: loss 1.00e+09  perplexity inf",
+        "eval wiki at step 7: loss 1.00e+09  f1 0.500",
     ]
 
 
@@ -113,12 +113,12 @@ def test_meter_leaves_evaluations_and_saves_out_of_training_time(clock: SimpleNa
 
 @pytest.mark.usefixtures("clock")
 def test_meter_adds_perplexity_and_leaves_the_unknown_out() -> None:
-    logs = {"eval_loss": 0.0}
+    logs = {"eval_loss": 0.0, "eval_tokens": 3, "eval_labels_loss": 0.5}  # one is a mean over tokens
     meter = Meter(flops_per_token=1e9, peak_flops=None, sum_over_ranks=lambda n: n)
     fire(meter, "on_evaluate", state(0))  # an evaluation without training
     fire(meter, "on_train_begin", state(0))
     meter.add_to(logs, state(5))
-    assert logs == {"eval_loss": 0.0, "eval_perplexity": 1.0}
+    assert logs == {"eval_loss": 0.0, "eval_tokens": 3, "eval_perplexity": 1.0, "eval_labels_loss": 0.5}
     logs = {"loss": 1.0}
     meter.add_to(logs, state(0))  # no time, no step, no peak
     meter.add_to(logs, state(5, max_steps=-1))  # no known end

@@ -11,7 +11,6 @@ from strategies.core import commit
 from strategies.core.sealed import MANIFEST, Damaged
 from tests.helpers.checkpoints import make
 from tests.helpers.tiny import LLAMA, run_config
-from trainer.config.sections import RunConfig
 from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError
 from trainer.run import checkpoint, resuming
@@ -26,12 +25,9 @@ def damage(folder: Path, name: str = "model.safetensors") -> None:
     (folder / name).write_bytes(b"weightx" + (folder / name).read_bytes()[7:])
 
 
-def config(output_dir: Path, wish: object) -> RunConfig:
-    return run_config(LLAMA, output_dir=output_dir, **({} if wish is None else {"resume_from_checkpoint": wish}))
-
-
 def resumed(output_dir: Path, wish: object) -> tuple[Path | None, list[str]]:
-    found, said = checkpoint.to_resume(config(output_dir, wish))
+    options = {} if wish is None else {"resume_from_checkpoint": wish}
+    found, said = checkpoint.to_resume(run_config(LLAMA, output_dir=output_dir, **options))
     return found and found.path, said
 
 
@@ -202,6 +198,7 @@ def test_auto_starts_from_the_beginning_only_where_there_is_none(tmp_path: Path)
     assert resumed(tmp_path, "auto") == resumed(tmp_path / "absent", "auto") == (None, [])
     make(tmp_path / WRITING, 10)
     assert resumed(tmp_path, "auto") == (None, [])
+    assert refused(tmp_path, True) == f"{tmp_path} holds no checkpoint; write auto to start when there is none"
     for step in (10, 20):
         damage(make(tmp_path, step))
     assert refused(tmp_path, "auto") == (
@@ -210,15 +207,10 @@ def test_auto_starts_from_the_beginning_only_where_there_is_none(tmp_path: Path)
     )
 
 
-def test_true_needs_a_checkpoint_and_nothing_none(tmp_path: Path) -> None:
-    make(tmp_path / "other", 10)
-    assert resumed(tmp_path / "other", None) == resumed(tmp_path / "other", False) == (None, [])
-    assert refused(tmp_path, True) == f"{tmp_path} holds no checkpoint; write auto to start when there is none"
-
-
 def test_a_named_checkpoint_is_taken_though_newer_ones_exist(tmp_path: Path) -> None:
     older = make(tmp_path, 10)
     make(tmp_path, 20)
+    assert resumed(tmp_path, None) == resumed(tmp_path, False) == (None, [])
     assert resumed(tmp_path, str(older)) == (older, [])
     shutil.copytree(older, tmp_path / "kept")
     assert resumed(tmp_path, str(tmp_path / "kept"))[0] == tmp_path / "kept", "under any name of the user's"

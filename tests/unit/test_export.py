@@ -64,9 +64,9 @@ def damage(monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], object]) ->
     """Let ``change`` at the folder between writing and checking, as a bad disk would."""
     reload = export_module.reload
 
-    def after_damage(folder: Path, **options: Any) -> Any:
+    def after_damage(folder: Path, *given: Any, **options: Any) -> Any:
         change(folder)
-        return reload(folder, **options)
+        return reload(folder, *given, **options)
 
     monkeypatch.setattr(export_module, "reload", after_damage)
 
@@ -146,14 +146,9 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
 # As it came
 
 XLM: Mapping[str, Any] = {  # an architecture without the key
-    "model_type": "xlm",
-    "emb_dim": 32,
-    "n_layers": 2,
-    "n_heads": 4,
-    "vocab_size": VOCAB,
-    "dropout": 0.0,
+    "model_type": "xlm", "emb_dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": VOCAB, "dropout": 0.0,
     "attention_dropout": 0.0,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

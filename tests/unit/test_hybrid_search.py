@@ -93,15 +93,6 @@ def test_with_one_stage_and_tensor_rank_the_account_is_the_plan(precision: Preci
         assert found == Bytes(plan.peak(Home.DEVICE), plan.peak(Home.HOST)), (stage, policy, run)
 
 
-def test_the_published_bytes_of_zero() -> None:
-    """7.5 G parameters on 64 ranks: 120, 31.4, 16.6 and 1.88 GB of states (Rajbhandari et al., figure 1)."""
-    unit, run = block(0, 7_500_000_000), facts(precision=Precision.BF16).run
-    states = [
-        sum(state_bytes([unit], run, Degrees(data=64, zero=stage), kind) for kind in Kind) / 1e9 for stage in range(4)
-    ]
-    assert states == [pytest.approx(size, rel=5e-3) for size in (120, 31.4, 16.6, 1.88)]
-
-
 def test_a_stage_has_what_is_in_flight_and_what_it_receives() -> None:
     whole = model(8)
     four = Degrees(stages=4, micro_batches=6, last_blocks=2)

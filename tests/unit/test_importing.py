@@ -2,6 +2,7 @@
 
 import json
 import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import yaml
 from launch import cli, import_config
 from trainer.config.check import check
 from trainer.config.importing.draft import Draft
-from trainer.config.importing.read import read_all
-from trainer.config.importing.rules import imported
+from trainer.config.importing.finish import imported
+from trainer.config.importing.read import NAMES, Source, read_all
+from trainer.config.importing.rules import ARGUMENTS, RULES
 from trainer.config.load import load
 from trainer.config.yaml_file import parse
 from trainer.errors import ConfigError
@@ -93,13 +95,14 @@ num_processes: 8
 TRAIN_SH = r"""
 #!/bin/bash
 # the recipe, with: python train.py --learning_rate 1
-export WANDB_PROJECT=x
+export OUT="out"
+MICRO=4
 CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node 2 --nnodes=2 --master_port=29500 train.py \
     --model_name_or_path meta-llama/Llama-2-7b-hf \
     --data_path ./alpaca_data.json \
     --bf16 True \
-    --output_dir out \
-    --per_device_train_batch_size 4 --gradient_accumulation_steps 8 \
+    --output_dir $OUT --run_name $RUN \
+    --per_device_train_batch_size ${MICRO} --gradient_accumulation_steps 8 \
     --evaluation_strategy "no" \
     --save_steps 2_000 \
     --learning_rate 2e-5 --weight_decay 0. --warmup_ratio 0.03 \
@@ -119,6 +122,10 @@ datasets:
     field_messages: conversations
     split: train[:10%]
     roles_to_train: [assistant]
+    message_property_mappings: {role: from, content: value}
+  - path: notes.jsonl
+    type: completion
+    field: body
 dataset_prepared_path:
 val_set_size: 0.05
 output_dir: ./outputs/lora-out
@@ -149,6 +156,28 @@ special_tokens:
   pad_token: <|end_of_text|>
   eos_token: <|eot_id|>
 """
+AXOLOTL_STREAM = """
+base_model: TinyLlama/TinyLlama_v1.1
+pretraining_dataset: [{path: allenai/c4, name: en, type: pretrain}]
+max_steps: 200
+sequence_len: 2048
+batch_size: 16
+micro_batch_size: 2
+adapter: llama-adapter
+lora_r: 8
+optimizer: paged_adamw_32bit
+learning_rate: 2e-4
+lr_scheduler: cosine
+cosine_min_lr_ratio: 0.1
+warmup_ratio: 0.05
+bf16: false
+fp16: true
+attention: flash
+evals_per_epoch: 2
+save_steps: 50
+fsdp: shard_grad_op offload
+fsdp_config: {fsdp_use_orig_params: true}
+"""
 LLAMA_FACTORY = """
 model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
 stage: sft
@@ -157,7 +186,7 @@ finetuning_type: lora
 lora_rank: 4
 lora_target: q_proj,v_proj
 deepspeed: examples/deepspeed/ds_z3_config.json
-dataset: identity
+dataset: identity, alpaca_en_demo
 template: llama3
 max_samples: 1000
 overwrite_cache: true
@@ -206,6 +235,7 @@ strategies: {zero: {stage: 3}, offload: {}}
         {
             "lr_scheduler_type": "configs/ds.json:1: scheduler.type is in force there",
             "scheduler.type": "logarithm",
+            "run_name": "a variable of the shell",
             "zero_optimization.offload_param.device": "no disk tier",
             "zero_optimization.offload_param.nvme_path": "no disk tier",
         },
@@ -236,6 +266,15 @@ training: {output_dir: /tmp/clm, logging_steps: 500}
 """,
         {"block_size": "do not see each other", "do_eval": "eval_strategy", "lora_r_unknown": "no key for it here"},
     ),
+    "FSDP in arguments": (
+        {},
+        "python x.py --output_dir o --fsdp hybrid_shard_zero2 auto_wrap",
+        """
+training: {output_dir: o, logging_steps: 500}
+strategies: {zero: {stage: 3}}
+""",
+        {"fsdp": "stage 3 is written"},
+    ),
     "accelerate with FSDP": (
         {"fsdp2.yaml": FSDP2},
         "",
@@ -251,8 +290,9 @@ strategies: {zero: {stage: 2}, offload: {}}
         """
 model: {name_or_path: NousResearch/Meta-Llama-3-8B, dtype: bfloat16, attn_implementation: flash_attention_2,
   lora: {r: 32, lora_alpha: 8, lora_dropout: 0.05, target_modules: all-linear, use_dora: true}}
-data: {path: org/chats, split: "train[:10%]", columns: {messages: conversations}, eval_fraction: 0.05,
-  max_length: 4096, packing: true, excess_length_strategy: drop, assistant_only_loss: true}
+data: {datasets: [{path: org/chats, split: "train[:10%]", columns: {messages: conversations},
+  assistant_only_loss: true}, {path: notes.jsonl, columns: {text: body}}], eval_fraction: 0.05,
+  max_length: 4096, packing: true, excess_length_strategy: drop}
 training: {output_dir: ./outputs/lora-out, learning_rate: 2e-4, per_device_train_batch_size: 2,
   gradient_accumulation_steps: 4, num_train_epochs: 4, optim: adamw_torch_fused, lr_scheduler_type: cosine,
   warmup_steps: 0.03, bf16: true, tf32: false, gradient_checkpointing: true, logging_steps: 1, report_to: wandb,
@@ -260,13 +300,27 @@ training: {output_dir: ./outputs/lora-out, learning_rate: 2e-4, per_device_train
 """,
         {"datasets": "roles_to_train", "optimizer": "32 bits", "special_tokens.eos_token": "save one with them"},
     ),
+    "axolotl on a stream, sharded": (
+        {"pretrain.yml": AXOLOTL_STREAM},
+        "",
+        """
+model: {name_or_path: TinyLlama/TinyLlama_v1.1, attn_implementation: flash_attention_2}
+data: {path: allenai/c4, name: en, max_length: 2048, excess_length_strategy: split, streaming: true}
+training: {output_dir: model-out, learning_rate: 2e-4, per_device_train_batch_size: 2, num_train_epochs: 1.0,
+  gradient_accumulation_steps: 8, max_steps: 200, optim: adamw_torch_fused, lr_scheduler_type: cosine_with_min_lr,
+  lr_scheduler_kwargs: {min_lr_rate: 0.1}, warmup_steps: 0.05, fp16: true, save_steps: 50}
+strategies: {zero: {stage: 2}, offload: {}}
+""",
+        {"adapter": "full is written"},
+    ),
     "llama-factory": (
         {"lf.yaml": LLAMA_FACTORY},
         "",
         """
 model: {name_or_path: meta-llama/Meta-Llama-3-8B-Instruct, dtype: bfloat16, attn_implementation: flash_attention_2,
   lora: {r: 4, lora_alpha: 8, lora_dropout: 0.0, target_modules: [q_proj, v_proj]}}
-data: {path: identity, eval_fraction: 0.1, max_length: 2048, excess_length_strategy: truncate}
+data: {datasets: [{path: identity, limit: 1000}, {path: alpaca_en_demo, limit: 1000}],
+  eval_fraction: 0.1, max_length: 2048, excess_length_strategy: truncate}
 training: {output_dir: saves/sft, learning_rate: 1e-4, bf16: true, logging_steps: 500, eval_strategy: steps,
   eval_steps: 500}
 """,
@@ -274,7 +328,6 @@ training: {output_dir: saves/sft, learning_rate: 1e-4, bf16: true, logging_steps
             "deepspeed": "no such file",
             "dataset": "dataset_info.json",
             "template": "the tokenizer's own",
-            "max_samples": "no key for it here",
         },
     ),
 }
@@ -284,7 +337,7 @@ def read(tmp_path: Path, files: dict[str, Any], command: str = "", kind: str | N
     for name, content in files.items():
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text(content if isinstance(content, str) else json.dumps(content))
-    given = [name for name in files if "/" not in name and name not in command]
+    given = [name for name in files if "/" not in name and name not in command]  # the others are named in it
     return imported(read_all(given, command.split(), kind))
 
 
@@ -366,6 +419,7 @@ REFUSED = (
         "a.sh: holds 2 commands; give the one that trains after --",
     ),
     ({"a.yaml": "seed: 1\nseed: 2"}, "a.yaml:2: seed = 2: duplicate key, first on line 1; keep one"),
+    ({"a.sh": "python a.py"}, "a.sh: neither options of a script, nor a file that is here"),
     ({"a.yaml": "- 1"}, "a.yaml: holds no keys and no command"),
     ({"a.yaml": "base_model: x\nrl: dpo"}, 'a.yaml:2: rl = "dpo": '),
 )
@@ -380,10 +434,38 @@ def test_refused(files: dict[str, str], line: str, tmp_path: Path) -> None:
         read_all(["a.yml"], [], None)
 
 
+@pytest.mark.parametrize("odd", [True, 3, 0.5, "x y", [1], {"a": {"b": 1}}, [{"a": 1}]])
+def test_odd_values_are_named_and_nothing_breaks(odd: object, tmp_path: Path) -> None:
+    for kind in NAMES:
+        tree: dict[str, Any] = {}
+        for name in sorted(RULES.get(kind, ARGUMENTS).keys() - {""} - {"rl", "stage"}):
+            inner = tree
+            for part in name.split(".")[:-1]:
+                inner = inner.setdefault(part, {}) if isinstance(inner.get(part, {}), dict) else {}
+            inner[name.rpartition(".")[2]] = deepcopy(odd)
+        draft = imported([Source(kind, "odd.yaml", tree)])
+        assert len(draft.lost) > 3 and parse(draft.text("start"), "")[0] == draft.tree()
+
+
 def test_whose_it_is_can_be_said(tmp_path: Path) -> None:
     arguments = {"args.json": {"output_dir": "o"}}
     assert read(tmp_path, arguments).of("training.learning_rate") is None
     assert read(tmp_path, arguments, kind="trl").of("training.learning_rate") == 2e-5
+
+
+def test_a_command_that_names_files_alone(tmp_path: Path) -> None:
+    """As Axolotl and LLaMA-Factory are started; an option beside the file comes before what the file says."""
+    files = {"x/a.yml": AXOLOTL, "x/lf.yaml": LLAMA_FACTORY, "x/acc.yaml": FSDP2}
+    for command, kinds in (
+        ("accelerate launch --config_file x/acc.yaml -m axolotl.cli.train x/a.yml", ["axolotl", "accelerate"]),
+        ("FORCE_TORCHRUN=1 llamafactory-cli train x/lf.yaml", ["llamafactory"]),
+        ("axolotl train x/a.yml --learning_rate 1e-3 --lora_alpha 64", ["axolotl", "axolotl"]),
+    ):
+        draft = read(tmp_path, files, command)
+        assert list(dict.fromkeys(source.kind for source in draft.sources)) == list(dict.fromkeys(kinds)), command
+    assert (draft.of("training.learning_rate"), draft.of("model.lora.lora_alpha")) == (1e-3, 64) and (
+        "learning_rate",
+    ) in [fault.key for fault in draft.lost]
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

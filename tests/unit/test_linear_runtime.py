@@ -122,43 +122,33 @@ def test_frozen_weights_and_inputs_take_no_products() -> None:
 # --- the second copy -------------------------------------------------------------------------------------------------
 
 
-def test_the_copy_is_made_once_per_change() -> None:
-    """By what autograd sees, or announced; steps change no frozen weight."""
+def test_the_copy_is_written_once_per_change_that_is_seen_or_announced() -> None:
     made = routed(layer("linear", 5, 5), BOTH)
-    x = torch.randn(2, 5, dtype=torch.float64)
+    x, weight = torch.randn(2, 5, dtype=torch.float64), made.weight
     optimizer = torch.optim.AdamW(made.parameters(), lr=0.1, foreach=False)
+    other = torch.ones(5, 5, dtype=torch.float64)
+
+    def unseen() -> None:
+        weight.data.fill_(3.0)  # what engines with flat buffers do: the same address, no version
+
     made(x).sum().backward()
     held = made._copy.tensor
-    for change, anew in (
+    for change, written in (
         (lambda: made(x).sum().backward(), False),  # another micro-batch
         (optimizer.step, True),
+        (lambda: setattr(weight, "data", other), True),  # another address
+        (lambda: made.load_state_dict({"weight": 2 * other, "bias": made.bias.detach()}), True),
+        (unseen, False),
         (lambda: weights_changed(made), True),
-        (lambda: made.weight.requires_grad_(False), False),
-        (lambda: weights_changed(made), False),
+        (lambda: weight.requires_grad_(False), False),
+        (lambda: weights_changed(made), False),  # steps change no frozen weight
     ):
         before = held._version
         change()
-        made(x), made(x)
-        assert held._version - before == anew and torch.equal(held, made.weight.t())
-
-
-def test_changes_behind_autograd_are_seen_or_announced() -> None:
-    made = routed(layer("linear", 3, 4), BOTH)
-    x = torch.randint(-9, 9, (2, 3)).double()  # sums of whole numbers are exact in any order
-    made.bias.data.fill_(0.5)
-    made(x)
-    with torch.no_grad():
-        made.weight.fill_(2)
-    assert torch.equal(made(x), torch.addmm(made.bias, x, made.weight.t()))
-    made.weight.data = torch.ones(4, 3, dtype=torch.float64)  # another address
-    assert torch.equal(made(x), torch.addmm(made.bias, x, made.weight.t()))
-    made.load_state_dict({"weight": torch.full((4, 3), 2.0), "bias": made.bias.detach()})
-    assert torch.equal(made(x), torch.addmm(made.bias, x, made.weight.t()))
-    made.weight.data.fill_(3.0)  # what engines with flat buffers do: the same address, no version
-    assert not torch.equal(made(x), torch.addmm(made.bias, x, made.weight.t()))
-    assert torch.equal(made.eval()(x), torch.addmm(made.bias, x, made.weight.t())), "evaluation reads the weight itself"
-    weights_changed(made)
-    assert torch.equal(made.train()(x), torch.addmm(made.bias, x, made.weight.t()))
+        assert torch.equal(made.eval()(x), torch.addmm(made.bias, x, weight.t())), "evaluation reads the weight itself"
+        made.train()(x), made(x)
+        assert held._version - before == written
+        assert torch.equal(held, weight.t()) is (change is not unseen)
 
 
 def test_backward_refuses_a_copy_made_since_its_forward() -> None:

@@ -115,8 +115,8 @@ def test_overflows_count_when_the_scale_is_at_its_minimum() -> None:
     for fp16, scale in ((True, 65536.0), (True, 2.0), (True, 1.0), (False, 65536.0)):
         scaler = SimpleNamespace(get_scale=lambda scale=scale: scale)
         accelerator = SimpleNamespace(scaler=scaler, stowed=None, last_norm=math.inf)
-        trainer: Any = SimpleNamespace(accelerator=accelerator, last_loss=1.0, log=lambda record: None)
-        stop = StopNonFinite(trainer, lambda step, what: NonFinite(what))
+        trainer = SimpleNamespace(accelerator=accelerator, last_loss=1.0, log=lambda record: None)
+        trainer.not_finite = lambda step, what: NonFinite(what)
         args, state = SimpleNamespace(fp16=fp16), SimpleNamespace(global_step=1)
         with nullcontext() if fp16 and scale > 1.0 else pytest.raises(NonFinite):
-            stop.on_pre_optimizer_step(args, state, None)  # type: ignore[arg-type]
+            StopNonFinite(trainer).on_pre_optimizer_step(args, state, None)  # type: ignore[arg-type]

@@ -9,9 +9,23 @@ from PIL import Image
 
 from launch.plan import main
 from strategies.core.plan import Home, Plan
+from strategies.planner.simulate import TraceEvent
 from strategies.planner.step_cost import plan_cost
+from strategies.planner.tasks import Resource
 from tests.unit.test_step_cost import FAST, known, planned
-from trainer.planning.picture import ARENA, COLOURS, PARTS, RED, WIDTH, axis, draw, parts, saved_over_time, title
+from trainer.planning.picture import (
+    ARENA,
+    COLOURS,
+    PARTS,
+    RED,
+    WIDTH,
+    axis,
+    beside,
+    draw,
+    parts,
+    saved_over_time,
+    title,
+)
 
 
 def test_the_picture_shows_compute_and_memory(tmp_path: Path) -> None:
@@ -52,6 +66,18 @@ def test_the_line_is_at_the_budget(tmp_path: Path) -> None:
         floor = max(row for row, colour in enumerate(column) if colour == ARENA)
         tops.append((floor - column.index(RED)) / (floor - column.index(ARENA)))
     assert tops[1] / tops[0] == pytest.approx(1.5, rel=0.05)
+
+
+@pytest.mark.parametrize("simulated", [True, False])
+def test_a_measured_step_below_the_simulated_one(simulated: bool, tmp_path: Path) -> None:
+    plan = planned(known(FAST), site="host")
+    cost = plan_cost(plan) if simulated else None
+    did = [TraceEvent(Resource.COMPUTE, 0.0, 9.0, "backward"), TraceEvent(Resource.UP, 1.0, 4.0, "moments b")]
+    beside(plan, cost, 20.0, did, path := tmp_path / "step.png", model="a model")
+    image = Image.open(path)
+    bars = {colour: count for count, colour in image.getcolors(1 << 20)}
+    assert bars[COLOURS["state"]] > 3 / 20 * 1000 * 30, "as wide as its time, on the axis of the longer step"
+    assert (bars[COLOURS["forward"]] > 1000) is simulated  # besides the legend
 
 
 @pytest.mark.parametrize("seconds", [0.0042, 0.99, 4711.0])

@@ -20,14 +20,7 @@ from tests.helpers.releases import HIGHEST_STAGE
 from tests.helpers.tiny import LLAMA, run_config
 from trainer.config.sections import RunConfig
 from trainer.dist import deepspeed_ops
-from trainer.dist.ranks import (
-    Ranks,
-    describe,
-    from_environment,
-    process_group,
-    settle_environment,
-    spare_peer_access,
-)
+from trainer.dist.ranks import Ranks, describe, from_environment, process_group, settle_environment, spare_peer_access
 from trainer.dist.spawn import run_world
 from trainer.dist.stopping import Stop
 from trainer.errors import ExitCode
@@ -119,7 +112,7 @@ def train_guarded(ranks: Ranks, config: RunConfig, folder: Path, fails: bool) ->
     util.Finalize(None, write_threads, args=(folder / f"threads-{ranks.rank}",), exitpriority=0)
     seen: dict[str, int] = {}
 
-    def finish(_run: Any, trainer: Any) -> None:
+    def finish(_run: Any, trainer: Any, _together: Any) -> None:
         seen["during"] = gloo_threads()
         assert trainer.state.global_step == 1
         if fails:

@@ -80,7 +80,7 @@ def test_dram_counts_with_what_copies_and_updates_reach_together() -> None:
 def test_rates_by_precision() -> None:
     known = some_rates()
     assert [known.gemm_flops(each) for each in Precision] == [50e12, 600e12, 600e12]
-    assert [known.update_params_per_s(each) for each in Precision] == [5e9, 4e9, 4e9]
+    assert [known.update_params_per_s(each) for each in Precision] == [5e9, 4e9, 5e9]
     assert some_rates(gemm_bf16_flops_per_s=None).gemm_flops(Precision.BF16) == 50e12
 
 
@@ -215,15 +215,12 @@ def test_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_rows_of_the_doctor() -> None:
     fine = doctor.rates_row(StoredRates(some_rates(), "2026-11-21 06:00:00Z"))
     assert fine.status is doctor.Status.OK and "bf16 600 Tflop/s" in fine.value and "measured 2026-11-21" in fine.value
-    named = doctor.rates_row(StoredRates(some_rates(origin="profile")))
-    assert named.status is doctor.Status.OK and "of a named profile" in named.value
+    assert "of a named profile" in doctor.rates_row(StoredRates(some_rates(origin="profile"))).value
     assert "not measured" in doctor.rates_row(StoredRates()).value
     loud = doctor.rates_row(StoredRates(some_rates(), "2026-11-21", 0.4))
     assert loud.status is doctor.Status.WARN and "others used 40% of the cores" in loud.value
     ignored = doctor.rates_row(StoredRates(ignored=f"x is ignored: because; to measure again: {profiles.COMMAND}"))
-    assert (ignored.status, ignored.value, ignored.cure) == (
-        doctor.Status.WARN, "x is ignored: because", profiles.COMMAND,
-    )  # fmt: skip
+    assert ignored == doctor.Row(doctor.Status.WARN, "rates", "x is ignored: because", profiles.COMMAND)
 
 
 # --- network -----------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch.distributed
 
-from trainer.dist.ranks import Ranks, listening
+from trainer.dist.ranks import Ranks, describe, listening
 from trainer.dist.spawn import run_world
 from trainer.dist.watchdog import GRACE_S, Beat, Peer, Watchdog
 
@@ -55,9 +54,7 @@ def test_time_in_which_this_rank_was_stopped_is_nobodys_silence() -> None:
 
 def ranks(work: Callable[[int, Any], None], timeout_s: float) -> list[int | None]:
     """The exit codes of two processes with a watchdog that do ``work(rank, watchdog)``."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = int(describe(Ranks())["MASTER_PORT"])
 
     def rank(number: int) -> None:
         store = torch.distributed.TCPStore(

@@ -10,13 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from strategies.core.optimizers import refuse_optimizer
 
 
 class Allowed(str):
     """Metadata that describes a type whose generated words would be clumsy: ``Annotated[..., Allowed("...")]``."""
+
+
+class For(frozenset[str]):
+    """Metadata of a key that only some tasks have: ``Annotated[..., For(["dpo", "kto"])]``."""
 
 
 class Section(BaseModel):
@@ -68,6 +72,14 @@ Optimizer = Annotated[
     BeforeValidator(refuse_optimizer),
 ]
 
+# Losses of TRL's trainers; those that need further options are left out.
+DpoLoss = Literal[
+    "sigmoid", "hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down",
+    "discopop", "sft", "sigmoid_norm",
+]  # fmt: skip
+KtoLoss = Literal["kto", "apo_zero_unpaired"]
+KTO_LOSSES: tuple[str, ...] = get_args(KtoLoss)
+
 # Release 5.23 of Transformers renamed these and warns about the old names; earlier releases have only the old ones.
 # Both are accepted in the config, and the old one, which every supported release understands, is passed on.
 RENAMED: Mapping[str, str] = {
@@ -75,7 +87,26 @@ RENAMED: Mapping[str, str] = {
     "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
 }
 # Keys that TrainingArguments does not have.
-OWN = frozenset(["allow_change", "overwrite", "early_stopping_patience", "early_stopping_threshold", "sample_prompts"])
+OWN = frozenset(
+    ["allow_change", "overwrite", "early_stopping_patience", "early_stopping_threshold", "sample_prompts", "profile"]
+)
+
+
+def _in_order(steps: list[int]) -> list[int]:
+    if steps[0] > steps[1]:
+        raise ValueError("must be the first and the last step, in this order, as in [10, 12]")
+    return steps
+
+
+class ProfileSection(Section):
+    """A torch profiler's trace of some optimizer steps."""
+
+    steps: Annotated[
+        list[Annotated[int, Field(ge=2)]],
+        Field(min_length=2, max_length=2),
+        AfterValidator(_in_order),
+        Allowed("the first and the last step, as in [10, 12]; from 2 on, since one is for warming up"),
+    ] = Field(description="Optimizer steps to profile; a few, since each is millions of lines.")
 
 
 class TrainingSection(Section):
@@ -127,6 +158,7 @@ class TrainingSection(Section):
     log_level_replica: LogLevel | None = option("Level of messages on the other processes.")
     include_num_input_tokens_seen: Counting | None = option("Count the tokens seen.")
     report_to: Reporters = option("Where metrics go besides metrics.jsonl.", ["tensorboard"])
+    profile: ProfileSection | None = option("Trace of some steps, in the run's folder profile; slower meanwhile.")
     run_name: NonEmpty | None = option("Name of the run at the trackers.")
     project: NonEmpty | None = option("Project at the trackers.")
     trackio_space_id: NonEmpty | None = option("Hugging Face Space that shows Trackio's metrics.")
@@ -171,6 +203,34 @@ class TrainingSection(Section):
     dataloader_in_order: bool | None = option("Batches in order although one worker is slow.")
     train_sampling_strategy: Sampling | None = option("Order of the samples.")
     ddp_timeout: Count | None = option("Seconds before a silent collective fails.")
+
+    # Of the arguments of a task's trainer.
+    beta: Annotated[Positive | None, For(["dpo", "orpo", "kto"])] = option(
+        "dpo, kto: how strongly the model is held near the reference; orpo: weight of the odds ratio."
+    )
+    loss_type: Annotated[DpoLoss | KtoLoss | None, For(["dpo", "kto"])] = option("dpo, kto: the loss, by TRL's names.")
+    precompute_ref_log_probs: Annotated[bool | None, For(["dpo", "kto"])] = option(
+        "dpo, kto: what the reference says is computed once, before training; always so without model.lora."
+    )
+    desirable_weight: Annotated[Positive | None, For(["kto"])] = option("kto: weight of rows whose label is true.")
+    undesirable_weight: Annotated[Positive | None, For(["kto"])] = option("kto: weight of rows whose label is false.")
+    center_rewards_coefficient: Annotated[Positive | None, For(["reward"])] = option(
+        "reward: how strongly the mean of rewards is held at zero."
+    )
+    disable_dropout: Annotated[bool | None, For(["dpo", "orpo", "kto", "reward"])] = option(
+        "dpo, orpo, kto, reward: no dropout; TRL's default is true."
+    )
+    predict_with_generate: Annotated[bool | None, For(["seq2seq"])] = option(
+        "seq2seq: evaluations generate, and compare the texts with those of the data."
+    )
+    generation_max_length: Annotated[Count | None, For(["seq2seq"])] = option("seq2seq: tokens generated at most.")
+    generation_num_beams: Annotated[Count | None, For(["seq2seq"])] = option("seq2seq: beams of generation.")
+
+    @classmethod
+    def of_tasks(cls) -> dict[str, frozenset[str]]:
+        """The keys that only some tasks have, with these tasks."""
+        marks = ((name, mark) for name, field in cls.model_fields.items() for mark in field.metadata)
+        return {name: mark for name, mark in marks if isinstance(mark, For)}
 
     def arguments(self) -> dict[str, object]:
         """The keyword arguments for TrainingArguments: what is set, without our own and ``Trainer.train``'s."""

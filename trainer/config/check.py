@@ -25,7 +25,7 @@ from pydantic.fields import FieldInfo
 from strategies.core.registry import available, find
 from trainer.config.arguments import Allowed
 from trainer.config.conflicts import conflicts
-from trainer.config.sections import SECTIONS, RunConfig, flat
+from trainer.config.sections import NOT_BUILT, SECTIONS, RunConfig, flat
 from trainer.config.yaml_file import MISSING, Fault, Key, leaves, read
 from trainer.errors import nearest
 
@@ -50,6 +50,8 @@ def check(tree: dict[str, Any], whole: bool = True) -> list[Fault]:
     for name, model in SECTIONS.items():
         if name not in absent:
             found += _section(model, tree.get(name, {}), (name,))
+    if "task" in tree and (words := _refusal(RunConfig, RunConfig.model_fields["task"], tree["task"])):
+        found.append(Fault(("task",), tree["task"], NOT_BUILT.get(str(tree["task"]), words)))
     found += _strategies(tree.get("strategies"))
     if not whole:
         return [fault for fault in found if fault.value is not MISSING]

@@ -12,6 +12,7 @@ from typing import Any
 from strategies.core.optimizers import options_of
 from strategies.core.protocol import Requirement
 from strategies.core.registry import available, find
+from trainer.config.arguments import KTO_LOSSES, TrainingSection
 from trainer.config.yaml_file import MISSING, Fault
 
 
@@ -37,6 +38,18 @@ class Values(dict[str, Any]):
 WRONG = Wrong()
 OFF = (None, False)  # and 0, 0.0, which are equal to False
 PLANNED = {Requirement.PARAMETERS, Requirement.COMPUTE_DTYPE}
+PYDOC = ("text", "pairs", "labels", "preferences", "ratings")
+LANGUAGE = ("sft", "pretrain")  # tasks that predict the next token of rows of text; they alone have ...
+OF_LANGUAGE = (
+    "datasets",
+    "packing",
+    "excess_length_strategy",
+    "completion_only_loss",
+    "assistant_only_loss",
+    "streaming",
+)
+PREFERENCES = ("dpo", "orpo", "kto", "reward")  # tasks of TRL's trainers, whose losses do not have ...
+NOT_IN_TRL = ("label_smoothing_factor", "use_liger_kernel")
 KEEP_ONE = "keep one of the two"
 EVALUATE = "write training.eval_strategy = steps or epoch"
 Found = Iterator[tuple[str, str]]
@@ -45,7 +58,9 @@ Found = Iterator[tuple[str, str]]
 def conflicts(sections: Mapping[str, Values]) -> list[Fault]:
     """Every conflict among the values of all sections; ``strategies`` has the options of those that are on."""
     m, d, t = (sections[name] for name in ("model", "data", "training"))
-    found = [*_model(m, t), *_data(d, t), *_training(d, t), *_strategies(sections)]
+    task = sections["task"].name
+    found = [*_model(m, t), *_data(d, t), *_training(d, t), *_strategies(sections), *_keys_of_tasks(task, sections)]
+    found += _task(task, m, t)
     return [Fault(tuple(key.split(".")), _value(sections, key), words) for key, words in found]
 
 
@@ -104,8 +119,63 @@ def _data(d: Values, t: Values) -> Found:
             for key in ("completion_only_loss", "assistant_only_loss"):
                 if d[key]:
                     yield f"data.{key}", "pydoc text has no answers; write data.name = pairs, or leave it out"
-        elif d.name != "pairs":
-            yield "data.name", "must be text or pairs, since data.path = pydoc"
+        elif d.name not in PYDOC[1:]:
+            yield "data.name", f"must be {', '.join(PYDOC[:-1])} or {PYDOC[-1]}, since data.path = pydoc"
+
+
+def _keys_of_tasks(task: Any, sections: Mapping[str, Values]) -> Found:
+    """Keys that this task does not have."""
+    if task is WRONG:
+        return
+    m, d, t = (sections[name] for name in ("model", "data", "training"))
+    for key, tasks in TrainingSection.of_tasks().items():
+        if task not in tasks and t[key] is not None and t[key] is not WRONG:
+            yield (
+                f"training.{key}",
+                f"task {task} has no such key, it is for {' and '.join(sorted(tasks))}; leave it out",
+            )
+    for key in OF_LANGUAGE:
+        if d[key] and task not in LANGUAGE:
+            yield f"data.{key}", f"is for task sft and pretrain, and this is {task}; leave it out"
+    if d.max_target_length and task != "seq2seq":
+        yield "data.max_target_length", f"is for task seq2seq, and this is {task}; write data.max_length"
+    if m.labels and task not in ("classification", "reward"):
+        yield "model.labels", f"are for task classification, and this is {task}; leave them out"
+    if t.sample_prompts and task in ("classification", "reward", "seq2seq"):
+        yield "training.sample_prompts", f"a model of task {task} continues no text; leave it out"
+    for key in NOT_IN_TRL:
+        if t[key] and task in PREFERENCES:
+            yield f"training.{key}", f"the loss of task {task} is TRL's and does not take it; leave it out"
+    if t.train_sampling_strategy in ("group_by_length", "batch_rebalance") and task in PREFERENCES:
+        yield (
+            "training.train_sampling_strategy",
+            f"rows of task {task} have several lengths; write random or sequential",
+        )
+
+
+def _task(task: Any, m: Values, t: Values) -> Found:
+    if task == "classification":
+        own = isinstance(m.config, dict) and ("id2label" in m.config or "num_labels" in m.config)
+        if m.labels is None and m.name_or_path is None and not own:
+            yield "model.labels", "missing; write the names of the labels, as in [negative, positive]"
+        if isinstance(m.labels, list) and len(set(m.labels)) != max(2, len(m.labels)):
+            yield "model.labels", "must be at least two names, all different"
+    if task in ("dpo", "kto"):
+        if t.precompute_ref_log_probs is False and m.lora is None:
+            what = "a second model as reference is not kept; leave it out, or write model.lora, whose base is one"
+            yield "training.precompute_ref_log_probs", what
+        if t.precompute_ref_log_probs and m.lora not in (None, WRONG):
+            yield "training.precompute_ref_log_probs", "the reference is the base of model.lora; leave it out"
+        if t.loss_type not in (None, WRONG) and (t.loss_type in KTO_LOSSES) != (task == "kto"):
+            yield "training.loss_type", f"is not a loss of task {task}"
+    if task == "kto" and t.loss_type != "apo_zero_unpaired":
+        if t.per_device_train_batch_size == 1:
+            yield (
+                "training.per_device_train_batch_size",
+                "kto compares each row with others of its batch; write 2 or more",
+            )
+        if t.train_sampling_strategy not in (None, "sequential", WRONG):
+            yield "training.train_sampling_strategy", "kto pairs rows in the order of the data; write sequential"
 
 
 def _datasets(d: Values) -> Found:
@@ -160,6 +230,8 @@ def _training(d: Values, t: Values) -> Found:
                 yield f"training.{key}", f"needs evaluations; {EVALUATE}"
     if t.early_stopping_threshold not in (*OFF, WRONG) and t.early_stopping_patience is None:
         yield "training.early_stopping_threshold", "needs training.early_stopping_patience"
+    if isinstance(t.profile, dict) and t.max_steps != -1 and t.profile["steps"][1] > t.max_steps:
+        yield "training.profile.steps", f"must be <= training.max_steps, which is {t.max_steps}"
     if t.save_strategy == "best" and t.eval_strategy == "no":
         yield "training.save_strategy", f"needs evaluations; {EVALUATE}"
     if t.save_strategy == "best" and t.metric_for_best_model is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from strategies.core.registry import available, find
 from trainer.config.check import allowed, elsewhere, inner_model
-from trainer.config.sections import SECTIONS
+from trainer.config.sections import SECTIONS, RunConfig
 
 BEGIN, END = "<!-- keys: written by `python -m trainer.config.doc` -->\n", "<!-- end of keys -->\n"
 
@@ -35,7 +35,9 @@ def pages(docs: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _whole_config() -> str:
-    parts = [part for name, model in SECTIONS.items() for part in _section(f"## {name}", name, model)]
+    task = RunConfig.model_fields["task"]
+    parts = ["## task\n", _keys_of({"task": task})]
+    parts += [part for name, model in SECTIONS.items() for part in _section(f"## {name}", name, model)]
     purposes = {name: inspect.cleandoc(find(name).__doc__ or "").split("\n\n")[0] for name in available()}
     links = _table(
         ("strategy", "what it does"), ((f"[`{name}`](strategies/{name}.md)", text) for name, text in purposes.items())
@@ -57,9 +59,13 @@ def _section(title: str, at: str, model: type[BaseModel]) -> Iterator[str]:
 
 
 def _keys(model: type[BaseModel]) -> str:
+    return _keys_of(model.model_fields)
+
+
+def _keys_of(fields: Mapping[str, FieldInfo]) -> str:
     rows = [
         (f"`{name}`", allowed(field.annotation, field.metadata), _default(field), field.description or "")
-        for name, field in model.model_fields.items()
+        for name, field in fields.items()
     ]
     return _table(("key", "must be", "default", "meaning"), rows) if rows else "No options.\n"
 

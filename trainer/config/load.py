@@ -78,7 +78,8 @@ def _loaded(path: str, base: Document, file: Document, overrides: Sequence[str])
 def build(tree: dict[str, Any]) -> RunConfig:
     """The config of a tree in which ``check`` finds nothing."""
     strategies = {name: find(name).model_validate(options) for name, options in (tree.get("strategies") or {}).items()}
-    return RunConfig.model_validate({**{name: tree.get(name, {}) for name in SECTIONS}, "strategies": strategies})
+    given = {name: tree.get(name, {}) for name in SECTIONS}
+    return RunConfig.model_validate({"task": tree.get("task", "sft"), **given, "strategies": strategies})
 
 
 class _Partial(GenerateJsonSchema):
@@ -93,6 +94,7 @@ def json_schema() -> dict[str, Any]:
     options: dict[str, Any] = {name: (find(name) | None, None) for name in available()}
     strategies = create_model("Strategies", __config__={"extra": "forbid"}, **options)
     fields: dict[str, Any] = {name: (model, ...) for name, model in SECTIONS.items()}
+    fields |= {"task": (RunConfig.model_fields["task"].annotation, "sft")}
     fields |= {"strategies": (strategies, None), "extends": (str, Field(description=EXTENDS))}
     schema = create_model("DeepStow", __config__={"extra": "forbid"}, **fields)
     return dict(schema.model_json_schema(schema_generator=_Partial))

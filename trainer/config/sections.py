@@ -23,8 +23,13 @@ Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "
 Excess = Literal["truncate", "drop", "split"]
 Columns = Literal[
     "text", "prompt", "completion", "messages", "system", "tools", "instruction", "input", "output", "input_ids",
-    "labels",
+    "labels", "text_pair", "label", "chosen", "rejected", "margin",
 ]  # fmt: skip
+TaskName = Literal["sft", "pretrain", "dpo", "orpo", "kto", "reward", "classification", "seq2seq"]
+NOT_BUILT: Mapping[str, str] = {  # tasks that others have
+    "embedding": "not built: its losses are sentence-transformers', which is not among the packages used here",
+    **dict.fromkeys(("ppo", "grpo", "rloo"), "not built: training that generates its own rows"),
+}
 
 
 Mapped = Annotated[
@@ -40,7 +45,7 @@ class TrainTokenizer(Section):
 
 
 class LoraSection(Section):
-    """Low-rank adapters; names as in peft.LoraConfig (task_type is always CAUSAL_LM)."""
+    """Low-rank adapters; names as in peft.LoraConfig (task_type follows from the task)."""
 
     r: Count = option("Rank of the adapters.", 8)
     lora_alpha: Count = option("Scale of the adapters; they are multiplied by lora_alpha / r.", 16)
@@ -65,6 +70,9 @@ class ModelSection(Section):
     dtype: Dtype = option("Type in which the weights are loaded; see also training.bf16.", "float32")
     attn_implementation: Attention | None = option("Attention kernel; not set means the model's default.")
     trust_remote_code: bool = option("Run Python code that comes with the model. It can do anything you can.", False)
+    labels: Annotated[list[NonEmpty] | None, Allowed("a list of names, all different")] = option(
+        "classification: the labels, in the order of their numbers; not set means the saved model's own."
+    )
     lora: LoraSection | None = option("Train low-rank adapters instead of all weights; needs peft.")
 
 
@@ -91,7 +99,7 @@ class DataSection(Section):
 
     path: NonEmpty | None = option("A file, a folder, a hub name, or pydoc: the interpreter's own documentation.")
     datasets: Annotated[list[DatasetSection], Field(min_length=1)] | None = option("Several data sets, mixed.")
-    name: NonEmpty | None = option("Subset of a hub data set; for pydoc: text or pairs.")
+    name: NonEmpty | None = option("Subset of a hub data set; for pydoc: text, pairs, labels, preferences or ratings.")
     split: NonEmpty = option("Split to train on.", "train")
     eval_path: NonEmpty | None = option("Evaluation data apart from path, in the same forms.")
     eval_split: NonEmpty | None = option("Split to evaluate on.")
@@ -101,6 +109,9 @@ class DataSection(Section):
     max_length: Annotated[int, Field(ge=8)] = option("Tokens per sample.", 1024)
     excess_length_strategy: Excess | None = option(
         "What becomes of longer samples; not set: text is split, others are truncated."
+    )
+    max_target_length: Annotated[int, Field(ge=2)] | None = option(
+        "seq2seq: tokens of a completion; longer ones are cut; not set means max_length."
     )
     packing: bool = option("Fill each sequence with several samples; they do not mix.", False)
     completion_only_loss: bool | None = option("Loss on completions only; not set: yes for prompt/completion data.")
@@ -127,6 +138,7 @@ SECTIONS: Mapping[str, type[Section]] = {"model": ModelSection, "data": DataSect
 class RunConfig(Section):
     """Everything that decides a run. ``trainer.config.load`` makes it from files; equal configs give equal runs."""
 
+    task: TaskName = option("What is learned; docs/tasks.md has the columns that each needs.", "sft")
     model: ModelSection
     data: DataSection
     training: TrainingSection
@@ -159,6 +171,14 @@ class RunConfig(Section):
         """The error about the ``value`` of a dotted ``key``, in the same words as those found while loading."""
         return ConfigError(self.located(key, error_line(tuple(key.split(".")), value, what)))
 
+    @model_validator(mode="before")
+    @classmethod
+    def _one_reward(cls, tree: Any) -> Any:
+        """A reward model has one output."""
+        if isinstance(tree, dict) and tree.get("task") == "reward" and isinstance(tree.get("model"), dict):
+            return {**tree, "model": {**tree["model"], "labels": ["reward"]}}
+        return tree
+
     @model_validator(mode="after")
     def _no_conflicts(self) -> RunConfig:
         """Check combinations as ``load`` does, for configs that are built in Python."""
@@ -169,7 +189,8 @@ class RunConfig(Section):
 
     def tree(self) -> dict[str, Any]:
         """All sections as plain values, without keys that are not set."""
-        sections: dict[str, Any] = {name: _without_none(getattr(self, name)) for name in SECTIONS}
+        sections: dict[str, Any] = {"task": self.task} if self.task != "sft" else {}
+        sections |= {name: _without_none(getattr(self, name)) for name in SECTIONS}
         return sections | {"strategies": {name: _without_none(item) for name, item in self.strategies.items()}}
 
     def dump(self) -> str:
@@ -199,6 +220,7 @@ def flat(tree: Mapping[str, Any], wrong: Iterable[Key] = ()) -> dict[str, Values
     strategies = tree.get("strategies")
     found = {"strategies": Values(strategies if isinstance(strategies, dict) else {})}
     bad = {key[:2] for key in wrong}
+    found["task"] = Values(name=WRONG if ("task",) in bad else tree.get("task", "sft"))
     for name, model in SECTIONS.items():
         found[name] = Values()
         for key, field in model.model_fields.items():

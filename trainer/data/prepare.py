@@ -48,7 +48,12 @@ _LAYOUT = 1  # raise when the same inputs would give other rows
 _BATCH = 256  # rows tokenised in one call, documents written at once
 _WINDOW = 512  # documents that streaming packs together
 # Keys that do not decide the rows, or whose content is part of the fingerprint.
-_LATER = {"excess_length_strategy", "datasets", "limit"}  # and those that decide nothing where they are not set
+_LATER = {
+    "max_target_length",
+    "excess_length_strategy",
+    "datasets",
+    "limit",
+}  # and those that decide nothing where they are not set
 _NOT_CONTENT = {"path", "eval_path", "num_proc", "chat_template", "chat_template_path"}
 
 
@@ -92,7 +97,7 @@ def prepare(
     before any row is made, and may refuse. ``compares``: with its manifest; a machine's first rank does so for all.
     DataError has one line per problem, naming file, row and field.
     """
-    sources, held_out = list(open_train(section)), _open_eval(section)
+    sources, held_out = list(open_train(section)), open_eval(section)
     mix = [(one.weight or 1.0, one.token_share) for one in section.datasets or ()] or [(1.0, None)]
     train = [
         Part(source, make_encoder(options, source, tokenizer, vocab_size), *weights)
@@ -102,10 +107,10 @@ def prepare(
     evaluation = [Part(held_out, make_encoder(section, held_out, tokenizer, vocab_size))] if held_out else []
     marks = [part.source.identity(not section.streaming) for part in [*train, *evaluation]]
     of_train = digest_of(marks[0] if len(train) == 1 else marks[: len(train)])
-    key, made_of = fingerprint(train, seed, marks), (of_train, digest_of(_tokenizer_content(tokenizer)))
+    key, made_of = fingerprint(train, seed, marks), (of_train, digest_of(tokenizer_content(tokenizer)))
     opened(*made_of, key)
     home, names = folder / key, ", ".join(source.name for source in sources)
-    if home.is_dir() and (not compares or _is_whole(home, say)):
+    if home.is_dir() and (not compares or is_whole(home, say)):
         say(f"data: {names} is prepared already ({key})")
     elif held_out or not section.streaming:
         with added_folder(home) as draft:
@@ -123,7 +128,7 @@ def prepare(
     return Prepared(rows, held, key, formats, *made_of, template, found)
 
 
-def _is_whole(home: Path, say: Say) -> bool:
+def is_whole(home: Path, say: Say) -> bool:
     """Whether the prepared data in ``home`` is what was written. Data that is not is deleted, and made anew."""
     try:
         lines = damage(home, read_manifest(home, KIND))
@@ -146,7 +151,8 @@ def open_train(section: DataSection) -> Iterator[Source]:
         yield open_source(part.path, part.name, part.split, section.streaming, key)
 
 
-def _open_eval(section: DataSection) -> Source | None:
+def open_eval(section: DataSection) -> Source | None:
+    """The source of the evaluation rows, if they are apart from the training rows."""
     path, name, split = section.eval_path, None, section.eval_split or section.split
     if path is None:
         if section.eval_split is None:
@@ -176,7 +182,7 @@ def fingerprint(parts: Sequence[Part], seed: int, marks: Sequence[list[str]]) ->
         "layout": _LAYOUT,
         "options": _options(encoder),
         "template": encoder.template and encoder.template.text,
-        "tokenizer": _tokenizer_content(encoder.tokenizer),
+        "tokenizer": tokenizer_content(encoder.tokenizer),
         "vocab_size": encoder.vocab_size,
         "seed": seed,
         "sources": list(marks),
@@ -191,7 +197,8 @@ def _options(encoder: Encoder) -> dict[str, Any]:
     return {key: it for key, it in options if key not in _NOT_CONTENT and not (it is None and key in _LATER)}
 
 
-def _tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+def tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+    """All that decides what a tokenizer makes of a text."""
     special = sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items())
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
@@ -282,7 +289,7 @@ def _save(path: Path, rows: Iterable[dict[str, Any]]) -> tuple[int, int, int]:
     """Write rows of token lists as an Arrow stream, batch by batch; how many rows, tokens, and tokens trained on."""
     num_rows = tokens = trained = 0
     writer: pa.RecordBatchStreamWriter | None = None
-    for batch in _batched(rows, _BATCH):
+    for batch in batched(rows, _BATCH):
         columns = {name: pa.array([row[name] for row in batch], type=_TOKENS) for name in batch[0]}
         table = pa.record_batch(columns)
         writer = writer or pa.ipc.new_stream(str(path), table.schema)
@@ -303,14 +310,14 @@ def _encode(part: Part, num_proc: int | None) -> Iterator[Encoded]:
     """One result per row, in order. A fast tokenizer uses all cores; ``num_proc`` is for the others."""
     encoder = part.encoder
     rows = part.source.rows(list(encoder.columns.values()))
-    batches = _batched(itertools.islice(rows, encoder.options.limit), _BATCH)
+    batches = batched(itertools.islice(rows, encoder.options.limit), _BATCH)
     if num_proc is None or num_proc == 1:
         yield from itertools.chain.from_iterable(map(encoder.encode, batches))
         return
     # Spawned, not forked: a fork of a process that holds threads or a process group can hang.
     with ProcessPoolExecutor(num_proc, get_context("spawn"), _start_worker, (encoder,)) as pool:
         try:
-            for group in _batched(batches, 4 * num_proc):  # bounds what is read ahead
+            for group in batched(batches, 4 * num_proc):  # bounds what is read ahead
                 yield from itertools.chain.from_iterable(pool.map(_work, group))
         except BrokenProcessPool:
             raise DataError("data.num_proc: a tokenising process died, out of memory?; use fewer") from None
@@ -345,13 +352,14 @@ def _stream_rows(source: Source, encoder: Encoder) -> Iterator[dict[str, Tokens]
             if isinstance(result, Document):
                 yield np.array(result.ids, np.int32), np.array(result.labels, np.int32)
 
-    for window in _batched(documents(), _WINDOW if encoder.options.packing else 1):
+    for window in batched(documents(), _WINDOW if encoder.options.packing else 1):
         spans = packing.whole([len(ids) for ids, _ in window])
         pieces = _pieces(encoder, spans, window.__getitem__)
         yield from packing.rows(pieces, window.__getitem__, encoder.options.max_length, encoder.options.packing)
 
 
-def _batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
+def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Lists of ``size`` items; the last may be shorter."""
     iterator = iter(items)
     while batch := list(itertools.islice(iterator, size)):
         yield batch

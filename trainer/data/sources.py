@@ -10,7 +10,6 @@ that cannot be read is a sentence, so that several are reported at once; else it
 import csv
 import hashlib
 import json
-import keyword
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from strategies.core.sealed import size_and_hash
+from trainer.data import pydoc_rows
 from trainer.errors import DataError, first_line, nearest, nearest_file
 from trainer.model import hub
 
@@ -128,21 +128,8 @@ def _read_parquet(path: Path, wanted: Collection[str]) -> Numbered:
         raise DataError(f"{path}:{done + 1}: the Parquet data is damaged from here on") from None
 
 
-def _read_pydoc(pairs: bool, wanted: Collection[str]) -> Numbered:
-    """``pydoc_data.topics``: English text that comes with every Python, so that a first run needs no download."""
-    from pydoc_data.topics import topics
-
-    for topic, text in sorted(topics.items()):
-        yield topic, _pair(topic, text) if pairs else {"text": text}
-
-
-def _pair(topic: str, text: str) -> dict[str, str]:
-    """A question about the heading ('Title', a row of stars, a blank line), and the text below it as the answer."""
-    title, _, rest = text.partition("\n")
-    _, _, body = rest.partition("\n\n")
-    if keyword.iskeyword(topic) and "statement" in title:
-        return {"prompt": f"Explain Python's `{topic}` statement.\n", "completion": body.strip()}
-    return {"prompt": f"Explain this part of Python: {title.strip()}.\n", "completion": body.strip()}
+def _read_pydoc(name: str, wanted: Collection[str]) -> Numbered:
+    yield from pydoc_rows.rows(name)
 
 
 def _read_arrow(dataset: Any, wanted: Collection[str]) -> Numbered:
@@ -223,8 +210,8 @@ def _marks(root: Path, paths: Sequence[Path], exact: bool) -> list[str]:
     return [f"{path.relative_to(root.parent)} {mark}" for path, mark in zip(paths, marks, strict=True)]
 
 
-def _pydoc(pairs: bool) -> Source:
-    columns, read = ("prompt", "completion") if pairs else ("text",), partial(_read_pydoc, pairs)
+def _pydoc(name: str) -> Source:
+    columns, read = pydoc_rows.COLUMNS[name], partial(_read_pydoc, name)
     content = repr([values for _, values in read(())])
     marks = ["pydoc", hashlib.sha256(content.encode()).hexdigest()]
     return Source("pydoc", (Table("pydoc", columns, read),), partial(_known, marks))
@@ -241,14 +228,14 @@ def _known(marks: list[str], exact: bool) -> list[str]:
 
 
 def open_source(path: str, name: str | None, split: str, streaming: bool, key: str = "data.") -> Source:
-    """The source that ``path`` names: a file, a folder, ``pydoc`` (``name``: ``text`` or ``pairs``), or a hub name
+    """The source that ``path`` names: a file, a folder, ``pydoc`` (``name``: see ``pydoc_rows.py``), or a hub name
     ``owner/name`` (``name``: its subset). Raises DataError if nothing is there, or it cannot be read; ``key`` is the
     prefix of the config keys of this source.
     """
     local = Path(path).expanduser()
     suffix = local.suffix.lower()
     if path == "pydoc":
-        return _pydoc(pairs=name == "pairs")
+        return _pydoc(name or "text")
     # `corpus/train` is a misspelt path and not a hub name if there is a folder `corpus`.
     if not (local.exists() or suffix in _READERS or Path(path).parent.is_dir()) and _HUB_NAME.fullmatch(path):
         return _hub(path, name, split, streaming, key)

@@ -301,3 +301,5 @@ def quiet_libraries() -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     logging.getLogger("transformers.distributed.tensor_parallel").setLevel(logging.ERROR)  # nothing is sharded so here
     transformers_logging.disable_progress_bar()
+    if importlib.util.find_spec("datasets") is not None:
+        importlib.import_module("datasets").disable_progress_bars()

@@ -18,7 +18,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import AfterValidator, Field, TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from strategies.core.commit import replace_file
 from strategies.core.facts import Facts
@@ -42,22 +42,19 @@ ROTATED_BYTES, MOST_SETS = 256 << 20, 8  # of operands that are used before one 
 LEAST_TIMED_CPU_S, LEAST_TIMED_S = 2e-5, 5e-4  # of one reading; shorter products are repeated because clocks are coarse
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3, "float64": 1e-12}  # of the largest result
 OPERANDS = {Gemm.FORWARD: ("x", "weight"), Gemm.DGRAD: ("grad", "weight"), Gemm.WGRAD: ("grad", "x")}
-
-
-def _complete(timing: Timing) -> Timing:
-    if missing := {"copy", *(f"{gemm} {Route.NATIVE}" for gemm in Gemm)} - timing.keys():
-        raise ValueError(f"{min(missing)} is missing")
-    return timing
-
-
+NEEDED = {"copy", *(f"{gemm} {Route.NATIVE}" for gemm in Gemm)}  # of every timing
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-FILE = TypeAdapter(dict[str, dict[str, Annotated[dict[str, Seconds], AfterValidator(_complete)]]])  # by place and shape
+FILE = TypeAdapter(dict[str, dict[str, dict[str, Seconds]]])  # by place, by shape
 
 
 def for_config(config: RunConfig, facts: Facts, ranks: Ranks, machine: Machine, *, tune: bool, say: Say) -> Facts:
     """``facts`` with the timings that a strategy asks for, the same on all ranks: those of the file and, with ``tune``,
     those of other shapes that are measured within the strategy's budget.
     """
+    import torch.distributed as dist
+
+    from trainer.dist.agreement import agreement
+
     asked = next((found for strategy in config.strategies.values() if (found := strategy.gemm_timing())), None)
     if asked is None or machine.origin == "profile":
         return facts
@@ -72,7 +69,8 @@ def for_config(config: RunConfig, facts: Facts, ranks: Ranks, machine: Machine, 
             say(ignored)
         elif measured and place not in measured:
             say(f"{path} is not used: nothing in it was measured on this machine, with these versions and settings")
-        shapes, known = shapes_of(facts), measured.get(place, {})
+        shapes = shapes_of(facts)
+        known = {shape: timing for shape, timing in measured.get(place, {}).items() if timing.keys() >= NEEDED}
         missing = [shape for shape in shapes if str(shape) not in known]
         if missing and tune:
             known = known | measure(missing, device, budget_s, say)
@@ -82,18 +80,9 @@ def for_config(config: RunConfig, facts: Facts, ranks: Ranks, machine: Machine, 
                 say(f"{path} cannot be written ({error.strerror}): the next run measures again")
         return {str(shape): known[str(shape)] for shape in shapes if str(shape) in known}
 
-    return replace(facts, timings=of_first_rank(find))
-
-
-def of_first_rank(find: Callable[[], Timings]) -> Timings:
-    """The result of ``find()`` on the first rank of a job that runs, so that all ranks choose alike."""
-    import torch.distributed as dist
-
-    from trainer.dist.agreement import agreement
-
     here = Ranks(dist.get_rank(), 0, dist.get_world_size()) if dist.is_initialized() else Ranks()
     with agreement(here, LONGEST_S) as together:
-        return together.on_first(here.rank, find)
+        return replace(facts, timings=together.on_first(here.rank, find))
 
 
 # --- the file --------------------------------------------------------------------------------------------------------
@@ -109,9 +98,9 @@ def place_of(machine: Machine, threads: int | None = None) -> str:
         runs = f"threads {threads or torch.get_num_threads()}"
     else:
         runs = accelerator.row_of(torch.device(machine.device_kind)).software()
-    exact = ["deterministic"] if torch.are_deterministic_algorithms_enabled() else []
+    exact = "deterministic" if torch.are_deterministic_algorithms_enabled() else ""
     here = [f"{name} {value}" for name, value in key_of(machine).items()]
-    return ", ".join([*here, runs, f"matmul precision {torch.get_float32_matmul_precision()}", *exact])
+    return ", ".join(filter(None, (*here, runs, f"matmul precision {torch.get_float32_matmul_precision()}", exact)))
 
 
 def load(path: Path) -> tuple[dict[str, Timings], str]:
@@ -158,7 +147,7 @@ def _timed(timers: Mapping[str, Timer], most_s: float) -> Timing:
         if number > 1 and time.perf_counter() - began_s > most_s:
             break
         least = {name: min(least[name], timer()) for name, timer in timers.items()}
-    return _complete(least)
+    return least
 
 
 def timers_of(shape: Shape, device: str) -> dict[str, Timer]:
@@ -195,4 +184,6 @@ def timers_of(shape: Shape, device: str) -> dict[str, Timer]:
         for route in routes:
             if float((compute(gemm, route, sets[0]).float() - expected).abs().max()) <= allowed:
                 timers[f"{gemm} {route}"] = timed(partial(compute, gemm, route))
+    if not timers.keys() >= NEEDED:
+        raise ValueError("its products are no numbers")
     return timers

@@ -23,8 +23,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from trainer.errors import ConfigError, nearest
 from trainer.model import hub
+from trainer.tasks.table import LANGUAGE
+from trainer.tasks.task import Task, loaded
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
     from transformers import PretrainedConfig, PreTrainedModel
 
     from trainer.config.sections import LoraSection, ModelSection
@@ -63,6 +66,14 @@ def _own_config(section: ModelSection, vocab_size: int | None) -> PretrainedConf
             config = AutoConfig.from_pretrained(name, trust_remote_code=trusted, **hub.options(name))
     except (ValueError, OSError, TypeError, StrictDataclassError) as error:
         raise ConfigError(_refused(section, error)) from None
+    if section.labels is not None:
+        saved = "".join(config.architectures or ()) if section.name_or_path else ""
+        if "ForSequenceClassification" in saved and len(section.labels) != config.num_labels:
+            names = ", ".join(map(str, (config.id2label or {}).values()))
+            what = f"{section.name_or_path} has {config.num_labels}: {names}"
+            raise ConfigError(f"model.labels = {section.labels}: {what}")
+        config.id2label = dict(enumerate(section.labels))
+        config.label2id = {label: number for number, label in config.id2label.items()}
     return config
 
 
@@ -112,7 +123,9 @@ def _refused(section: ModelSection, error: Exception) -> str:
     return f"{said}, and no such model on the Hugging Face hub can be reached ({lines[0]})"
 
 
-def build(section: ModelSection, config: PretrainedConfig, *, seed: int, partitioned: bool) -> PreTrainedModel:
+def build(
+    section: ModelSection, config: PretrainedConfig, *, seed: int, partitioned: bool, task: Task = LANGUAGE
+) -> PreTrainedModel:
     """The model with its weights, in ``section.dtype``, on the CPU (or partitioned over the ranks).
 
     Args:
@@ -120,8 +133,8 @@ def build(section: ModelSection, config: PretrainedConfig, *, seed: int, partiti
         partitioned: ZeRO stage 3 is on, and Transformers builds under ``deepspeed.zero.Init``.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
+    auto = loaded(task.model_class)
     dtype = getattr(torch, section.dtype)
     attention = {"attn_implementation": section.attn_implementation} if section.attn_implementation else {}
     torch.manual_seed(seed)
@@ -129,19 +142,23 @@ def build(section: ModelSection, config: PretrainedConfig, *, seed: int, partiti
     if section.name_or_path is not None:
         if section.trust_remote_code:
             logger.warning(REMOTE_CODE)
-        options = {**attention, **hub.options(section.name_or_path)}
-        model = AutoModelForCausalLM.from_pretrained(
+        options: dict[str, Any] = {**attention, **hub.options(section.name_or_path)}
+        if section.labels is not None:
+            options |= {"id2label": config.id2label, "label2id": config.label2id}
+        model = auto.from_pretrained(
             section.name_or_path, dtype=dtype, trust_remote_code=section.trust_remote_code, **options
         )
     else:
         own = deepcopy(config)  # Transformers derives the model's generation config from this one
         as_given = _own_config(section, config.get_text_config().vocab_size)
         set_use_cache(own, getattr(as_given, "use_cache", None))
-        make = partial(AutoModelForCausalLM.from_config, own, dtype=dtype, **attention)
+        make = partial(auto.from_config, own, dtype=dtype, **attention)
         model = make() if partitioned else _random_weights(make, seed)
     model.own_use_cache = getattr(model.config, "use_cache", None)
     model.config.use_cache = False
-    return with_lora(model, section.lora) if section.lora is not None else cast("PreTrainedModel", model)
+    if section.lora is None or task.adds_adapters:
+        return cast("PreTrainedModel", model)
+    return with_lora(model, section.lora, task)
 
 
 def _random_weights(make: Callable[[], PreTrainedModel], seed: int) -> PreTrainedModel:
@@ -174,20 +191,26 @@ def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def with_lora(model: PreTrainedModel, section: LoraSection) -> PreTrainedModel:
+def lora_config(section: LoraSection, task: Task) -> LoraConfig:
+    """peft's config of the adapters. ConfigError: ``peft`` is not installed."""
+    try:
+        from peft import LoraConfig
+    except ImportError:
+        raise ConfigError("model.lora: needs the package peft; install it with: pip install 'deepstow[lora]'") from None
+    return LoraConfig(task_type=task.adapters, **section.model_dump(exclude_none=True))
+
+
+def with_lora(model: PreTrainedModel, section: LoraSection, task: Task = LANGUAGE) -> PreTrainedModel:
     """Add low-rank adapters to ``model`` and freeze its own weights. ConfigError: ``peft`` is not installed, or no
     module matches ``target_modules``.
     """
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError:
-        raise ConfigError("model.lora: needs the package peft; install it with: pip install 'deepstow[lora]'") from None
+    wanted = lora_config(section, task)
+    from peft import get_peft_model
 
-    options: dict[str, Any] = section.model_dump(exclude_none=True)
     try:
         with warnings.catch_warnings():  # peft reads a name that Transformers has renamed
             warnings.simplefilter("ignore", FutureWarning)
-            adapted: Any = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options))
+            adapted: Any = get_peft_model(model, wanted)
     except ValueError as error:
         linear = {n.rsplit(".", 1)[-1] for n, m in model.named_modules() if type(m).__name__ in ("Linear", "Conv1D")}
         raise ConfigError(

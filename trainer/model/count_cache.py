@@ -27,14 +27,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
-COUNTING = ("trainer/model", "strategies/engine/forward")  # whatever counts a model, or computes what is counted
+COUNTING = (
+    "trainer/model",
+    "trainer/tasks",
+    "strategies/engine/forward",
+)  # whatever counts a model, or computes what is counted
 SOURCES = (
     *(path for folder in COUNTING for path in sorted((ROOT / folder).glob("*.py"))),
     *(ROOT / f"strategies/core/{name}.py" for name in ("facts", "linears")),
     ROOT / "trainer/planning/facts.py",
     ROOT / "strategies/backends/autotp.py",
 )
-PACKAGES = ("torch", "transformers", "peft")
+PACKAGES = ("torch", "transformers", "peft", "trl")
 _HERE: dict[str, Any] = {}  # counts that are valid in this process only
 TRAINING = (
     "per_device_train_batch_size",
@@ -43,6 +47,7 @@ TRAINING = (
     "gradient_checkpointing",
     "activation_checkpointing",
     "label_smoothing_factor",
+    "disable_dropout",
 )
 
 
@@ -81,9 +86,10 @@ def name_of(config: RunConfig, what: str = "") -> tuple[str, bool]:
             versions[package] = version(package)
     known = {
         "model": model,
+        "task": config.task,
         "what": what,
         "training": {name: getattr(config.training, name) for name in TRAINING},
-        "data": [config.data.max_length, config.data.packing],
+        "data": [config.data.max_length, config.data.max_target_length, config.data.packing],
         # Alone of what strategies require these change the forward; the rest is chosen from one count for all.
         "casts": sorted({each.name for each in requirements_of(config.strategies)} & {"COMPUTE_DTYPE", "DEEPSPEED"}),
         Axis.TENSOR.value: degrees(config.strategies).get(Axis.TENSOR, 1),  # layers that ranks divide have other shapes

@@ -37,6 +37,8 @@ from trainer.model import config_keys
 from trainer.model.build import load_config, with_lora
 from trainer.model.count_cache import cached
 from trainer.model.params import decay_groups, list_params
+from trainer.tasks.table import TASKS
+from trainer.tasks.task import loaded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,6 +92,10 @@ def check_model(config: RunConfig, built: Any) -> None:
     ConfigError: a key cannot be meant, or a strategy cannot train such a model.
     """
     config_keys.check(config, built)
+    auto = TASKS[config.task].model_class
+    if type(built) not in loaded(auto)._model_mapping and not config.model.trust_remote_code:
+        what = f"{built.model_type} models are not for it: Transformers has no {auto.rpartition('.')[2]} of one"
+        raise config.error("task", config.task, what)
     keys = built.get_text_config().to_dict()
     refuse(config, [refused for each in config.strategies.values() for refused in each.refuses_model(keys)])
 
@@ -109,7 +115,7 @@ def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) 
     """The facts that follow from the config alone."""
     training, divided = config.training, degrees(config.strategies)
     return RunFacts(
-        micro_batch=training.per_device_train_batch_size,
+        micro_batch=training.per_device_train_batch_size * TASKS[config.task].sequences,
         sequence=config.data.max_length,
         accumulation=training.gradient_accumulation_steps,
         max_grad_norm=training.max_grad_norm,
@@ -178,7 +184,7 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
     from trainer.model.stubs import fake_tensors
     from trainer.model.temporaries import count
 
-    precision = precision_of(config)
+    precision, task = precision_of(config), TASKS[config.task]
     compute = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(precision)
     casted = casts(config.strategies, precision)
     autocast = None if casted else compute
@@ -197,15 +203,16 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
             # Release 5.23 renamed it and warns about the old name; the releases before know the old one only.
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         model.train()
-        shape = (config.training.per_device_train_batch_size, config.data.max_length)
+        shape = (run_facts(config, 1).micro_batch, config.data.max_length)
         ids = torch.zeros(shape, dtype=torch.long)
-        inputs = {"input_ids": ids, "labels": ids}
+        inputs = {"input_ids": ids, **task.targets(ids, config)}
         masked &= not str(config.model.attn_implementation).startswith("flash")
         if config.data.packing:
             inputs["position_ids"] = torch.zeros_like(ids) if masked else torch.arange(shape[1]).repeat(shape[0], 1)
         elif masked:
             inputs["attention_mask"] = torch.zeros_like(ids)
-        call = _call(model, inputs, config.training.label_smoothing_factor, autocast)
+        shift = task.language
+        call = _call(task.forward(model, config), inputs, config.training.label_smoothing_factor, autocast, shift=shift)
         try:
             found = count(model, call)
         except (RuntimeError, IndexError) as error:
@@ -235,7 +242,9 @@ def _whole(config: RunConfig) -> ModelCount | None:
     return counted(config.model_copy(update={"strategies": undivided}))
 
 
-def _call(model: Any, inputs: Mapping[str, Any], smoothing: float | None, autocast: Any) -> Callable[[], Any]:
+def _call(
+    model: Any, inputs: Mapping[str, Any], smoothing: float | None, autocast: Any, *, shift: bool
+) -> Callable[[], Any]:
     """One forward with its loss. Smoothed labels are outside of the model, as in Transformers' Trainer. With
     ``autocast`` (a dtype or None) outputs are copied in fp32, as Accelerate does.
     """
@@ -246,7 +255,7 @@ def _call(model: Any, inputs: Mapping[str, Any], smoothing: float | None, autoca
         from transformers.trainer_pt_utils import LabelSmoother
 
         rest = {key: inputs[key] for key in inputs if key != "labels"}
-        return {"loss": LabelSmoother(smoothing)(model(**rest), inputs["labels"], shift_labels=True)}
+        return {"loss": LabelSmoother(smoothing)(model(**rest), inputs["labels"], shift_labels=shift)}
 
     def cast() -> Any:
         import torch
@@ -261,18 +270,21 @@ def _call(model: Any, inputs: Mapping[str, Any], smoothing: float | None, autoca
 def _meta_model(config: RunConfig) -> PreTrainedModel:
     """The configured model on the meta device. Modules of fake tensors cannot be moved or cast, and peft does that."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    section = config.model
+    section, task = config.model, TASKS[config.task]
+    auto = loaded(task.model_class)
     hf_config = load_config(section, vocab_size_of(config))
     check_model(config, hf_config)
+    for name in ("pad_token_id", "decoder_start_token_id"):  # a run takes those of the tokenizer
+        if not task.language and getattr(hf_config, name, None) is None:
+            setattr(hf_config, name, 0)
     # A flash kernel that is not installed here saves what torch's fused attention saves.
     attention = "eager" if section.attn_implementation == "eager" else "sdpa"
     options = {"dtype": getattr(torch, section.dtype), "trust_remote_code": section.trust_remote_code}
     options["attn_implementation"] = attention
     with torch.device("meta"):
         try:
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config, **options)
+            model: PreTrainedModel = auto.from_config(hf_config, **options)
         except ValueError as error:
             reason = str(error).splitlines()[0]
             if "does not support" not in reason:
@@ -280,9 +292,9 @@ def _meta_model(config: RunConfig) -> PreTrainedModel:
             if section.attn_implementation == attention:
                 what = f"{hf_config.model_type} does not support it; leave it out"
                 raise ConfigError(f"model.attn_implementation = {attention!r}: {what}") from None
-            model = AutoModelForCausalLM.from_config(hf_config, **options | {"attn_implementation": "eager"})
+            model = auto.from_config(hf_config, **options | {"attn_implementation": "eager"})
         except KeyError as error:  # looked up in a table of Transformers, as activation functions are
             raise ConfigError(f"model.config: Transformers knows no {error}") from None
         except RuntimeError as error:  # sizes whose product no machine can address
             raise ConfigError(f"model.config: cannot be built: {first_line(error)}") from None
-        return with_lora(model, section.lora) if section.lora is not None else model
+        return with_lora(model, section.lora, task) if section.lora is not None else model

@@ -20,6 +20,7 @@ from trainer.machine import block_timing, gemm_timing
 from trainer.model import build
 from trainer.model.shrink import PER_LAYER
 from trainer.planning import facts
+from trainer.tasks.table import TASKS
 
 if TYPE_CHECKING:
     from strategies.core.facts import Facts
@@ -112,7 +113,7 @@ def check_options(config: RunConfig, world_size: int, *, installed: bool = True)
     model is described; with ``installed`` also for packages and the device here, while a plan may be for another
     machine.
     """
-    found = list(refusals(config.strategies, facts.run_facts(config, world_size)))
+    found = [*TASKS[config.task].refusals(config), *refusals(config.strategies, facts.run_facts(config, world_size))]
     for strategy in in_order(config.strategies).values() if installed else ():
         try:
             strategy.check_installed()

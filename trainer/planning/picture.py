@@ -1,4 +1,5 @@
-"""The plan as a picture: the simulated step over time above the device's memory, or the memory of a rank as bars.
+"""The plan as a picture: the simulated step over time above the device's memory, or the memory of a rank as bars; or a
+simulated step above a measured one.
 
 The memory curve is the arena and what forward has saved so far, during the ticks of the first pass. Without a simulated
 step (nothing is stowed, or the machine's rates are unknown): one bar per home that adds up to the predicted peak of a
@@ -8,7 +9,7 @@ rank. The red line is the budget.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
@@ -35,6 +36,7 @@ COLOURS = {
 }
 PARTS = ((60, 100, 150), (196, 120, 40), (190, 160, 60), (150, 90, 150), (86, 140, 90), (170, 170, 170))
 FONT = ImageFont.load_default(15)
+ALIKE = {"parked": "gradient", "arriving": "gradient", "moments": "state", "master": "state"}  # in measured labels
 Limit = tuple[int, str]  # bytes of the device, and what they are called
 Pen = ImageDraw.ImageDraw
 
@@ -43,8 +45,9 @@ def draw(plan: Plan, cost: StepCost | None, path: Path, *, model: str, budget: i
     """Write the picture of a ``model`` of this name to ``path``. ``budget``: bytes of the device to be used, None:
     all that it has. Raises OSError or ValueError: the file cannot be written, or its suffix is no picture's.
     """
-    bars, rows = 2 * (BAR + MARGIN), ROW * len(_shown(cost)) + CURVE + AXIS + 3 * MARGIN
-    image = Image.new("RGB", (WIDTH, TITLE + MARGIN + (bars if cost is None else rows)), "white")
+    shown = [] if cost is None else [each for each in Resource if each is not Resource.NET or cost.outcome.busy[each]]
+    height = 2 * (BAR + MARGIN) if cost is None else ROW * len(shown) + CURVE + AXIS + 3 * MARGIN
+    image = Image.new("RGB", (WIDTH, TITLE + MARGIN + height), "white")
     pen = ImageDraw.Draw(image)
     limit = (budget, "budget") if budget is not None else (plan.facts.machine.device_bytes, "device has")
     for index, line in enumerate(title(plan, cost, model)):
@@ -52,7 +55,33 @@ def draw(plan: Plan, cost: StepCost | None, path: Path, *, model: str, budget: i
     if cost is None:
         _bars(pen, plan, limit)
     else:
-        _step(pen, plan, cost, limit)
+        _step(pen, plan, cost, shown, limit)
+    image.save(path)
+
+
+def beside(
+    plan: Plan, cost: StepCost | None, seconds: float, measured: Sequence[TraceEvent], path: Path, *, model: str
+) -> None:
+    """Write the picture of the simulated step above one that was ``measured`` and took so many ``seconds``."""
+    steps = [("measured", seconds, measured)]
+    if cost is not None:
+        steps.insert(0, ("simulated", cost.seconds, cost.outcome.events))
+    used = [each for each in Resource if any(event.resource is each for _, _, some in steps for event in some)]
+    longest, height = max(length for _, length, _ in steps), ROW * len(used) + AXIS
+    image = Image.new("RGB", (WIDTH, TITLE + height * len(steps) + AXIS + MARGIN), "white")
+    pen = ImageDraw.Draw(image)
+    lengths = ", ".join(f"{name} step {length:.3g} s" for name, length, _ in steps)
+    for index, line in enumerate([title(plan, None, model)[0], lengths]):
+        pen.text((MARGIN, 10 + 20 * index), line, INK, FONT)
+
+    def at(time: float) -> float:
+        return LEFT + max(0.0, min(longest, time)) * (WIDTH - LEFT - MARGIN) / longest
+
+    for number, (name, _, events) in enumerate(steps):
+        top = TITLE + height * number
+        pen.text((MARGIN, top - 20), name, INK, FONT)
+        _resources(pen, events, used, at, top, longest)
+    _legend(pen, TITLE + height * len(steps))
     image.save(path)
 
 
@@ -64,7 +93,10 @@ def title(plan: Plan, cost: StepCost | None, model: str) -> list[str]:
     about += f", {run.tokens_per_step:,} tokens per step"
     if cost is None:
         return [about, "predicted peak of one rank; no simulated step: nothing is stowed, or rates are unknown"]
-    return [about, headline(plan, cost), _busy(cost)]
+    busy, hidden = cost.outcome.busy, cost.outcome.hidden
+    others = [each for each in Resource if each is not Resource.COMPUTE and busy[each] > 0]
+    parts = [f"{each.value} {busy[each]:.3g} s ({hidden[each] / busy[each]:.0%} hidden)" for each in others]
+    return [about, headline(plan, cost), f"busy beside compute: {', '.join(parts) or 'nothing'}"]
 
 
 def axis(seconds: float) -> list[float]:
@@ -74,43 +106,50 @@ def axis(seconds: float) -> list[float]:
     return [step * index for index in range(int(seconds / step) + 1)]
 
 
-def _step(pen: Pen, plan: Plan, cost: StepCost, limit: Limit) -> None:
-    """Resources, memory, and the time below both."""
+def _step(pen: Pen, plan: Plan, cost: StepCost, shown: Sequence[Resource], limit: Limit) -> None:
+    """Resources (the network only if it is used), memory, and the time below both."""
     across = (WIDTH - LEFT - MARGIN) / cost.seconds
 
     def at(seconds: float) -> float:
         return LEFT + max(0.0, min(cost.seconds, seconds)) * across
 
-    floor = TITLE + ROW * len(_shown(cost)) + MARGIN + CURVE
-    for time in axis(cost.seconds):
-        pen.line((at(time), TITLE, at(time), floor + 5), GRID)
-        pen.text((at(time) - 10, floor + 8), f"{time:.3g} s", INK, FONT)
-    for row, resource in enumerate(_shown(cost)):
-        top = TITLE + row * ROW
-        pen.text((MARGIN, top + 14), resource.value, INK, FONT)
-        pen.rectangle((LEFT, top + 4, WIDTH - MARGIN, top + ROW - 8), outline=GRID)
-        for event in cost.outcome.events:
-            if event.resource is resource:
-                colour = COLOURS.get(event.label.split()[0], INK)
-                pen.rectangle((at(event.start), top + 5, at(event.end), top + ROW - 9), fill=colour, outline="white")
-    for index, (word, colour) in enumerate(list(COLOURS.items())[:-1]):
-        left = LEFT + 150 * index
-        pen.rectangle((left, floor + AXIS, left + 12, floor + AXIS + 12), fill=colour)
-        pen.text((left + 18, floor + AXIS - 4), word, INK, FONT)
+    _resources(pen, cost.outcome.events, shown, at, TITLE, cost.seconds, MARGIN + CURVE)
+    floor = TITLE + ROW * len(shown) + MARGIN + CURVE
+    _legend(pen, floor + AXIS)
     _memory(pen, plan, cost, at, floor, limit)
 
 
-def _shown(cost: StepCost | None) -> list[Resource]:
-    """The resources that have a row; the network only if it is used."""
-    return [each for each in Resource if each is not Resource.NET or (cost and cost.outcome.busy[each] > 0)]
+def _resources(
+    pen: Pen,
+    events: Sequence[TraceEvent],
+    shown: Sequence[Resource],
+    at: Callable[[float], float],
+    top: int,
+    seconds: float,
+    below: int = 0,
+) -> None:
+    """A row for each resource from ``top`` on, and the time that much ``below`` them."""
+    floor = top + ROW * len(shown) + below
+    for time in axis(seconds):
+        pen.line((at(time), top, at(time), floor + 5), GRID)
+        pen.text((at(time) - 10, floor + 8), f"{time:.3g} s", INK, FONT)
+    for row, resource in enumerate(shown):
+        here = top + row * ROW
+        pen.text((MARGIN, here + 14), resource.value, INK, FONT)
+        pen.rectangle((LEFT, here + 4, WIDTH - MARGIN, here + ROW - 8), outline=GRID)
+        for event in events:
+            if event.resource is resource:
+                word, place = event.label.split()[0], (at(event.start), here + 5, at(event.end), here + ROW - 9)
+                wide = place[2] - place[0] > 3  # narrower ones would be all outline
+                colour = COLOURS.get(ALIKE.get(word, word), INK)
+                pen.rectangle(place, fill=colour, outline="white" if wide else None)
 
 
-def _busy(cost: StepCost) -> str:
-    """The busy seconds of each resource besides compute, on one line."""
-    out = cost.outcome
-    others = [each for each in Resource if each is not Resource.COMPUTE and out.busy[each] > 0]
-    parts = [f"{each.value} {out.busy[each]:.3g} s ({out.hidden[each] / out.busy[each]:.0%} hidden)" for each in others]
-    return f"busy beside compute: {', '.join(parts) or 'nothing'}"
+def _legend(pen: Pen, top: int) -> None:
+    for index, (word, colour) in enumerate(list(COLOURS.items())[:-1]):
+        left = LEFT + 150 * index
+        pen.rectangle((left, top, left + 12, top + 12), fill=colour)
+        pen.text((left + 18, top - 4), word, INK, FONT)
 
 
 def _memory(pen: Pen, plan: Plan, cost: StepCost, at: Callable[[float], float], floor: int, limit: Limit) -> None:

@@ -38,6 +38,7 @@ from trainer.machine.probe import status_bytes
 if TYPE_CHECKING:
     from trainer.dist.watchdog import Watchdog
 
+SAID = ("perplexity", "accuracy", "f1", "exact_match", "rewards/accuracies", "rewards/margins")  # of an evaluation
 MIN_NEW_TOKENS, MAX_NEW_TOKENS = 20, 60  # of a sample; one that ends at once shows nothing
 EVAL_LOSS = re.compile(r"eval_(?:(.+)_)?loss")  # the key of the one evaluated set, or of one of several by its name
 
@@ -78,7 +79,9 @@ class Meter(TrainerCallback):
     def add_to(self, logs: dict[str, float], state: TrainerState) -> None:
         """Add our values to one record in place; to be called on every rank before the record goes anywhere."""
         for key in filter(EVAL_LOSS.fullmatch, list(logs)):
-            logs[key.removesuffix("loss") + "perplexity"] = perplexity(logs[key])
+            name = key.removesuffix("loss")
+            if f"{name}tokens" in logs:  # then the loss is a mean over tokens
+                logs[f"{name}perplexity"] = perplexity(logs[key])
         if "loss" in logs:
             logs.update({key: value for key, value in self._lap(state).items() if value is not None})
 
@@ -181,11 +184,12 @@ def progress_line(step: int, num_steps: int, record: Mapping[str, float]) -> str
 
 
 def eval_lines(step: int, record: Mapping[str, float]) -> Iterator[str]:
-    """One line per evaluated set: ``eval at step 200: loss 3.91  perplexity 49.9``."""
+    """One line per evaluated set: ``eval at step 200: loss 3.91  perplexity 49.9``, or what else its task says."""
     for key, value in record.items():
         if found := EVAL_LOSS.fullmatch(key):
-            label, odds = f"eval {found[1]}" if found[1] else "eval", human_number(perplexity(value), 3)
-            yield f"{label} at step {step}: loss {human_number(value, 3)}  perplexity {odds}"
+            label, start = f"eval {found[1]}" if found[1] else "eval", key.removesuffix("loss")
+            said = [f"{name} {human_number(record[start + name], 3)}" for name in SAID if start + name in record]
+            yield "  ".join([f"{label} at step {step}: loss {human_number(value, 3)}", *said])
 
 
 class ProgressLine(TrainerCallback):

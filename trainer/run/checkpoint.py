@@ -10,8 +10,6 @@ Invariant. At every moment a checkpoint that was complete is on the disk. The ne
 never deleted. A folder ``checkpoint-N`` disappears in one step: it is renamed before it is deleted. Of a checkpoint
 that is a symbolic link nothing is deleted, not even the link. A manifest has nothing from the clock or from paths that
 the config does not name: two runs that are the same have the same one at the same step.
-
-Refused: checkpoints of releases before there were manifests; starting anew because all checkpoints are damaged.
 """
 
 from __future__ import annotations

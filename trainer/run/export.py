@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from strategies.core.commit import replaced_folder, same_modes
@@ -37,6 +38,8 @@ from trainer.model.build import set_use_cache
 from trainer.run.checkpoint import move_aside
 from trainer.run.model_card import model_card
 from trainer.run.trainer import Trainer
+from trainer.tasks.table import TASKS
+from trainer.tasks.task import Task, loaded
 
 if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
@@ -66,8 +69,9 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, config: RunConf
     """
     merge = config.model.lora is not None and config.model.name_or_path is None
     model: Any = trainer.accelerator.unwrap_model(trainer.whole, keep_torch_compile=False)
+    task = TASKS[config.task]
     rows = trainer.whole.get_input_embeddings().num_embeddings
-    probe = (torch.arange(PROBE_TOKENS) * 7919 % rows).unsqueeze(0)
+    probe = task.probe((torch.arange(PROBE_TOKENS) * 7919 % rows).unsqueeze(0))
     logits = trainer.logits_of(probe)
     gathered = {name.replace("_orig_mod.", ""): tensor for name, tensor in trainer.whole_state().items()}  # compiled
     state, has_adapters = tied_again(model, gathered), hasattr(model, "peft_config")
@@ -91,7 +95,10 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, config: RunConf
         tokenizer.save_pretrained(draft)
         card.save(draft / "README.md")
         with as_a_user(trainer):
-            reloaded = reload(draft, trust_remote_code=config.model.trust_remote_code)
+            labels = {}
+            if config.model.labels and has_adapters and not merge:  # a user names them, since the files do not
+                labels = {"id2label": model.config.id2label, "label2id": model.config.label2id}
+            reloaded = reload(draft, task, trust_remote_code=config.model.trust_remote_code, **labels)
             # Reloaded adapters have other names than trained ones; their values are compared alone.
             difference = compare(reloaded, state, probe, logits, tolerance, names=merge or not has_adapters)
         same_modes(draft)
@@ -100,7 +107,7 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, config: RunConf
         return Receipt(len(reloaded.state_dict()), num_bytes, difference)
 
 
-def tied_again(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def tied_again(model: torch.nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """``state`` with one tensor under all names of a tied weight, since ``save_pretrained`` knows them by their memory.
 
     DeepSpeed's stages 0 to 2 return a copy for each name, and every copy would be written.
@@ -110,7 +117,7 @@ def tied_again(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> dic
     return {name: state[first.setdefault(id(live[name]), name)] for name in state}
 
 
-def refuse_not_finite(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+def refuse_not_finite(model: torch.nn.Module, state: Mapping[str, Tensor]) -> None:
     """Raise ExportError if a weight has NaN or infinity in it, naming the first. Buffers may, as masks do."""
     for name, _ in model.named_parameters():
         tensor = state[name]
@@ -150,17 +157,17 @@ def as_a_user(trainer: Trainer) -> Iterator[None]:
             set_hf_deepspeed_config(config)
 
 
-def reload(folder: Path, *, trust_remote_code: bool) -> PreTrainedModel:
+def reload(folder: Path, task: Task, **options: Any) -> PreTrainedModel:
     """The model in ``folder``, loaded as a user would; ExportError if a weight is missing or has another shape."""
     logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=trust_remote_code
+        opened: Any = loaded(task.model_class).from_pretrained(
+            folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     except (RuntimeError, OSError, ValueError, SafetensorError) as error:
         raise ExportError(f"export: cannot be opened: {' '.join(str(error).split())}") from error
-    model: PreTrainedModel = loaded[0]
-    loading = loaded[1]
+    model: PreTrainedModel = opened[0]
+    loading = opened[1]
     refuse_different([f"{name} is not in the file" for name in loading["missing_keys"]])
     refuse_different(
         f"{name} has shape {tuple(found)} in the file, not {tuple(wanted)}"
@@ -177,9 +184,9 @@ def refuse_different(lines: Iterable[str]) -> None:
 
 def compare(
     model: PreTrainedModel,
-    state: Mapping[str, torch.Tensor],
-    probe: torch.Tensor,
-    logits: torch.Tensor,
+    state: Mapping[str, Tensor],
+    probe: Mapping[str, Tensor],
+    logits: Tensor,
     tolerance: float,
     *,
     names: bool,
@@ -189,6 +196,8 @@ def compare(
     """
     found = model.state_dict()
     trained = {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}  # the prefix is peft's
+    # What peft keeps of a module that is trained in full is not saved, and a new head has other random numbers.
+    trained = {name: tensor for name, tensor in trained.items() if ".original_module." not in name}
     assert trained.keys() & found.keys(), "nothing to compare"
     refuse_different(f"{name} is not in the model" for name in trained.keys() - found.keys() if names)
     refuse_different(
@@ -199,7 +208,7 @@ def compare(
     model.eval()
     model.config.use_cache = False  # as it was for ``logits``
     with torch.no_grad():
-        again = model(input_ids=probe).logits.float()
+        again = model(**probe).logits.float()
         difference = float((again - logits).abs().max() / logits.abs().max().clamp_min(1e-12))
     if not difference <= tolerance:
         raise ExportError(f"export: logits differ by {difference:.2e} of the largest after reloading")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.run.callbacks import perplexity
 from trainer.run.checkpoint import versions
+from trainer.tasks.table import TASKS
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard
@@ -31,7 +32,10 @@ def model_card(
     adapters = config.model.lora is not None and base is not None
     tags = ["deepstow", *(["lora"] if adapters else []), *(["custom_code"] if brings_code else [])]
     header = ModelCardData(
-        base_model=base, library_name="peft" if adapters else "transformers", pipeline_tag="text-generation", tags=tags
+        base_model=base,
+        library_name="peft" if adapters else "transformers",
+        pipeline_tag=TASKS[config.task].pipeline_tag,
+        tags=tags,
     )
     data, used = config.data, {name: number for name, number in versions().items() if number != "not installed"}
     if config.model.lora is None:
@@ -41,7 +45,7 @@ def model_card(
         f"# {Path(config.training.output_dir).name}",
         _origin(config, hf_config.model_type),
         f"It was trained on {source} in sequences of up to {data.max_length} tokens, for {state.global_step} steps. "
-        + " ".join(_results(state.log_history)),
+        + " ".join(_results(state.log_history, odds=TASKS[config.task].language)),
         f"Strategies: {_strategies(config)}. The command, on {num_ranks} process{'es' if num_ranks > 1 else ''}:",
         f"```\n{shlex.join(argv)}\n```",
         f"Versions: {', '.join(f'{name} {number}' for name, number in used.items())}.",
@@ -61,13 +65,14 @@ def _origin(config: RunConfig, model_type: str) -> str:
     return f"A model of type {model_type}, trained with DeepStow from random weights{merged}."
 
 
-def _results(history: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """A sentence for each of the last losses in the log."""
+def _results(history: Sequence[Mapping[str, Any]], *, odds: bool) -> Iterator[str]:
+    """A sentence for each of the last losses in the log; ``odds``: they are means over tokens."""
     for kind, key in (("training", "loss"), ("evaluation", "eval_loss")):
         last = next((record for record in reversed(history) if key in record), None)
         if last is not None:
             loss = float(last[key])
-            yield f"The last {kind} loss, at step {last['step']}, was {loss:.4f} (perplexity {perplexity(loss):.1f})."
+            shown = f" (perplexity {perplexity(loss):.1f})" if odds else ""
+            yield f"The last {kind} loss, at step {last['step']}, was {loss:.4f}{shown}."
 
 
 def _strategies(config: RunConfig) -> str:

@@ -41,8 +41,8 @@ class StopNonFinite(TrainerCallback):
     On an accelerator this waits for the device once per step, as Hugging Face's own filter of losses does.
     """
 
-    def __init__(self, trainer: PipelineTrainer, ended: Callable[[int, str], NonFinite]) -> None:
-        self._trainer, self._ended = trainer, ended
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         accelerator = self._trainer.accelerator
@@ -54,7 +54,7 @@ class StopNonFinite(TrainerCallback):
             return
         state.global_step += 1  # the step that is not taken; its numbers are logged nevertheless
         self._trainer.log({"loss": float(self._trainer.last_loss), "grad_norm": float(norm)})
-        raise self._ended(state.global_step, f"the gradient norm is {float(norm)}")
+        raise self._trainer.not_finite(state.global_step, f"the gradient norm is {float(norm)}")
 
 
 def _can_be_lowered(scaler: Any) -> bool:

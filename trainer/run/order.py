@@ -32,11 +32,12 @@ from strategies.planner.step_cost import plan_cost, step_flops
 from strategies.report import full_report
 from trainer.config.sections import RunConfig
 from trainer.data import prepare as preparing
+from trainer.data import rows as task_rows
 from trainer.data import tokenizer as tokenizers
-from trainer.data.collate import Collator, packing_supported
+from trainer.data.collate import packing_supported
 from trainer.data.packing import MASKED
 from trainer.data.prepare import Prepared
-from trainer.dist.agreement import Agreement, agreement
+from trainer.dist.agreement import agreement
 from trainer.dist.ranks import Ranks, name_device
 from trainer.errors import ConfigError, write_line
 from trainer.machine import block_timing
@@ -51,9 +52,13 @@ from trainer.run import checkpoint, resuming
 from trainer.run.callbacks import EarlyStopping, Meter, MetricsFile, ProgressLine, SampleText, StepSeen
 from trainer.run.checkpoint import About, DataFacts, ModelFacts
 from trainer.run.plan_check import PlanCheck
+from trainer.run.profile import Profile
 from trainer.run.resuming import Resumed
 from trainer.run.stage_trial import form_of_stages
+from trainer.run.task_trainer import adapters_follow, class_for, left_out, options
 from trainer.run.trainer import Trainer
+from trainer.tasks.table import TASKS
+from trainer.tasks.task import loaded
 
 T = TypeVar("T")
 WEEK_S = 7 * 24 * 3600
@@ -130,7 +135,8 @@ def read_data(
     build.refuse_missing_folder(section)
     hf_config = build.load_config(section, facts.vocab_size_of(config))
     facts.check_model(config, hf_config)
-    texts = preparing.texts(config.data)
+    task = TASKS[config.task]
+    texts = preparing.texts(config.data) if task.language else task_rows.texts(task, config.data)
     words = tokenizers.load(section.tokenizer, section.name_or_path, section.trust_remote_code, folder, texts)
     rows = hf_config.get_text_config().vocab_size
     if len(words) > rows:
@@ -140,6 +146,8 @@ def read_data(
     say = (lambda line: None) if quiet else write_line
     opened = partial(resumed.compare_contents, config, hf_config) if resumed else (lambda *hashes: None)
     seed, home, compares = config.training.seed, folder / "data", ranks.is_first_local
+    if not task.language:
+        return words, task_rows.prepare(task, config, words, hf_config, home, say, opened, compares=compares)
     prepared = preparing.prepare(config.data, words, rows, seed, home, say, opened, compares=compares)
     if prepared.chat_template is not None:
         words.chat_template = prepared.chat_template  # the exported model is talked to as it was trained
@@ -184,12 +192,12 @@ def make_arguments(run: Run) -> TrainingArguments:
     given.setdefault("use_cpu", run.machine.device_kind == "cpu")
     given.setdefault("dataloader_pin_memory", run.machine.device_kind != "cpu")
     name_device(run.ranks, run.machine.device_kind, on_cpu=given["use_cpu"])
-    arguments = TrainingArguments(
-        **given,
+    task = TASKS[run.config.task]
+    arguments: TrainingArguments = loaded(task.arguments)(
+        **task.complete(given, run.config),
         deepspeed=deepspeed.ds_config(run.plan) or None,
         logging_nan_inf_filter=False,  # a loss that is not finite is logged as it is
         accelerator_config={"non_blocking": bool(given["dataloader_pin_memory"])},  # batches are copied beside compute
-        remove_unused_columns=False,  # the collator takes what it needs
         disable_tqdm=True,
         label_names=["labels"],
     )
@@ -207,15 +215,16 @@ def make_arguments(run: Run) -> TrainingArguments:
 
 def make_model(run: Run) -> PreTrainedModel:
     """Build the model on the CPU, or split over the ranks where the plan splits parameters."""
-    section, seed = run.config.model, run.config.training.seed
+    section, seed, task = run.config.model, run.config.training.seed, TASKS[run.config.task]
     hf_config = build.load_config(section, facts.vocab_size_of(run.config))
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if section.config is not None and name not in section.config:
             setattr(hf_config, name, getattr(run.tokenizer, name))
-    weights = build.build(section, hf_config, seed=seed, partitioned=deepspeed.stage(run.plan) == 3)
-    if run.plan.layout is not None and run.plan.facts.run.precision is Precision.BF16:
-        for parameter in weights.parameters():  # one by one; the engine keeps fp32 masters
-            parameter.data = parameter.data.to(torch.bfloat16)
+    weights = build.build(section, hf_config, seed=seed, partitioned=deepspeed.stage(run.plan) == 3, task=task)
+    task.name_tokens(weights, run.tokenizer)
+    if adapters_follow(run.config):
+        return weights
+    to_compute(weights, run)
     if run.form is not None:
         known = run.plan.facts
         assert known.cut is not None
@@ -227,6 +236,13 @@ def make_model(run: Run) -> PreTrainedModel:
             raise ConfigError(run.config.located("strategies.pipeline", line)) from None
     apply_strategies(weights, run)
     return weights
+
+
+def to_compute(weights: PreTrainedModel, run: Run) -> None:
+    """Give weights that the engine computes with in bf16 that dtype."""
+    if run.plan.layout is not None and run.plan.facts.run.precision is Precision.BF16:
+        for parameter in weights.parameters():  # one by one; the engine keeps fp32 masters
+            parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def apply_strategies(weights: PreTrainedModel, run: Run) -> None:
@@ -243,34 +259,32 @@ def names_of(weights: PreTrainedModel) -> list[str]:
     return [name for kind in kinds for name, _ in kind]
 
 
-def make_trainer(run: Run, together: Agreement | None = None) -> Trainer:
+def make_trainer(run: Run) -> Trainer:
     """The trainer with its callbacks, in the order in which they see an event; the meter must be last."""
     arguments = make_arguments(run)
     meter = make_meter(run, arguments.device)
-    prompt = sample_prompt(run)
+    task = TASKS[run.config.task]
+    prompt = sample_prompt(run) if task.language else ""
     file, training = MetricsFile(run.folder / "metrics.jsonl"), run.config.training
-    sample = [SampleText(prompt, training.sample_prompts or (), file)] if run.form is None else []  # stages cannot
+    generates = task.generates and run.form is None  # stages cannot
+    sample = [SampleText(prompt, training.sample_prompts or (), file)] if generates else []
     patience, threshold = training.early_stopping_patience, training.early_stopping_threshold
-    packing = run.config.data.packing
-    # Flash attention takes packed documents as one long row instead of a batch of rows.
-    flatten = packing and str(run.config.model.attn_implementation).startswith("flash_attention")
     recomputes = arguments.gradient_checkpointing or bool(run.config.training.activation_checkpointing)
     without_mask = partial(facts.saved_without_mask, run.config)
     check = PlanCheck(run.plan, run.folder, recomputes=recomputes, without_mask=without_mask)
     plan_check = check if (run.folder / "plan.json").is_file() else None
     model = make_model(run)
-    trainer = Trainer(
+    trainer: Trainer = class_for(task)(
         model=model,
         args=arguments,
         train_dataset=run.prepared.train,
         eval_dataset=run.prepared.eval,
         processing_class=run.tokenizer,
-        data_collator=Collator(run.tokenizer.pad_token_id, packing, flatten=flatten),
+        **options(run.config, model, run.tokenizer),
         meter=meter,
         plan=run.plan,
         plan_check=plan_check,
-        about=about(run, model),
-        together=together or Agreement(),
+        describe=partial(describe, run),
         callbacks=[
             ProgressLine(),
             file,
@@ -282,12 +296,25 @@ def make_trainer(run: Run, together: Agreement | None = None) -> Trainer:
             meter,
         ],
     )
+    if not task.language and (line := left_out(run.config, len(run.prepared.train), trainer)):
+        run.say(line)
     trainer.remove_callback(PrinterCallback)  # our line says more
+    if training.profile is not None:
+        model_name = run.config.model.name_or_path or type(model).__name__
+        trainer.add_callback(Profile(trainer, run.plan, training.profile.steps, run.folder, model_name))
     if run.stage is not None:
         trainer.start_pipeline(run.stage)
     if deepspeed.clips_itself(run.plan):
         trainer.accelerator.max_grad_norm = run.config.training.max_grad_norm
     return trainer
+
+
+def describe(run: Run, model: PreTrainedModel) -> About:
+    """``about`` the model as the Trainer has it; adapters that it has added are part of the plan."""
+    if adapters_follow(run.config):
+        to_compute(model, run)
+        apply_strategies(model, run)
+    return about(run, model)
 
 
 def about(run: Run, model: PreTrainedModel) -> About:

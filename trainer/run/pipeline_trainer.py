@@ -142,9 +142,9 @@ class PipelineTrainer(_Trainer):
             )
         return found[:, 0].sum() / found[:, 1].sum().clamp_min(1), found, labels
 
-    def logits_of(self, ids: torch.Tensor) -> torch.Tensor:
-        """The logits of a row of tokens, without gradients, on every rank; a collective. [1, T] -> [1, T, V]"""
-        model, inputs = self.model_wrapped, {"input_ids": ids.to(self.args.device)}
+    def logits_of(self, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The logits that forward gives for a row of tokens, without gradients, on every rank; a collective."""
+        model, inputs = self.model_wrapped, {name: ids.to(self.args.device) for name, ids in given.items()}
         was_training = model.training
         model.eval()
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -152,7 +152,9 @@ class PipelineTrainer(_Trainer):
                 logits = model(**inputs).logits
             else:
                 rows = self.whole.get_output_embeddings().weight.shape[0]
-                logits = self.pipeline.forward(inputs, lambda each: model(**each).logits, (*ids.shape, rows))
+                logits = self.pipeline.forward(
+                    inputs, lambda each: model(**each).logits, (*given["input_ids"].shape, rows)
+                )
         model.train(was_training)
         found: torch.Tensor = logits.float().cpu()
         return found

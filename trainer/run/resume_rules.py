@@ -26,13 +26,14 @@ SILENT, SAID, NEVER, MOVES = "silent", "said", "never", "moves"
 
 _SILENT_TRAINING = """
     output_dir logging_strategy logging_steps logging_first_step log_on_each_node log_level log_level_replica
-    include_num_input_tokens_seen report_to run_name project trackio_space_id trackio_bucket_id
+    include_num_input_tokens_seen profile report_to run_name project trackio_space_id trackio_bucket_id
     trackio_static_space_id eval_strategy eval_steps eval_delay eval_on_start per_device_eval_batch_size
     eval_accumulation_steps save_strategy save_steps save_total_limit save_on_each_node load_best_model_at_end
     metric_for_best_model greater_is_better resume_from_checkpoint restore_callback_states_from_checkpoint
     push_to_hub hub_model_id hub_strategy hub_private_repo hub_always_push hub_revision dataloader_num_workers
     dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
-    dataloader_multiprocessing_context ddp_timeout torch_empty_cache_steps gradient_checkpointing
+    dataloader_multiprocessing_context ddp_timeout torch_empty_cache_steps
+    predict_with_generate generation_max_length generation_num_beams gradient_checkpointing
     gradient_checkpointing_kwargs activation_checkpointing activation_checkpointing_kwargs allow_change overwrite
     sample_prompts
 """
@@ -41,15 +42,16 @@ _GROUPS: Mapping[str, str] = {
     "data": """data.path data.datasets data.name data.split data.limit data.eval_path data.eval_split
         data.eval_fraction data.columns data.completion_only_loss data.assistant_only_loss
         data.chat_template data.chat_template_path data.streaming""",
-    "max_length": "data.max_length data.excess_length_strategy",
+    "max_length": "data.max_length data.excess_length_strategy data.max_target_length",
     "packing": "data.packing",
     "seed": "training.seed training.data_seed",
     "order": "training.train_sampling_strategy training.dataloader_drop_last training.dataloader_in_order",
     "batch_size": "training.per_device_train_batch_size",
     "accumulation": "training.gradient_accumulation_steps",
     "loss": """training.average_tokens_across_devices training.label_smoothing_factor
-        training.neftune_noise_alpha""",
-    "dropout": "model.lora.lora_dropout",
+        training.neftune_noise_alpha training.beta training.loss_type training.precompute_ref_log_probs
+        training.desirable_weight training.undesirable_weight training.center_rewards_coefficient""",
+    "dropout": "model.lora.lora_dropout training.disable_dropout",
     "betas": "training.adam_beta1 training.adam_beta2 training.adam_epsilon",
     "weight_decay": "training.weight_decay",
     "clipping": "training.max_grad_norm",
@@ -65,7 +67,8 @@ _SAID = """
     training.early_stopping_threshold
 """
 _NEVER = """
-    training.optim training.optim_args model.tokenizer model.lora model.lora.r model.lora.target_modules model.lora.bias
+    task training.optim training.optim_args model.tokenizer model.labels model.lora model.lora.r
+    model.lora.target_modules model.lora.bias
     model.lora.modules_to_save model.lora.use_dora
 """
 RULES: Mapping[str, str] = {

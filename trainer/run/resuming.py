@@ -149,10 +149,7 @@ def set_aside(config: RunConfig, ranks: Ranks, resumed: Resumed | None) -> str:
 
 
 class TakenOver(TrainerCallback):
-    """Mends the state of Hugging Face's that came with a checkpoint, when training begins.
-
-    ``other`` says why what was best so far is not this run's; empty if it is.
-    """
+    """Mends the state that came with a checkpoint. ``other``: why what was best so far is not this run's, or empty."""
 
     def __init__(self, other: str) -> None:
         self._other = other

@@ -38,7 +38,7 @@ from trainer.dist.watchdog import Watchdog
 from trainer.errors import ConfigError, ExitCode, UserError, first_line, report, write_line
 from trainer.planning.from_config import check_options, refuse_folder
 from trainer.run import export, lock, oom, order, resuming, saving
-from trainer.run.callbacks import Watched
+from trainer.run.callbacks import SAID, Watched
 from trainer.run.order import Run
 from trainer.run.resume_rules import leaves
 from trainer.run.trainer import Trainer
@@ -60,8 +60,8 @@ class StoppedUnsaved(UserError):
 class SaveAndStop(TrainerCallback):
     """Asks for a save when a rank was asked to stop, and ends the run after it."""
 
-    def __init__(self, stop: Stop, trainer: Trainer) -> None:
-        self._stop, self._trainer, self._together = stop, trainer, trainer.together
+    def __init__(self, stop: Stop, trainer: Trainer, together: Agreement) -> None:
+        self._stop, self._trainer, self._together = stop, trainer, together
         self._agreed = False  # to save and to end
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -223,8 +223,8 @@ def show_data(config: RunConfig, picture: Path | None) -> None:
 
 def train(run: Run, stop: Stop, together: Agreement, watchdog: Watchdog | None) -> None:
     """Train and finish. The trainer is a local variable, so that it is freed with this frame."""
-    trainer = order.make_trainer(run, together)
-    trainer.add_callback(SaveAndStop(stop, trainer))
+    trainer = order.make_trainer(run)
+    trainer.add_callback(SaveAndStop(stop, trainer, together))
     if watchdog is not None:
         trainer.add_callback(Watched(watchdog))
     checkpoint = str(run.resumed.path) if run.resumed is not None else None
@@ -237,28 +237,30 @@ def train(run: Run, stop: Stop, together: Agreement, watchdog: Watchdog | None) 
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
         stop.phase = Phase.ENDING
-        finish(run, trainer)
+        finish(run, trainer, together)
     finally:
         trainer.accelerator.free_memory()  # ends DeepSpeed's engine
         del trainer
         gc.collect()
 
 
-def finish(run: Run, trainer: Trainer) -> None:
+def finish(run: Run, trainer: Trainer, together: Agreement) -> None:
     """Evaluate if the last step was not evaluated, export, check the export, and print where everything is."""
     step, log = trainer.state.global_step, trainer.state.log_history
     if run.prepared.eval is not None and not any("eval_loss" in record and record["step"] == step for record in log):
         trainer.evaluate()
     folder = run.folder
-    if over := trainer.together.on_first(run.ranks.rank, lambda: export.make_room(run.config, step)):
+    if over := together.on_first(run.ranks.rank, lambda: export.make_room(run.config, step)):
         run.say(over)
         return
     receipt = export.export(trainer, run.tokenizer, run.config)
     if not run.ranks.is_first:
         return
     if len(history := [record for record in log if "eval_loss" in record]) > 1:
-        first, last = (f"{each['eval_perplexity']:.1f} at step {each['step']}" for each in (history[0], history[-1]))
-        write_line(f"perplexity {first} -> {last}")
+        key = next((name for name in SAID if f"eval_{name}" in history[0]), "loss")
+        ends, digits = (history[0], history[-1]), 1 if key == SAID[0] else 3
+        first, last = (f"{each[f'eval_{key}']:.{digits}f} at step {each['step']}" for each in ends)
+        write_line(f"{key} {first} -> {last}")
     assert receipt is not None
     write_line(
         f"export: {folder / 'export'} ({human(receipt.num_bytes)}), reloaded: {receipt.num_tensors} tensors, names and "

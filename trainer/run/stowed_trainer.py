@@ -229,6 +229,12 @@ class StowedTrainer:
             self.create_optimizer()
         return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        """As TRL's, which asks the model as it is before training; it is stowed first, since nothing else moves it."""
+        if self.stows:
+            self.create_optimizer()
+        return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
+
     # Checkpoints of other trainers than ``trainer.run.trainer.Trainer``: the engine's state is in our format.
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

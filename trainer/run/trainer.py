@@ -28,17 +28,14 @@ from strategies.core.commit import same_modes
 from strategies.core.sealed import Damaged
 from strategies.engine import NonFiniteError
 from strategies.state.spans import WEIGHT
-from trainer.dist.agreement import Agreement
 from trainer.errors import ConfigError, write_line
 from trainer.run import checkpoint, saving, training_state
 from trainer.run.callbacks import EarlyStopping, Meter
 from trainer.run.nonfinite import DEEPSPEED_SAYS, NonFinite, StopNonFinite, first_not_finite
-from trainer.run.pipeline_trainer import PipelineTrainer, token_losses
+from trainer.run.pipeline_trainer import PipelineTrainer
 from trainer.run.stowed_trainer import StowedTrainer
 
 if TYPE_CHECKING:
-    from transformers.trainer_utils import EvalPrediction
-
     from strategies.core.plan import Plan
     from trainer.run.plan_check import PlanCheck
 
@@ -48,8 +45,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
 
     Args:
         meter, plan_check: also among the ``callbacks``.
-        about: what every checkpoint says about the run.
-        together: decides with the other ranks.
+        describe: what every checkpoint says about the run of a model.
     """
 
     plan: Plan
@@ -60,21 +56,19 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         meter: Meter,
         plan: Plan,
         plan_check: PlanCheck | None,
-        about: checkpoint.About,
-        together: Agreement,
+        describe: Callable[[Any], checkpoint.About],
         **kwargs: Any,
     ) -> None:
-        self.meter, self.plan_check, self.plan, self.about, self.together = meter, plan_check, plan, about, together
+        self.meter, self.plan_check, self.plan, self._describe = meter, plan_check, plan, describe
         self._saving: saving.Save | None = None
         self._resumed: str | None = None
         self._trained = False
-        kwargs |= {"compute_metrics": _mean_over_tokens, "preprocess_logits_for_metrics": token_losses}
         super().__init__(*args, **kwargs)
         # Hugging Face deletes no checkpoints: it does so before the new one is on the disk, and at the end the newest.
         self.keep, self.args.save_total_limit = self.args.save_total_limit, None
         self.output_dir = Path(str(self.args.output_dir))
         self.newest, self.save_bytes = "", 0  # of this run's newest save: its name, and how much the next one takes
-        self.add_callback(StopNonFinite(self, self.not_finite))
+        self.add_callback(StopNonFinite(self))
 
     @property
     def stows(self) -> bool:
@@ -83,6 +77,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
+        self.about = self._describe(self.model)  # the first moment at which it has all adapters
         self.accelerator.grid = self.plan.facts.run.grid
 
     def get_tp_size(self) -> int:
@@ -146,7 +141,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *rest: Any, **more: Any) -> torch.Tensor:
         self._trained = True
-        self.meter.count(inputs["input_ids"].numel())
+        self.meter.count(sum(ids.numel() for name, ids in inputs.items() if name.endswith("input_ids")))
         self.last_inputs = inputs
         self.last_loss = super().training_step(model, inputs, *rest, **more)
         return self.last_loss
@@ -299,10 +294,3 @@ def _reads_saves(callback: TrainerCallback) -> bool:
         return False
     uploads = getattr(getattr(callback, "_log_model", None), "value", None) == "checkpoint"
     return kind.__name__ != "TrackioCallback" and (kind.__name__ != "WandbCallback" or uploads)
-
-
-def _mean_over_tokens(prediction: EvalPrediction) -> dict[str, float]:
-    """Metrics of an evaluation; Hugging Face puts its prefix before them, and this loss in the place of its own."""
-    rows: Any = prediction.predictions  # what token_losses made of each sequence: [N, 2]
-    loss, tokens = rows.astype("float64").sum(axis=0)
-    return {"loss": float(loss / max(tokens, 1.0)), "tokens": int(tokens)}

@@ -89,16 +89,22 @@ class HostRoom:
             block.register_forward_pre_hook(partial(self._begin, index))
             block.register_forward_hook(partial(self._end, index), always_call=True)
 
-    def use(self, arena: Arena | None) -> None:
+    def use(self, arena: Arena | None, transfer: Transfer | None = None) -> None:
         """Send to the spot for saved tensors of ``arena`` from now on; None: send nothing any more. What was sent
         before can still be read. Returns when no copy uses the former arena.
         """
         if self._transfer is not None and self._arena is not None:
             self._transfer.host_wait(self._transfer.record(Lane.DOWN), self._transfer.record(Lane.UP))
+        self._transfer = self._transfer or transfer
         self._arena = arena  # it stays pinned as long as it is referenced
         self._memory = None if arena is None else arena.of("", Item.SAVED, torch.uint8)
         self._borders = [] if arena is None else arena.borders(arena.addresses.of("", Item.SAVED))
         self._slots: list[tuple[int, weakref.ref[Sent]]] = []  # a stack: where each ends, in bytes, and whose it is
+
+    @property
+    def transfer(self) -> Transfer | None:
+        """Who makes the copies; None before the first."""
+        return self._transfer
 
     @property
     def traffic(self) -> tuple[int, int]:

@@ -50,8 +50,7 @@ from strategies.core.layout import Bucket, Item, Layout, Site, common_bytes, rea
 from strategies.engine.buckets.bucket_state import BucketState, pieces_of
 from strategies.engine.memory.arena import Arena
 from strategies.engine.memory.common_host import CommonHost
-from strategies.engine.ranks.one_rank import OneRank, Place
-from strategies.engine.ranks.replicas import Replicas
+from strategies.engine.ranks.replicas import OneRank, Place, Replicas
 from strategies.engine.transfer.transfer import Event, Lane, Transfer
 from strategies.engine.transfer.worker import Worker
 

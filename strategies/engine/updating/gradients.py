@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from strategies.core.layout import Layout, Site
 from strategies.engine.buckets.bucket_state import BucketState
-from strategies.engine.ranks.one_rank import OneRank, Place
+from strategies.engine.ranks.replicas import OneRank, Place
 from strategies.engine.tensors.parameters import on_gradient, take_grad
 from strategies.engine.transfer.transfer import Lane, Transfer
 from strategies.engine.transfer.worker import Worker

@@ -16,7 +16,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.adadelta import adadelta
 from torch.optim.adagrad import adagrad
 from torch.optim.adam import adam
@@ -76,7 +76,7 @@ class UpdateRule:
             raise ValueError(f"no update rule {kind}: there are {', '.join(KERNELS)}")
         self.kind, self.kernel = kind, KERNELS[kind]
         try:
-            made = getattr(torch.optim, kind)([torch.zeros(1)], **options)
+            made = getattr(torch.optim, kind)([nn.Parameter()], **options)
         except TypeError as error:
             raise ValueError(f"torch.optim.{kind}: {error}") from None
         self._defaults: dict[str, Any] = made.defaults

@@ -41,7 +41,7 @@ from torch import Tensor
 
 from strategies.core.layout import SCRATCH_ELEMENTS, Site
 from strategies.engine.buckets.bucket_state import BucketState, Job, Pending, Scale
-from strategies.engine.ranks.one_rank import OneRank
+from strategies.engine.ranks.replicas import OneRank
 from strategies.engine.residency import Residency
 from strategies.engine.transfer.transfer import Event, Lane, Transfer
 from strategies.engine.transfer.worker import Worker

@@ -4,6 +4,7 @@ Each case ends in the same two questions: did everything end that had to, in bou
 more, the bits of one that nobody disturbed?
 """
 
+import os
 import random
 import signal
 import time
@@ -14,18 +15,7 @@ import psutil
 import pytest
 
 from tests.e2e.commands import TRAIN, Job, Server, launcher, started
-from tests.e2e.interrupted import (
-    STEPS,
-    at_step,
-    checkpoints,
-    config_in,
-    ranks_of,
-    same_end,
-    send,
-    start,
-    step_of,
-    until,
-)
+from tests.e2e.interrupted import STEPS, at_step, checkpoints, config_in, ranks_of, same_end, start, step_of, until
 
 pytestmark = pytest.mark.ranks
 
@@ -66,7 +56,7 @@ def whole(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Any:
 def send_to(job: Job, to: str, number: signal.Signals) -> None:
     ranks = ranks_of(job)
     for pid in ranks if to == "all" else [ranks[-1 if to == "last" else 0]]:
-        send(pid, number)
+        os.kill(pid, number)
 
 
 @pytest.mark.parametrize("moment", range(MOMENTS))
@@ -120,7 +110,7 @@ def test_nothing_outlives_a_launcher(name: str, what: str, tmp_path: Path) -> No
         "STOP a rank": (signal.SIGSTOP, ranks[1]),
     }[what]
     processes = [above, *above.children(recursive=True)]  # torchrun's ranks have sessions of their own
-    send(to.pid, number)
+    os.kill(to.pid, number)
     deadline_s = time.monotonic() + 90.0
     while any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in processes):
         assert time.monotonic() < deadline_s, job.text
@@ -141,22 +131,8 @@ def test_a_rank_that_is_stopped_or_dead(
     job = start(server, 2, config)
     at_step(job, config, 50)
     pids = ranks_of(job)
-    send(pids[rank], number)
+    os.kill(pids[rank], number)
     until(lambda: not psutil.pid_exists(pids[1 - rank]), job, "over", timeout_s=25.0)
     if number is signal.SIGSTOP:
-        send(pids[rank], signal.SIGKILL)
+        os.kill(pids[rank], signal.SIGKILL)
     assert job.wait().code == (13 if number is signal.SIGSTOP else -9)
-
-
-@pytest.mark.parametrize("round", range(10))
-def test_of_two_runs_in_one_folder_one_trains(round: int, server: Server, tmp_path: Path, whole: Any) -> None:
-    """Started at once, by two servers: one is refused, the other one ends as if it had been alone."""
-    config = config_in(tmp_path, save_steps=5)
-    other = Server()
-    try:
-        jobs = [start(each, 1, config) for each in (server, other)]
-        codes = sorted(job.wait().code for job in jobs)
-    finally:
-        other.close()
-    assert codes == [0, 2]
-    same_end(config, whole("plain"))

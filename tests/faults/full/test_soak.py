@@ -3,6 +3,7 @@
 Part of ``make faults``, not of ``make test`` (minutes).
 """
 
+import os
 import random
 import signal
 import time
@@ -13,7 +14,7 @@ import psutil
 import pytest
 
 from tests.e2e.commands import Server, digest
-from tests.e2e.interrupted import at_step, checkpoints, config_in, ranks_of, send, start
+from tests.e2e.interrupted import at_step, checkpoints, config_in, ranks_of, start
 
 pytestmark = pytest.mark.ranks
 STEPS, FIRST, EVERY = 2000, 400, 200
@@ -87,7 +88,7 @@ def test_killed_again_and_again(variant: str, tmp_path: Path) -> None:
                 time.sleep(0.002)
             time.sleep(draw.random() * 0.1)
             if job.poll() is None and num_ranks > 1 and draw.random() < 0.2:
-                send(draw.choice(ranks_of(job)), signal.SIGKILL)
+                os.kill(draw.choice(ranks_of(job)), signal.SIGKILL)
                 job.wait(60.0)
             elif job.poll() is None:
                 job.kill()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from trainer.config.check import check, elsewhere, known_keys
 from trainer.config.importing.read import NAMES, Given, Source
 from trainer.config.sections import SECTIONS
-from trainer.config.yaml_file import Fault, Key, error_line, one_line, parse
+from trainer.config.yaml_file import Fault, Key, error_line, one_line, parse, shown
 
 LOST = "lost"  # in the outcome of a rule: what of the key is not carried over
 UNNEEDED = "; remove the line"  # how an answer of foreign.yaml ends where nothing is lost without the key
@@ -51,7 +51,7 @@ class Draft:
 
     def default(self, target: str, value: Any, source: Source) -> None:
         """Write what holds in the source, if nothing else is written."""
-        self.values.setdefault(target, Value(value, f"{NAMES[source.kind]}'s default"))
+        self.values.setdefault(target, Value(value, f"default of {NAMES[source.kind]}"))
 
     def put(self, target: str, value: Any, given: Given, wins: bool = False) -> None:
         """Write our key. If another source wrote another value, that one stays, unless this one ``wins``, and both are
@@ -66,10 +66,12 @@ class Draft:
             self.lose(before.given, f"{given.where}: {given.name} is in force there, and that is written")
         if wins or before is None or before.given is None:
             same = value == given.value or isinstance(given.value, list | dict)
-            was = given.name if same else f"{given.name} = {given.value}"
+            was = given.name if same else f"{given.name} = {shown(given.key, given.value)}"
             self.values[target] = Value(value, was, given)
         elif before.value != value:
-            self.lose(given, f"{before.given.where}: {before.given.name} is {before.value}, and that is written")
+            self.lose(
+                given, f"{before.given.where}: {before.given.name} is {shown((), before.value)}, and that is written"
+            )
 
     def lose(self, given: Given, why: str) -> None:
         """Name what is not carried over."""
@@ -85,10 +87,16 @@ class Draft:
             rule = rules.get(given.name)
             if given.value in (None, "", [], {}) or (given.value == "auto" and (not source.trains or not rule)):
                 continue
+            if isinstance(given.value, str) and "$" in given.value and not source.locations:
+                self.lose(given, "a variable of the shell")
+                continue
             if rule is None:
                 self._translate(given)
                 continue
-            outcome = rule(given, self)
+            try:
+                outcome = rule(given, self)
+            except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError):
+                outcome = "is not what is written there"
             for target, value in outcome.items() if isinstance(outcome, dict) else [(LOST, outcome)]:
                 if target == LOST and value:
                     self.lose(given, value)

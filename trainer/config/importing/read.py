@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from string import Template
 from typing import Any, NamedTuple
 
 from trainer.config.arguments import TrainingSection
@@ -108,10 +109,9 @@ def _named(source: Source) -> Iterator[tuple[Path, str]]:
 def _file(path: Path, kind: str | None) -> list[Source]:
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file{nearest_file(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or 'not text'}") from None
+        why = f"no such file{nearest_file(path)}" if isinstance(error, FileNotFoundError) else "cannot be read"
+        raise ConfigError(f"{path}: {why}") from None
     if path.suffix not in FILES and (commands := _commands(text)):
         if len(commands) > 1:
             raise ConfigError(f"{path}: holds {len(commands)} commands; give the one that trains after --")
@@ -139,21 +139,31 @@ def _source(tree: dict[str, Any], file: str, kind: str | None, document: Documen
 
 
 def _commands(text: str) -> list[list[str]]:
-    """The commands of a shell script that begin with a launcher or a Python file, and have options if any has."""
+    """The commands of a shell script that begin with a launcher or a Python file, and have options if any has; with the
+    values of its variables, as far as they are plain.
+    """
     found = []
+    variables = dict(re.findall(r"^\s*(?:export\s+)?(\w+)=[\"']?([^\s\"'`()]*)[\"']?\s*$", text, re.MULTILINE))
+    for _ in range(3):  # of which one may be in another
+        text = Template(text).safe_substitute(variables)
     for line in re.sub(r"\\\r?\n", " ", text).splitlines():
         try:
             words = shlex.split(line, comments=True)
         except ValueError:  # a part of a text over several lines
             continue
-        while words and re.match(r"\w+=|exec$|nohup$", words[0]):
-            del words[0]
+        words = _bare(words)
         if words and (Path(words[0]).name in LAUNCHERS or words[0].endswith(".py")):
             found.append(words)
     return [words for words in found if any(re.match("--", word) for word in words)] or found
 
 
+def _bare(words: list[str]) -> list[str]:
+    """Without variables of the environment before the command."""
+    return words if not words or not re.match(r"\w+=|exec$|nohup$", words[0]) else _bare(words[1:])
+
+
 def _command(words: list[str], file: str, kind: str | None) -> list[Source]:
+    words = _bare(words) or [""]
     script = next((at for at, word in enumerate(words) if word.endswith(".py")), -1)
     if (tool := Path(words[0]).name) in TOOLS:
         script, kind = 1, TOOLS[tool]
@@ -162,11 +172,18 @@ def _command(words: list[str], file: str, kind: str | None) -> list[Source]:
     if script > 0 and kind is None and "sft" in words[script].rpartition("/")[2]:
         kind = "trl"
     options, launched = _options(words[script + 1 :]), _options(words[1 : max(script, 1)])
-    found = Source(kind or "transformers", file, options)
-    if not options.keys() <= {*PATHS}:
-        found = _source(options, file, kind)
-    launched.pop("", None)
-    return [found, Source("accelerate", file, launched)] if launched else [found]
+    if options.keys() - {*PATHS}:
+        found = [_source(options, file, kind)]
+    else:  # what it does is in the files alone
+        named = _named(Source("transformers", file, options))
+        found = [
+            each for path, whose in named for each in _file(path, kind or (whose if whose == "deepspeed" else None))
+        ]
+    launched = {name: value for name, value in launched.items() if name not in ("", "m")}
+    found += [Source("accelerate", file, launched)] if launched else []
+    if not found:
+        raise ConfigError(f"{file}: neither options of a script, nor a file that is here")
+    return found
 
 
 def _options(words: Iterable[str]) -> dict[str, Any]:

@@ -1,9 +1,7 @@
-"""What keys of others mean where a name is not enough, and what follows from keys that are not there.
+"""What a key of others means where its name is not enough.
 
-A rule is given a key, and the draft so far; its outcome is values of ours, or a text that says what is lost. Defaults
-that decide what is trained are written where they differ from ours. DeepSpeed: ``auto`` is what the TrainingArguments
-say; a file without ``gradient_clipping`` clips nothing, whatever ``max_grad_norm`` says; warm-up is logarithmic unless
-``warmup_type`` is linear.
+A rule is given a key, and the draft so far; its outcome is values of ours, or a text that says what is lost. What
+DeepSpeed has in force whatever arguments say (``WINS``) replaces theirs.
 """
 
 from __future__ import annotations
@@ -12,14 +10,13 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from trainer.config.importing.draft import LOST, Draft, Rule, Value
+from trainer.config.importing.draft import LOST, Draft, Rule
 from trainer.config.importing.read import PATHS, Given, Source
 from trainer.config.yaml_file import error_line
 from trainer.errors import ConfigError
 
-ADAM = ("adam", "adamw", "fusedadam", "cpuadam")
 SMALL = ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit")
-ADAMW = ("adamw_hf", "adamw_apex_fused", "paged_adamw", "paged_adamw_32bit", *SMALL)
+ADAMW = ("adam", "adamw", "fusedadam", "adamw_hf", "adamw_apex_fused", "paged_adamw", "paged_adamw_32bit", *SMALL)
 SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine_with_min_lr"}
 # How FSDP says that weights are sharded all the time (stage 3), or gathered from forward to backward (2).
 FSDP = {"full_shard": 3, "shard_grad_op": 2, "no_shard": 0, "1": 3, "2": 2, "3": 0, "true": 3, "false": 2}
@@ -37,30 +34,13 @@ SHARDING = (
 LOGARITHM = "the rate rises linearly here, and there by the logarithm of the step"
 STREAM = "rows are filled with whole documents that do not see each other, not cut out of one stream"
 TASK = "fine-tuning and pretraining can be imported, and nothing else"
-ATTENTION = {"fa2": "flash_attention_2", "fa3": "flash_attention_3", "sdpa": "sdpa", "disabled": "eager", "auto": None}
+FLASH = "flash_attention_2"
+ATTENTION = {"flash": FLASH, "fa2": FLASH, "fa3": "flash_attention_3", "disabled": "eager", "auto": None}
 TEMPLATES = ("chatml", "zephyr", "vicuna")  # those that are known by name here
+ROLES = {"role", "content", "from", "value"}  # of messages, as they are known here
 DATASET = {"path", "type", "split", "name", "field", "field_messages", "ds_type", "data_files"}  # keys that are read
 
-EXCESS, OUT = "data.excess_length_strategy", "training.output_dir"
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "transformers": {OUT: "trainer_output", "training.logging_steps": 500},
-    "trl": {OUT: "trainer_output", RATE: 2e-5, "training.gradient_checkpointing": True, EXCESS: "truncate"},
-    "llamafactory": {OUT: "saves", "training.logging_steps": 500, "data.max_length": 2048, EXCESS: "truncate"},
-    "axolotl": {
-        OUT: "model-out", MICRO: 1, "training.num_train_epochs": 1.0, SCHEDULE: "cosine", "data.max_length": 512,
-        EXCESS: "drop",
-    },
-}  # fmt: skip
-LORA: dict[str, dict[str, Any]] = {
-    "trl": {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05},
-    "llamafactory": {"r": 8, "lora_dropout": 0.0, "target_modules": "all-linear"},
-    "axolotl": {"r": 8, "lora_alpha": 8},
-    "transformers": {"r": 8, "lora_alpha": 8},  # as peft has them
-}
-
-
-def _set(value: object) -> bool:
-    return value not in (None, "auto")
+EXCESS = "data.excess_length_strategy"
 
 
 def _params(given: Given, section: str) -> dict[str, Any]:
@@ -78,15 +58,13 @@ def _task(given: Given, draft: Draft) -> dict[str, Any]:
 
 
 def _optim(given: Given, draft: Draft) -> dict[str, Any]:
-    ours = "adamw_torch_fused" if given.value in ADAMW else given.value
+    name = str(given.value).lower()
     lost = "AdamW in 32 bits is written; with strategies.offload its state rests on the host"
-    return {"training.optim": ours, LOST: lost if given.value in SMALL else None}
+    return {"training.optim": "adamw_torch_fused" if name in ADAMW else name, LOST: lost if name in SMALL else None}
 
 
 def _optimizer(given: Given, draft: Draft) -> dict[str, Any]:
-    name = str(given.value).lower()
-    rate = {} if "lr" in _params(given, "optimizer") else {RATE: 1e-3}
-    return {"training.optim": "adamw_torch_fused" if name in ADAM else name} | rate
+    return _optim(given, draft) | ({} if "lr" in _params(given, "optimizer") else {RATE: 1e-3})
 
 
 def _scheduler(given: Given, draft: Draft) -> dict[str, Any] | str:
@@ -122,7 +100,7 @@ def _ranks(given: Given, draft: Draft) -> None:
 
 
 def _sharding(given: Given, draft: Draft) -> dict[str, Any]:
-    words = re.findall(r"\w+", str(given.value).lower())
+    words = _words(str(given.value).lower())
     hybrid = "sharding within machines and copies between them are not here; stage 3 is written"
     return {
         "strategies.zero.stage": next((FSDP[word] for word in words if word in FSDP), 3) or None,
@@ -159,7 +137,18 @@ def _named_file(given: Given, draft: Draft) -> str | None:
     read += [
         str(given.value).rpartition("/")[2] for source in draft.sources if source.kind in given.name
     ]  # another is given instead
-    return None if str(given.value).rpartition("/")[2] in read else "there is no such file here; give it, too"
+    return (
+        None
+        if given.value is True or str(given.value).rpartition("/")[2] in read
+        else "there is no such file here; give it, too"
+    )
+
+
+def _named_datasets(given: Given, draft: Draft) -> dict[str, Any]:
+    limit = {"limit": given.tree["max_samples"]} if given.tree.get("max_samples") else {}
+    names = given.value.split(",") if isinstance(given.value, str) else given.value
+    lost = {LOST: "from dataset_info.json; write a file or a hub name instead of each name"}
+    return _mixed([{"path": name.strip()} | limit for name in names]) | lost
 
 
 def _nothing(key: Given, draft: Draft) -> None:
@@ -198,55 +187,61 @@ ARGUMENTS: dict[str, Rule] = {
     "block_size": lambda key, draft: {"data.max_length": key.value, "data.packing": True, LOST: STREAM},
     "validation_split_percentage": lambda key, draft: {"data.eval_fraction": key.value / 100},
     "val_size": _share,
-    "dataset": lambda key, draft: {
-        "data.path": key.value,
-        LOST: "a name in dataset_info.json; write a file or hub name",
-    },
+    "dataset": _named_datasets,
     "dataset_text_field": lambda key, draft: None if key.value == "text" else {"data.columns": {"text": key.value}},
     "packing_strategy": _only(("bfd",), STREAM),
     "truncation_mode": _only(("keep_start",), "samples lose their ends here"),
     "stage": _task,
     "finetuning_type": _only(("lora", "full"), "there are lora and full here; full is written"),
     **dict.fromkeys(("template", "chat_template"), _template),
+    "model_revision": _only(("main",), "the main branch is loaded"),
     "flash_attn": lambda key, draft: {"model.attn_implementation": ATTENTION.get(key.value, key.value)},
-    **dict.fromkeys(("use_peft", "dataset_train_split", "dataset_test_split"), _nothing),
+    **dict.fromkeys(("use_peft", "dataset_train_split", "dataset_test_split", "max_samples"), _nothing),
 }
 
 
+def _words(value: Any) -> list[str]:
+    return re.findall(r"\w+", str(value))
+
+
 def _datasets(given: Given, draft: Draft) -> dict[str, Any]:
-    entries = [{name: value for name, value in each.items() if value not in (None, [], {})} for each in given.value]
-    entry = entries[0]
-    kind, files = str(entry.get("type", "")).partition(".")[0], entry.get("data_files")
-    columns = {"text": entry.get("field", "text"), "messages": entry.get("field_messages", "messages")}
-    ours = {
-        "data.path": files[0] if isinstance(files, list) else files or entry.get("path"),
-        "data.split": entry.get("split"),
-        "data.name": entry.get("name"),
-        "data.columns": {name: column for name, column in columns.items() if name != column},
-        "data.assistant_only_loss": kind == "chat_template" and not given.tree.get("train_on_inputs"),
-    }
-    lost = [] if len(entries) == 1 else [f"these are {len(entries)} data sets, and the first is written"]
-    if kind == "alpaca":
-        lost.append("the words around instruction, input and output are others here (### Instruction ...)")
-    elif kind not in ("completion", "chat_template"):
-        lost.append(f"type {kind or 'not given'}: here columns decide the format, see data.columns")
-    if unread := sorted(entry.keys() - DATASET):
-        lost.append(f"not read of it: {', '.join(unread)}")
-    return {target: value for target, value in ours.items() if value} | {LOST: "; ".join(lost)}
+    ours: list[dict[str, Any]] = []
+    lost: dict[str, None] = {}
+    for each in given.value:
+        entry = {name: value for name, value in each.items() if value not in (None, [], {})}
+        kind, files = str(entry.get("type", "")).partition(".")[0], entry.get("data_files")
+        columns = {"text": entry.get("field", "text"), "messages": entry.get("field_messages", "messages")}
+        one = {
+            "path": files[0] if isinstance(files, list) else files or entry.get("path"),
+            "name": entry.get("name"),
+            "split": entry.get("split"),
+            "columns": {name: column for name, column in columns.items() if name != column},
+            "assistant_only_loss": kind == "chat_template" and not given.tree.get("train_on_inputs"),
+        }
+        ours.append({name: value for name, value in one.items() if value})
+        usual = {name for name in entry if name.startswith("message_") and {*_words(entry[name])} <= ROLES}
+        if kind == "alpaca":
+            lost["the words around instruction, input and output are others here (### Instruction ...)"] = None
+        elif kind not in ("completion", "pretrain", "chat_template"):
+            lost[f"type {kind or 'not given'}: here columns decide the format, see data.columns"] = None
+        if unread := sorted(entry.keys() - DATASET - usual):
+            lost[f"not read of it: {', '.join(unread)}"] = None
+    return _mixed(ours) | {LOST: "; ".join(lost)}
 
 
-def _evaluates(source: Source) -> bool:
+def _mixed(datasets: list[dict[str, Any]]) -> dict[str, Any]:
+    single = {f"data.{name}": value for name, value in datasets[0].items()}
+    return single if len(datasets) == 1 else {"data.datasets": datasets}
+
+
+def evaluates(source: Source) -> bool:
+    """Whether there is something to evaluate on; Axolotl's keys about it are written anyway."""
     return source.kind != "axolotl" or bool(source.tree.get("val_set_size") or source.tree.get("test_datasets"))
-
-
-def _bf16(given: Given, draft: Draft) -> dict[str, Any] | None:
-    is_on = given.value in (True, "auto", "full")  # auto: where the device has it, as all that train have
-    return {"training.bf16": True, "model.dtype": "bfloat16"} if is_on else None
 
 
 def _per_epoch(given: Given, draft: Draft) -> dict[str, Any] | None:
     what, once, epochs = f"training.{given.name[:4]}", given.value == 1, given.tree.get("num_epochs") or 1
-    if not given.value or (what == "training.eval" and not _evaluates(given.source)):
+    if not given.value or (what == "training.eval" and not evaluates(given.source)):
         return None
     return {
         f"{what}_strategy": "epoch" if once else "steps",
@@ -257,13 +252,16 @@ def _per_epoch(given: Given, draft: Draft) -> dict[str, Any] | None:
 AXOLOTL: dict[str, Rule] = {
     **ARGUMENTS,
     "datasets": _datasets,
+    "pretraining_dataset": lambda key, draft: _datasets(key, draft) | {"data.streaming": True, EXCESS: "split"},
+    "attention": lambda key, draft: {"model.attn_implementation": ATTENTION.get(key.value, key.value)},
     "adapter": _only(("lora", "qlora"), "there are LoRA and full fine-tuning here; full is written"),
     "optimizer": _optim,
-    "bf16": _bf16,
+    # auto: where the device has it, as all that train have; weights are loaded in it, too
+    "bf16": lambda key, draft: {"training.bf16": True, "model.dtype": "bfloat16"} if key.value else None,
     "saves_per_epoch": _per_epoch,
     "evals_per_epoch": _per_epoch,
-    "eval_strategy": lambda key, draft: {"training.eval_strategy": key.value} if _evaluates(key.source) else None,
-    "eval_steps": lambda key, draft: {"training.eval_steps": key.value} if _evaluates(key.source) else None,
+    "eval_strategy": lambda key, draft: {"training.eval_strategy": key.value} if evaluates(key.source) else None,
+    "eval_steps": lambda key, draft: {"training.eval_steps": key.value} if evaluates(key.source) else None,
     "batch_size": lambda key, draft: {STEPS: key.value // (key.tree.get("micro_batch_size") or 1)},
     "wandb_project": lambda key, draft: {"training.report_to": "wandb", "training.project": key.value},
     "val_set_size": _share,
@@ -275,80 +273,3 @@ AXOLOTL: dict[str, Rule] = {
 }
 WINS = {"optimizer.type", "scheduler.type", "scheduler.params.warmup_max_lr"}  # DeepSpeed's, whatever arguments say
 RULES = {"deepspeed": SHARED, "accelerate": SHARED, "axolotl": AXOLOTL}
-
-
-def imported(sources: list[Source]) -> Draft:
-    """Our config, filled from all sources."""
-    draft = Draft(sources)
-    for source in sources:
-        draft.carry(source, RULES.get(source.kind, ARGUMENTS), WINS)
-        if source.trains:
-            _finish_arguments(draft, source)
-    for source in sources:
-        if source.kind == "deepspeed":
-            _finish_deepspeed(draft, source)
-    return draft
-
-
-def _finish_arguments(draft: Draft, source: Source) -> None:
-    tree, kind, whole = source.tree, source.kind, Given(source, (), source.tree)
-    if kind in ("trl", "axolotl") and "bf16" not in tree and not draft.of("training.fp16"):
-        draft.default("training.bf16", True, source)
-        if kind == "axolotl":
-            draft.default("model.dtype", "bfloat16", source)
-    if kind == "axolotl":
-        for name in ("save", "eval") if _evaluates(source) else ("save",):
-            if f"training.{name}_steps" not in draft.values:
-                draft.default(f"training.{name}_strategy", "epoch", source)
-        draft.values.setdefault(WARMUP, Value(0.03, "Axolotl's default, there at most 100 steps"))
-    adapted = {
-        "trl": bool(tree.get("use_peft")),
-        "llamafactory": tree.get("finetuning_type", "lora") == "lora",
-        "axolotl": tree.get("adapter") in ("lora", "qlora"),
-        "transformers": "model.lora.r" in draft.values,
-    }[kind]
-    defaults = {f"model.lora.{name}": value for name, value in LORA[kind].items()} if adapted else {}
-    if kind == "llamafactory" and adapted:
-        defaults["model.lora.lora_alpha"] = 2 * (draft.of("model.lora.r") or 8)
-        defaults |= {"model.dtype": "bfloat16"} if draft.of("training.bf16") else {}  # frozen weights, as computed in
-    for target, value in (DEFAULTS[kind] | defaults).items():
-        draft.default(target, value, source)
-    for target in [] if adapted else [target for target in draft.values if target.startswith("model.lora.")]:
-        if of := draft.values.pop(target).given:
-            draft.need_not(of, "no adapters are trained")
-    if (split := whole.at("dataset_train_split")).value not in (None, "train"):
-        draft.put("data.split", split.value, split)
-    evaluates = draft.of("training.eval_strategy") not in (None, "no") and tree.get("dataset_name")
-    if evaluates and not any(draft.of(f"data.eval_{name}") for name in ("path", "split", "fraction")):
-        split = whole.at("dataset_test_split", "test" if kind == "trl" else "validation")
-        draft.put("data.eval_split", split.value, split)
-
-
-def _finish_deepspeed(draft: Draft, source: Source) -> None:
-    tree, whole = source.tree, Given(source, (), source.tree)
-    if "gradient_clipping" not in tree:
-        draft.put("training.max_grad_norm", 0.0, whole.at("gradient_clipping", "not there"), wins=True)
-    if not draft.trains and "auto" in (tree.get("train_micro_batch_size_per_gpu"), tree.get("gradient_clipping")):
-        draft.lose(whole.at("train_micro_batch_size_per_gpu"), "what the TrainingArguments say; give them, too")
-    elif not draft.trains and "scheduler" not in tree:
-        draft.values[SCHEDULE] = Value("constant", f"no scheduler in {source.file}")
-    if _set(tree.get("train_batch_size")):
-        _batch(draft, whole.at("train_batch_size"))
-
-
-def _batch(draft: Draft, total: Given) -> None:
-    """What DeepSpeed makes of the batch of all ranks: one of its three factors follows from the other two."""
-    assumed = (8, 1) if draft.trains else (None, None)  # of TrainingArguments
-    micro, steps = (draft.of(name) or default for name, default in zip((MICRO, STEPS), assumed, strict=True))
-    rest, left = divmod(total.value, (micro or 1) * (steps or 1) * (draft.ranks or 1))
-    product = f"{micro} per device x {steps or 1} micro-batches x {draft.ranks or rest} ranks"
-    if micro is None and draft.ranks is None:
-        draft.values[MICRO] = Value(None, f"train_batch_size {total.value} / ranks / micro-batches", total)
-        draft.lose(total, "that is of all ranks; write how many each has into the line that is null")
-    elif left or (rest > 1 and None not in (micro, steps, draft.ranks)):
-        draft.lose(total, f"{product} is another batch")
-    elif draft.ranks is None:
-        draft.ranks = rest
-        draft.need_not(total, product)
-    elif micro is None or steps is None:
-        draft.put(STEPS if micro else MICRO, rest, total)

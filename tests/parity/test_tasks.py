@@ -1,0 +1,210 @@
+"""Every task, from a config and with weights that travel, ends with the bits of the Trainer that its users know, which
+tokenises the same rows by itself. The models are opened from a folder, as both sides' users do."""
+
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file
+
+from tests.e2e.commands import write_jsonl
+from trainer.config.load import load_tree
+from trainer.data import pydoc_rows
+from trainer.data import tokenizer as tokenizers
+from trainer.dist.ranks import Ranks
+from trainer.dist.stopping import Stop
+from trainer.run.run import run
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+LENGTH, TARGET = 48, 24
+SAID: dict[str, Any] = {
+    "per_device_train_batch_size": 2, "max_steps": 3, "learning_rate": 1e-2, "use_cpu": True, "report_to": "none",
+    "save_strategy": "no", "logging_steps": 1, "seed": 7,
+}  # fmt: skip
+LORA = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "q", "v"]}
+TRL = {"gradient_checkpointing": False, "bf16": False, "max_length": LENGTH}  # what TRL's arguments have otherwise
+LABELS = ["prose", "code", "neither"]
+
+
+def rows_of(name: str) -> list[dict[str, Any]]:
+    """Short ones, most of which fit into ``LENGTH`` tokens."""
+    found = (row for _, row in islice(pydoc_rows.rows(name), 48))
+    short = {"text": 9, "prompt": 5, "completion": 6, "chosen": 6, "rejected": 7}
+    return [{key: " ".join(v.split()[: short[key]]) if key in short else v for key, v in row.items()} for row in found]
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with tiny saved models, and a tokenizer in each."""
+    import transformers
+
+    home = tmp_path_factory.mktemp("bases")
+    words = tokenizers.trained(300, home, (row["text"] for row in rows_of("labels")))
+    torch.manual_seed(0)
+    llama = transformers.LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        pad_token_id=0, eos_token_id=1, max_position_embeddings=LENGTH,
+    )  # fmt: skip
+    t5 = transformers.T5Config(
+        vocab_size=300,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
+        dropout_rate=0.1,
+    )
+    bert = transformers.BertConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4
+    )
+    models = {
+        "llama": transformers.LlamaForCausalLM(llama),
+        "t5": transformers.T5ForConditionalGeneration(t5),
+        "bert": transformers.BertForMaskedLM(bert),
+    }
+    for name, model in models.items():
+        model.save_pretrained(home / name)
+        words.save_pretrained(home / name)
+    return home
+
+
+# --- as the users of each Trainer train ------------------------------------------------------------------------------
+
+
+def classification(base: str, folder: str, lora: Any) -> Any:
+    from transformers import (
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+        DataCollatorWithPadding,
+        Trainer,
+        TrainingArguments,
+        set_seed,
+    )  # fmt: skip
+
+    words = AutoTokenizer.from_pretrained(base)
+    rows = Dataset.from_list(rows_of("labels"))
+    made = rows.map(
+        lambda row: {**words(row["text"], truncation=True, max_length=LENGTH), "labels": LABELS.index(row["label"])},
+        remove_columns=rows.column_names,
+    )
+    set_seed(SAID["seed"])
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=len(LABELS), use_cache=False)
+    if lora is not None:
+        from peft import get_peft_model
+
+        model = get_peft_model(model, lora("SEQ_CLS"))
+    collator = DataCollatorWithPadding(words, pad_to_multiple_of=8)
+    return Trainer(model, TrainingArguments(folder, **SAID), train_dataset=made, data_collator=collator)
+
+
+def seq2seq(base: str, folder: str, lora: Any) -> Any:
+    from transformers import (
+        AutoModelForSeq2SeqLM,
+        AutoTokenizer,
+        DataCollatorForSeq2Seq,
+        Seq2SeqTrainer,
+        Seq2SeqTrainingArguments,
+        set_seed,
+    )  # fmt: skip
+
+    words = AutoTokenizer.from_pretrained(base)
+
+    def features(row: dict[str, Any]) -> dict[str, Any]:
+        labels = words(text_target=row["completion"] + words.eos_token, truncation=True, max_length=TARGET)["input_ids"]
+        labels[-1] = words.eos_token_id
+        return {**words(row["prompt"], truncation=True, max_length=LENGTH), "labels": labels}
+
+    rows = Dataset.from_list(rows_of("pairs"))
+    made = rows.map(features, remove_columns=rows.column_names)
+    set_seed(SAID["seed"])
+    model = AutoModelForSeq2SeqLM.from_pretrained(base)
+    model.config.use_cache = False
+    if lora is not None:
+        from peft import get_peft_model
+
+        model = get_peft_model(model, lora("SEQ_2_SEQ_LM"))
+    given = Seq2SeqTrainingArguments(folder, **SAID)
+    collator = DataCollatorForSeq2Seq(words, model=model, pad_to_multiple_of=8)
+    return Seq2SeqTrainer(model, given, train_dataset=made, data_collator=collator)
+
+
+def of_trl(task: str, rows: str, **said: Any) -> Callable[..., Any]:
+    """A model's name, rows of text, and nothing else."""
+
+    def make(base: str, folder: str, lora: Any) -> Any:
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
+
+        from trainer.tasks.table import TASKS
+        from trainer.tasks.task import loaded
+
+        kind, arguments = (loaded(name) for name in (TASKS[task].trainer, TASKS[task].arguments))
+        more = {"peft_config": lora("SEQ_CLS" if task == "reward" else "CAUSAL_LM")} if lora else {}
+        given = arguments(folder, **SAID, **TRL, **said)
+        data, model = Dataset.from_list(rows_of(rows)), base
+        if task == "reward":  # TRL seeds again after the head is drawn if it is given a model
+            set_seed(SAID["seed"])
+            model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+        return kind(model, args=given, train_dataset=data, processing_class=AutoTokenizer.from_pretrained(base), **more)
+
+    return make
+
+
+STOCK: dict[str, tuple[str, Callable[..., Any]]] = {  # rows, and the Trainer
+    "classification": ("labels", classification),
+    "seq2seq": ("pairs", seq2seq),
+    "dpo": ("preferences", of_trl("dpo", "preferences", precompute_ref_log_probs=True)),
+    "dpo, lora": ("preferences", of_trl("dpo", "preferences")),
+    "kto": ("ratings", of_trl("kto", "ratings", precompute_ref_log_probs=True)),
+    "orpo": ("preferences", of_trl("orpo", "preferences")),
+    "reward": ("preferences", of_trl("reward", "preferences")),
+}
+
+
+def lora_config(kind: str) -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(task_type=kind, **LORA)
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: each for path in folder.glob("*.safetensors") for name, each in load_file(path).items()}
+
+
+def slow(*values: str) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+CASES = [
+    ("classification", "llama", ""), ("seq2seq", "t5", ""), ("dpo", "llama", ""), ("reward", "llama", ""),
+    slow("classification", "bert", ""), slow("classification", "llama", "lora"), slow("dpo", "llama", "lora"),
+    slow("kto", "llama", ""), slow("orpo", "llama", ""), slow("reward", "llama", "lora"), slow("seq2seq", "t5", "lora"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("task", "model", "lora"), CASES)
+def test_as_the_trainer_that_its_users_know(task: str, model: str, lora: str, bases: Path, tmp_path: Path) -> None:
+    base = str(bases / model)
+    rows, stock = STOCK.get(f"{task}, {lora}") or STOCK[task]
+    theirs = stock(base, str(tmp_path / "stock"), lora_config if lora else None)
+    theirs.train()
+    theirs.save_model(str(tmp_path / "saved"))
+    expected = tensors(tmp_path / "saved")
+
+    section: dict[str, Any] = {"name_or_path": base}
+    section |= {"labels": LABELS} if task == "classification" else {}
+    section |= {"lora": LORA} if lora else {}
+    data = {"path": str(write_jsonl(tmp_path / "rows.jsonl", rows_of(rows))), "max_length": LENGTH}
+    data |= {"max_target_length": TARGET} if task == "seq2seq" else {}
+    travel = {"offload": {"site": "host", "weights": "streamed", "prefetch": 0}}
+    tree = {"task": task, "model": section, "data": data, "training": {**SAID, "output_dir": str(tmp_path / "run")}}
+    assert run(load_tree({**tree, "strategies": travel}), Ranks(), Stop()) == 0
+    found = tensors(tmp_path / "run" / "export")
+    assert found.keys() == expected.keys()
+    assert [name for name, each in expected.items() if not torch.equal(found[name], each)] == []
+    before = tensors(Path(base))
+    assert any(name not in before or not torch.equal(before[name], each) for name, each in found.items())

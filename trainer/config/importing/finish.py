@@ -1,0 +1,122 @@
+"""From all sources to a draft, and what follows from keys that are not there.
+
+Defaults that decide what is trained are written where they differ from ours. A ds_config without ``gradient_clipping``
+clips nothing, whatever ``max_grad_norm`` says.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainer.config.importing.draft import Draft, Value
+from trainer.config.importing.read import Given, Source
+from trainer.config.importing.rules import (
+    ARGUMENTS,
+    EXCESS,
+    MICRO,
+    RATE,
+    RULES,
+    SCHEDULE,
+    STEPS,
+    WARMUP,
+    WINS,
+    evaluates,
+)
+
+OUT = "training.output_dir"
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "transformers": {OUT: "trainer_output", "training.logging_steps": 500},
+    "trl": {OUT: "trainer_output", RATE: 2e-5, "training.gradient_checkpointing": True, EXCESS: "truncate"},
+    "llamafactory": {OUT: "saves", "training.logging_steps": 500, "data.max_length": 2048, EXCESS: "truncate"},
+    "axolotl": {
+        OUT: "model-out", MICRO: 1, "training.num_train_epochs": 1.0, SCHEDULE: "cosine", "data.max_length": 512,
+        EXCESS: "drop",
+    },
+}  # fmt: skip
+LORA: dict[str, dict[str, Any]] = {
+    "trl": {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05},
+    "llamafactory": {"r": 8, "lora_dropout": 0.0, "target_modules": "all-linear"},
+    "axolotl": {"r": 8, "lora_alpha": 8},
+    "transformers": {"r": 8, "lora_alpha": 8},  # as peft has them
+}
+
+
+def imported(sources: list[Source]) -> Draft:
+    """Our config, filled from all sources."""
+    draft = Draft(sources)
+    training = [source for source in sources if source.trains]
+    for source in training:
+        draft.carry(source, RULES.get(source.kind, ARGUMENTS), WINS)
+    if training:  # a command line and the file that it names are one
+        whole = {name: value for source in reversed(training) for name, value in source.tree.items()}
+        _finish_arguments(draft, training[0]._replace(tree=whole))
+    for source in sources[len(training) :]:
+        draft.carry(source, RULES[source.kind], WINS)
+    for source in sources:
+        if source.kind == "deepspeed":
+            _finish_deepspeed(draft, source)
+    return draft
+
+
+def _finish_arguments(draft: Draft, source: Source) -> None:
+    tree, kind, whole = source.tree, source.kind, Given(source, (), source.tree)
+    if kind in ("trl", "axolotl") and "bf16" not in tree and not draft.of("training.fp16"):
+        draft.default("training.bf16", True, source)
+        if kind == "axolotl":
+            draft.default("model.dtype", "bfloat16", source)
+    if kind == "axolotl":
+        for name in ("save", "eval") if evaluates(source) else ("save",):
+            if f"training.{name}_steps" not in draft.values:
+                draft.default(f"training.{name}_strategy", "epoch", source)
+        draft.values.setdefault(WARMUP, Value(0.03, "default of Axolotl, there at most 100 steps"))
+    adapted = {
+        "trl": bool(tree.get("use_peft")),
+        "llamafactory": tree.get("finetuning_type", "lora") == "lora",
+        "axolotl": tree.get("adapter") in ("lora", "qlora"),
+        "transformers": "model.lora.r" in draft.values,
+    }[kind]
+    defaults = {f"model.lora.{name}": value for name, value in LORA[kind].items()} if adapted else {}
+    if kind == "llamafactory" and adapted:
+        defaults["model.lora.lora_alpha"] = 2 * (draft.of("model.lora.r") or 8)
+        defaults |= {"model.dtype": "bfloat16"} if draft.of("training.bf16") else {}  # frozen weights, as computed in
+    for target, value in (DEFAULTS[kind] | defaults).items():
+        draft.default(target, value, source)
+    for target in [] if adapted else [target for target in draft.values if target.startswith("model.lora.")]:
+        if of := draft.values.pop(target).given:
+            draft.need_not(of, "no adapters are trained")
+    if (split := whole.at("dataset_train_split")).value not in (None, "train"):
+        draft.put("data.split", split.value, split)
+    named = draft.of("training.eval_strategy") not in (None, "no") and tree.get("dataset_name")
+    if named and not any(draft.of(f"data.eval_{name}") for name in ("path", "split", "fraction")):
+        split = whole.at("dataset_test_split", "test" if kind == "trl" else "validation")
+        draft.put("data.eval_split", split.value, split)
+
+
+def _finish_deepspeed(draft: Draft, source: Source) -> None:
+    tree, whole = source.tree, Given(source, (), source.tree)
+    if "gradient_clipping" not in tree:
+        draft.put("training.max_grad_norm", 0.0, whole.at("gradient_clipping", "not there"), wins=True)
+    if not draft.trains and "auto" in (tree.get("train_micro_batch_size_per_gpu"), tree.get("gradient_clipping")):
+        draft.lose(whole.at("train_micro_batch_size_per_gpu"), "what the TrainingArguments say; give them, too")
+    elif not draft.trains and "scheduler" not in tree:
+        draft.values[SCHEDULE] = Value("constant", f"no scheduler in {source.file}")
+    if type(tree.get("train_batch_size")) is int:
+        _batch(draft, whole.at("train_batch_size"))
+
+
+def _batch(draft: Draft, total: Given) -> None:
+    """What DeepSpeed makes of the batch of all ranks: one of its three factors follows from the other two."""
+    assumed = (8, 1) if draft.trains else (None, None)  # of TrainingArguments
+    micro, steps = (draft.of(name) or default for name, default in zip((MICRO, STEPS), assumed, strict=True))
+    rest, left = divmod(total.value, (micro or 1) * (steps or 1) * (draft.ranks or 1))
+    product = f"{micro} per device x {steps or 1} micro-batches x {draft.ranks or rest} ranks"
+    if micro is None and draft.ranks is None:
+        draft.values[MICRO] = Value(None, f"train_batch_size {total.value} / ranks / micro-batches", total)
+        draft.lose(total, "that is of all ranks; write how many each has into the line that is null")
+    elif left or (rest > 1 and None not in (micro, steps, draft.ranks)):
+        draft.lose(total, f"{product} is another batch")
+    elif draft.ranks is None:
+        draft.ranks = rest
+        draft.need_not(total, product)
+    elif micro is None or steps is None:
+        draft.put(STEPS if micro else MICRO, rest, total)

@@ -1,0 +1,181 @@
+"""The rows of a task that is not the prediction of the next token: read, checked, made and saved once.
+
+Columns are the task's fields, or those that ``data.columns`` gives for them. Of the first bad rows each is a line with
+its place. Rows are saved as in ``prepare.py``: sealed, under a fingerprint of all that decides them, and opened through
+a link in a folder of its own, where TRL may put what it makes of them for the next run and for other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from datasets import Dataset
+
+from strategies.core.commit import added_folder
+from strategies.core.sealed import digest_of, seal
+from trainer.data import packing
+from trainer.data.chats import find_template
+from trainer.data.prepare import KIND, Prepared, batched, is_whole, open_eval, open_train, tokenizer_content
+from trainer.data.report import Say
+from trainer.data.sources import Row, Source, kind
+from trainer.errors import DataError, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from trainer.config.sections import DataSection, RunConfig
+    from trainer.tasks.task import Task
+
+BATCH, MOST_BAD = 256, 5
+
+
+def prepare(
+    task: Task,
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    model: PretrainedConfig,
+    folder: Path,
+    say: Say,
+    opened: Callable[[str, str, str], None],
+    *,
+    compares: bool,
+) -> Prepared:
+    """As ``trainer.data.prepare.prepare``, for ``task``. ``model`` knows the labels."""
+    data, seed = config.data, config.training.seed
+    if named := data.chat_template or data.chat_template_path:
+        tokenizer.chat_template = find_template(data, tokenizer).text
+    sources, held = {"train": next(open_train(data))}, open_eval(data)
+    sources |= {"eval": held} if held else {}
+    marks = [digest_of(source.identity(True)) for source in sources.values()]
+    words = digest_of(tokenizer_content(tokenizer))
+    options = {"task": task.name, "labels": model.label2id, "template": tokenizer.chat_template}
+    options |= {"columns": data.columns, "limit": data.limit, "lengths": lengths(data)}
+    key = digest_of([options, data.eval_fraction, seed, marks, words])[:16]
+    opened(marks[0], words, key)
+    home = folder / key
+    if home.is_dir() and (not compares or is_whole(home, say)):
+        say(f"data: {sources['train'].name} is prepared already ({key})")
+    else:
+        with added_folder(home) as draft:
+            for side, source in sources.items():
+                made = _made(task, source, data, tokenizer, model)
+                _write(draft, side, made, data.eval_fraction if side == "train" else 0.0, seed, say)
+            seal(draft, KIND, {"fingerprint": key})
+    train, evaluation = (_open(home, folder / f"{key}.used", side) for side in ("train", "eval"))
+    assert train is not None
+    return Prepared(train, evaluation, key, task.name, marks[0], words, tokenizer.chat_template if named else None)
+
+
+def lengths(data: DataSection) -> tuple[int, int | None]:
+    """All that decides how long rows are."""
+    return data.max_length, data.max_target_length
+
+
+def texts(task: Task, data: DataSection) -> Iterator[str]:
+    """All strings of the training data, to train a tokenizer on."""
+    source = next(open_train(data))
+    columns = columns_of(task, data, source)
+    for row in source.rows(columns.values()):
+        values = {} if isinstance(row.values, str) else row.values
+        for value in (values.get(column) for name, column in columns.items() if name != "label"):
+            for item in value if isinstance(value, list) else [value]:
+                text = item.get("content") if isinstance(item, dict) else item
+                if isinstance(text, str) and text:
+                    yield text
+
+
+def columns_of(task: Task, data: DataSection, source: Source) -> dict[str, str]:
+    """The column of each field. Raise DataError if one that every row needs is missing."""
+    found, given = dict[str, str](), {str(name): column for name, column in data.columns.items()}
+    for table in source.tables:
+        there = ", ".join(table.columns)
+        for name, _, required in task.fields:
+            column = given.get(name, name)
+            if column in table.columns:
+                found[name] = column
+            elif required or name in given:
+                all_of = " + ".join(field.name for field in task.fields if field.required)
+                hint = nearest(column, table.columns) or f"; data.columns says which column it is: {{{name}: ...}}"
+                raise DataError(f"{table.name}: task {task.name} needs {all_of}, no {column!r} in {there}{hint}")
+    return found
+
+
+def _made(
+    task: Task, source: Source, data: DataSection, tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig
+) -> Iterator[dict[str, Any]]:
+    """The rows of a source; after the first bad one only others are looked for, and DataError has them."""
+    columns, bad = columns_of(task, data, source), list[str]()
+    for batch in batched(islice(source.rows(list(columns.values())), data.limit), BATCH):
+        read = [(row.place, _fields(task, columns, row)) for row in batch]
+        bad += [f"{place}: {values}" for place, values in read if isinstance(values, str)]
+        good = [(place, values) for place, values in read if not isinstance(values, str)]
+        made = task.features([values for _, values in good], tokenizer, model, data) if good else []
+        pairs = zip(good, made, strict=True)
+        bad += [f"{place}: {line}" for (place, _), line in pairs if isinstance(line, str)]
+        if not bad:
+            yield from (row for row in made if not isinstance(row, str))
+        elif len(bad) > MOST_BAD:
+            raise DataError([*bad[:MOST_BAD], "... and more bad rows"])
+    if bad:
+        raise DataError(bad)
+
+
+def _fields(task: Task, columns: Mapping[str, str], row: Row) -> dict[str, Any] | str:
+    """The fields of a row with their types checked, or a line about what is wrong."""
+    if isinstance(row.values, str):
+        return row.values
+    values = dict[str, Any]()
+    for name, kinds, required in task.fields:
+        value = row.values.get(columns.get(name, name))
+        if not required and name not in columns:
+            continue
+        if type(value) not in kinds:
+            wanted = " or ".join(kind(each()) for each in kinds)
+            return f"field {name!r} is {kind(value)}; every row needs {wanted}"
+        values[name] = value
+    return values
+
+
+def _write(draft: Path, side: str, rows: Iterable[dict[str, Any]], held_out: float, seed: int, say: Say) -> None:
+    """Write the rows of ``side``, and a share of ``held_out`` of them as those of the evaluation."""
+    whole = draft / "whole.arrow"
+    _save(whole, rows)
+    made = Dataset.from_file(str(whole))
+    spans = packing.whole([1] * len(made))
+    sides = {side: spans}
+    if held_out:
+        if len(spans) == 1:
+            raise DataError("data.eval_fraction: the data has one row; use data.eval_path")
+        sides[side], sides["eval"] = packing.split(spans, held_out, seed)
+    for name, chosen in sides.items():
+        _save(draft / f"{name}.arrow", made.select(chosen[:, 0]))
+        say(f"data: {name}: {len(chosen):,} rows of {', '.join(made.column_names)}")
+    whole.unlink()
+
+
+def _save(path: Path, rows: Iterable[Any]) -> None:
+    batches = batched(rows, BATCH)
+    first = pa.Table.from_pylist(next(batches, []))
+    if not first.num_rows:
+        raise DataError("data.path: there are no rows")
+    with pa.ipc.new_stream(str(path), first.schema) as writer:
+        writer.write_table(first)
+        for batch in batches:
+            writer.write_table(pa.Table.from_pylist(batch, schema=first.schema))
+
+
+def _open(home: Path, used: Path, side: str) -> Dataset | None:
+    if not (home / f"{side}.arrow").exists():
+        return None
+    link = used / side / "rows.arrow"
+    link.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        link.symlink_to(Path("../..") / home.name / f"{side}.arrow")
+    return Dataset.from_file(str(link))

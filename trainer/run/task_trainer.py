@@ -1,0 +1,58 @@
+"""The Trainer of a task: its class, the arguments that are the task's, and what it has left of the rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import transformers
+
+from trainer.data.collate import Collator
+from trainer.errors import DataError
+from trainer.model import build
+from trainer.run.pipeline_trainer import token_losses
+from trainer.run.trainer import Trainer
+from trainer.tasks.table import TASKS
+from trainer.tasks.task import loaded, mean_over_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from trainer.config.sections import RunConfig
+    from trainer.tasks.task import Task
+
+
+def class_for(task: Task) -> type[Trainer]:
+    """The Trainer of a task, as one rank of a job."""
+    base = loaded(task.trainer)
+    return Trainer if base is transformers.Trainer else type("Trainer", (Trainer, base), {})
+
+
+def adapters_follow(config: RunConfig) -> bool:
+    """Whether the Trainer adds adapters to the model that it is given."""
+    return config.model.lora is not None and TASKS[config.task].adds_adapters
+
+
+def options(config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The keyword arguments of the Trainer that are the task's."""
+    task, packing = TASKS[config.task], config.data.packing
+    if not task.language:
+        given = task.options(model, tokenizer, config)
+        if config.model.lora is not None and task.adds_adapters:
+            given["peft_config"] = build.lora_config(config.model.lora, task)
+        return given
+    # Flash attention takes packed documents as one long row instead of a batch of rows.
+    flatten = packing and str(config.model.attn_implementation).startswith("flash_attention")
+    pad: Any = tokenizer.pad_token_id
+    losses = {"compute_metrics": mean_over_tokens, "preprocess_logits_for_metrics": token_losses}
+    return {"data_collator": Collator(pad, packing, flatten=flatten), **losses}
+
+
+def left_out(config: RunConfig, found: int, trainer: Trainer) -> str:
+    """A line about how many of the rows that it was given a Trainer of TRL has dropped; empty if none. Raise DataError
+    if all.
+    """
+    left = len(trainer.train_dataset)  # type: ignore[arg-type]
+    line = f"data: {left:,} of {found:,} rows are left, the others do not fit into data.max_length"
+    if not left:
+        raise DataError(f"{line}; raise it from {config.data.max_length}")
+    return line if left < found else ""

@@ -1,0 +1,155 @@
+"""Which of two answers is better, or whether an answer is good: TRL's trainers for DPO, ORPO, KTO and reward models.
+
+TRL tokenises the rows, adds the adapters of ``model.lora`` and computes the loss. DPO and KTO compare the model with
+what it was before training, the reference. With adapters that is the same weights without them. Otherwise TRL asks the
+model once for what it says about every row, before the first step (``precompute_ref_log_probs``), so no second model is
+ever in memory. The forward of the reference keeps nothing for backward; its seconds are not in the simulated step.
+
+Refused: a second model as reference, which no plan has a place for; DeepSpeed's engine where the reference is asked
+before training, since it does not exist then. ORPO is in TRL's ``experimental`` folder; a release may move it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from strategies.core.compose import requirements_of
+from strategies.core.protocol import Refusal, Requirement
+from trainer.tasks.task import Field, Task, loaded
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from trainer.config.sections import RunConfig
+
+ANSWER = (str, list)  # a text, or a list of messages
+PAIR = (Field("prompt", ANSWER), Field("chosen", ANSWER), Field("rejected", ANSWER))
+
+
+class Preference(Task):
+    """What TRL's trainers have in common."""
+
+    adds_adapters = True
+    folder = "trainer"  # of TRL, where its trainer is
+    fused = False  # the loss reads the head's weight by itself, through TRL's fused head
+
+    def refusals(self, config: RunConfig) -> Iterator[Refusal]:
+        yield from super().refusals(config)
+        found = find_spec("trl")
+        if found is None:
+            yield Refusal("task", self.name, "needs the package trl; install it with: pip install 'deepstow[tasks]'")
+        elif not (Path(str(found.origin)).parent / self.folder).is_dir():
+            yield Refusal("task", self.name, f"this release of TRL has no trl/{self.folder} any more; trl 1.16 has")
+        before = self.fused and config.model.lora is None
+        if before and Requirement.DEEPSPEED in requirements_of(config.strategies):
+            what = "DeepSpeed's engine cannot be asked for the reference before training; write model.lora, or add"
+            yield Refusal("task", self.name, f"{what} strategies.offload, whose engine can")
+
+    def features(
+        self, rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig, data: Any
+    ) -> list[dict[str, Any] | str]:
+        if tokenizer.eos_token is None:
+            return ["the tokenizer has no eos token, with which an answer ends"] * len(rows)
+        texts = [name for name in ("prompt", "chosen", "rejected", "completion") if name in rows[0]]
+        mixed = "prompt and answers are not all text, or all lists of messages"
+        kinds = [{type(row[name]) for name in texts} for row in rows]
+        if [list] in map(list, kinds) and tokenizer.chat_template is None:
+            return ["messages need a chat template; data.chat_template_path names one"] * len(rows)
+        return [
+            mixed if kind != kinds[0] or len(kind) > 1 else dict(row) for row, kind in zip(rows, kinds, strict=True)
+        ]
+
+    def complete(self, given: dict[str, Any], config: RunConfig) -> dict[str, Any]:
+        given = {"gradient_checkpointing": False, **given, "max_length": config.data.max_length}
+        if self.fused:
+            given["precompute_ref_log_probs"] = config.model.lora is None
+        return given
+
+    def options(self, model: Any, tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> dict[str, Any]:
+        return {}
+
+    def forward(self, model: Any, config: RunConfig) -> Callable[..., Any]:
+        from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
+
+        if config.training.disable_dropout is not False:
+            disable_dropout_in_model(model)
+        if not self.fused:
+            return super().forward(model, config)
+        outputs = ("log_probs", "entropy", "mean_logits", "is_top1")
+        add_fused_lm_head(model.get_base_model() if config.model.lora else model, outputs=outputs)
+
+        def run(**inputs: Any) -> dict[str, Any]:
+            return {"loss": model(**inputs, use_cache=False, fused_lm_head=True).log_probs.sum()}
+
+        return run
+
+
+class Dpo(Preference):
+    """Direct preference optimisation."""
+
+    name = "dpo"
+    fields = PAIR
+    trainer, arguments = "trl.DPOTrainer", "trl.DPOConfig"
+    sequences = 2
+    fused = True
+
+    def complete(self, given: dict[str, Any], config: RunConfig) -> dict[str, Any]:
+        given = super().complete(given, config)
+        return {**given, "loss_type": [given["loss_type"]]} if "loss_type" in given else given
+
+
+class Kto(Preference):
+    """Answers that are good or not, one by one. The rows are read in their order."""
+
+    name = "kto"
+    fields = (Field("prompt", ANSWER), Field("completion", ANSWER), Field("label", (bool,)))
+    trainer, arguments = "trl.KTOTrainer", "trl.KTOConfig"
+    fused = True
+
+
+class Reward(Preference):
+    """A number for each text, larger for the chosen one."""
+
+    name = "reward"
+    fields = (*PAIR[1:], Field("prompt", ANSWER, required=False), Field("margin", (float, int), required=False))
+    model_class = "transformers.AutoModelForSequenceClassification"
+    trainer, arguments = "trl.RewardTrainer", "trl.RewardConfig"
+    adapters = "SEQ_CLS"
+    sequences = 2
+    pipeline_tag = "text-classification"
+
+    def targets(self, ids: Tensor, config: RunConfig) -> dict[str, Any]:
+        return {}
+
+
+class Orpo(Preference):
+    """Odds ratio preference optimisation: no reference."""
+
+    name = "orpo"
+    fields = PAIR
+    trainer, arguments = "trl.experimental.orpo.ORPOTrainer", "trl.experimental.orpo.ORPOConfig"
+    folder = "experimental/orpo"
+    sequences = 2
+
+    def complete(self, given: dict[str, Any], config: RunConfig) -> dict[str, Any]:
+        return {**super().complete(given, config), "remove_unused_columns": False}
+
+    def targets(self, ids: Tensor, config: RunConfig) -> dict[str, Any]:
+        return {}
+
+    def forward(self, model: Any, config: RunConfig) -> Callable[..., Any]:
+        from torch.nn.functional import cross_entropy
+
+        call, trainer = super().forward(model, config), loaded(self.trainer)
+
+        def run(**inputs: Any) -> dict[str, Any]:
+            ids, logits = inputs["input_ids"], call(**inputs, use_cache=False).logits
+            half = len(ids) // 2
+            known = cross_entropy(logits[:half, :-1].flatten(0, 1), ids[:half, 1:].flatten())
+            return {"loss": known - trainer.get_batch_logps(logits, ids, average_log_prob=True).sum()}
+
+        return run

@@ -1,0 +1,95 @@
+"""One text from another by an encoder and a decoder: T5, BART and their kind, with ``AutoModelForSeq2SeqLM``,
+Transformers' ``Seq2SeqTrainer`` and its collator.
+
+A prompt has up to ``data.max_length`` tokens, a completion up to ``data.max_target_length``; longer ones are cut. A
+completion ends with the tokenizer's eos, or generation would not end. Evaluations say the mean loss over tokens; with
+``training.predict_with_generate`` they generate instead, and say how many texts are those of the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from trainer.tasks.task import MULTIPLE, Field, Task, mean_over_tokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import EvalPrediction, PretrainedConfig, PreTrainedTokenizerBase
+
+    from trainer.config.sections import RunConfig
+
+MASKED = -100
+
+
+class Seq2Seq(Task):
+    """A completion for each prompt."""
+
+    name = "seq2seq"
+    fields = (Field("prompt", (str,)), Field("completion", (str,)))
+    model_class = "transformers.AutoModelForSeq2SeqLM"
+    trainer = "transformers.Seq2SeqTrainer"
+    arguments = "transformers.Seq2SeqTrainingArguments"
+    adapters = "SEQ_2_SEQ_LM"
+    pipeline_tag = "text2text-generation"
+
+    def features(
+        self, rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig, data: Any
+    ) -> list[dict[str, Any] | str]:
+        limit, most, eos = data.max_length, target_length(data), tokenizer.eos_token_id
+        prompts = tokenizer([row["prompt"] for row in rows], truncation=True, max_length=limit, verbose=False)
+        texts = [row["completion"] for row in rows]
+        made = tokenizer(text_target=texts, truncation=True, max_length=most, verbose=False)["input_ids"]
+        labels = [ids if eos is None or ids[-1:] == [eos] else [*ids[: most - 1], eos] for ids in made]
+        return [{"input_ids": ids, "labels": own} for ids, own in zip(prompts["input_ids"], labels, strict=True)]
+
+    def name_tokens(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+        """A decoder of random weights begins with padding, as T5's."""
+        for config in (model.config, model.generation_config):
+            if getattr(config, "decoder_start_token_id", None) is None:
+                config.decoder_start_token_id = tokenizer.pad_token_id
+
+    def complete(self, given: dict[str, Any], config: RunConfig) -> dict[str, Any]:
+        return {**given, "remove_unused_columns": True}
+
+    def options(self, model: Any, tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> dict[str, Any]:
+        from transformers import DataCollatorForSeq2Seq
+
+        collator = DataCollatorForSeq2Seq(tokenizer, model=model, pad_to_multiple_of=MULTIPLE)
+        if config.training.predict_with_generate:
+            return {"data_collator": collator, "compute_metrics": partial(texts_alike, tokenizer)}
+        losses = {"compute_metrics": mean_over_tokens, "preprocess_logits_for_metrics": token_losses}
+        return {"data_collator": collator, **losses}
+
+    def targets(self, ids: Tensor, config: RunConfig) -> dict[str, Any]:
+        return {"labels": ids.new_zeros(len(ids), target_length(config.data))}
+
+    def probe(self, ids: Tensor) -> dict[str, Any]:
+        return {"input_ids": ids, "decoder_input_ids": ids}
+
+
+def target_length(data: Any) -> int:
+    """Tokens of a completion at most."""
+    return int(data.max_target_length or data.max_length)
+
+
+def token_losses(logits: Any, labels: Tensor) -> Tensor:
+    """Per sequence: summed negative log-likelihood and number of tokens. [B, S, V], [B, S] -> [B, 2]"""
+    import torch
+
+    scores = logits[0] if isinstance(logits, tuple) else logits
+    each = torch.nn.functional.cross_entropy(scores.float().transpose(1, 2), labels, reduction="none")
+    return torch.stack([each.sum(dim=1), labels.ne(MASKED).sum(dim=1).float()], dim=1)
+
+
+def texts_alike(tokenizer: PreTrainedTokenizerBase, prediction: EvalPrediction) -> dict[str, float]:
+    """Share of generated texts that are those of the data, and how many tokens they have."""
+    sides: Any = (prediction.predictions, prediction.label_ids)
+    generated, wanted = (
+        [[token for token in row if token not in (MASKED, tokenizer.pad_token_id)] for row in rows.tolist()]
+        for rows in sides
+    )
+    texts = [tokenizer.batch_decode(rows, skip_special_tokens=True) for rows in (generated, wanted)]
+    alike = sum(one.strip() == other.strip() for one, other in zip(*texts, strict=True))
+    return {"exact_match": alike / len(wanted), "gen_len": sum(map(len, generated)) / len(generated)}

@@ -1,0 +1,130 @@
+"""What is different between tasks, each in its class: which columns a row needs, which of Transformers' classes makes
+the model, which Trainer trains it with which arguments, and what its forward computes.
+
+The trainers, losses and collators are those of Transformers and TRL; nothing of them is written again. The base class
+describes the prediction of the next token, ``sft`` and ``pretrain``, whose rows come from ``trainer/data/formats.py``.
+
+Invariant. A run trains what the same Trainer alone trains on the same rows, to the last bit.
+
+Refused: strategies that cut the layers of language models for other tasks; what a task's own file says.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from strategies.core.protocol import Refusal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import EvalPrediction, PretrainedConfig, PreTrainedTokenizerBase
+
+    from trainer.config.sections import RunConfig
+
+MULTIPLE = 8  # batches are padded to a multiple of it
+
+
+class Field(NamedTuple):
+    """A column of the data: its name here, the types that it may have, and whether each row needs it."""
+
+    name: str
+    kinds: tuple[type, ...]
+    required: bool = True
+
+
+class Task:
+    """Prediction of the next token.
+
+    Attributes:
+        fields: columns of a row; empty if they are those of language models.
+        model_class, trainer, arguments: dotted names of classes.
+        adapters: peft's name of the task.
+        adds_adapters: the Trainer wraps the model in adapters, and not the run.
+        sequences: sequences of a row in one forward.
+        pipeline_tag: of the model card.
+    """
+
+    name = "sft"
+    fields: tuple[Field, ...] = ()
+    model_class = "transformers.AutoModelForCausalLM"
+    trainer = "transformers.Trainer"
+    arguments = "transformers.TrainingArguments"
+    adapters = "CAUSAL_LM"
+    adds_adapters = False
+    sequences = 1
+    pipeline_tag = "text-generation"
+
+    @property
+    def language(self) -> bool:
+        """Whether it predicts the next token of rows of text."""
+        return not self.fields
+
+    @property
+    def generates(self) -> bool:
+        """Whether the model continues a text."""
+        return self.model_class.endswith("CausalLM")
+
+    def refusals(self, config: RunConfig) -> Iterator[Refusal]:
+        """What cannot work, known from the config alone."""
+        for name, strategy in config.strategies.items():
+            if strategy.divides() and not self.language:
+                what = f"divides the layers of language models, and cannot train task {self.name}; leave it out"
+                yield Refusal(f"strategies.{name}", strategy.model_dump(exclude_unset=True), what)
+
+    def features(
+        self, rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig, data: Any
+    ) -> list[dict[str, Any] | str]:
+        """What the Trainer is given of each of some rows, or a line about what is wrong. ``data``: the section."""
+        raise NotImplementedError
+
+    def name_tokens(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Write into the model's config which tokens its forward has to know."""
+
+    def complete(self, given: dict[str, Any], config: RunConfig) -> dict[str, Any]:
+        """The keyword arguments for ``arguments``, from those that are the same for all tasks."""
+        return {**given, "remove_unused_columns": False}  # the collator takes what it needs
+
+    def options(self, model: Any, tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> dict[str, Any]:
+        """Further keyword arguments for ``trainer``."""
+        raise NotImplementedError
+
+    # --- for planning --------------------------------------------------------------------------------------------
+
+    def targets(self, ids: Tensor, config: RunConfig) -> dict[str, Any]:
+        """What forward takes besides tokens of this shape."""
+        return {"labels": ids}
+
+    def forward(self, model: Any, config: RunConfig) -> Callable[..., Any]:
+        """One forward with its loss, as the Trainer calls ``model``."""
+        run: Callable[..., Any] = model
+        return run
+
+    # --- for the export's check ----------------------------------------------------------------------------------
+
+    def probe(self, ids: Tensor) -> dict[str, Any]:
+        """The keyword arguments of a forward that gives logits."""
+        return {"input_ids": ids}
+
+
+class Pretrain(Task):
+    """The same on plain text."""
+
+    name = "pretrain"
+
+
+def loaded(dotted: str) -> Any:
+    """The class of a dotted name."""
+    module, _, name = dotted.rpartition(".")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "You are importing from 'trl.experimental'")
+        return getattr(import_module(module), name)
+
+
+def mean_over_tokens(prediction: EvalPrediction) -> dict[str, float]:
+    """Metrics of an evaluation; Hugging Face puts its prefix before them, and this loss in the place of its own."""
+    rows: Any = prediction.predictions  # what was made of each sequence: summed loss and number of tokens, [N, 2]
+    loss, tokens = rows.astype("float64").sum(axis=0)
+    return {"loss": float(loss / max(tokens, 1.0)), "tokens": int(tokens)}
