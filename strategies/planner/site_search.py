@@ -42,7 +42,7 @@ SHARES = 64  # parts that a mix counts in
 STARTS = 12  # mixes that are worked out, the best by the estimate
 QUICK = 3  # for a comparison
 SAME = 1e-6  # a relative gain that is not worth a move
-WORTH = 3e-3  # one for which a climb goes on as long again
+WORTH = 1e-3  # one for which a climb goes on as long again
 Measure: TypeAlias = Callable[[Placement], float]
 
 
