@@ -75,7 +75,7 @@ def declared(pyproject: Path) -> tuple[str, list[str], list[str]]:
         return project["requires-python"], project["dependencies"], project.get("optional-dependencies", {})["lora"]
     about = importlib.metadata.metadata("deepstow")
     lines = [line.partition(";") for line in about.get_all("Requires-Dist") or []]
-    extras = [need.strip() for need, _, marker in lines if "lora" in marker]
+    extras = [need.strip() for need, _, marker in lines if marker.split("==")[-1].strip(" '\"") == "lora"]
     return about["Requires-Python"], [need.strip() for need, _, marker in lines if not marker], extras
 
 

@@ -55,6 +55,7 @@ class Tensor(Strategy):
     requires = frozenset([Requirement.DEEPSPEED, Requirement.COMPUTE_DTYPE])
     excludes = {
         "training.train_sampling_strategy = batch_rebalance": "it gives ranks of one copy of the model different rows",
+        "model.quantization_config": "strategies.tensor divides weights, and quantised ones have no parts",
         "model.lora": "strategies.tensor divides the layers that adapters are added to",
         **dict.fromkeys(COMPILING, "strategies.tensor exchanges inside every layer, which is not compiled"),
     }

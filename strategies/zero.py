@@ -45,6 +45,9 @@ class Zero(Strategy):
     to_fit = {"stage": 3}
     needs_ranks = True
     requires = frozenset([Requirement.DEEPSPEED, Requirement.COMPUTE_DTYPE])
+    excludes = {
+        "model.quantization_config": "strategies.zero divides weights over ranks, and quantised ones have no parts"
+    }
     examples = ({"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3})
 
     stage: Literal[0, 1, 2, 3] = Field(

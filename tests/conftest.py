@@ -1,7 +1,15 @@
 """What all tests share: the same random examples on every run, and how many random problems the planner is tried on."""
 
+import atexit
 import gc
+import os
+import shutil
 import sys
+import tempfile
+
+if "PYTEST_XDIST_WORKER" not in os.environ:  # which has that of its parent; before `datasets` is imported
+    os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="deepstow-datasets-")
+    atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
 import pytest
 from hypothesis import settings

@@ -36,7 +36,7 @@ def ds_config(plan: Plan) -> dict[str, Any]:
         return {}
     run = plan.facts.run
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": run.micro_batch,
+        "train_micro_batch_size_per_gpu": run.micro_batch // run.sequences,
         "gradient_accumulation_steps": run.accumulation,
         "gradient_clipping": 0.0 if clips_itself(plan) else run.max_grad_norm,
         "bf16": {"enabled": run.precision is Precision.BF16},

@@ -107,7 +107,8 @@ class InChunks:
 class Unit:
     """One part of the model, used as a whole.
 
-    ``num_params`` and ``num_trainable`` count elements. ``saved_bytes`` is what autograd keeps for backward of one
+    ``num_params`` and ``num_trainable`` count weights. Those that are ``quantised`` are frozen, and take
+    ``quantised_bytes``, of which each is an element. ``saved_bytes`` is what autograd keeps for backward of one
     micro-batch, counted on a fake run, parameters excluded.
     """
 
@@ -121,10 +122,17 @@ class Unit:
     hosted_bytes: int = 0  # that wait on the host until backward
     temporaries: Temporaries | None = None  # None: not counted
     in_chunks: InChunks | None = None  # None: its loss cannot be computed by chunks
+    quantised: int = 0
+    quantised_bytes: int = 0
 
     def __post_init__(self) -> None:
         assert 0 <= self.num_trainable <= self.num_params, self
         assert self.saved_bytes >= 0, self
+
+    @property
+    def num_elements(self) -> int:
+        """Of its parameters as they are stored."""
+        return self.num_params - self.quantised + self.quantised_bytes
 
     def with_chunks(self) -> Unit:
         chunks = self.in_chunks
@@ -139,7 +147,7 @@ class Param:
     name: str
     unit: str
     num_elements: int
-    dtype: str  # of compute under the memory engine, by torch's name: "float32" or "bfloat16"
+    dtype: str  # of compute under the memory engine, by torch's name: "float32" or "bfloat16"; of quantised ones theirs
     group: int | None  # of the optimizer; None: frozen
     users: tuple[str, ...] = ()  # further units that use it, as a tied head does
     elsewhere: bool = False  # may be in use while units run that do not own it, as a head by which a loss multiplies
@@ -159,6 +167,7 @@ class ModelNumbers:
     frozen_bytes: int = 4
     model_params: int = 0  # of the whole model where a rank has a part of it; 0: the same as the rank
     model_flops: int = 0  # of one micro-batch's forward through it
+    scales_bytes: int = 0  # of quantised weights, always on the device
     tied: bool = False  # the head multiplies by the embedding's weight
 
 
@@ -184,6 +193,7 @@ class RunFacts(ModelNumbers):
     stage: int = 0  # of this rank
     in_flight: int = 1  # micro-batches that are between their forward and their backward at a time
     tensor: int = 1
+    sequences: int = 1  # of a row of data: two where it is a pair
 
     @property
     def grid(self) -> Grid:
@@ -321,7 +331,7 @@ class Facts:
                     f"{param.name} is used by a unit that is not there"
                 )
                 elements[param.unit] += param.num_elements
-            assert elements == {unit.name: unit.num_params for unit in self.units}, "parameters add up to their units"
+            assert elements == {unit.name: unit.num_elements for unit in self.units}, "parameters add up to their units"
 
     @property
     def num_params(self) -> int:
@@ -332,8 +342,9 @@ class Facts:
         """Of the weights as they are loaded, before any strategy changes their dtype or divides layers."""
         if self.run.model_params:
             return self.run.trained_bytes * self.run.model_params
-        frozen = self.num_params - self.num_trainable
-        return self.run.trained_bytes * self.num_trainable + self.run.frozen_bytes * frozen
+        packed = sum(unit.quantised_bytes for unit in self.units) + self.run.scales_bytes
+        frozen = sum(unit.num_params - unit.num_trainable - unit.quantised for unit in self.units)
+        return self.run.trained_bytes * self.num_trainable + self.run.frozen_bytes * frozen + packed
 
     @property
     def num_trainable(self) -> int:

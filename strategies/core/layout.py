@@ -68,7 +68,7 @@ ALIGNMENT: Mapping[Home, int] = {Home.DEVICE: ALIGN_BYTES, Home.HOST: PAGE_BYTES
 SCRATCH_ELEMENTS = 1 << 22  # 16 MiB in fp32; a stretch of this many elements is updated at a time in mixed precision
 Range: TypeAlias = tuple[int, int]  # ticks, half-open
 Reduction: TypeAlias = Literal["exact", "fast"]
-ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
+ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "uint8": 1, "int8": 1}  # the last two: quantised
 
 
 class Site(Enum):

@@ -8,6 +8,7 @@ moments (Adafactor), norms of whole tensors (LAMB, Muon), moments in 8 bits with
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,31 +35,25 @@ OPTIMIZERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 ELEMENTWISE = tuple(name for name, (kind, _) in OPTIMIZERS.items() if kind in STATE)
 FLAGS = ("nesterov", "centered")
-# Hugging Face's further names, and why not.
-_WHY: Mapping[str, str] = {
-    "runs on that hardware only": "adamw_torch_xla adamw_torch_npu_fused",
-    "needs torchdistx, which is no longer maintained": "adamw_anyprecision",
-    "keeps moments of torchao's own type, which no plan here counts": "adamw_torch_4bit adamw_torch_8bit",
-    "is updated by bitsandbytes, which keeps state of its own that no plan here counts": """
-        ademamix adamw_bnb_8bit adamw_8bit ademamix_8bit lion_8bit lion_32bit paged_adamw_32bit paged_adamw_8bit
-        paged_ademamix_32bit paged_ademamix_8bit paged_lion_32bit paged_lion_8bit rmsprop_bnb rmsprop_bnb_8bit
-        rmsprop_bnb_32bit""",
-    "projects whole matrices, by a package that is not tested here": """
-        galore_adamw galore_adamw_8bit galore_adafactor galore_adamw_layerwise galore_adamw_8bit_layerwise
-        galore_adafactor_layerwise apollo_adamw apollo_adamw_layerwise""",
-    "updates in hooks of its own while backward runs": "lomo adalomo",
-    "needs a package that is not tested here": "grokadamw stable_adamw",
-    "evaluates and saves other weights than it trains, and has to be told which each time": """
-        schedule_free_radam schedule_free_adamw schedule_free_sgd""",
+# Patterns of further names of Hugging Face's, and why not; the first that matches.
+REFUSED: Mapping[str, str] = {
+    r"_xla$|_npu_": "runs on that hardware only",
+    "anyprecision": "needs torchdistx, which is no longer maintained",
+    r"torch_[48]bit": "keeps moments of torchao's own type, which no plan here counts",
+    "galore|apollo": "projects whole matrices, by a package that is not tested here",
+    "bnb|8bit|lion|paged|ademamix": "is updated by bitsandbytes, which keeps state of its own that no plan here counts",
+    "lomo": "updates in hooks of its own while backward runs",
+    "schedule_free": "evaluates and saves other weights than it trains, and has to be told which each time",
+    "^grokadamw$|^stable_adamw$": "needs a package that is not tested here",
 }
-REFUSED: Mapping[str, str] = {name: why for why, names in _WHY.items() for name in names.split()}
 
 
 def refuse_optimizer(name: object) -> object:
-    """``name``; raise ValueError if it is one of Hugging Face's that cannot be had here."""
-    if isinstance(name, str) and name in REFUSED:
+    """``name``; raise ValueError if it is of a kind that cannot be had here."""
+    why = next((why for pattern, why in REFUSED.items() if re.search(pattern, str(name))), None)
+    if why is not None:
         cure = "write adamw_torch_fused, and strategies.offload if its state does not fit on the device"
-        raise ValueError(f"{REFUSED[str(name)]}; {cure}")
+        raise ValueError(f"{why}; {cure}")
     return name
 
 

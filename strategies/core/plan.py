@@ -183,6 +183,9 @@ class Plan:
             decisions.append(Impl(unit=unit.name, reason="as the model defines it", implementation="native"))
             decisions.extend(_shares(facts, unit))
             decisions.append(Keep(unit=unit.name, reason="all kept", policy=NONE, saved_bytes=unit.saved_bytes))
+        if scales := facts.run.scales_bytes:
+            reason = "of quantised weights, beside them in every layer"
+            decisions.append(Reserve(unit=RUN, reason=reason, owner="scales", num_bytes=scales, in_passes=True))
         return cls(facts, MappingProxyType({d.slot: (d, BASELINE) for d in decisions}))
 
     def amend(self, decisions: Iterable[Decision], by: str) -> Plan:
@@ -211,11 +214,12 @@ class Plan:
     def num_bytes(self, unit: str, kind: Kind, home: Home | None = None) -> int:
         """Bytes of one kind of one unit's tensors on one rank, at one home or anywhere."""
         share, facts = self.share(unit, kind), self.facts.unit(unit)
-        elements = facts.num_params if kind is Kind.PARAM else facts.num_trainable
+        elements = facts.num_elements if kind is Kind.PARAM else facts.num_trainable
         whole = -(-elements // share.ways) * share.element_bytes
-        if share.frozen_bytes is not None:
-            frozen = -(-(facts.num_params - facts.num_trainable) // share.ways)
+        if share.frozen_bytes is not None:  # quantised ones are never divided, and an element of theirs is a byte
+            frozen = -(-(elements - facts.num_trainable) // share.ways) - facts.quantised_bytes
             whole += frozen * (share.frozen_bytes - share.element_bytes)
+            whole += facts.quantised_bytes * (1 - share.element_bytes)
         strays = -(-share.strays // share.ways) * share.element_bytes
         if home is None:
             return whole

@@ -106,7 +106,7 @@ class Engine(Copied):
     def _make_buckets(self, model: nn.Module) -> Iterator[BucketState]:
         params = dict(model.named_parameters())
         nans = {
-            dtype: torch.full((), math.nan, dtype=dtype, device=self.device)
+            dtype: torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=self.device)
             for dtype in {param.dtype for param in params.values()}
         }
         fused = {id(p) for module in model.modules() if isinstance(module, FUSED) for p in module.parameters()}

@@ -20,6 +20,7 @@ from strategies.core.layout import Layout
 from strategies.core.optimizers import STATE
 from strategies.engine.forward.blocks import around_blocks
 from strategies.engine.tensors.parameters import ACCUMULATED
+from strategies.engine.tensors.quantised import KINDS, complaints
 from strategies.engine.updating.optim import UpdateRule
 
 NOT_IN_KERNELS = ("maximize", "differentiable", "capturable", "dampening", "initial_accumulator_value")
@@ -38,6 +39,7 @@ def mismatches(model: nn.Module, layout: Layout, groups: list[dict[str, Any]], r
     params = dict(model.named_parameters())
     group_of = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
     yield from _unmovable(model, params)
+    yield from complaints(model)
     yield from not_in_kernels(groups, rule)
     moments = len(rule.names)
     if layout.moments != moments:
@@ -69,7 +71,7 @@ def _unmovable(model: nn.Module, params: Mapping[str, nn.Parameter]) -> Iterator
         if isinstance(module, torch.jit.ScriptModule):
             yield f"{name}: a scripted module, whose weights cannot be moved: stow the model as it was before"
     for name, own in params.items():
-        if type(own) is not nn.Parameter:
+        if type(own) is not nn.Parameter and (own.requires_grad or type(own).__name__ not in KINDS):
             yield f"{name}: a {type(own).__name__}, which manages its memory itself"
         if not own.is_contiguous():
             yield f"{name}: its memory is not in order of rows: build it with .contiguous()"

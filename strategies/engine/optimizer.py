@@ -39,7 +39,8 @@ from strategies.engine.memory.accelerator import device_of
 from strategies.engine.model_checks import mismatches, not_in_kernels, refuse_over_ranks, unlike
 from strategies.engine.saving import state_file
 from strategies.engine.saving.state_dict import State, StateAccess
-from strategies.engine.tensors.parameters import STOWED, put
+from strategies.engine.tensors.parameters import STOWED, move_buffers
+from strategies.engine.tensors.quantised import Adopted
 from strategies.engine.transfer.transfer import Transfer, transfer_for
 from strategies.engine.updating.norms import TotalNorm, norm_of_all
 from strategies.engine.updating.optim import AdamW, UpdateRule
@@ -149,7 +150,8 @@ class StowOptimizer(torch.optim.Optimizer):
         complaints = list(mismatches(model, layout, self.param_groups, rule))
         if complaints:
             raise ValueError("the plan was made for something else:\n  " + "\n  ".join(complaints[:8]))
-        _move_buffers(model, device)
+        move_buffers(model, device)
+        self._quantised = Adopted(model, device)
         self.engine = make_engine(groups=lambda: self.param_groups)
         self._room = room_of(model) if hosts else None
         if self._room is not None:
@@ -385,15 +387,10 @@ class StowOptimizer(torch.optim.Optimizer):
             self._room.use(None)
         self.engine.close()
         self.access.release()
-        _move_buffers(self._model, torch.device("cpu"))
+        move_buffers(self._model, torch.device("cpu"))
+        self._quantised.release()
         self._first_look.remove()
         chunked_loss.set_native(self._model)
         for name in (STOWED, DDP_ASKS):
             del self._model.__dict__[name]
         self._closed = True
-
-
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move all buffers of ``model`` to ``device``; each remains the same object."""
-    for buffer in model.buffers():
-        put(buffer, buffer.detach().to(device))

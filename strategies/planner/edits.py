@@ -69,5 +69,5 @@ def _edits(facts: Facts, request: OffloadRequest, saved: int) -> Iterator[tuple[
         yield ("strategies.offload.reduction: fast (adds in another order)", facts, summed, saved)
     if run.precision is Precision.FP32 and machine.rates is not None and machine.rates.gemm_bf16_flops_per_s:
         half = replace(run, precision=Precision.BF16)
-        params = tuple(replace(param, dtype="bfloat16") for param in facts.params)
+        params = tuple(replace(p, dtype="bfloat16") if p.dtype == "float32" else p for p in facts.params)
         yield ("training.bf16: true (rounds otherwise)", replace(facts, run=half, params=params), request, saved)

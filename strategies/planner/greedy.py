@@ -3,7 +3,7 @@
     even    turns of the first blocks with boundaries of the last ones: two integers, which are enough if blocks are
             alike. Pairs come in order of a lower bound (compute, or the time of their copies)
     issue   in order of need, each reload as early as memory allows, none before the one needed earlier
-    search  drop a gap, swap two, add one, swap one for two, while the period or the bytes shrink
+    search  drop a gap or swap two, while the period or the bytes shrink
 
 ``issue`` looks at an iteration from the middle, where backward begins, and twice: the first pass finds how late the
 last reload is issued, which bounds the first one of the next iteration. In 600 small instances this was the best of all
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from heapq import merge
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, islice
 from math import fsum, inf
 from typing import TypeAlias
 
@@ -165,22 +165,19 @@ class _Search:
         """Move to a better plan near the best one; whether there is one."""
         copies = fsum(self._up[gap.weight] for gap in self._best)
         for out, into in self._moves(self._best):
-            less, more = (sum(self._up[gap.weight] for gap in some) for some in (out, into))
-            if self._bound(copies - less + more) <= self._cost[0] and self._try(self._best.difference(out).union(into)):
+            change = sum(self._up[gap.weight] for gap in into) - self._up[out.weight]
+            if self._bound(copies + change) <= self._cost[0] and self._try(self._best.difference([out]).union(into)):
                 return True
             if self._evaluated >= self._searched:
                 break
         return False
 
-    def _moves(self, gaps: Gaps) -> Iterator[tuple[list[Gap], list[Gap]]]:
-        """The gaps that are dropped and those that are added."""
+    def _moves(self, gaps: Gaps) -> Iterator[tuple[Gap, list[Gap]]]:
+        """The gap that is dropped, and the one that takes its place, if any."""
         inside = [gap for gap in self._problem.gaps if gap in gaps]
-        yield from (([gap], []) for gap in inside)
+        yield from ((gap, []) for gap in inside)
         for gap in inside:
-            yield from (([gap], [other]) for other in self._near(gap, gaps))
-        yield from (([], [gap]) for gap in self._problem.gaps if gap not in gaps)
-        for gap in inside:
-            yield from (([gap], list(pair)) for pair in pairwise(self._near(gap, gaps)))
+            yield from ((gap, [other]) for other in self._near(gap, gaps))
 
     def _near(self, gap: Gap, gaps: Gaps) -> list[Gap]:
         """Gaps outside of ``gaps`` that begin about when ``gap`` does."""

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strategies.engine import AdamW, stow
+from strategies.engine import AdamW, UpdateRule, stow
 from strategies.engine.memory import accelerator
 from strategies.engine.memory.arena import OutOfMemoryError
 from strategies.engine.transfer.transfer import AcceleratorTransfer
-from tests.helpers.engine import DECAY, LR, STEPS, differences, plain, plan_of
+from tests.helpers.engine import DECAY, LR, STEPS, differences, plain, plan_of, stowed
 from tests.helpers.grid import BF16, FORBIDDEN, FP32, batches_on, both, noise, title
 from tests.helpers.models import build, on, tokens
 from tests.helpers.pairwise import Row, Table
@@ -59,6 +59,21 @@ def test_plain_training_repeats_itself() -> None:
 )
 def test_models_that_keep_to_no_borders(make: Callable[[], nn.Module], where: str) -> None:
     both_sides(make, clipped, [TRAVEL[where]], max_norm=NORM)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("RMSprop", {"centered": True, "momentum": 0.9}), ("SGD", {"momentum": 0.9}), ("Adagrad", {"lr_decay": 0.1})],
+)
+def test_rules_without_a_fused_kernel(kind: str, options: dict[str, Any]) -> None:
+    """By torch's functions over many tensors, which take memory of their own, and wait for what is skipped."""
+    batches, given = batches_on(DEVICE, "llama", STEPS), {"lr": LR, "weight_decay": DECAY, **options}
+    make = partial(getattr(torch.optim, kind), **given)
+    wanted = plain(on(DEVICE, build("llama")), batches, max_norm=0.5, make=make)
+    rule, model = UpdateRule(kind, **given), build("llama")
+    plan = plan_of(model, site="mixed", weights="some", park="host", max_norm=0.5, moments=len(rule.names))
+    how: dict[str, Any] = {"rule": rule, "device": DEVICE, "transfer": AcceleratorTransfer(torch.device(DEVICE))}
+    assert differences(wanted, stowed(model, plan, batches, max_norm=0.5, **how)) == []
 
 
 def test_two_engines() -> None:

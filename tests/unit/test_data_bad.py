@@ -152,8 +152,9 @@ CASES = [
         "d.jsonl:1: field 'conversations[0]' has a tool call that is none; "
         "a call is {name: text, arguments: an object, or one as JSON text}"),
     case("OpenAI's old calls",
-        {"d.jsonl": jsonl({"messages": [{"role": "assistant", "function_call": {"name": "f"}}]})}, {},
-        "d.jsonl:1: field 'messages[0]' has function_call, OpenAI's old form; write tool_calls"),
+        {"d.jsonl": jsonl({"messages": [{"role": "assistant", "content": "", "function_call": {"name": "f"}}]})}, {},
+        "d.jsonl:1: has function_call, which the tokenizer's chat template does not write; "
+        "name one that does in data.chat_template"),
     case("tools that are none", {"d.jsonl": jsonl(chat(("user", "a")) | {"tools": "look_up"})}, {},
         "d.jsonl:1: field 'tools' is no list of functions, each {type: function, function: {name, ...}}"),
     case("tools that the template leaves out", {"d.jsonl": jsonl(chat(("user", "a")) | {"tools": [{"name": "f"}]})},
@@ -166,7 +167,7 @@ CASES = [
         "name one that does in data.chat_template"),
     case("a chosen turn where all are trained on",
         {"d.jsonl": jsonl({"messages": [{"role": "assistant", "content": "a", "weight": 0}]})}, {},
-        "d.jsonl:1: field 'messages[0]' says whether it is trained on; write data.assistant_only_loss: true"),
+        "d.jsonl:1: field 'messages[0]' has weight 0; turns are chosen where data.assistant_only_loss is true"),
     case("half a weight", {"d.jsonl": jsonl({"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]})},
         {"assistant_only_loss": True}, "d.jsonl:1: field 'messages[0]' has weight 0.5; one of them, and 0 or 1"),
     case("a question that is trained on",

@@ -1,15 +1,18 @@
 """Rows that are too long, empty or masked: what becomes of them, that they are counted, and the report that says so."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from launch.train import main
 from trainer.config.sections import DataSection
 from trainer.data import prepare as preparing
-from trainer.data import report
+from trainer.data import report, sources
 from trainer.data import tokenizer as tokenizers
 from trainer.data.packing import MASKED
 
@@ -97,10 +100,38 @@ def test_what_was_prepared_before_there_were_reports(tokenizer: Any) -> None:
     assert first.fingerprint != prepare(tokenizer, excess_length_strategy="truncate").fingerprint
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress(terminal: bool, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bar that knows how many rows there are, on a terminal."""
+    error = io.StringIO()
+    monkeypatch.setattr(error, "isatty", lambda: terminal)
+    monkeypatch.setattr("sys.stderr", error)
+    write(IDS)
+    prepare(tokenizer, limit=6)
+    assert ("data: d.jsonl:" in error.getvalue() and "/6 [" in error.getvalue()) is terminal
+
+
+def test_rows_are_counted_ahead() -> None:
+    write(IDS)
+    pq.write_table(pa.table({"text": ["a", "b"]}), "d.parquet")
+    Path("d.csv").write_text("text\na\n")
+    counts = [sources.open_source(f"d.{kind}", None, "train", False).count() for kind in ("jsonl", "parquet", "csv")]
+    assert counts == [len(IDS), 2, None]
+
+
+def test_rows_are_kept_for_all_runs_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where its cache cannot be written, as below a file."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    assert preparing.cache(Path("run")) == tmp_path / "cache" / "deepstow"
+    Path("file").touch()
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", Path("file"))
+    assert preparing.cache(Path("run")) == Path("run")
+
+
 def test_histogram() -> None:
-    lengths = {"0": 1, "3": 4, "4": 2, "1000": 80}
+    lengths = {"1": 1, "3": 4, "4": 2, "1000": 80}
     bins = report.binned(lengths, 1)
-    assert bins[0, 1] == 1 and bins[2, 4] == 4 and bins[4, 8] == 2 and bins[8, 16] == 0 and bins[512, 1024] == 80
+    assert bins[1, 2] == 1 and bins[2, 4] == 4 and bins[4, 8] == 2 and bins[8, 16] == 0 and bins[512, 1024] == 80
     assert sum(report.binned(lengths, 4).values()) == 87
     shown = report.text({"max_length": 5, "sources": [{"line": "d", "lengths": lengths}], "lines": ["data: train"]})
     marked = [line for line in shown.splitlines() if "max_length" in line]

@@ -19,8 +19,7 @@ from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
 from trainer.model.build import build, load_config
 from trainer.run import export as export_module
-from trainer.run.export import ExportError, export
-from trainer.run.model_card import model_card
+from trainer.run.export import ExportError, export, model_card
 from trainer.run.pipeline_trainer import PipelineTrainer
 from trainer.verify.verify import _tokenizer, random_run
 

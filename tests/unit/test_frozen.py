@@ -1,5 +1,6 @@
 """Frozen weights and weights that are loaded in bf16: bytes, operations and advice, against a real model."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from strategies.core.facts import Facts, MachineFacts, Precision
 from strategies.core.plan import Kind, Plan
+from strategies.engine.tensors.quantised import scales_bytes
 from strategies.planner.step_cost import step_flops, unit_seconds
 from tests.helpers.tiny import run_config
 from trainer.config.sections import RunConfig
@@ -19,6 +21,7 @@ MODEL = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "vocab_size": 512,
     "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
 }  # fmt: skip
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 LORA = {"r": 4, "target_modules": "all-linear"}
 GPU = MachineFacts("gpu", 1 << 40, 1 << 40)
 
@@ -35,10 +38,16 @@ def real(config: RunConfig) -> Any:
     return build(config.model, load_config(config.model), seed=0, partitioned=False).train()
 
 
-@pytest.mark.parametrize("lora", [None, LORA], ids=["all weights", "lora"])
+@pytest.mark.parametrize(
+    ("lora", "quantised"),
+    [(None, None), (LORA, None), (LORA, NF4), (LORA, {"load_in_8bit": True})],
+    ids=["all weights", "lora", "nf4", "int8"],
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_bytes_are_those_of_plain_training(dtype: str, lora: dict[str, Any] | None) -> None:
-    config = config_of(dtype=dtype, lora=lora)
+def test_bytes_are_those_of_plain_training(
+    dtype: str, lora: dict[str, Any] | None, quantised: dict[str, Any] | None
+) -> None:
+    config = config_of(dtype=dtype, lora=lora, quantization_config=quantised)
     plan, model = Plan.baseline(facts_of(config)), real(config)
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad])
     tokens = torch.ones(2, 16, dtype=torch.long)
@@ -50,6 +59,18 @@ def test_bytes_are_those_of_plain_training(dtype: str, lora: dict[str, Any] | No
     assert plan.total(Kind.GRAD) == sum(param.grad.nbytes for param in model.parameters() if param.grad is not None)
     assert plan.total(Kind.MOMENT) == sum(moment.nbytes for moment in moments)
     assert plan.total(Kind.MASTER) == 0
+    without = replace(plan.facts, run=replace(plan.facts.run, scales_bytes=0))
+    assert plan.saved_peak() - Plan.baseline(without).saved_peak() == scales_bytes(model)
+    assert plan.facts.loaded_bytes == plan.total(Kind.PARAM) + scales_bytes(model)
+    assert (quantised is None) == (scales_bytes(model) == 0)
+
+
+def test_a_quantised_base_counts_as_the_model_that_it_is_made_of() -> None:
+    sides: tuple[dict[str, Any], ...] = ({"lora": LORA}, {"lora": LORA, "quantization_config": NF4})
+    plain, packed = (count_model(run_config(MODEL, model=model, data={"max_length": 64})) for model in sides)
+    counted = [[(unit.num_params, unit.saved_bytes) for unit in each.units] for each in (plain, packed)]
+    assert counted[0] == counted[1] and packed.forward_flops == plain.forward_flops
+    assert {param.dtype for param in packed.params if param.group is None} == {"uint8", "float32"}
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["all weights", "lora"])

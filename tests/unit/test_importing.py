@@ -178,6 +178,24 @@ save_steps: 50
 fsdp: shard_grad_op offload
 fsdp_config: {fsdp_use_orig_params: true}
 """
+AXOLOTL_DPO = """
+base_model: meta-llama/Meta-Llama-3-8B-Instruct
+rl: ipo
+rl_beta: 0.2
+datasets:
+  - path: org/pairs
+    type: chat_template.default
+    field_messages: conversation
+    field_chosen: better
+    field_rejected: rejected
+    message_property_mappings: {role: role, content: content}
+output_dir: out
+sequence_len: 2048
+sample_packing: false
+micro_batch_size: 2
+learning_rate: 2e-4
+warmup_steps: 10
+"""
 LLAMA_FACTORY = """
 model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
 stage: sft
@@ -188,6 +206,8 @@ lora_target: q_proj,v_proj
 deepspeed: examples/deepspeed/ds_z3_config.json
 dataset: identity, alpaca_en_demo
 template: llama3
+quantization_bit: 4
+quantization_method: bnb
 max_samples: 1000
 overwrite_cache: true
 output_dir: saves/sft
@@ -234,7 +254,7 @@ strategies: {zero: {stage: 3}, offload: {}}
 """,
         {
             "lr_scheduler_type": "configs/ds.json:1: scheduler.type is in force there",
-            "scheduler.type": "logarithm",
+            "scheduler.params.warmup_type": "logarithm",
             "run_name": "a variable of the shell",
             "zero_optimization.offload_param.device": "no disk tier",
             "zero_optimization.offload_param.nvme_path": "no disk tier",
@@ -313,12 +333,62 @@ strategies: {zero: {stage: 2}, offload: {}}
 """,
         {"adapter": "full is written"},
     ),
+    "trl in four bits": (
+        {},
+        "trl sft --model_name_or_path m --dataset_name d/e --use_peft --load_in_4bit --use_bnb_nested_quant",
+        """
+model: {name_or_path: m, lora: {r: 16, lora_alpha: 32, lora_dropout: 0.05}, quantization_config: {load_in_4bit: true,
+  bnb_4bit_quant_type: nf4, bnb_4bit_use_double_quant: true, bnb_4bit_compute_dtype: float32}}
+data: {path: d/e, excess_length_strategy: truncate}
+training: {output_dir: trainer_output, learning_rate: 2e-5, bf16: true, gradient_checkpointing: true}
+""",
+        {},
+    ),
+    "axolotl in eight bits": (
+        {
+            "lora.yml": "{base_model: m, datasets: [{path: d/e, type: completion}], load_in_8bit: true, "
+            "load_in_4bit: false, adapter: lora, lora_r: 4, learning_rate: 1e-4, gradient_checkpointing: true}"
+        },
+        "",
+        """
+model: {name_or_path: m, dtype: bfloat16, lora: {r: 4, lora_alpha: 8}, quantization_config: {load_in_8bit: true}}
+data: {path: d/e, max_length: 512, excess_length_strategy: drop}
+training: {output_dir: model-out, learning_rate: 1e-4, per_device_train_batch_size: 1, num_train_epochs: 1.0,
+  lr_scheduler_type: cosine, warmup_steps: 0.03, bf16: true, save_strategy: epoch}
+""",
+        {},
+    ),
+    "axolotl on preferences": (
+        {"dpo.yml": AXOLOTL_DPO},
+        "",
+        """
+task: dpo
+model: {name_or_path: meta-llama/Meta-Llama-3-8B-Instruct, dtype: bfloat16}
+data: {path: org/pairs, columns: {prompt: conversation, chosen: better}, max_length: 2048}
+training: {output_dir: out, learning_rate: 2e-4, per_device_train_batch_size: 2, num_train_epochs: 1.0,
+  lr_scheduler_type: cosine, warmup_steps: 10, bf16: true, save_strategy: epoch, loss_type: ipo, beta: 0.2}
+""",
+        {},
+    ),
+    "a script of TRL on preferences": (
+        {},
+        "trl dpo --model_name_or_path m --dataset_name org/pairs --beta 0.05 --no_disable_dropout",
+        """
+task: dpo
+model: {name_or_path: m}
+data: {path: org/pairs}
+training: {output_dir: trainer_output, learning_rate: 1e-6, bf16: true, gradient_checkpointing: true, beta: 0.05,
+  disable_dropout: false}
+""",
+        {},
+    ),
     "llama-factory": (
         {"lf.yaml": LLAMA_FACTORY},
         "",
         """
 model: {name_or_path: meta-llama/Meta-Llama-3-8B-Instruct, dtype: bfloat16, attn_implementation: flash_attention_2,
-  lora: {r: 4, lora_alpha: 8, lora_dropout: 0.0, target_modules: [q_proj, v_proj]}}
+  lora: {r: 4, lora_alpha: 8, lora_dropout: 0.0, target_modules: [q_proj, v_proj]}, quantization_config: {
+  load_in_4bit: true, bnb_4bit_quant_type: nf4, bnb_4bit_use_double_quant: true, bnb_4bit_compute_dtype: bfloat16}}
 data: {datasets: [{path: identity, limit: 1000}, {path: alpaca_en_demo, limit: 1000}],
   eval_fraction: 0.1, max_length: 2048, excess_length_strategy: truncate}
 training: {output_dir: saves/sft, learning_rate: 1e-4, bf16: true, logging_steps: 500, eval_strategy: steps,
@@ -394,7 +464,7 @@ def test_deepspeed_decides_what_it_does_not_say(tmp_path: Path) -> None:
         "learning_rate": 1e-5, "lr_scheduler_type": "cosine_with_min_lr", "warmup_steps": 1000,
         "lr_scheduler_kwargs": {"min_lr_rate": 1e-4}, "zero.stage": 0,
     }  # fmt: skip
-    assert [".".join(fault.key) for fault in draft.lost] == ["optimizer.type", "max_grad_norm"]
+    assert [".".join(fault.key) for fault in draft.lost] == ["max_grad_norm", "optimizer.params.lr"]
 
 
 def test_arguments_as_transformers_saves_them(tmp_path: Path) -> None:
@@ -421,7 +491,7 @@ REFUSED = (
     ({"a.yaml": "seed: 1\nseed: 2"}, "a.yaml:2: seed = 2: duplicate key, first on line 1; keep one"),
     ({"a.sh": "python a.py"}, "a.sh: neither options of a script, nor a file that is here"),
     ({"a.yaml": "- 1"}, "a.yaml: holds no keys and no command"),
-    ({"a.yaml": "base_model: x\nrl: dpo"}, 'a.yaml:2: rl = "dpo": '),
+    ({"a.yaml": "base_model: x\nrl: grpo"}, 'a.yaml:2: rl = "grpo": cannot be imported; there are sft, pt, '),
 )
 
 
@@ -438,7 +508,7 @@ def test_refused(files: dict[str, str], line: str, tmp_path: Path) -> None:
 def test_odd_values_are_named_and_nothing_breaks(odd: object, tmp_path: Path) -> None:
     for kind in NAMES:
         tree: dict[str, Any] = {}
-        for name in sorted(RULES.get(kind, ARGUMENTS).keys() - {""} - {"rl", "stage"}):
+        for name in sorted(RULES.get(kind, ARGUMENTS).keys() - {""} - {"rl", "stage", "task"}):
             inner = tree
             for part in name.split(".")[:-1]:
                 inner = inner.setdefault(part, {}) if isinstance(inner.get(part, {}), dict) else {}

@@ -2,6 +2,7 @@
 
 import math
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -112,9 +113,10 @@ def test_one_bad_step_ends_nothing_with_the_engine(tmp_path: Path) -> None:
 def test_overflows_count_when_the_scale_is_at_its_minimum() -> None:
     from trainer.run.nonfinite import NonFinite, StopNonFinite
 
-    for fp16, scale in ((True, 65536.0), (True, 2.0), (True, 1.0), (False, 65536.0)):
+    cases = product(((True, 65536.0), (True, 2.0), (True, 1.0), (False, 65536.0)), (None, "the engine"))
+    for (fp16, scale), stowed in cases:
         scaler = SimpleNamespace(get_scale=lambda scale=scale: scale)
-        accelerator = SimpleNamespace(scaler=scaler, stowed=None, last_norm=math.inf)
+        accelerator = SimpleNamespace(scaler=scaler, stowed=stowed, last_norm=math.inf)
         trainer = SimpleNamespace(accelerator=accelerator, last_loss=1.0, log=lambda record: None)
         trainer.not_finite = lambda step, what: NonFinite(what)
         args, state = SimpleNamespace(fp16=fp16), SimpleNamespace(global_step=1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from strategies.core.optimizers import refuse_optimizer
 
@@ -61,6 +61,11 @@ Upload = Literal["end", "every_save", "checkpoint", "all_checkpoints"]
 Start = Literal["fork", "spawn", "forkserver"]
 Counting = Annotated[bool | Literal["all", "non_padding", "no"], Allowed("true, false, all, non_padding or no")]
 Resume = Annotated[bool | NonEmpty, Allowed("the folder of a checkpoint, true, false or auto")]
+FirstAndLast = Annotated[
+    list[Annotated[int, Field(ge=2)]],
+    Field(min_length=2, max_length=2),
+    Allowed("the first and the last step, as in [10, 12]; from 2 on, since one is for warming up"),
+]
 # What a resumed run may change of the result, if it is told so (trainer/run/resume_rules.py has the keys of each).
 Changeable = Literal[
     "data", "max_length", "packing", "seed", "order", "batch_size", "accumulation", "loss", "dropout", "betas",
@@ -92,21 +97,10 @@ OWN = frozenset(
 )
 
 
-def _in_order(steps: list[int]) -> list[int]:
-    if steps[0] > steps[1]:
-        raise ValueError("must be the first and the last step, in this order, as in [10, 12]")
-    return steps
-
-
 class ProfileSection(Section):
     """A torch profiler's trace of some optimizer steps."""
 
-    steps: Annotated[
-        list[Annotated[int, Field(ge=2)]],
-        Field(min_length=2, max_length=2),
-        AfterValidator(_in_order),
-        Allowed("the first and the last step, as in [10, 12]; from 2 on, since one is for warming up"),
-    ] = Field(description="Optimizer steps to profile; a few, since each is millions of lines.")
+    steps: FirstAndLast = Field(description="Optimizer steps to profile; a few, since each is many megabytes.")
 
 
 class TrainingSection(Section):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from strategies.core.optimizers import options_of
-from strategies.core.protocol import Requirement
+from strategies.core.protocol import Phase, Requirement
 from strategies.core.registry import available, find
 from trainer.config.arguments import KTO_LOSSES, TrainingSection
 from trainer.config.yaml_file import MISSING, Fault
@@ -52,6 +52,10 @@ PREFERENCES = ("dpo", "orpo", "kto", "reward")  # tasks of TRL's trainers, whose
 NOT_IN_TRL = ("label_smoothing_factor", "use_liger_kernel")
 KEEP_ONE = "keep one of the two"
 EVALUATE = "write training.eval_strategy = steps or epoch"
+KEPT_INPUTS = (
+    "frees nothing of layers with 8-bit weights: bitsandbytes keeps their inputs by itself; write "
+    "model.quantization_config.load_in_4bit: true, or leave it out"
+)
 Found = Iterator[tuple[str, str]]
 
 
@@ -60,7 +64,7 @@ def conflicts(sections: Mapping[str, Values]) -> list[Fault]:
     m, d, t = (sections[name] for name in ("model", "data", "training"))
     task = sections["task"].name
     found = [*_model(m, t), *_data(d, t), *_training(d, t), *_strategies(sections), *_keys_of_tasks(task, sections)]
-    found += _task(task, m, t)
+    found += [*_task(task, m, t), *_quantised(task, m, t)]
     return [Fault(tuple(key.split(".")), _value(sections, key), words) for key, words in found]
 
 
@@ -91,10 +95,32 @@ def _model(m: Values, t: Values) -> Found:
     if t.fp16 and m.dtype == "bfloat16":
         what = "cannot go with training.fp16, which scales float32 weights; write float32, or training.bf16"
         yield "model.dtype", what
+    if m.name_or_path is None and isinstance(m.lora, dict) and m.lora.get("export") == "adapter":
+        what = "adapters are of no use without their base, whose random weights nobody else has; leave it out"
+        yield "model.lora.export", what
     if m.dtype == "float16" and m.lora is None:
         yield "model.dtype", "float16 weights lose their small updates; write float32 with training.fp16, or bfloat16"
     elif m.dtype == "float16" and t.bf16:
         yield "training.bf16", "cannot go with model.dtype = float16; write bfloat16 there, or training.fp16"
+
+
+def _quantised(task: str, m: Values, t: Values) -> Found:
+    key, q = "model.quantization_config", m.quantization_config
+    if not isinstance(q, dict):
+        return
+    four, eight = (q.get(f"load_in_{bits}bit", False) for bits in (4, 8))
+    if four is eight:
+        yield key, "must have one of load_in_4bit: true and load_in_8bit: true"
+    if m.lora is None:
+        yield key, "quantised weights cannot be trained; write model.lora beside it"
+    elif isinstance(m.lora, dict) and m.lora.get("use_dora"):
+        what = "PEFT dequantises the whole weight of every layer for it, which cannot be planned"
+        yield "model.lora.use_dora", f"cannot go with model.quantization_config: {what}; {KEEP_ONE}"
+    if task in PREFERENCES:
+        yield key, f"task {task}: TRL changes quantised models (norms in float32), which is not planned; leave it out"
+    for name in ("gradient_checkpointing", "activation_checkpointing"):
+        if eight and t[name]:
+            yield f"training.{name}", KEPT_INPUTS
 
 
 def _data(d: Values, t: Values) -> Found:
@@ -143,6 +169,8 @@ def _keys_of_tasks(task: Any, sections: Mapping[str, Values]) -> Found:
         yield "model.labels", f"are for task classification, and this is {task}; leave them out"
     if t.sample_prompts and task in ("classification", "reward", "seq2seq"):
         yield "training.sample_prompts", f"a model of task {task} continues no text; leave it out"
+    if m.quantization_config and task not in LANGUAGE:
+        yield "model.quantization_config", f"has not been compared with the stock Trainer for task {task}; leave it out"
     for key in NOT_IN_TRL:
         if t[key] and task in PREFERENCES:
             yield f"training.{key}", f"the loss of task {task} is TRL's and does not take it; leave it out"
@@ -230,8 +258,12 @@ def _training(d: Values, t: Values) -> Found:
                 yield f"training.{key}", f"needs evaluations; {EVALUATE}"
     if t.early_stopping_threshold not in (*OFF, WRONG) and t.early_stopping_patience is None:
         yield "training.early_stopping_threshold", "needs training.early_stopping_patience"
-    if isinstance(t.profile, dict) and t.max_steps != -1 and t.profile["steps"][1] > t.max_steps:
-        yield "training.profile.steps", f"must be <= training.max_steps, which is {t.max_steps}"
+    if isinstance(t.profile, dict):
+        first, last = t.profile["steps"]
+        if first > last:
+            yield "training.profile.steps", "must be the first and the last step, in this order"
+        if t.max_steps != -1 and last > t.max_steps:
+            yield "training.profile.steps", f"must be <= training.max_steps, which is {t.max_steps}"
     if t.save_strategy == "best" and t.eval_strategy == "no":
         yield "training.save_strategy", f"needs evaluations; {EVALUATE}"
     if t.save_strategy == "best" and t.metric_for_best_model is None:
@@ -265,6 +297,22 @@ def _strategies(sections: Mapping[str, Values]) -> Found:
                     yield key, f"{why}; {KEEP_ONE}"
             if t.fp16 and m.dtype == "float16" and find(name).requires >= PLANNED:
                 yield "model.dtype", f"strategies.{name} keeps float32 weights under training.fp16; write float32"
+            yield from _quantised_beside(name, m, t)
             if half and find(name).requires >= PLANNED:
                 what = f"strategies.{name} computes in float32 without training.bf16"
                 yield "model.dtype", f"{what}; write training.bf16: true, or float32"
+
+
+def _quantised_beside(name: str, m: Values, t: Values) -> Found:
+    """What strategies that place single parameters, or recompute, cannot do with quantised weights."""
+    q, kind = m.quantization_config, find(name)
+    if not isinstance(q, dict):
+        return
+    if q.get("load_in_8bit") and kind.phase is Phase.KEEP:
+        yield f"strategies.{name}", KEPT_INPUTS
+    if not kind.requires >= PLANNED:
+        return
+    computes = "bfloat16" if t.bf16 else "float32"
+    if q.get("load_in_4bit") and q.get("bnb_4bit_compute_dtype", "float32") != computes:
+        key = "model.quantization_config.bnb_4bit_compute_dtype"
+        yield key, f"strategies.{name} computes in {computes}; write that"

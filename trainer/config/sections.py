@@ -45,7 +45,7 @@ class TrainTokenizer(Section):
 
 
 class LoraSection(Section):
-    """Low-rank adapters; names as in peft.LoraConfig (task_type follows from the task)."""
+    """Low-rank adapters; names as in peft.LoraConfig (task_type follows from the task), but for the last two."""
 
     r: Count = option("Rank of the adapters.", 8)
     lora_alpha: Count = option("Scale of the adapters; they are multiplied by lora_alpha / r.", 16)
@@ -57,6 +57,32 @@ class LoraSection(Section):
     modules_to_save: list[NonEmpty] | None = option("Modules trained in full besides.")
     use_rslora: bool = option("Scale by lora_alpha / sqrt(r).", False)
     use_dora: bool = option("Train magnitude and direction apart (DoRA).", False)
+    loraplus_lr_ratio: Annotated[float, Field(ge=1)] | None = option(
+        "Learning rate of B of each adapter, in multiples of that of A (LoRA+, as PEFT has it)."
+    )
+    export: Literal["adapter", "merged"] | None = option(
+        "What the run leaves: the adapters, or a model with them in its weights, dequantised ones among them; not set "
+        "means adapters if model.name_or_path says where their base is, else merged."
+    )
+
+
+class QuantizationSection(Section):
+    """Base weights of linear layers in 4 or 8 bits, frozen under adapters; names as in transformers.BitsAndBytesConfig.
+
+    Needs bitsandbytes. The base is quantised while it is loaded.
+    """
+
+    load_in_4bit: bool = option("4 bits per weight (QLoRA).", False)
+    load_in_8bit: bool = option("8 bits per weight (LLM.int8).", False)
+    bnb_4bit_quant_type: Literal["fp4", "nf4"] = option("Which 16 values 4 bits stand for; nf4 is QLoRA's.", "fp4")
+    bnb_4bit_use_double_quant: bool = option("Quantise the scales of 4-bit weights as well.", False)
+    bnb_4bit_compute_dtype: Dtype = option("Type in which layers with 4-bit weights compute.", "float32")
+    llm_int8_threshold: Annotated[float, Field(ge=0)] = option(
+        "Columns of inputs with larger values are computed in 16 bits, beside 8-bit weights.", 6.0
+    )
+    llm_int8_skip_modules: list[NonEmpty] | None = option(
+        "Modules that are not quantised, of either width; not set means the head."
+    )
 
 
 class ModelSection(Section):
@@ -74,6 +100,19 @@ class ModelSection(Section):
         "classification: the labels, in the order of their numbers; not set means the saved model's own."
     )
     lora: LoraSection | None = option("Train low-rank adapters instead of all weights; needs peft.")
+    quantization_config: QuantizationSection | None = option("Base weights in 4 or 8 bits under model.lora.")
+
+    @property
+    def merges(self) -> bool:
+        """Whether the export has adapters in its weights."""
+        if self.lora is None:
+            return False
+        return self.name_or_path is None if self.lora.export is None else self.lora.export == "merged"
+
+    @property
+    def lr_ratio(self) -> float | None:
+        """Of LoRA+, if adapters are trained with it."""
+        return None if self.lora is None else self.lora.loraplus_lr_ratio
 
 
 class DatasetSection(Section):

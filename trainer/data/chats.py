@@ -40,8 +40,7 @@ _SHAREGPT = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "function_call": "assistant",
     "observation": "tool", "tool_response": "tool", "function_response": "tool",
 }  # fmt: skip
-_SPOKEN = ("tool_calls", "reasoning_content", "thinking")  # of a message, besides its content
-_NO_CALL = "a call is {name: text, arguments: an object, or one as JSON text}"
+_SPOKEN = ("tool_calls", "function_call", "reasoning_content", "thinking")  # of a message, besides its content
 
 
 class Chat(NamedTuple):
@@ -63,17 +62,11 @@ def read(row: Mapping[str, Any], column: str, only_assistant: bool) -> Chat:
     messages, chosen = [], []
     for index, raw in enumerate(row["messages"]):
         try:
-            message = _message(raw)
-            trained = _trained(message)
+            messages.append(_message(raw))
+            trained = _trained(messages[-1], only_assistant)
         except Fault as fault:
             raise Fault(f"field '{column}[{index}]' {fault}") from None
-        if trained is not None and not only_assistant:
-            raise Fault(
-                f"field '{column}[{index}]' says whether it is trained on; write data.assistant_only_loss: true"
-            )
-        if message["role"] == "assistant":
-            chosen.append(trained is not False)
-        messages.append(message)
+        chosen += [trained] if messages[-1]["role"] == "assistant" else []
     if row.get("system") and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": row["system"]})
     return Chat(messages, _tools(row.get("tools")), chosen)
@@ -90,12 +83,9 @@ def _message(raw: object) -> dict[str, Any]:
         if said == "function_call":
             calls = _json(message["content"])
             message |= {"content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
-    if message.get("function_call"):
-        raise Fault("has function_call, OpenAI's old form; write tool_calls")
     if message.get("tool_calls"):
         message["tool_calls"] = [_call(call) for call in message["tool_calls"]]
-        if message.get("content") is None:
-            message["content"] = ""
+        message["content"] = message.get("content") or ""
     if not {"role", "content"} <= message.keys():
         raise Fault(f"needs role and content; found: {', '.join(raw)}")
     if message["role"] not in ROLES:
@@ -120,17 +110,17 @@ def _text(content: object) -> str:
     return content
 
 
-def _trained(message: dict[str, Any]) -> bool | None:
-    """What ``train`` or ``weight``, which are taken out, say about a turn; None if they are not there."""
+def _trained(message: dict[str, Any], only_assistant: bool) -> bool:
+    """Whether a turn is trained on by its ``train`` or ``weight``, which are taken out."""
     found = {key: message.pop(key) for key in ("train", "weight") if key in message}
-    if not found:
-        return None
-    key, value = next(iter(found.items()))
-    if len(found) > 1 or value not in (0, 1):
-        raise Fault(f"has {' and '.join(f'{name} {it!r}' for name, it in found.items())}; one of them, and 0 or 1")
-    if value and message["role"] != "assistant":
-        raise Fault(f"has {key} {value!r}; only turns of the assistant are trained on")
-    return bool(value)
+    said = " and ".join(f"{key} {value!r}" for key, value in found.items())
+    if found and not only_assistant:
+        raise Fault(f"has {said}; turns are chosen where data.assistant_only_loss is true")
+    if len(found) > 1 or any(value not in (0, 1) for value in found.values()):
+        raise Fault(f"has {said}; one of them, and 0 or 1")
+    if any(found.values()) and message["role"] != "assistant":
+        raise Fault(f"has {said}; only turns of the assistant are trained on")
+    return all(found.values())
 
 
 def _call(call: object) -> dict[str, Any]:
@@ -140,7 +130,7 @@ def _call(call: object) -> dict[str, Any]:
     arguments = function.get("arguments") if isinstance(function, Mapping) else None
     arguments = _json(arguments) if isinstance(arguments, str) else arguments
     if not isinstance(arguments, Mapping) or not isinstance(function.get("name"), str):
-        raise Fault(f"has a tool call that is none; {_NO_CALL}")
+        raise Fault("has a tool call that is none; a call is {name: text, arguments: an object, or one as JSON text}")
     given = {"id": outer["id"]} if outer.get("id") is not None else {}
     return {"type": "function", **given, "function": {"name": function["name"], "arguments": arguments}}
 
@@ -176,7 +166,10 @@ class Template:
 
     def encode(self, chat: Chat, only_assistant: bool) -> tuple[list[int], list[int]]:
         """Token ids and labels; raises Fault."""
-        self._refuse_unwritten(chat)
+        held = {name for message in chat.messages for name in _SPOKEN if message.get(name)}
+        for name in ({"tools"} if chat.tools else set()) | held:
+            if not re.search(rf"\b{name}\b", self.text):
+                raise Fault(f"has {name}, which {self.name} does not write; name one that does in data.chat_template")
         if only_assistant and not self.marks:
             return self._by_prefixes(chat)
         out = self._apply(
@@ -197,12 +190,6 @@ class Template:
             raise DataError(f"{self.name}:{error.lineno}: {error.message}") from None
         except Exception as error:  # a template can raise anything
             raise Fault(f"field 'messages': the chat template refuses it: {error}") from None
-
-    def _refuse_unwritten(self, chat: Chat) -> None:
-        held = {name for message in chat.messages for name in _SPOKEN if message.get(name)}
-        for name in ({"tools"} if chat.tools else set()) | held:
-            if not re.search(rf"\b{name}\b", self.text):
-                raise Fault(f"has {name}, which {self.name} does not write; name one that does in data.chat_template")
 
     def _by_prefixes(self, chat: Chat) -> tuple[list[int], list[int]]:
         """Where the template marks nothing: an answer is what it writes for a turn after the prompt of that turn."""

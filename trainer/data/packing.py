@@ -24,14 +24,17 @@ MASKED = -100  # the label of a token that is not trained on: what torch's cross
 
 def whole(lengths: Sequence[int] | NDArray[np.integer]) -> Spans:
     """Each document as one span."""
-    stops = np.asarray(lengths, np.int32)
-    return np.stack([np.arange(len(stops), dtype=np.int32), np.zeros_like(stops), stops], axis=1)
+    spans = np.zeros((len(lengths), 3), np.int32)
+    spans[:, 0], spans[:, 2] = np.arange(len(lengths), dtype=np.int32), lengths
+    return spans
 
 
 def chunk(spans: Spans, max_length: int) -> Spans:
     """Cut spans so that none is longer than ``max_length`` (at least 3) or has a single token, hence no target."""
     assert max_length >= 3, "two pieces of at least two tokens must fit into max_length + 1"
     lengths = spans[:, 2] - spans[:, 1]
+    if (lengths <= max_length).all():
+        return spans
     counts = np.maximum(-(-lengths // max_length), 1)
     ends = np.cumsum(counts)
     pieces = np.repeat(spans, counts, axis=0)

@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -24,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
-from datasets import Dataset, Features, IterableDataset, List, Value
+from datasets import Dataset, Features, IterableDataset, List, Value, config
 from transformers import PreTrainedTokenizerBase
 
 from strategies.core.commit import added_folder, remove
@@ -45,15 +48,12 @@ T = TypeVar("T")
 KIND = "data"  # in the manifest
 REPORT = "report.json"
 _LAYOUT = 1  # raise when the same inputs would give other rows
-_BATCH = 256  # rows tokenised in one call, documents written at once
+_BATCH = 256  # rows tokenised in one call
+_SAVED = 1 << 19  # tokens written at once
 _WINDOW = 512  # documents that streaming packs together
 # Keys that do not decide the rows, or whose content is part of the fingerprint.
-_LATER = {
-    "max_target_length",
-    "excess_length_strategy",
-    "datasets",
-    "limit",
-}  # and those that decide nothing where they are not set
+# And those that decide nothing where they are not set.
+_LATER = {"excess_length_strategy", "datasets", "limit", "max_target_length"}
 _NOT_CONTENT = {"path", "eval_path", "num_proc", "chat_template", "chat_template_path"}
 
 
@@ -69,6 +69,16 @@ class Prepared:
     tokenizer: str = ""
     chat_template: str | None = None  # that the config names; the tokenizer is exported with it
     report: Mapping[str, Any] | None = None  # what became of the rows; None where nothing was read ahead
+
+
+def cache(otherwise: Path) -> Path:
+    """Where this machine keeps prepared rows, for all runs: beside Hugging Face's own data; ``otherwise`` where that
+    cannot be written.
+    """
+    shared = Path(config.HF_DATASETS_CACHE, "deepstow")
+    with suppress(OSError):
+        shared.mkdir(parents=True, exist_ok=True)
+    return shared if os.access(shared, os.W_OK) else otherwise
 
 
 class Part(NamedTuple):
@@ -213,10 +223,11 @@ def _write(
     eval.arrow. What became of their rows, and a line for each file.
     """
     path, options = draft / "documents.arrow", parts[0].encoder.options
-    tallies = [Tally(part.source.name, options.max_length, part.encoder.excess) for part in parts]
+    tallies = [_tally(part) for part in parts]
     good = (tally.documents(_encode(part, options.num_proc), say) for part, tally in zip(parts, tallies, strict=True))
     documents = itertools.chain.from_iterable(good)
-    _save(path, ({"input_ids": document.ids, "labels": document.labels} for document in documents))
+    as_arrays = (np.array([each.ids, each.labels], np.int32) for each in documents)  # a tenth of the lists
+    _save(path, ({"input_ids": ids, "labels": labels} for ids, labels in as_arrays))
     table = _open(path).data
     path.unlink()  # it exists as long as it is mapped
     ids, labels = table.column("input_ids"), table.column("labels")
@@ -239,12 +250,19 @@ def _write(
         say(line)
         lines.append(line)
     for name, pieces in sorted(sides.items()):
-        made = packing.rows(np.concatenate(pieces), read, options.max_length, options.packing)
+        spans = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        made = packing.rows(spans, read, options.max_length, options.packing)
         rows, tokens, trained = _save(draft / f"{name}.arrow", made)
         share = f"{trained:,} of {tokens:,} tokens trained on"
         lines.append(f"data: {name}: {rows:,} rows of up to {options.max_length:,} tokens; {share}")
         say(lines[-1])
     return tallies, lines
+
+
+def _tally(part: Part) -> Tally:
+    options, total = part.encoder.options, part.source.count() if sys.stderr.isatty() else None
+    total = options.limit if total is None else min(total, options.limit or total)
+    return Tally(part.source.name, options.max_length, part.encoder.excess, total)
 
 
 def _mixed(parts: Sequence[Part], spans: list[Spans], seed: int) -> tuple[list[Spans], str]:
@@ -289,7 +307,7 @@ def _save(path: Path, rows: Iterable[dict[str, Any]]) -> tuple[int, int, int]:
     """Write rows of token lists as an Arrow stream, batch by batch; how many rows, tokens, and tokens trained on."""
     num_rows = tokens = trained = 0
     writer: pa.RecordBatchStreamWriter | None = None
-    for batch in batched(rows, _BATCH):
+    for batch in _by_tokens(rows):
         columns = {name: pa.array([row[name] for row in batch], type=_TOKENS) for name in batch[0]}
         table = pa.record_batch(columns)
         writer = writer or pa.ipc.new_stream(str(path), table.schema)
@@ -300,6 +318,19 @@ def _save(path: Path, rows: Iterable[dict[str, Any]]) -> tuple[int, int, int]:
     assert writer is not None, "a source without rows is refused before this"
     writer.close()
     return num_rows, tokens, trained
+
+
+def _by_tokens(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Batches of about as many tokens each: a file of small ones takes memory for each of them when it is open."""
+    batch, size = [], 0
+    for row in rows:
+        batch.append(row)
+        size += len(row["labels"]) + 64  # as much as its arrays take besides
+        if size >= _SAVED:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _open(path: Path) -> Dataset:

@@ -6,15 +6,18 @@ is remembered of a row are 8 bytes, by which duplicates are found; lengths are c
 
 from __future__ import annotations
 
+import math
 import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
 from trainer.errors import DataError
 
@@ -54,6 +57,7 @@ class Tally:
     name: str
     max_length: int
     how: str
+    total: int | None = None  # that there are, for the progress bar
     rows: int = 0
     long: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
@@ -65,7 +69,9 @@ class Tally:
         bad: list[str] = []
         num_after_bad = 0
         spoken = time.monotonic()
-        for result in results:
+        # On a terminal a bar, elsewhere a line every ten seconds.
+        bar = tqdm(results, f"data: {self.name}", self.total, unit=" rows", leave=False, disable=None)
+        for result in bar:
             if isinstance(result, str):
                 bad.append(result)
             elif not bad:
@@ -75,7 +81,7 @@ class Tally:
             num_after_bad += bool(bad)
             if num_after_bad > _PATIENCE:
                 break
-            if time.monotonic() - spoken > 10:
+            if bar.disable and time.monotonic() - spoken > 10:
                 spoken = time.monotonic()
                 say(f"data: {self.name}: {self.rows:,} rows tokenised")
         if bad:
@@ -105,7 +111,8 @@ class Tally:
         notes = [f"dropped: {self._dropped()}"] if self.dropped else []
         if self.long and self.how != "drop":
             notes.append(f"{self.long:,} longer than {self.max_length:,} tokens ({self.how})")
-        if twice := self.rows - len(np.unique(self.hashes)):
+        ordered = np.sort(self.hashes)  # np.unique takes much more memory
+        if twice := int((ordered[1:] == ordered[:-1]).sum()):
             notes.append(f"{twice:,} duplicates")
         return "; ".join([f"{self.name}: {self.rows:,} rows tokenised", *notes])
 
@@ -139,14 +146,11 @@ def text(report: Mapping[str, Any]) -> str:
 
 def binned(lengths: Mapping[str, int], per_octave: int) -> dict[tuple[int, int], int]:
     """Rows by (least, first above) length, from the shortest to the longest, empty bins between them included."""
-    pairs = sorted((int(length), number) for length, number in lengths.items())
-    edges = [0, 1]
-    while edges[-1] <= pairs[-1][0]:
-        steps = (round(edges[-1] * 2 ** (step / per_octave)) for step in range(1, per_octave + 1))
-        edges += sorted({*steps} - {edges[-1]})
-    counts, _ = np.histogram([length for length, _ in pairs], edges, weights=[number for _, number in pairs])
-    used = np.flatnonzero(counts)
-    return {(edges[i], edges[i + 1]): int(counts[i]) for i in range(used[0], used[-1] + 1)}
+    counts: Counter[int] = Counter()
+    for length, number in lengths.items():
+        counts[math.floor(math.log2(max(1, int(length))) * per_octave)] += number
+    edges = [math.ceil(2 ** (step / per_octave)) for step in range(min(counts), max(counts) + 2)]
+    return {(low, high): counts[min(counts) + index] for index, (low, high) in enumerate(pairwise(edges)) if low < high}
 
 
 def draw(report: Mapping[str, Any], path: Path) -> None:

@@ -180,6 +180,7 @@ class Source:
     name: str
     tables: tuple[Table, ...]
     identity: Callable[[bool], list[str]]  # the content, wherever it is: exactly, or by size and time
+    count: Callable[[], int | None] = lambda: None  # how many rows, as far as that can be known at once
 
     def rows(self, wanted: Collection[str]) -> Iterator[Row]:
         """All rows, each with at least the columns that are ``wanted``, where it has them."""
@@ -201,7 +202,15 @@ def _files(root: Path, paths: Sequence[Path]) -> Source:
                 break
         else:
             raise DataError(broken[:5] or f"{path}: the file is empty; it has no rows")
-    return Source(str(root), tuple(tables), partial(_marks, root, paths))
+    return Source(str(root), tuple(tables), partial(_marks, root, paths), partial(_count, paths))
+
+
+def _count(paths: Sequence[Path]) -> int | None:
+    if all(path.suffix.lower() == ".parquet" for path in paths):
+        return int(sum(pq.read_metadata(path).num_rows for path in paths))
+    if all(path.suffix.lower() == ".jsonl" for path in paths):
+        return sum(chunk.count(b"\n") for path in paths for chunk in iter(partial(path.open("rb").read, 1 << 24), b""))
+    return None
 
 
 def _marks(root: Path, paths: Sequence[Path], exact: bool) -> list[str]:
@@ -220,7 +229,8 @@ def _pydoc(name: str) -> Source:
 def _arrow(name: str, dataset: Any, marks: list[str]) -> Source:
     """A ``datasets.Dataset`` or ``IterableDataset``: from the hub, or a folder written by ``save_to_disk``."""
     columns = dataset.column_names or next((list(row) for row in islice(dataset, 1)), [])
-    return Source(name, (Table(name, tuple(columns), partial(_read_arrow, dataset)),), partial(_known, marks))
+    table = Table(name, tuple(columns), partial(_read_arrow, dataset))
+    return Source(name, (table,), partial(_known, marks), lambda: getattr(dataset, "num_rows", None))
 
 
 def _known(marks: list[str], exact: bool) -> list[str]:

@@ -18,14 +18,13 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from trainer.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
-class Op:
+class Op(NamedTuple):
     """A DeepSpeed extension that is compiled at first use."""
 
     name: str

@@ -112,6 +112,7 @@ def settle_environment(ranks: Ranks, usable_cores: int) -> None:
         os.environ.setdefault("LOCAL_WORLD_SIZE", local)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores // ranks.local_world_size)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # else it warns as it is loaded, and in each 8-bit layer
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
         del os.environ[name]
     programs, path = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)

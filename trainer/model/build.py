@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from trainer.errors import ConfigError, nearest
-from trainer.model import hub
+from trainer.model import hub, quantise
+from trainer.model.adapters import OURS
 from trainer.tasks.table import LANGUAGE
 from trainer.tasks.task import Task, loaded
 
@@ -134,6 +135,8 @@ def build(
     """
     import torch
 
+    from strategies.engine.tensors.quantised import keep_packing
+
     auto = loaded(task.model_class)
     dtype = getattr(torch, section.dtype)
     attention = {"attn_implementation": section.attn_implementation} if section.attn_implementation else {}
@@ -142,18 +145,20 @@ def build(
     if section.name_or_path is not None:
         if section.trust_remote_code:
             logger.warning(REMOTE_CODE)
-        options: dict[str, Any] = {**attention, **hub.options(section.name_or_path)}
+        options: dict[str, Any] = {"dtype": dtype, **attention, **hub.options(section.name_or_path)}
+        options |= quantise.loading(section.quantization_config, section.dtype)
         if section.labels is not None:
             options |= {"id2label": config.id2label, "label2id": config.label2id}
-        model = auto.from_pretrained(
-            section.name_or_path, dtype=dtype, trust_remote_code=section.trust_remote_code, **options
-        )
+        model = auto.from_pretrained(section.name_or_path, trust_remote_code=section.trust_remote_code, **options)
     else:
         own = deepcopy(config)  # Transformers derives the model's generation config from this one
         as_given = _own_config(section, config.get_text_config().vocab_size)
         set_use_cache(own, getattr(as_given, "use_cache", None))
         make = partial(auto.from_config, own, dtype=dtype, **attention)
         model = make() if partitioned else _random_weights(make, seed)
+        if section.quantization_config is not None:
+            quantise.quantise(model, section.quantization_config)
+    keep_packing(model)
     model.own_use_cache = getattr(model.config, "use_cache", None)
     model.config.use_cache = False
     if section.lora is None or task.adds_adapters:
@@ -197,22 +202,31 @@ def lora_config(section: LoraSection, task: Task) -> LoraConfig:
         from peft import LoraConfig
     except ImportError:
         raise ConfigError("model.lora: needs the package peft; install it with: pip install 'deepstow[lora]'") from None
-    return LoraConfig(task_type=task.adapters, **section.model_dump(exclude_none=True))
+    return LoraConfig(task_type=task.adapters, **section.model_dump(exclude_none=True, exclude=OURS))
 
 
 def with_lora(model: PreTrainedModel, section: LoraSection, task: Task = LANGUAGE) -> PreTrainedModel:
     """Add low-rank adapters to ``model`` and freeze its own weights. ConfigError: ``peft`` is not installed, or no
-    module matches ``target_modules``.
+    module matches ``target_modules``, or a quantised one is to be trained in full.
     """
     wanted = lora_config(section, task)
     from peft import get_peft_model
 
+    from strategies.engine.tensors.quantised import is_quantised
+
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in (section.modules_to_save or ()) and any(map(is_quantised, module.parameters())):
+            raise ConfigError(
+                f"model.lora.modules_to_save = {section.modules_to_save!r}: {name} is quantised, and cannot be trained "
+                f"in full; name it in model.quantization_config.llm_int8_skip_modules as well"
+            )
     try:
         with warnings.catch_warnings():  # peft reads a name that Transformers has renamed
             warnings.simplefilter("ignore", FutureWarning)
             adapted: Any = get_peft_model(model, wanted)
     except ValueError as error:
-        linear = {n.rsplit(".", 1)[-1] for n, m in model.named_modules() if type(m).__name__ in ("Linear", "Conv1D")}
+        kinds = ("Linear", "Linear4bit", "Linear8bitLt", "Conv1D")
+        linear = {n.rsplit(".", 1)[-1] for n, m in model.named_modules() if type(m).__name__ in kinds}
         raise ConfigError(
             f"model.lora.target_modules = {section.target_modules!r}: {str(error).splitlines()[0]} "
             f"The model's linear layers are: {', '.join(sorted(linear))}"

@@ -31,6 +31,11 @@ def check(config: RunConfig, built: PretrainedConfig) -> None:
     """Raise ConfigError with a line for each key of ``model.config`` that ``built``, made from it, cannot mean."""
     given = config.model.config or {}
     found = [*_unknown(given, built), *_impossible(given, built)]
+    made = getattr(built, "quantization_config", None)
+    if made is not None:
+        method = made.get("quant_method") if isinstance(made, dict) else getattr(made, "quant_method", made)
+        what = f"its weights are quantised already ({method}); name the model that they were made from, and write "
+        raise config.error("model.name_or_path", config.model.name_or_path, f"{what}model.quantization_config")
     if found:
         errors = [config.error(f"model.config.{key}", given[key], what) for key, what in found]
         raise ConfigError(line for error in errors for line in error.lines)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
@@ -32,12 +33,15 @@ from strategies.engine.forward.blocks import find_blocks
 from strategies.engine.forward.checkpointing import Names, stream_in
 from strategies.engine.forward.routed_linear import storage_of
 from strategies.engine.tensors.nested import tensors_in
+from strategies.engine.tensors.quantised import is_quantised, num_weights
 from trainer.model.params import EMBEDDING, HEAD, units_by_name
 from trainer.model.stubs import stubs
 
 
 def flop_formulas() -> dict[Any, Callable[..., int]]:
-    """Flop of operators that torch's counter lacks: the CPU's fused attention, which fake runs use, and grouped_mm."""
+    """Flop of operators that torch's counter lacks: the CPU's fused attention, which fake runs use, grouped_mm, and
+    products with 4-bit weights.
+    """
 
     def attention(query: Any, key: Any, value: Any, *_: object, out_shape: object = None, **__: object) -> int:
         batch, heads, queries, width = query
@@ -47,7 +51,11 @@ def flop_formulas() -> dict[Any, Callable[..., int]]:
     def grouped(rows: Any, weight: Any, *_: object, out_shape: object = None, **__: object) -> int:
         return int(2 * rows[0] * rows[1] * weight[2])  # each row of tokens meets one expert: [S, K] x [E, K, N]
 
-    return {
+    def packed(rows: Any, weight: Any, shape: Any, *_: object, out_shape: object = None, **__: object) -> int:
+        return int(2 * prod(rows) * shape[0])
+
+    quantised = {torch.ops.bitsandbytes.gemm_4bit: packed} if hasattr(torch.ops.bitsandbytes, "gemm_4bit") else {}
+    return quantised | {
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention,
         torch.ops.aten._grouped_mm: grouped,
     }
@@ -293,10 +301,13 @@ class Counter(TorchDispatchMode):
         """The embedding, the blocks and the head, in this order, with what was counted. Empty ones are left out."""
         kinds = {EMBEDDING: UnitKind.EMBEDDING, **dict.fromkeys(self.blocks, UnitKind.BLOCK), HEAD: UnitKind.HEAD}
         unit_of = units_by_name(self.model)
-        params, trainable = dict.fromkeys(kinds, 0), dict.fromkeys(kinds, 0)
+        params, trainable, quantised, stored = (dict.fromkeys(kinds, 0) for _ in range(4))
         for name, parameter in self.model.named_parameters():  # shared parameters come once
-            params[unit_of[name]] += parameter.numel()
-            trainable[unit_of[name]] += parameter.numel() * parameter.requires_grad
+            unit, packed = unit_of[name], is_quantised(parameter)
+            params[unit] += num_weights(parameter)
+            trainable[unit] += parameter.numel() * parameter.requires_grad
+            quantised[unit] += num_weights(parameter) * packed
+            stored[unit] += parameter.nbytes * packed
         used = set(unit_of.values())  # a tied head has no parameter of its own
         return tuple(
             Unit(
@@ -308,6 +319,8 @@ class Counter(TorchDispatchMode):
                 self._choices.get(path),
                 temporaries=self.temporaries.get(path),
                 in_chunks=self.in_chunks if kind is UnitKind.HEAD else None,
+                quantised=quantised[path],
+                quantised_bytes=stored[path],
             )
             for path, kind in kinds.items()
             if path in used or self.saved.get(path)

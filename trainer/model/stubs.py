@@ -104,6 +104,7 @@ def materialise(model: nn.Module, without: Collection[str] = ()) -> None:
         if tensor not in made:
             fake = torch.empty_like(tensor, device="cpu", requires_grad=False)
             made[tensor] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+            vars(made[tensor]).update(vars(tensor))  # what a quantised weight is read with
         path, _, own = name.rpartition(".")
         setattr(model.get_submodule(path), own, made[tensor])
 

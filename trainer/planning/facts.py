@@ -34,9 +34,11 @@ from strategies.core.protocol import Axis, Refusal, Requirement
 from trainer.errors import ConfigError, first_line
 from trainer.machine.profiles import known_rates
 from trainer.model import config_keys
+from trainer.model.adapters import loraplus_groups
 from trainer.model.build import load_config, with_lora
 from trainer.model.count_cache import cached
 from trainer.model.params import decay_groups, list_params
+from trainer.model.quantise import quantise
 from trainer.tasks.table import TASKS
 from trainer.tasks.task import loaded
 
@@ -125,6 +127,7 @@ def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) 
         optim=training.optim,
         recomputes=training.gradient_checkpointing or bool(training.activation_checkpointing),
         accelerated=accelerated,
+        sequences=TASKS[config.task].sequences,
         stages=divided.get(Axis.STAGES, 1),
         tensor=divided.get(Axis.TENSOR, 1),
     )
@@ -180,6 +183,7 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
     """
     import torch
 
+    from strategies.engine.tensors import quantised
     from trainer.model import tensor_share
     from trainer.model.stubs import fake_tensors
     from trainer.model.temporaries import count
@@ -195,10 +199,11 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
     sizes = {False: 0, True: 0}  # the largest, if some of the trained ones have another dtype
     for param in model.parameters():
         sizes[param.requires_grad] = max(sizes[param.requires_grad], param.element_size())
+    scales = quantised.scales_bytes(model)
     if casted:
         # As DeepSpeed does, adapters and buffers included; our engine leaves buffers, which are small.
-        model.to(compute)
-    with fake_tensors():
+        torch.nn.Module.to(model, compute)
+    with fake_tensors(), quantised.counted_with(model, lambda meta: torch.empty_like(meta, device="cpu")):
         if run_facts(config, 1).recomputes:
             # Release 5.23 renamed it and warns about the old name; the releases before know the old one only.
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
@@ -218,7 +223,14 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
         except (RuntimeError, IndexError) as error:
             what = f"{first_line(error)}; has it so many positions? data.max_length says how many tokens a row has"
             raise ConfigError(f"model: its forward fails on {shape[0]} x {shape[1]} tokens: {what}") from None
-    dtype = "bfloat16" if precision is Precision.BF16 else "float32"
+    ratio = config.model.lr_ratio
+    groups = decay_groups(model) if ratio is None else loraplus_groups(model, ratio)
+
+    def dtype_of(param: torch.nn.Parameter) -> str:
+        if quantised.is_quantised(param):
+            return str(param.dtype).removeprefix("torch.")
+        return "bfloat16" if precision is Precision.BF16 else "float32"
+
     return ModelCount(
         units=found.units(),
         forward_flops=found.flops,
@@ -226,7 +238,8 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
         hidden_size=getattr(model.config.get_text_config(), "hidden_size", 0),
         trained_bytes=sizes[True],
         frozen_bytes=sizes[False],
-        params=list_params(model, decay_groups(model), lambda _: dtype, found.outside, found.computing),
+        scales_bytes=scales,
+        params=list_params(model, groups, dtype_of, found.outside, found.computing),
         linears=tuple(found.linears(autocast).values()),
         model_params=0 if whole is None else sum(unit.num_params for unit in whole.units),
         model_flops=0 if whole is None else whole.forward_flops,
@@ -297,4 +310,7 @@ def _meta_model(config: RunConfig) -> PreTrainedModel:
             raise ConfigError(f"model.config: Transformers knows no {error}") from None
         except RuntimeError as error:  # sizes whose product no machine can address
             raise ConfigError(f"model.config: cannot be built: {first_line(error)}") from None
+    if section.quantization_config is not None:
+        quantise(model, section.quantization_config)
+    with torch.device("meta"):
         return with_lora(model, section.lora, task) if section.lora is not None else model

@@ -209,12 +209,13 @@ def _plain(config: RunConfig) -> tuple[FitRow, FitRow]:
     tree["strategies"] = {name: options for name, options in tree["strategies"].items() if name not in dropped}
     for key in chain.from_iterable(find(name).excludes for name in _saving()):
         section, name = key.split(".")
-        if tree[section].get(name):
+        if section != "model" and tree[section].get(name):
             tree[section] = tree[section] | {name: False}
     model = dict(tree["model"])
     own = model.pop("lora", None)
     if own is not None and model["dtype"] == "bfloat16":
         model["dtype"] = "float32"  # bf16 was for the frozen weights
+    model.pop("quantization_config", None)
     half = {"dtype": "bfloat16"} if config.training.bf16 and own is None else {}
     adapters = tree["model"] | {"lora": own or LORA_SECTION} | half
     return FitRow(tree=tree | {"model": model}), FitRow(whole=False, tree=tree | {"model": adapters})

@@ -20,7 +20,7 @@ from trainer.machine import block_timing, gemm_timing
 from trainer.model import build
 from trainer.model.shrink import PER_LAYER
 from trainer.planning import facts
-from trainer.tasks.table import TASKS
+from trainer.tasks.table import TASKS, only_language
 
 if TYPE_CHECKING:
     from strategies.core.facts import Facts
@@ -146,6 +146,7 @@ def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[st
     print. Raises ConfigError: no plan would use the times, the folder cannot be written, the model cannot be built, or
     nothing could be measured.
     """
+    only_language(config, "--measure")
     if Requirement.BLOCK_TIMES not in requirements_of(config.strategies):
         raise ConfigError("--measure: block times are for strategies.offload, which is not on")
     known = plan_of(config, ranks, machine).facts  # refuses what cannot be planned

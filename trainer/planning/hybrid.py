@@ -34,6 +34,7 @@ from trainer.errors import ConfigError, first_line
 from trainer.machine.profiles import COMMAND, across, known_rates, stored_at
 from trainer.planning.facts import gather, run_facts
 from trainer.planning.fit import changes
+from trainer.tasks.table import only_language
 
 if TYPE_CHECKING:
     from strategies.core.plan import Plan
@@ -57,6 +58,10 @@ def search(
     Raises:
         ConfigError: the model cannot be described, rates are unknown, or nothing fits: with what is missing.
     """
+    only_language(config, "--search")
+    if config.model.quantization_config is not None:
+        what = "quantised weights are not divided over ranks, so there is nothing to search; plan without --search"
+        raise config.error("model.quantization_config", config.tree()["model"]["quantization_config"], what)
     rates = known_rates(machine).rates
     if rates is None:
         what = f"nothing is known of how fast {machine.name} is, and degrees are compared by seconds"

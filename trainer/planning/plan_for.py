@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from strategies.core.compose import compose
 from strategies.core.facts import Precision, RunFacts
-from strategies.core.layout import ITEM_BYTES
 from strategies.core.plan import Plan
 from strategies.core.registry import find
 from trainer.dist.ranks import from_environment
@@ -77,9 +76,12 @@ def plan_for(
     """
     import torch.distributed as dist
 
+    from strategies.engine.tensors.quantised import KINDS
+
     groups = _group_names(model, params)
-    dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}
-    if others := sorted(dtypes - ITEM_BYTES.keys()):
+    plain = (each for each in model.parameters() if type(each).__name__ not in KINDS)
+    dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in plain}
+    if others := sorted(dtypes - {"float32", "bfloat16"}):
         raise ValueError(f"parameters of dtype {', '.join(others)}: use float32 or bfloat16")
     rows, tokens = _shape(batch)
     ranks = world_size or (dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1)
@@ -142,6 +144,7 @@ def count_live(model: nn.Module, batch: Batch | None, groups: Sequence[Sequence[
     """Count a live model, which is left unchanged. Every parameter is computed in its own dtype; those whose names are
     not in ``groups`` are frozen. With no batch nothing is run. Raises CountingError.
     """
+    from strategies.engine.tensors.quantised import scales_bytes
     from trainer.model.counting import Counter
 
     group_of = {name: index for index, names in enumerate(groups) for name in names}
@@ -149,7 +152,8 @@ def count_live(model: nn.Module, batch: Batch | None, groups: Sequence[Sequence[
     dtype_of = {param: str(param.dtype).removeprefix("torch.") for param in model.parameters()}
     params = list_params(model, group_of, dtype_of.__getitem__, found.outside, found.computing)
     largest = max((param.num_elements for param in params), default=0)
-    return ModelCount(units=found.units(), largest_param=largest, params=params)
+    scales = scales_bytes(model)
+    return ModelCount(units=found.units(), largest_param=largest, params=params, scales_bytes=scales)
 
 
 def _counted(model: nn.Module, batch: Batch) -> Counter:
@@ -158,15 +162,19 @@ def _counted(model: nn.Module, batch: Batch) -> Counter:
     from torch.func import functional_call
     from torch.utils._pytree import tree_map_only
 
+    from strategies.engine.tensors.quantised import counted_with, is_quantised
     from trainer.model.stubs import fake_tensors
     from trainer.model.temporaries import count
     from trainer.model.undisturbed import undisturbed
 
     try:
-        with undisturbed(model), fake_tensors() as mode:
+        with undisturbed(model), fake_tensors() as mode, counted_with(model, mode.from_tensor):
             model.train()
             tensors = dict([*model.named_parameters(), *model.named_buffers()])
             fakes: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors.items()}
+            for name, fake in fakes.items():
+                if is_quantised(fake):
+                    vars(fake).update(vars(tensors[name]))  # what it is read with
             inputs = tree_map_only(torch.Tensor, mode.from_tensor, _inputs(model, batch))
             return count(model, partial(functional_call, model, fakes, kwargs=inputs), fakes)
     except Exception as error:  # a forward may fail in any way, here only or everywhere

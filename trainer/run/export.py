@@ -3,7 +3,7 @@
 ``save_pretrained`` writes into a draft folder, which is opened with ``from_pretrained``, as a user would, and compared:
 all names and shapes, all values bit for bit, and the logits of a probe. Only then it replaces ``<output_dir>/export``,
 sealed with the step and the hash of every file. Adapters (LoRA) are exported as adapters if their base can be loaded by
-name; on a base with random weights they are merged into it.
+name; on a base with random weights, or as ``model.lora.export`` says, they are merged into it.
 
 Invariant. A tied weight is in the file once, under every strategy. The config has the model's own ``use_cache`` and
 not the one that training sets. Python files that came with the model are in the folder; the check runs them only if
@@ -17,15 +17,16 @@ without a step of training; what was there moves to ``earlier-N``.
 from __future__ import annotations
 
 import logging
+import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from huggingface_hub import ModelCard, ModelCardData
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -33,25 +34,30 @@ from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_h
 
 from strategies.core.commit import replaced_folder, same_modes
 from strategies.core.sealed import Damaged, damage, read, seal
+from strategies.engine.tensors.quantised import keep_packing
 from trainer.errors import write_line
+from trainer.model import quantise
+from trainer.model.adapters import merged
 from trainer.model.build import set_use_cache
-from trainer.run.checkpoint import move_aside
-from trainer.run.model_card import model_card
+from trainer.run.callbacks import perplexity
+from trainer.run.checkpoint import move_aside, versions
 from trainer.run.trainer import Trainer
 from trainer.tasks.table import TASKS
 from trainer.tasks.task import Task, loaded
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig, TrainerState
+
     from trainer.config.sections import RunConfig
 
 KIND = "export"  # in its manifest
 PROBE_TOKENS = 32
 # Of the largest logit. The same kernels give the same bits; another device or 16-bit compute rounds differently.
-FP32_TOLERANCE, HALF_TOLERANCE = 1e-3, 5e-2
+# Evaluated layers with 8-bit weights round their inputs to 8 bits as well, and merged ones do not.
+FP32_TOLERANCE, HALF_TOLERANCE, EIGHT_TOLERANCE = 1e-3, 5e-2, 1e-1
 
 
-@dataclass(frozen=True, slots=True)
-class Receipt:
+class Receipt(NamedTuple):
     """The result of the check. ``largest_difference`` is between logits, relative to the largest logit."""
 
     num_tensors: int
@@ -67,7 +73,8 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, config: RunConf
     """Write the model, with a card, and check it; a collective. Only the first rank gets a receipt. Raise ExportError
     if a weight is not finite, or a name, a shape, a value or a logit differs after reloading.
     """
-    merge = config.model.lora is not None and config.model.name_or_path is None
+    section = config.model
+    merge = section.merges
     model: Any = trainer.accelerator.unwrap_model(trainer.whole, keep_torch_compile=False)
     task = TASKS[config.task]
     rows = trainer.whole.get_input_embeddings().num_embeddings
@@ -80,25 +87,26 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, config: RunConf
     if not trainer.is_world_process_zero():
         return None
     card = model_card(config, model.config, trainer.state, sys.argv, trainer.args.world_size)
+    eight = any(parameter.dtype is torch.int8 for parameter in model.parameters())
     if has_adapters and merge:
         for name, parameter in model.named_parameters():
             if hasattr(parameter, "ds_id"):  # stage 3: this rank has only a share of it
                 parameter.data = state[name]
-        model = model.merge_and_unload()
+        model = merged(model)
         state = model.state_dict()
     refuse_not_finite(model, state)
     rounds = trainer.args.bf16 or trainer.args.fp16 or model.dtype is not torch.float32
-    tolerance = HALF_TOLERANCE if rounds else FP32_TOLERANCE
+    tolerance = EIGHT_TOLERANCE if eight and merge else HALF_TOLERANCE if rounds else FP32_TOLERANCE
     with replaced_folder(Path(config.training.output_dir) / "export") as draft:
         with config_as_it_came(model):
             model.save_pretrained(draft, state_dict=dict(state))  # save_pretrained empties the dict
         tokenizer.save_pretrained(draft)
         card.save(draft / "README.md")
         with as_a_user(trainer):
-            labels = {}
-            if config.model.labels and has_adapters and not merge:  # a user names them, since the files do not
-                labels = {"id2label": model.config.id2label, "label2id": model.config.label2id}
-            reloaded = reload(draft, task, trust_remote_code=config.model.trust_remote_code, **labels)
+            base = {} if merge else quantise.loading(section.quantization_config, section.dtype)
+            if section.labels and has_adapters and not merge:  # a user names them, since the files do not
+                base |= {"id2label": model.config.id2label, "label2id": model.config.label2id}
+            reloaded = reload(draft, task, trust_remote_code=section.trust_remote_code, **base)
             # Reloaded adapters have other names than trained ones; their values are compared alone.
             difference = compare(reloaded, state, probe, logits, tolerance, names=merge or not has_adapters)
         same_modes(draft)
@@ -168,6 +176,7 @@ def reload(folder: Path, task: Task, **options: Any) -> PreTrainedModel:
         raise ExportError(f"export: cannot be opened: {' '.join(str(error).split())}") from error
     model: PreTrainedModel = opened[0]
     loading = opened[1]
+    keep_packing(model)
     refuse_different([f"{name} is not in the file" for name in loading["missing_keys"]])
     refuse_different(
         f"{name} has shape {tuple(found)} in the file, not {tuple(wanted)}"
@@ -213,6 +222,69 @@ def compare(
     if not difference <= tolerance:
         raise ExportError(f"export: logits differ by {difference:.2e} of the largest after reloading")
     return difference
+
+
+# --- the card, of the config, the log and the command line alone; whoever publishes adds a licence -------------------
+
+
+def model_card(
+    config: RunConfig, hf_config: PretrainedConfig, state: TrainerState, argv: Sequence[str], num_ranks: int
+) -> ModelCard:
+    """The card of the trained model; ``argv`` is the command, and ``state`` has the log."""
+    base, brings_code = config.model.name_or_path, bool(getattr(hf_config, "auto_map", None))
+    adapters = config.model.lora is not None and not config.model.merges
+    tags = ["deepstow", *(["lora"] if adapters else []), *(["custom_code"] if brings_code else [])]
+    header = ModelCardData(
+        base_model=base,
+        library_name="peft" if adapters else "transformers",
+        pipeline_tag=TASKS[config.task].pipeline_tag,
+        tags=tags,
+    )
+    data, used = config.data, {name: number for name, number in versions().items() if number != "not installed"}
+    if config.model.lora is None:
+        used.pop("peft", None)
+    source = ", ".join(f"`{one.path}` ({one.name})" if one.name else f"`{one.path}`" for one in data.parts())
+    parts = [
+        f"# {Path(config.training.output_dir).name}",
+        _origin(config, hf_config.model_type),
+        f"It was trained on {source} in sequences of up to {data.max_length} tokens, for {state.global_step} steps. "
+        + " ".join(_results(state.log_history, odds=TASKS[config.task].language)),
+        f"Strategies: {_strategies(config)}. The command, on {num_ranks} process{'es' if num_ranks > 1 else ''}:",
+        f"```\n{shlex.join(argv)}\n```",
+        f"Versions: {', '.join(f'{name} {number}' for name, number in used.items())}.",
+    ]
+    if brings_code:
+        parts.append("The model brings its own Python code: read it, then load it with `trust_remote_code=True`.")
+    return ModelCard(f"---\n{header.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n")
+
+
+def _origin(config: RunConfig, model_type: str) -> str:
+    lora, base = config.model.lora, config.model.name_or_path
+    if lora is not None and not config.model.merges:
+        return f"Low-rank adapters (rank {lora.r}) for `{base}`, trained with DeepStow. The base is not included."
+    how = f"; what was trained are low-rank adapters (rank {lora.r}), merged into it" if lora is not None else ""
+    if base is not None:
+        return f"`{base}`, a model of type {model_type}, trained further with DeepStow{how}."
+    return f"A model of type {model_type}, trained with DeepStow from random weights{how}."
+
+
+def _results(history: Sequence[Mapping[str, Any]], *, odds: bool) -> Iterator[str]:
+    """A sentence for each of the last losses in the log; ``odds``: they are means over tokens."""
+    for kind, key in (("training", "loss"), ("evaluation", "eval_loss")):
+        last = next((record for record in reversed(history) if key in record), None)
+        if last is not None:
+            loss = float(last[key])
+            shown = f" (perplexity {perplexity(loss):.1f})" if odds else ""
+            yield f"The last {kind} loss, at step {last['step']}, was {loss:.4f}{shown}."
+
+
+def _strategies(config: RunConfig) -> str:
+    """Each strategy with the options that the config sets."""
+    found = []
+    for name, strategy in config.strategies.items():
+        options = [f"{key} {value}" for key, value in strategy.model_dump(exclude_unset=True).items()]
+        found.append(f"{name} ({', '.join(options)})" if options else name)
+    return ", ".join(found) or "none"
 
 
 # --- a run that is over ----------------------------------------------------------------------------------------------

@@ -22,9 +22,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.dist.stopping import lives, started_at
 from trainer.errors import write_line
@@ -39,8 +38,7 @@ TOUCHED_S = 10.0  # between two touches of the holder
 WATCHED_S = 90.0  # network file systems show a new time up to a minute later
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
+class Holder(NamedTuple):
     """The process that holds a lock; ``start`` in Unix seconds."""
 
     pid: int
@@ -130,7 +128,7 @@ def _take(config: RunConfig, path: Path) -> int:
             if in_use:
                 raise _refused(config, path, found)
             os.ftruncate(handle, 0)
-            os.pwrite(handle, json.dumps(asdict(own)).encode(), 0)
+            os.pwrite(handle, json.dumps(own._asdict()).encode(), 0)
             os.fsync(handle)
         except BaseException:
             with suppress(OSError):

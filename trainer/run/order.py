@@ -28,6 +28,7 @@ from strategies.core.compose import in_order
 from strategies.core.facts import Precision
 from strategies.core.plan import Plan
 from strategies.core.sealed import digest_of
+from strategies.engine.tensors.quantised import is_quantised
 from strategies.planner.step_cost import plan_cost, step_flops
 from strategies.report import full_report
 from trainer.config.sections import RunConfig
@@ -145,10 +146,13 @@ def read_data(
         )
     say = (lambda line: None) if quiet else write_line
     opened = partial(resumed.compare_contents, config, hf_config) if resumed else (lambda *hashes: None)
-    seed, home, compares = config.training.seed, folder / "data", ranks.is_first_local
+    seed, home, compares = config.training.seed, preparing.cache(folder / "data"), ranks.is_first_local
     if not task.language:
         return words, task_rows.prepare(task, config, words, hf_config, home, say, opened, compares=compares)
     prepared = preparing.prepare(config.data, words, rows, seed, home, say, opened, compares=compares)
+    if others := set(prepared.format.split(" + ")) - {"text", "input_ids"} if task.name == "pretrain" else set():
+        what = f"the rows are {', '.join(sorted(others))}, and pretrain takes text and input_ids; write sft"
+        raise config.error("task", config.task, what)
     if prepared.chat_template is not None:
         words.chat_template = prepared.chat_template  # the exported model is talked to as it was trained
     return words, prepared
@@ -242,7 +246,8 @@ def to_compute(weights: PreTrainedModel, run: Run) -> None:
     """Give weights that the engine computes with in bf16 that dtype."""
     if run.plan.layout is not None and run.plan.facts.run.precision is Precision.BF16:
         for parameter in weights.parameters():  # one by one; the engine keeps fp32 masters
-            parameter.data = parameter.data.to(torch.bfloat16)
+            if not is_quantised(parameter):
+                parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def apply_strategies(weights: PreTrainedModel, run: Run) -> None:
@@ -273,7 +278,9 @@ def make_trainer(run: Run) -> Trainer:
     without_mask = partial(facts.saved_without_mask, run.config)
     check = PlanCheck(run.plan, run.folder, recomputes=recomputes, without_mask=without_mask)
     plan_check = check if (run.folder / "plan.json").is_file() else None
-    model = make_model(run)
+    model: Any = make_model(run)
+    if run.config.model.quantization_config is not None and run.plan.layout is None:
+        model.to(arguments.device)  # Hugging Face leaves quantised models where they are
     trainer: Trainer = class_for(task)(
         model=model,
         args=arguments,
@@ -285,6 +292,7 @@ def make_trainer(run: Run) -> Trainer:
         plan=run.plan,
         plan_check=plan_check,
         describe=partial(describe, run),
+        lr_ratio=run.config.model.lr_ratio,
         callbacks=[
             ProgressLine(),
             file,

@@ -59,12 +59,12 @@ _GROUPS: Mapping[str, str] = {
     "kernels": """training.full_determinism training.use_cpu training.torch_compile training.torch_compile_backend
         training.torch_compile_mode training.use_liger_kernel training.liger_kernel_config
         model.attn_implementation""",
-    "model": "model.name_or_path model.config model.lora.lora_alpha model.lora.use_rslora",
+    "model": "model.name_or_path model.config model.quantization_config model.lora.lora_alpha model.lora.use_rslora",
 }
 _SAID = """
     training.learning_rate training.max_steps training.num_train_epochs training.lr_scheduler_type
     training.lr_scheduler_kwargs training.warmup_steps training.early_stopping_patience
-    training.early_stopping_threshold
+    training.early_stopping_threshold model.lora.loraplus_lr_ratio
 """
 _NEVER = """
     task training.optim training.optim_args model.tokenizer model.labels model.lora model.lora.r
@@ -75,6 +75,7 @@ RULES: Mapping[str, str] = {
     **{f"training.{name}": SILENT for name in _SILENT_TRAINING.split()},
     "data.num_proc": SILENT,
     "model.trust_remote_code": SILENT,
+    "model.lora.export": SILENT,
     **{key: name for name, keys in _GROUPS.items() for key in keys.split()},
     **dict.fromkeys(_SAID.split(), SAID),
     **dict.fromkeys(_NEVER.split(), NEVER),

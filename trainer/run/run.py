@@ -42,6 +42,7 @@ from trainer.run.callbacks import SAID, Watched
 from trainer.run.order import Run
 from trainer.run.resume_rules import leaves
 from trainer.run.trainer import Trainer
+from trainer.tasks.table import only_language
 
 if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
@@ -202,12 +203,14 @@ def _whole(config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | Non
 
 def show_sample(config: RunConfig) -> None:
     """Print one tokenised row of the training data, with its trained and its masked tokens."""
+    only_language(config, "--show-sample")
     words, prepared = order.read_data(config, Ranks(), quiet=True)
     print(sample.render(prepared, words, colour=sys.stdout.isatty()))
 
 
 def show_data(config: RunConfig, picture: Path | None) -> None:
     """Print what became of the rows, with a histogram of their lengths; draw it if there is a ``picture``."""
+    only_language(config, "--data-report")
     _, prepared = order.read_data(config, Ranks(), quiet=True)
     found = prepared.report
     if found is None:

@@ -29,6 +29,7 @@ from strategies.core.sealed import Damaged
 from strategies.engine import NonFiniteError
 from strategies.state.spans import WEIGHT
 from trainer.errors import ConfigError, write_line
+from trainer.model.adapters import loraplus
 from trainer.run import checkpoint, saving, training_state
 from trainer.run.callbacks import EarlyStopping, Meter
 from trainer.run.nonfinite import DEEPSPEED_SAYS, NonFinite, StopNonFinite, first_not_finite
@@ -46,6 +47,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
     Args:
         meter, plan_check: also among the ``callbacks``.
         describe: what every checkpoint says about the run of a model.
+        lr_ratio: of LoRA+; None: adapters are trained without it.
     """
 
     plan: Plan
@@ -57,9 +59,11 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         plan: Plan,
         plan_check: PlanCheck | None,
         describe: Callable[[Any], checkpoint.About],
+        lr_ratio: float | None = None,
         **kwargs: Any,
     ) -> None:
         self.meter, self.plan_check, self.plan, self._describe = meter, plan_check, plan, describe
+        self.lr_ratio = lr_ratio
         self._saving: saving.Save | None = None
         self._resumed: str | None = None
         self._trained = False
@@ -88,6 +92,13 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         if not self.args.average_tokens_across_devices:
             return 1
         return int(self.args.world_size) // self.plan.facts.run.replicas
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """As Hugging Face's, with PEFT's groups where adapters are trained with LoRA+."""
+        if self.optimizer is None and self.lr_ratio is not None:
+            kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            self.optimizer = loraplus(self.model, kind, self.lr_ratio, self.args.weight_decay, **options)
+        return super().create_optimizer(*args, **kwargs)
 
     def make_plan(self, groups: list[dict[str, Any]], moments: int) -> Plan:
         """The plan of the run."""

@@ -17,9 +17,8 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from datasets import Dataset
@@ -47,6 +46,7 @@ from trainer.planning.fit import explained
 from trainer.planning.from_config import check_options, narrowed, plan_of
 from trainer.run import order
 from trainer.run.stage_trial import form_of_stages
+from trainer.tasks.table import only_language
 
 if TYPE_CHECKING:
     from strategies.core.plan import Plan
@@ -59,8 +59,7 @@ _KEPT = """
 KEPT = frozenset(_KEPT.split())
 
 
-@dataclass(frozen=True, slots=True)
-class Moved:
+class Moved(NamedTuple):
     """What a run moved: all buckets, those whose weights left the device, the features shown, bytes over the link."""
 
     num_buckets: int
@@ -70,8 +69,7 @@ class Moved:
     down_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(NamedTuple):
     """The comparison of a run under ``options`` of offload with ``against``, and the tolerance for it."""
 
     options: Mapping[str, Any]
@@ -89,7 +87,11 @@ def shrink(
     The optimizer is SGD in mixed precision unless ``keep_optimizer`` says that both sides round alike.
     """
     tree = config.tree()
-    model = {key: tree["model"][key] for key in ("dtype", "attn_implementation", "lora") if key in tree["model"]}
+    model = {
+        key: tree["model"][key]
+        for key in ("dtype", "attn_implementation", "lora", "quantization_config")
+        if key in tree["model"]
+    }
     least = max([layers, *(strategy.least_blocks() for strategy in config.strategies.values())])
     hf_config = load_config(config.model, VOCAB)
     small = copies_of.shrink_model(hf_config, least)
@@ -155,7 +157,7 @@ def _engine_report(trainer: Any, plan: Plan) -> dict[str, Any]:
         if parameter.requires_grad and not stowed.is_shared  # then no rank has all of it
         for key, value in stowed.state_of(parameter).items()
     }
-    return {"state": state, "moved": asdict(moved)}
+    return {"state": state, "moved": moved._asdict()}
 
 
 def train_or_refuse(ranks: Ranks, config: RunConfig) -> dict[str, Any]:
@@ -224,6 +226,7 @@ RESIDENT = {"gpu_memory": "auto", "site": "device", "weights": "resident", "grad
 
 def real_plan(config: RunConfig, num_ranks: int) -> Plan:
     """The plan of the config itself, not of the copy, on this machine. Raise ConfigError if it is refused."""
+    only_language(config, "verifying")
     check_options(config, num_ranks)
     ranks, machine = Ranks(0, 0, num_ranks, num_ranks), probe()
     with explained(config, ranks, machine):
@@ -297,8 +300,7 @@ class Offloaded:
 # --- comparing -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(NamedTuple):
     """A tensor that is not equal. ``relative``: its largest difference over its largest weight."""
 
     name: str

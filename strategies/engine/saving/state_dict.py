@@ -179,8 +179,9 @@ class StateAccess(Copied):
             if lent_value(param) is not None:  # by ``present``, until the end of its block
                 continue
             self._restore(param)
-            as_it_is = id(param) not in lent or _same_memory(saved, lent[id(param)])
-            if as_it_is and isinstance(saved, Tensor) and not isinstance(saved, nn.Parameter):
+            if not isinstance(saved, Tensor) or isinstance(saved, nn.Parameter):  # keep_vars
+                continue
+            if id(param) not in lent or _same_memory(saved, lent[id(param)]):
                 state[prefix + name] = self._hand_out(param)
         # What else views the copies moves to the host, since the plan has no device memory for them.
         copies = {tensor.untyped_storage().data_ptr() for tensor in lent.values()}

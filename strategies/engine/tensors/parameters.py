@@ -269,6 +269,12 @@ def put(tensor: Tensor, value: Tensor) -> None:
     set_counts((tensor,), (version,))
 
 
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move all buffers of ``model`` to ``device``; each remains the same object."""
+    for buffer in model.buffers():
+        put(buffer, buffer.detach().to(device))
+
+
 def _refuse_old_graph(grad: Tensor) -> None:
     raise RuntimeError(
         "backward through a graph that was made before its model was stowed or closed: on this kind of device the "

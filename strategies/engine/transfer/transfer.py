@@ -92,9 +92,9 @@ class Transfer:
             self._wait(lane, event)
 
     def poison(self, lane: Lane, region: Tensor) -> None:
-        """Fill ``region`` with NaN on ``lane``, so that reading it before the copy that follows shows."""
+        """Fill ``region`` with NaN, or 0, on ``lane``, so that reading it before the copy that follows shows."""
         with self.on(lane):
-            region.fill_(math.nan)
+            region.fill_(math.nan if region.is_floating_point() else 0)
 
     def done(self, event: Event | None) -> bool:
         """Whether ``event`` has passed, without waiting."""

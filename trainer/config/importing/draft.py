@@ -19,7 +19,19 @@ from trainer.config.yaml_file import Fault, Key, error_line, one_line, parse, sh
 
 LOST = "lost"  # in the outcome of a rule: what of the key is not carried over
 UNNEEDED = "; remove the line"  # how an answer of foreign.yaml ends where nothing is lost without the key
-OTHERWISE = {"name", "path", "split", "config", "columns", "train", "r", "bias", "tokenizer"}  # mean other things there
+OTHERWISE = {
+    "name",
+    "path",
+    "split",
+    "config",
+    "columns",
+    "train",
+    "r",
+    "bias",
+    "tokenizer",
+    "export",
+    "limit",
+}  # mean other things there
 
 
 class Value(NamedTuple):
@@ -121,7 +133,7 @@ class Draft:
     def tree(self) -> dict[str, Any]:
         """The sections as plain values, in the order of our keys."""
         tree: dict[str, Any] = {}
-        order = [*known_keys(), *self.values]
+        order = ["task", *known_keys(), *self.values]
         for target in sorted(self.values, key=order.index):
             *sections, name = target.split(".")
             reduce(lambda inner, section: inner.setdefault(section, {}), sections, tree)[name] = self.of(target)

@@ -1,7 +1,7 @@
 """From all sources to a draft, and what follows from keys that are not there.
 
-Defaults that decide what is trained are written where they differ from ours. A ds_config without ``gradient_clipping``
-clips nothing, whatever ``max_grad_norm`` says.
+Defaults that decide what is trained are written where they differ from ours. With a ds_config, DeepSpeed's hold:
+nothing is clipped without ``gradient_clipping``, whatever ``max_grad_norm`` says.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from trainer.config.importing.rules import (
     ARGUMENTS,
     EXCESS,
     MICRO,
+    QUANTISED,
     RATE,
     RULES,
     SCHEDULE,
@@ -24,6 +25,12 @@ from trainer.config.importing.rules import (
 )
 
 OUT = "training.output_dir"
+DEEPSPEED: dict[str, dict[str, Any]] = {  # by section of a ds_config, and by schedule
+    "optimizer": {"lr": 1e-3},
+    "scheduler": {"warmup_num_steps": 1000, "warmup_type": "log"},
+    "WarmupDecayLR": {"warmup_max_lr": 1e-3},
+    "WarmupCosineLR": {"cos_min_ratio": 1e-4},
+}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "transformers": {OUT: "trainer_output", "training.logging_steps": 500},
     "trl": {OUT: "trainer_output", RATE: 2e-5, "training.gradient_checkpointing": True, EXCESS: "truncate"},
@@ -33,6 +40,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         EXCESS: "drop",
     },
 }  # fmt: skip
+TRL_RATES = {"dpo": 1e-6, "orpo": 1e-6, "kto": 1e-6, "reward": 1e-4}
 LORA: dict[str, dict[str, Any]] = {
     "trl": {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05},
     "llamafactory": {"r": 8, "lora_dropout": 0.0, "target_modules": "all-linear"},
@@ -51,11 +59,23 @@ def imported(sources: list[Source]) -> Draft:
         whole = {name: value for source in reversed(training) for name, value in source.tree.items()}
         _finish_arguments(draft, training[0]._replace(tree=whole))
     for source in sources[len(training) :]:
+        if source.kind == "deepspeed":
+            source = source._replace(tree=_completed(source.tree))
         draft.carry(source, RULES[source.kind], WINS)
     for source in sources:
         if source.kind == "deepspeed":
             _finish_deepspeed(draft, source)
     return draft
+
+
+def _completed(tree: dict[str, Any]) -> dict[str, Any]:
+    """A ds_config with the values that DeepSpeed takes for what is not there."""
+    done = {"gradient_clipping": 0.0} | tree
+    for section in DEEPSPEED.keys() & tree.keys():
+        if isinstance(given := tree[section], dict):
+            params = DEEPSPEED[section] | DEEPSPEED.get(str(given.get("type")), {}) | (given.get("params") or {})
+            done[section] = given | {"params": params}
+    return done
 
 
 def _finish_arguments(draft: Draft, source: Source) -> None:
@@ -79,8 +99,21 @@ def _finish_arguments(draft: Draft, source: Source) -> None:
     if kind == "llamafactory" and adapted:
         defaults["model.lora.lora_alpha"] = 2 * (draft.of("model.lora.r") or 8)
         defaults |= {"model.dtype": "bfloat16"} if draft.of("training.bf16") else {}  # frozen weights, as computed in
+    if task := draft.of("task"):
+        defaults |= {RATE: TRL_RATES.get(task, 2e-5)} if kind == "trl" else {}
     for target, value in (DEFAULTS[kind] | defaults).items():
-        draft.default(target, value, source)
+        if target != EXCESS or task in (None, "pretrain"):
+            draft.default(target, value, source)
+    if draft.of(f"{QUANTISED}.load_in_4bit"):  # NF4, computed in the type that weights are loaded in
+        computed = draft.of("model.dtype") or "float32"
+        draft.default(f"{QUANTISED}.bnb_4bit_quant_type", "nf4", source)
+        draft.default(f"{QUANTISED}.bnb_4bit_use_double_quant", kind in ("axolotl", "llamafactory"), source)
+        draft.default(f"{QUANTISED}.bnb_4bit_compute_dtype", computed, source)
+    checkpointing = draft.values.get("training.gradient_checkpointing")
+    if draft.of(f"{QUANTISED}.load_in_8bit") and checkpointing:
+        del draft.values["training.gradient_checkpointing"]
+        if checkpointing.given:
+            draft.need_not(checkpointing.given, "bitsandbytes keeps the inputs of layers with 8-bit weights anyway")
     for target in [] if adapted else [target for target in draft.values if target.startswith("model.lora.")]:
         if of := draft.values.pop(target).given:
             draft.need_not(of, "no adapters are trained")
@@ -94,8 +127,6 @@ def _finish_arguments(draft: Draft, source: Source) -> None:
 
 def _finish_deepspeed(draft: Draft, source: Source) -> None:
     tree, whole = source.tree, Given(source, (), source.tree)
-    if "gradient_clipping" not in tree:
-        draft.put("training.max_grad_norm", 0.0, whole.at("gradient_clipping", "not there"), wins=True)
     if not draft.trains and "auto" in (tree.get("train_micro_batch_size_per_gpu"), tree.get("gradient_clipping")):
         draft.lose(whole.at("train_micro_batch_size_per_gpu"), "what the TrainingArguments say; give them, too")
     elif not draft.trains and "scheduler" not in tree:

@@ -36,6 +36,7 @@ TRL = {
 ARGUMENTS = {*TrainingSection.model_fields, "model_name_or_path", "dataset_name", *TRL}
 TOOLS = {"trl": "trl", "llamafactory-cli": "llamafactory", "axolotl": "axolotl"}  # with a word instead of a script
 LAUNCHERS = {"python", "python3", "torchrun", "deepspeed", "accelerate", *TOOLS}
+TASKS = "sft|orpo|dpo|kto|reward|grpo|rloo|ppo"  # in the names of TRL's scripts
 PATHS = ("", "deepspeed", "deepspeed_config", "deepspeed_config_file", "config_file", "config")  # keys that name a file
 FILES = (".json", ".yaml", ".yml")
 ASIDE = ("deepspeed", "accelerate")
@@ -169,9 +170,9 @@ def _command(words: list[str], file: str, kind: str | None) -> list[Source]:
         script, kind = 1, TOOLS[tool]
     elif script < 0 and "-m" in words:
         script = words.index("-m") + 1
-    if script > 0 and kind is None and "sft" in words[script].rpartition("/")[2]:
-        kind = "trl"
     options, launched = _options(words[script + 1 :]), _options(words[1 : max(script, 1)])
+    if kind in (None, "trl") and (task := re.search(TASKS, words[max(script, 0)].rpartition("/")[2])):
+        kind, options = "trl", options | ({} if task[0] == "sft" else {"task": task[0]})
     if options.keys() - {*PATHS}:
         found = [_source(options, file, kind)]
     else:  # what it does is in the files alone

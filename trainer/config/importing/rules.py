@@ -31,20 +31,29 @@ SHARDING = (
     "fsdp",
     *(f"fsdp_config.{at}{name}" for at in ("", "fsdp_") for name in ("sharding_strategy", "reshard_after_forward")),
 )
+JOBS = ("DEEPSPEED", "FSDP", "NO", "no", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU")
 LOGARITHM = "the rate rises linearly here, and there by the logarithm of the step"
 STREAM = "rows are filled with whole documents that do not see each other, not cut out of one stream"
-TASK = "fine-tuning and pretraining can be imported, and nothing else"
+TASKS = {"sft": None, "pt": "pretrain", "rm": "reward", "ipo": "dpo"} | {n: n for n in ("dpo", "orpo", "kto", "reward")}
 FLASH = "flash_attention_2"
 ATTENTION = {"flash": FLASH, "fa2": FLASH, "fa3": "flash_attention_3", "disabled": "eager", "auto": None}
 TEMPLATES = ("chatml", "zephyr", "vicuna")  # those that are known by name here
 ROLES = {"role", "content", "from", "value"}  # of messages, as they are known here
-DATASET = {"path", "type", "split", "name", "field", "field_messages", "ds_type", "data_files"}  # keys that are read
+DATASET = {
+    "path",
+    "type",
+    "split",
+    "name",
+    "field",
+    "field_messages",
+    "ds_type",
+    "data_files",
+    "field_chosen",
+    "field_rejected",
+}  # keys that are read
 
+QUANTISED = "model.quantization_config"
 EXCESS = "data.excess_length_strategy"
-
-
-def _params(given: Given, section: str) -> dict[str, Any]:
-    return (given.tree.get(section) or {}).get("params") or {}
 
 
 def _only(values: Collection[object], why: str) -> Rule:
@@ -52,9 +61,11 @@ def _only(values: Collection[object], why: str) -> Rule:
 
 
 def _task(given: Given, draft: Draft) -> dict[str, Any]:
-    if given.value not in ("sft", "pt", False):
-        raise ConfigError(f"{given.where}: {error_line(given.key, given.value, TASK)}")
-    return {"data.packing": True, EXCESS: "split", LOST: STREAM} if given.value == "pt" else {}
+    if given.value not in TASKS:
+        what = f"cannot be imported; there are {', '.join(map(str, TASKS))}"
+        raise ConfigError(f"{given.where}: {error_line(given.key, given.value, what)}")
+    pretraining = {"data.packing": True, EXCESS: "split", LOST: STREAM} if given.value == "pt" else {}
+    return {"task": TASKS[given.value], "training.loss_type": "ipo" if given.value == "ipo" else None} | pretraining
 
 
 def _optim(given: Given, draft: Draft) -> dict[str, Any]:
@@ -63,22 +74,9 @@ def _optim(given: Given, draft: Draft) -> dict[str, Any]:
     return {"training.optim": "adamw_torch_fused" if name in ADAMW else name, LOST: lost if name in SMALL else None}
 
 
-def _optimizer(given: Given, draft: Draft) -> dict[str, Any]:
-    return _optim(given, draft) | ({} if "lr" in _params(given, "optimizer") else {RATE: 1e-3})
-
-
 def _scheduler(given: Given, draft: Draft) -> dict[str, Any] | str:
-    if given.value not in SCHEDULES:
-        return f"there is no such schedule here; of DeepSpeed's there are {', '.join(SCHEDULES)}"
-    missing: dict[str, dict[str, Any]] = {
-        "warmup_num_steps": {WARMUP: 1000},
-        "warmup_max_lr": {RATE: 1e-3} if given.value == "WarmupDecayLR" else {},
-        "cos_min_ratio": {KWARGS: {"min_lr_rate": 1e-4}} if "Cosine" in given.value else {},
-        "warmup_type": {LOST: LOGARITHM},
-    }
-    params = _params(given, "scheduler")
-    more = {key: value for name, ours in missing.items() if name not in params for key, value in ours.items()}
-    return {SCHEDULE: SCHEDULES[given.value], **more}
+    why = f"there is no such schedule here; of DeepSpeed's there are {', '.join(SCHEDULES)}"
+    return {SCHEDULE: SCHEDULES[given.value]} if given.value in SCHEDULES else why
 
 
 def _offload(given: Given, draft: Draft) -> dict[str, Any]:
@@ -109,23 +107,15 @@ def _sharding(given: Given, draft: Draft) -> dict[str, Any]:
     }
 
 
-def _job(given: Given, draft: Draft) -> dict[str, Any] | str | None:
-    if given.value in ("TPU", "XLA", "MEGATRON_LM"):
-        return "there are ZeRO, tensor parallelism and pipelines here"
-    chosen = {"fsdp_sharding_strategy", "fsdp_reshard_after_forward"} & (given.tree.get("fsdp_config") or {}).keys()
-    return {"strategies.zero.stage": 3} if given.value == "FSDP" and not chosen else None
-
-
 def _lora_target(given: Given, draft: Draft) -> dict[str, Any]:
     names = given.value.replace(" ", "").split(",") if isinstance(given.value, str) else given.value
     return {"model.lora.target_modules": "all-linear" if names in (["all"], ["all-linear"]) else names}
 
 
 def _template(given: Given, draft: Draft) -> dict[str, Any] | str | None:
-    text = given.tree.get("chat_template_jinja") or str(given.value)
-    if text in TEMPLATES or "{" in text:
-        return {"data.chat_template": text}
-    return None if text.startswith("tokenizer_default") else "the tokenizer's own template is used"
+    if given.value in TEMPLATES or "{" in given.value:
+        return {"data.chat_template": given.value}
+    return None if given.value.startswith("tokenizer_default") else "the tokenizer's own template is used"
 
 
 def _share(given: Given, draft: Draft) -> dict[str, Any] | str:
@@ -156,7 +146,7 @@ def _nothing(key: Given, draft: Draft) -> None:
 
 
 SHARED: dict[str, Rule] = {
-    "optimizer.type": _optimizer,
+    "optimizer.type": _optim,
     "optimizer.params.lr": lambda key, draft: {RATE: key.value},
     "optimizer.params.betas": lambda key, draft: {
         f"training.adam_beta{n}": beta for n, beta in enumerate(key.value, 1)
@@ -168,14 +158,15 @@ SHARED: dict[str, Rule] = {
     "scheduler.params.warmup_min_lr": _only((0,), "warm-up begins at 0 here"),
     "scheduler.params.warmup_min_ratio": _only((0,), "warm-up begins at 0 here"),
     "scheduler.params.cos_min_ratio": lambda key, draft: {KWARGS: {"min_lr_rate": key.value}},
+    "gradient_clipping": lambda key, draft: {"training.max_grad_norm": key.value},
     "steps_per_print": lambda key, draft: None if draft.trains else {"training.logging_steps": key.value},
     "mixed_precision": _precision,
-    "distributed_type": _job,
+    "distributed_type": _only(JOBS, "there are ZeRO, tensor parallelism and pipelines here"),
     **dict.fromkeys(OFFLOAD, _offload),
     **dict.fromkeys(("num_processes", "num_gpus", "nproc_per_node"), _ranks),
     **dict.fromkeys(SHARDING, _sharding),
     **dict.fromkeys(PATHS, _named_file),
-    **dict.fromkeys(("train_batch_size", "chat_template_jinja"), _nothing),
+    "train_batch_size": _nothing,
 }
 ARGUMENTS: dict[str, Rule] = {
     **SHARED,
@@ -191,9 +182,15 @@ ARGUMENTS: dict[str, Rule] = {
     "dataset_text_field": lambda key, draft: None if key.value == "text" else {"data.columns": {"text": key.value}},
     "packing_strategy": _only(("bfd",), STREAM),
     "truncation_mode": _only(("keep_start",), "samples lose their ends here"),
-    "stage": _task,
+    **dict.fromkeys(("task", "stage"), _task),
+    "pref_loss": lambda key, draft: {"training.loss_type": key.value},
     "finetuning_type": _only(("lora", "full"), "there are lora and full here; full is written"),
     **dict.fromkeys(("template", "chat_template"), _template),
+    "load_in_4bit": lambda key, draft: {f"{QUANTISED}.load_in_4bit": key.value or None},
+    "load_in_8bit": lambda key, draft: {f"{QUANTISED}.load_in_8bit": key.value or None},
+    "quantization_bit": lambda key, draft: {f"{QUANTISED}.load_in_{key.value}bit": True},
+    "quantization_method": _only(("bnb", "bitsandbytes"), "bitsandbytes is used"),
+    "double_quantization": lambda key, draft: {f"{QUANTISED}.bnb_4bit_use_double_quant": key.value},
     "model_revision": _only(("main",), "the main branch is loaded"),
     "flash_attn": lambda key, draft: {"model.attn_implementation": ATTENTION.get(key.value, key.value)},
     **dict.fromkeys(("use_peft", "dataset_train_split", "dataset_test_split", "max_samples"), _nothing),
@@ -207,16 +204,18 @@ def _words(value: Any) -> list[str]:
 def _datasets(given: Given, draft: Draft) -> dict[str, Any]:
     ours: list[dict[str, Any]] = []
     lost: dict[str, None] = {}
+    prefers = bool(given.tree.get("rl") or given.tree.get("reward_model"))
     for each in given.value:
         entry = {name: value for name, value in each.items() if value not in (None, [], {})}
         kind, files = str(entry.get("type", "")).partition(".")[0], entry.get("data_files")
-        columns = {"text": entry.get("field", "text"), "messages": entry.get("field_messages", "messages")}
+        columns = {"text": entry.get("field"), "prompt" if prefers else "messages": entry.get("field_messages")}
+        columns |= {name: entry.get(f"field_{name}") for name in ("chosen", "rejected")}
         one = {
             "path": files[0] if isinstance(files, list) else files or entry.get("path"),
             "name": entry.get("name"),
             "split": entry.get("split"),
-            "columns": {name: column for name, column in columns.items() if name != column},
-            "assistant_only_loss": kind == "chat_template" and not given.tree.get("train_on_inputs"),
+            "columns": {name: column for name, column in columns.items() if column not in (None, name)},
+            "assistant_only_loss": kind == "chat_template" and not (prefers or given.tree.get("train_on_inputs")),
         }
         ours.append({name: value for name, value in one.items() if value})
         usual = {name for name in entry if name.startswith("message_") and {*_words(entry[name])} <= ROLES}
@@ -268,8 +267,11 @@ AXOLOTL: dict[str, Rule] = {
     "cosine_min_lr_ratio": lambda key, draft: {KWARGS: {"min_lr_rate": key.value}, SCHEDULE: "cosine_with_min_lr"},
     "lr_scheduler": lambda key, draft: None if key.tree.get("cosine_min_lr_ratio") else {SCHEDULE: key.value},
     "gradient_checkpointing": lambda key, draft: {"training.gradient_checkpointing": key.value is not False},
+    "chat_template_jinja": _template,
     "rl": _task,
+    "reward_model": lambda key, draft: {"task": "reward" if key.value else None},
     "train_on_inputs": _nothing,
 }
-WINS = {"optimizer.type", "scheduler.type", "scheduler.params.warmup_max_lr"}  # DeepSpeed's, whatever arguments say
+# DeepSpeed's, whatever arguments say.
+WINS = {"optimizer.type", "scheduler.type", "scheduler.params.warmup_max_lr", "gradient_clipping"}
 RULES = {"deepspeed": SHARED, "accelerate": SHARED, "axolotl": AXOLOTL}

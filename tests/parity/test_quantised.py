@@ -1,0 +1,176 @@
+"""Adapters on a quantised base train to the bits of PEFT and Hugging Face's Trainer alone, wherever the base rests."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from peft.optimizers import create_loraplus_optimizer
+from transformers.integrations.bitsandbytes import dequantize_bnb_weight
+
+from tests.helpers.tiny import LLAMA, run_config
+from trainer.config.sections import RunConfig
+from trainer.data.collate import Collator
+from trainer.data.prepare import Prepared
+from trainer.dist.ranks import Ranks
+from trainer.model.adapters import OURS
+from trainer.run import order
+from trainer.run.export import export
+from trainer.run.stowed_trainer import stowed
+from trainer.verify.verify import _tokenizer, run_on
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+LORA: Mapping[str, Any] = {"r": 4, "target_modules": "all-linear", "lora_alpha": 8, "lora_dropout": 0.1}
+BITS: Mapping[str, Mapping[str, Any]] = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "fp4": {"load_in_4bit": True},
+    "int8": {"load_in_8bit": True},
+}
+STAYS: Mapping[str, Any] = {"weights": "resident"}
+TRAVELS: Mapping[str, Any] = {"site": "host", "weights": "streamed", "prefetch": 0}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved model."""
+    folder = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).save_pretrained(folder)
+    return folder
+
+
+def config_of(base: Path, bits: str | None, lora: Mapping[str, Any] = LORA, **rest: Any) -> RunConfig:
+    model = {"config": None, "name_or_path": str(base), "lora": lora}
+    model |= {} if bits is None else {"quantization_config": dict(BITS[bits])}
+    given = {"max_steps": 4, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "use_cpu": True, **rest}
+    return run_config(None, model=model, output_dir=base / "run", **given)
+
+
+def run_of(config: RunConfig) -> order.Run:
+    ids = [[1 + (7 * row + place * place) % 100 for place in range(16)] for row in range(16)]
+    rows = Dataset.from_dict({"input_ids": ids, "labels": ids})
+    return run_on(Prepared(rows, None, "rows", "input_ids"), config, Ranks(0, 0, 1, 1))
+
+
+def adapted(config: RunConfig) -> Any:
+    """What Transformers and PEFT make of the config."""
+    section, options = config.model, {}
+    if section.quantization_config is not None:
+        given = transformers.BitsAndBytesConfig(**section.quantization_config.model_dump())
+        options = {"quantization_config": given, "device_map": {"": "cpu"}}
+    torch.manual_seed(config.training.seed)
+    model = transformers.AutoModelForCausalLM.from_pretrained(str(section.name_or_path), **options)
+    model.config.use_cache = False
+    assert section.lora is not None
+    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **section.lora.model_dump(exclude=OURS)))
+
+
+def by_itself(config: RunConfig, wrap: Callable[[type], type] = lambda base: base) -> Any:
+    """The Trainer with the model, nothing of ours but its arguments and rows, and how ``wrap`` changes it."""
+    run, model = run_of(config.model_copy(update={"strategies": {}})), adapted(config)
+    ratio, optimizer = config.model.lora and config.model.lora.loraplus_lr_ratio, None
+    if ratio:
+        optimizer = create_loraplus_optimizer(
+            model, torch.optim.AdamW, lr=config.training.learning_rate, loraplus_lr_ratio=ratio, fused=True
+        )
+    arguments, rows = order.make_arguments(run), run.prepared.train
+    return wrap(transformers.Trainer)(
+        model, arguments, train_dataset=rows, data_collator=Collator(0, False), optimizers=(optimizer, None)
+    )
+
+
+def ours(config: RunConfig) -> Any:
+    return order.make_trainer(run_of(config))
+
+
+def trained(trainer: Any, *resume: str) -> dict[str, torch.Tensor]:
+    """Everything that is trained, after training."""
+    trainer.train(*resume)
+    state = trainer.model.state_dict()
+    return {name: state[name].clone() for name, each in trainer.model.named_parameters() if each.requires_grad}
+
+
+def unlike(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> list[str]:
+    assert expected
+    return [name for name in expected.keys() | found.keys() if not torch.equal(expected[name], found[name])]
+
+
+def leaves(trainer: Any) -> set[str]:
+    return {bucket.dtype for bucket in trainer.plan.layout.buckets if not bucket.resident}
+
+
+SLOW = pytest.mark.slow  # kinds that differ from another one in PEFT's or bitsandbytes' code alone
+
+
+@pytest.mark.parametrize("bits", ["nf4", "int8", pytest.param("fp4", marks=SLOW)])
+def test_as_peft_alone_and_resumed(bits: str, base: Path) -> None:
+    expected = trained(by_itself(config_of(base, bits)))
+    for strategies in ({}, {"offload": STAYS}, {"offload": TRAVELS}):
+        trainer = ours(config_of(base, bits, strategies=strategies, save_strategy="steps", save_steps=2))
+        assert unlike(expected, trained(trainer)) == [], strategies
+        if strategies:
+            assert bool(leaves(trainer) & {"uint8", "int8"}) is (strategies["offload"] is TRAVELS)
+    again = ours(config_of(base, bits, strategies={"offload": TRAVELS}))
+    assert unlike(expected, trained(again, str(base / "run" / "checkpoint-2"))) == []
+
+
+@pytest.mark.parametrize("bits", ["nf4", "int8"])
+def test_a_trainer_of_others(bits: str, base: Path) -> None:
+    """A live model is planned on its first batch, and is as it was when it is closed."""
+    config = config_of(base, bits)
+    expected = trained(by_itself(config))
+    trainer = by_itself(config, lambda kind: stowed(kind, **TRAVELS))
+    assert unlike(expected, trained(trainer)) == []
+    assert {"uint8", "int8"} & leaves(trainer) and sum(unit.saved_bytes for unit in trainer.plan.facts.units)
+    probe = {"input_ids": torch.arange(1, 9).unsqueeze(0)}
+    before = trainer.model.eval()(**probe).logits
+    trainer.stowed.close()
+    assert torch.equal(trainer.model(**probe).logits, before)
+    kinds = {type(each).__name__ for each in trainer.model.parameters()}
+    assert kinds == {"Parameter", {"nf4": "Params4bit", "int8": "Int8Params"}[bits]}
+
+
+KINDS: Mapping[str, tuple[str | None, Mapping[str, Any], Mapping[str, Any]]] = {
+    "DoRA": (None, {"use_dora": True}, {}),
+    "rsLoRA": ("nf4", {"use_rslora": True}, {}),
+    "LoRA+": ("nf4", {"loraplus_lr_ratio": 16}, {}),
+    "a head in full": ("nf4", {"modules_to_save": ["lm_head"], "bias": "all"}, {}),
+    "NEFTune": ("nf4", {}, {"neftune_noise_alpha": 5.0}),
+    "smooth labels": ("nf4", {}, {"label_smoothing_factor": 0.1}),
+    "accumulated, recomputed": ("nf4", {}, {"gradient_accumulation_steps": 2, "gradient_checkpointing": True}),
+}
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=SLOW) if k in ("rsLoRA", "DoRA") else k for k in KINDS])
+def test_kinds_of_adapters_and_losses(kind: str, base: Path) -> None:
+    bits, lora, training = KINDS[kind]
+    expected = trained(by_itself(config_of(base, bits, {**LORA, **lora}, **training)))
+    found = trained(ours(config_of(base, bits, {**LORA, **lora}, strategies={"offload": TRAVELS}, **training)))
+    assert unlike(expected, found) == []
+
+
+@pytest.mark.parametrize(
+    ("bits", "merge"), [("nf4", True), ("nf4", False), pytest.param("int8", True, marks=SLOW), (None, True)]
+)
+def test_exported(bits: str | None, merge: bool, base: Path) -> None:
+    """Merged is the dequantised weight plus what the adapters add; the export itself compares logits."""
+    config = config_of(
+        base, bits, {**LORA, "export": "merged" if merge else "adapter"}, strategies={"offload": TRAVELS}
+    )
+    trainer = ours(config)
+    values = trained(trainer)
+    assert export(trainer, _tokenizer(), config) is not None
+    folder = base / "run" / "export"
+    names = {path.name for path in folder.glob("*.safetensors")}
+    assert names == {"model.safetensors" if merge else "adapter_model.safetensors"}
+    if merge:
+        again = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        layer = adapted(config).get_base_model().model.layers[1].mlp.down_proj.base_layer
+        whole = dequantize_bnb_weight(layer.weight, SimpleNamespace(SCB=getattr(layer.weight, "SCB", None)))
+        a, b = (values[f"base_model.model.model.layers.1.mlp.down_proj.lora_{side}.default.weight"] for side in "AB")
+        torch.testing.assert_close(again.model.layers[1].mlp.down_proj.weight, whole + 2 * b @ a)

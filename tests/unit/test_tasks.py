@@ -1,0 +1,164 @@
+"""Tasks: rows that are wrong, what is refused, and what they do to numbers of the plan."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import EvalPrediction
+
+from strategies.backends.deepspeed import ds_config
+from tests.e2e.commands import write_jsonl
+from tests.helpers.tiny import LLAMA, run_config
+from trainer.config.sections import RunConfig
+from trainer.data import rows
+from trainer.data import tokenizer as tokenizers
+from trainer.dist.ranks import Ranks
+from trainer.errors import ConfigError, DataError
+from trainer.machine.probe import probe
+from trainer.model.build import load_config
+from trainer.planning import from_config, hybrid
+from trainer.tasks import preference
+from trainer.tasks.classification import accuracy_and_f1
+from trainer.tasks.seq2seq import texts_alike
+from trainer.tasks.table import TASKS
+from trainer.verify import verify
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return tokenizers.trained(300, tmp_path_factory.mktemp("words"), ["a good text", "a bad text"])
+
+
+def config_of(task: str, strategies: dict[str, Any] | None = None, **more: Any) -> RunConfig:
+    labels = {"labels": ["good", "bad"]} if task == "classification" else {}
+    labels |= {"labels": ["reward"]} if task == "reward" else {}
+    given = run_config(LLAMA, strategies=strategies, **{"use_cpu": True, "per_device_train_batch_size": 2, **more})
+    model = given.model.model_copy(update=labels)
+    return given.model_copy(update={"task": task, "model": model})
+
+
+def made(task: str, given: list[dict[str, Any]], words: Any, folder: Path, **data: Any) -> Any:
+    """The rows of a run on ``given``."""
+    path, config = write_jsonl(folder / "rows.jsonl", given), config_of(task)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"path": str(path), **data})})
+    opens: Any = lambda *hashes: None  # noqa: E731
+    model = load_config(config.model)
+    return rows.prepare(TASKS[task], config, words, model, folder / "data", lambda line: None, opens, compares=True)
+
+
+def test_classification_rows(words: Any, tmp_path: Path) -> None:
+    given = [{"sentence": "a good text", "label": "good"}, {"sentence": "a bad text " * 9, "label": 1}]
+    found = made("classification", given, words, tmp_path, columns={"text": "sentence"}, max_length=8)
+    assert found.train["labels"][:] == [0, 1]
+    assert [len(ids) for ids in found.train["input_ids"]] == [len(words("a good text")["input_ids"]), 8]
+    again = made("classification", given, words, tmp_path, columns={"text": "sentence"}, max_length=8)
+    assert again.fingerprint == found.fingerprint
+    other = made("classification", given, words, tmp_path, columns={"text": "sentence"}, max_length=9)
+    assert other.fingerprint != found.fingerprint
+
+
+def test_seq2seq_rows_end_with_eos(words: Any, tmp_path: Path) -> None:
+    given = [{"prompt": "a good text", "completion": text} for text in ("a", "a bad text " * 9)]
+    found = made("seq2seq", given, words, tmp_path, max_target_length=5)
+    assert [ids[-1] for ids in found.train["labels"]] == [words.eos_token_id] * 2
+    assert len(found.train["labels"][1]) == 5
+
+
+GOOD: dict[str, dict[str, Any]] = {
+    "classification": {"text": "a", "label": "good"},
+    "dpo": {"prompt": "a", "chosen": "b", "rejected": "c"},
+    "kto": {"prompt": "a", "completion": "b", "label": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "line"),
+    [
+        ("classification", {"label": "god"}, "rows.jsonl:2: field 'label' is 'god', the labels are good, bad; did you"),
+        ("classification", {"label": 2}, "rows.jsonl:2: field 'label' is 2, the labels are good, bad"),
+        ("classification", {"label": ["good"]}, "field 'label' is a list; every row needs a string or an integer"),
+        ("classification", {"text": None}, "rows.jsonl:2: field 'text' is null; every row needs a string"),
+        ("dpo", {"rejected": 3}, "rows.jsonl:2: field 'rejected' is an integer; every row needs a string or a list"),
+        ("dpo", {"rejected": [{"role": "user", "content": "c"}]}, "rows.jsonl:2: prompt and answers are not all text"),
+        ("kto", {"label": 1}, "rows.jsonl:2: field 'label' is an integer; every row needs a boolean"),
+    ],
+)
+def test_bad_rows(task: str, row: dict[str, Any], line: str, words: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as refused:
+        made(task, [GOOD[task], GOOD[task] | row], words, tmp_path)
+    assert len(refused.value.lines) == 1 and line in refused.value.lines[0], refused.value.lines
+
+
+def test_a_column_is_missing(words: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"task dpo needs prompt \+ chosen \+ rejected, no 'chosen' in prompt, better"):
+        made("dpo", [{"prompt": "a", "better": "b"}], words, tmp_path)
+
+
+def refused(config: RunConfig) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        from_config.check_options(config, 4)
+    return list(caught.value.lines)
+
+
+def test_strategies_that_are_refused() -> None:
+    lines = refused(config_of("classification", {"tensor": {"degree": 2}}))
+    assert any("strategies.tensor" in line and "cannot train task classification" in line for line in lines)
+    lines = refused(config_of("seq2seq", {"pipeline": {"stages": 2}}, gradient_accumulation_steps=2))
+    assert any("strategies.pipeline" in line and "cannot train task seq2seq" in line for line in lines)
+    (line,) = refused(config_of("dpo", {"zero": {"stage": 1}}))
+    assert "write model.lora, or add strategies.offload" in line
+    from_config.check_options(config_of("dpo", {"zero": {"stage": 1}, "offload": {}}), 4)
+    from_config.check_options(config_of("orpo", {"zero": {"stage": 1}}), 4)
+
+
+def test_without_trl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preference, "find_spec", lambda name: None)
+    assert refused(config_of("reward")) == [
+        "task = \"reward\": needs the package trl; install it with: pip install 'deepstow[tasks]'"
+    ]
+    from_config.check_options(config_of("classification"), 1)
+
+
+def test_other_commands_are_for_language_models() -> None:
+    config, machine = config_of("dpo", {"offload": {}}), probe()
+    for call in (
+        lambda: hybrid.search(config, Ranks(), machine, None, print),
+        lambda: list(from_config.measure(config, Ranks(), machine, print)),
+        lambda: verify.real_plan(config, 1),
+    ):
+        with pytest.raises(ConfigError, match=r'task = "dpo": .* is for sft and pretrain only'):
+            call()
+
+
+def test_a_pair_is_two_sequences_and_one_row_for_deepspeed() -> None:
+    plan = from_config.plan_of(config_of("reward", {"zero": {"stage": 1}}), Ranks(world_size=2), probe())
+    assert plan.facts.run.micro_batch == 4
+    assert ds_config(plan)["train_micro_batch_size_per_gpu"] == 2
+    assert json.dumps(dataclasses.asdict(plan.facts.run)["sequences"]) == "2"
+
+
+def test_the_head_that_is_counted_is_the_task_s() -> None:
+    heads = {}
+    for task in ("sft", "classification", "reward"):
+        plan = from_config.plan_of(config_of(task), Ranks(), probe())
+        heads[task] = plan.facts.units[-1].num_params
+    width, vocab = LLAMA["hidden_size"], LLAMA["vocab_size"]
+    assert heads == {"sft": width + width * vocab, "classification": width + 2 * width, "reward": width + width}
+
+
+def test_a_model_of_another_kind() -> None:
+    with pytest.raises(ConfigError, match='task = "seq2seq": llama models are not for it'):
+        from_config.plan_of(config_of("seq2seq"), Ranks(), probe())
+
+
+def test_metrics(words: Any) -> None:
+    found = accuracy_and_f1(EvalPrediction(np.array([0, 0, 1, 1]), np.array([0, 1, 1, 1])))
+    assert found == {"accuracy": 0.75, "f1": pytest.approx((2 / 3 + 4 / 5) / 2)}
+    ids, pad = words("a good text")["input_ids"], words.pad_token_id
+    rows_of = np.array([[pad, *ids, words.eos_token_id], [pad, *ids[::-1], words.eos_token_id]])
+    wanted = np.array([[*ids, words.eos_token_id, -100]] * 2)
+    found = texts_alike(words, EvalPrediction(rows_of, wanted))
+    assert found == {"exact_match": 0.5, "gen_len": len(ids) + 1}
