@@ -31,8 +31,8 @@ from strategies.planner.places import OffloadRequest, Place, Placement, Places, 
 from strategies.planner.simulate import simulated_period
 from strategies.planner.step_cost import evictions_of, problem_of, seconds_of, unit_seconds
 
-EFFORT = 1000  # buckets in all plans of a climb
-MOST_TRIED = 60  # plans of a climb, of few buckets
+EFFORT = 1000  # buckets in all plans of a climb that gains nothing
+MOST_TRIED = 60  # its plans, of few buckets
 SLOWER = 1.06  # times the best: what is estimated to take longer is not worked out
 FEW = 12  # weight schedules that are compared to rank a placement
 MOVES = 20  # drawn for each that is worked out, at most
@@ -42,6 +42,7 @@ SHARES = 64  # parts that a mix counts in
 STARTS = 12  # mixes that are worked out, the best by the estimate
 QUICK = 3  # for a comparison
 SAME = 1e-6  # a relative gain that is not worth a move
+WORTH = 1e-3  # one for which a climb goes on as long again
 Measure: TypeAlias = Callable[[Placement], float]
 
 
@@ -208,15 +209,16 @@ class _Walk:
             _descended(best, time, SHARES // 8, ["stays", "streamed"])
 
     def climb(self, random: Random, most: int, bound: float) -> None:
-        """Try at most so many moves from the best placement, unless it takes as long as ``bound``."""
+        """Try moves from the best placement until ``most`` in a row gain nothing, or it takes as long as ``bound``."""
         tried = 0
         for _ in range(MOVES * most):
             if self.best is None or not self._open or tried >= most or self._seconds <= bound * (1 + SAME):
                 return
             moved = self._moved(self.best, random)
             if moved not in self._times and self._estimate(moved) <= SLOWER * self._seconds:
+                before = self._seconds
                 self.consider(moved)
-                tried += 1
+                tried = 0 if self._seconds < before * (1 - WORTH) else tried + 1
 
     def _moved(self, placement: Placement, random: Random) -> Placement:
         """Another place for a run of buckets, or for each of two; or two exchange theirs. Most runs are short."""
