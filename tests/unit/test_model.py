@@ -187,9 +187,9 @@ def test_what_can_only_be_a_folder_is_not_asked_of_the_hub(
 def test_a_name_that_the_hub_does_not_have_and_a_folder_without_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # as if the cable were out, at once
+    monkeypatch.setattr("trainer.model.hub.unreachable", lambda: "the cable is out")
     for name, says in (
-        ("nobody/nothing", "there is no such folder here, and no such model"),
+        ("nobody/nothing", "there is no such folder here, the cache of the Hugging Face hub has no such model"),
         (str(tmp_path), "the folder holds no model ("),
     ):
         assert refused(config=None, name_or_path=name).startswith(f"model.name_or_path = {name!r}: {says}")
