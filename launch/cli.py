@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -71,6 +72,7 @@ def explained(parser: P, name: str, doc: str | None) -> P:
 
 def answered(work: Callable[[], int | None]) -> int:
     """The exit code of ``work``; what the user can mend is printed without a traceback."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # imported by peft, it advises a kernel that nobody needs
     try:
         return work() or ExitCode.FINISHED
     except UserError as error:

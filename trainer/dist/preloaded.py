@@ -7,6 +7,7 @@ at what it shares with the others nor copy its pages. What is not installed is l
 
 import gc
 import importlib
+import logging
 from contextlib import suppress
 
 NAMES = (
@@ -21,6 +22,7 @@ NAMES = (
     "trainer.run.plan_check", "trainer.run.run", "trainer.run.trainer", "trainer.verify.verify",
 )  # fmt: skip
 
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # as trainer/dist/ranks.py does
 for name in NAMES:
     with suppress(ImportError):
         importlib.import_module(name)

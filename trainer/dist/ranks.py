@@ -293,6 +293,7 @@ def quiet_libraries() -> None:
     """Silence what libraries say of themselves and of each other, as DeepSpeed while it is imported."""
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     warnings.filterwarnings("ignore", r"`\w+` is deprecated and will be removed in v6", FutureWarning)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it advises a faster kernel, without being used
     logging.disable(logging.WARNING)
     from transformers.utils import logging as transformers_logging
 
