@@ -20,6 +20,9 @@ from typing import TypeVar
 
 from trainer.errors import ExitCode, UserError, nearest, report
 
+# peft imports it, and it advises a faster kernel each time, used or not. Every command imports this module first.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
 P = TypeVar("P", bound=argparse.ArgumentParser)
 COMMANDS = {
     "train": "train as a config file says",
@@ -72,7 +75,6 @@ def explained(parser: P, name: str, doc: str | None) -> P:
 
 def answered(work: Callable[[], int | None]) -> int:
     """The exit code of ``work``; what the user can mend is printed without a traceback."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # imported by peft, it advises a kernel that nobody needs
     try:
         return work() or ExitCode.FINISHED
     except UserError as error:

@@ -69,7 +69,7 @@ def screen(run: history.History) -> Iterator[str]:
 
 
 def _measured(file: Path) -> Iterator[str]:
-    """What the plan foretold and the run has measured: bytes over the link, seconds of a step."""
+    """Bytes over the link in step 2, as the run has measured them, and as its plan foretold them."""
     try:
         rows = json.loads(file.read_text(encoding="utf-8")).get("measured") or ()
     except (OSError, ValueError):

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from itertools import islice, product, starmap
+from itertools import accumulate, islice, product, starmap
 from math import inf
 from random import Random
 from typing import NamedTuple, TypeAlias
@@ -199,7 +199,8 @@ class _Walk:
             return self._times.get(placement, inf)
 
         found = dict[Mix, float]()
-        for seed in starmap(Mix, product([0], range(0, SHARES + 1, SHARES // 8), [0, SHARES], range(3))):
+        small = [False] if estimate(Mix(0, SHARES, SHARES)) < inf else [False, True]  # state of all may visit, or not
+        for seed in starmap(Mix, product([0], range(0, SHARES + 1, SHARES // 8), [0, SHARES], range(3), small)):
             fits = _descended(seed, estimate, SHARES // 4, ["stays"])
             found[fits] = estimate(fits)
         for mix in sorted(found, key=found.__getitem__)[:starts]:
@@ -240,13 +241,14 @@ class _Walk:
 class Mix(NamedTuple):
     """Parts, in ``SHARES``: of blocks' bytes that stay on the device, of the rest that is streamed, and of gradients of
     the rest that wait on the host, each spread evenly. ``ends``: buckets, of those that cannot be streamed, that stay
-    as well.
+    as well. ``small``: the smallest ones are streamed instead, so that their state visits in smaller slots.
     """
 
     stays: int
     streamed: int
     sent: int
     ends: int = 0
+    small: bool = False
 
     def near(self, step: int, parts: Sequence[str]) -> list[Mix]:
         """Mixes with one of ``parts`` changed by ``step``."""
@@ -272,7 +274,9 @@ def mixed(places: Places, mix: Mix) -> Placement:
     blocks = [index for index, may in enumerate(visits) if may] or ends
     here = {*ends[: mix.ends], *_share(blocks, sizes, mix.stays)}
     rest = [index for index in range(len(sizes)) if index not in here]
-    streamed, sent = (set(_share(rest, sizes, part)) for part in (mix.streamed, mix.sent))
+    by_size = sorted(rest, key=sizes.__getitem__)
+    streamed = {*(_first(by_size, sizes, mix.streamed) if mix.small else _share(rest, sizes, mix.streamed))}
+    sent = {*_share(rest, sizes, mix.sent)}
 
     def nearest(index: int) -> Place:
         site = Site.DEVICE if index in here else Site.STREAMED if index in streamed else Site.HOST
@@ -281,6 +285,13 @@ def mixed(places: Places, mix: Mix) -> Placement:
         return min(places.choices[index], key=lambda one: (order.index(one.site), one.grad_home is not home))
 
     return tuple(map(nearest, range(len(sizes))))
+
+
+def _first(indices: Sequence[int], sizes: Sequence[int], part: int) -> Iterator[int]:
+    """The first of ``indices`` that have together at most ``part`` in ``SHARES`` of the bytes."""
+    total = sum(sizes[index] for index in indices)
+    seen = accumulate(sizes[index] for index in indices)
+    return (index for index, size in zip(indices, seen, strict=True) if size * SHARES <= part * total)
 
 
 def _share(indices: Sequence[int], sizes: Sequence[int], part: int) -> Iterator[int]:

@@ -1,6 +1,7 @@
 """Runs read back from their folders: one on a screen, two beside each other."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,12 @@ def test_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_is_no_run_or_no_picture_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert watch.main([str(tmp_path)]) == 3
     assert f"{tmp_path}: no run's folder, with config.yaml and metrics.jsonl: " in capsys.readouterr().err
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / "metrics.jsonl")
+    assert watch.main([str(tmp_path / "pipe")]) == 3
+    assert capsys.readouterr().err == f"{tmp_path}/pipe/metrics.jsonl: no file, and a run writes one there\n"
     one, two = (str(run(tmp_path / name, [1.0])) for name in ("one", "two"))
     assert compare.main([one, two, "--plot", str(tmp_path / "curves.xyz")]) == 2
     assert "--plot" in capsys.readouterr().err
+    assert watch.main([str(run(tmp_path / "odd", [None, "x", 2.0]))]) == 0
+    assert "2.000 -> 2.000" in capsys.readouterr().out

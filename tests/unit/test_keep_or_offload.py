@@ -125,6 +125,20 @@ def test_order_of_parameters_within_the_facts_is_irrelevant() -> None:
     assert seconds(known, 4 * GIB) == pytest.approx(seconds(shuffled, 4 * GIB), rel=0.02)
 
 
+def test_where_slots_for_the_largest_states_do_not_fit_the_smaller_ones_are_streamed() -> None:
+    """Eight ranks of a machine with a slow CPU, a model with one giant block, and hardly more memory than is needed."""
+    _, known, asked = instance(10, ranks=8)
+    asked = replace(asked, device_bytes=1640 << 20)
+    search = SiteSearch(known, asked, Places(known, asked), asked.host_bytes)
+    last, sizes = search.places.ladder()[-1], [bucket.weight_bytes for bucket in search.places.buckets]
+    streamed = search.places.streamed(last)
+    some = [tuple(here if size <= most else there for here, there, size in zip(streamed, last, sizes, strict=True))
+            for most in sorted(set(sizes))]  # fmt: skip
+    times = [found.seconds for one in some if (found := search.timed(one, asked.device_bytes)) is not None]
+    assert len(times) < len(some), "some fit, and streaming all does not"
+    assert search.seconds(choose(known, asked)) <= 1.02 * min(times)
+
+
 @pytest.mark.parametrize("seed", [0, 4, 8, 12])  # uniform blocks, each machine
 def test_a_plan_is_close_to_the_best_of_all_placements(seed: int) -> None:
     _, known, asked = instance(seed, blocks=(2, 3))

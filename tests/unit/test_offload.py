@@ -180,10 +180,13 @@ def test_refusals() -> None:
         plan_of(facts(block(0, 10)))
 
 
-def test_updates_start_in_backward_unless_they_wait_for_the_norm() -> None:
-    for asked, norm, expected in (("auto", 0.0, True), ("auto", 1.0, False), (False, 0.0, False)):
-        plan = plan_of(transformer(max_grad_norm=norm), update_in_backward=asked)
-        assert plan.layout is not None and plan.layout.in_backward is expected
+def test_updates_start_in_backward_unless_they_wait_for_the_norm_or_the_scale_of_the_loss() -> None:
+    cases = (("auto", 0.0, True), ("auto", 1.0, False), (False, 0.0, False))
+    for asked, norm, expected in cases:
+        for precision in (Precision.FP32, Precision.FP16):
+            plan = plan_of(transformer(max_grad_norm=norm, precision=precision), update_in_backward=asked)
+            assert plan.layout is not None
+            assert plan.layout.in_backward is (expected and precision is Precision.FP32)
 
 
 def test_parity() -> None:

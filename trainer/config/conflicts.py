@@ -146,7 +146,11 @@ def _data(d: Values, t: Values) -> Found:
                 if d[key]:
                     yield f"data.{key}", "pydoc text has no answers; write data.name = pairs, or leave it out"
         elif d.name not in PYDOC[1:]:
-            yield "data.name", f"must be {', '.join(PYDOC[:-1])} or {PYDOC[-1]}, since data.path = pydoc"
+            yield "data.name", _pydoc_names()
+
+
+def _pydoc_names() -> str:
+    return f"must be {', '.join(PYDOC[:-1])} or {PYDOC[-1]}, since the path is pydoc"
 
 
 def _keys_of_tasks(task: Any, sections: Mapping[str, Values]) -> Found:
@@ -220,6 +224,8 @@ def _datasets(d: Values) -> Found:
     elif all(shares) and abs(sum(shares) - 1) > 1e-6:
         yield "data.datasets.0.token_share", f"all of them together must be 1, and are {sum(shares):g}"
     for index, one in enumerate(d.datasets):
+        if one.get("path") == "pydoc" and one.get("name") not in (None, *PYDOC):
+            yield f"data.datasets.{index}.name", _pydoc_names()
         if one.get("weight") and one.get("token_share"):
             yield f"data.datasets.{index}.weight", f"cannot go with its token_share; {KEEP_ONE}"
 

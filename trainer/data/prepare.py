@@ -51,8 +51,7 @@ _LAYOUT = 1  # raise when the same inputs would give other rows
 _BATCH = 256  # rows tokenised in one call
 _SAVED = 1 << 19  # tokens written at once
 _WINDOW = 512  # documents that streaming packs together
-# Keys that do not decide the rows, or whose content is part of the fingerprint.
-# And those that decide nothing where they are not set.
+# Keys that decide nothing where they are not set; and those that never do, or whose content is in the fingerprint.
 _LATER = {"excess_length_strategy", "datasets", "limit", "max_target_length"}
 _NOT_CONTENT = {"path", "eval_path", "num_proc", "chat_template", "chat_template_path"}
 

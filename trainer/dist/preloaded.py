@@ -22,7 +22,7 @@ NAMES = (
     "trainer.run.plan_check", "trainer.run.run", "trainer.run.trainer", "trainer.verify.verify",
 )  # fmt: skip
 
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # as trainer/dist/ranks.py does
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # as launch/cli.py does
 for name in NAMES:
     with suppress(ImportError):
         importlib.import_module(name)

@@ -112,7 +112,6 @@ def settle_environment(ranks: Ranks, usable_cores: int) -> None:
         os.environ.setdefault("LOCAL_WORLD_SIZE", local)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores // ranks.local_world_size)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # else it warns as it is loaded, and in each 8-bit layer
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
         del os.environ[name]
     programs, path = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
@@ -293,7 +292,6 @@ def quiet_libraries() -> None:
     """Silence what libraries say of themselves and of each other, as DeepSpeed while it is imported."""
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     warnings.filterwarnings("ignore", r"`\w+` is deprecated and will be removed in v6", FutureWarning)
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it advises a faster kernel, without being used
     logging.disable(logging.WARNING)
     from transformers.utils import logging as transformers_logging
 

@@ -24,6 +24,7 @@ from trainer.planning.picture import FONT, GRID, INK, axis
 WIDTH, HEIGHT, LEFT, MARGIN = 1200, 700, 90, 30
 COLOURS = ((60, 100, 150), (196, 120, 40))
 LEVELS = " ▁▂▃▄▅▆▇█"
+NOT_FINITE = ("nan", "inf", "-inf")  # as a run writes what JSON has no number for
 Curve = list[tuple[int, float]]
 
 
@@ -37,7 +38,8 @@ class History:
 
     def curve(self, key: str) -> Curve:
         """Steps with the values of ``key``."""
-        return [(record["step"], float(record[key])) for record in self.records if key in record]
+        values = ((record["step"], record.get(key)) for record in self.records)
+        return [(step, float(value)) for step, value in values if isinstance(value, int | float) or value in NOT_FINITE]
 
     def last(self, key: str) -> float | None:
         """The newest value of ``key``."""
@@ -46,9 +48,12 @@ class History:
 
 def read(folder: Path) -> History:
     """The history in ``folder``. Raise DataError if no run has written there."""
+    files = folder / "metrics.jsonl", folder / "config.yaml"
+    if other := next((path for path in files if path.exists() and not path.is_file()), None):
+        raise DataError(f"{other}: no file, and a run writes one there")
     try:
-        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
-        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        lines = files[0].read_text(encoding="utf-8", errors="replace").splitlines()
+        config = yaml.safe_load(files[1].read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise DataError(f"{folder}: no run's folder, with config.yaml and metrics.jsonl: {error}") from None
     return History(folder, config if isinstance(config, dict) else {}, list(_records(lines)))

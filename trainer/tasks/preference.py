@@ -58,7 +58,7 @@ class Preference(Task):
         mixed = "prompt and answers are not all text, or all lists of messages"
         kinds = [{type(row[name]) for name in texts} for row in rows]
         if [list] in map(list, kinds) and tokenizer.chat_template is None:
-            return ["messages need a chat template; data.chat_template_path names one"] * len(rows)
+            return ["messages need a chat template; write one in data.chat_template"] * len(rows)
         return [
             mixed if kind != kinds[0] or len(kind) > 1 else dict(row) for row, kind in zip(rows, kinds, strict=True)
         ]

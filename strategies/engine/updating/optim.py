@@ -5,7 +5,8 @@ on whatever device they are. It calls the function that torch's optimizer calls,
 kernels give each element the same bits wherever it lies; for split points see [Note: split points] in ``updates.py``.
 
 State is zero before the first update, as torch has it. Torch begins SGD's momentum with a copy of the gradient, which
-adding it to zero is, too; hence no dampening, which torch leaves out of the first update only.
+adding it to zero is, too (but for the sign of a zero in it); hence no dampening, which torch leaves out of the first
+update only.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class Draft:
             try:
                 outcome = rule(given, self)
             except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError):
-                outcome = "is not what is written there"
+                outcome = "has a value of another kind than is read there"
             for target, value in outcome.items() if isinstance(outcome, dict) else [(LOST, outcome)]:
                 if target == LOST and value:
                     self.lose(given, value)
