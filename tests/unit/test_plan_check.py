@@ -76,6 +76,16 @@ def test_rows_that_need_no_mask_are_compared_with_such(tmp_path: Path) -> None:
         assert saved(check)[0].predicted == foretold and not model._forward_pre_hooks
 
 
+def test_rows_shorter_than_the_plan_s_are_said(tmp_path: Path, capsys: Any) -> None:
+    for tokens, said in ((3, True), (check_of(tmp_path)._plan.facts.run.sequence, False)):
+        check, model = check_of(tmp_path), Rows()
+        with check.counting(model, 0):
+            model(torch.ones(8, requires_grad=True), input_ids=torch.ones(2, tokens))
+        state = TrainerState(global_step=2, is_world_process_zero=True)
+        check.on_step_end(None, state, TrainerControl())  # type: ignore[arg-type]
+        assert ("have 3 tokens; the plan" in capsys.readouterr().out) == said
+
+
 def test_written_once_after_step_two(tmp_path: Path, capsys: Any) -> None:
     check = check_of(tmp_path)
     with check.counting(Square(), 0):

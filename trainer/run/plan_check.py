@@ -116,7 +116,7 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
         self._plan, self._folder, self._without_mask = plan, folder, without_mask
         self._countable = not recomputes and deepspeed.stage(plan) != 3
         self._storages: dict[int, int] = {}
-        self._masked = True
+        self._masked, self._tokens = True, 0  # of the micro-batch that is counted: it needs a mask; tokens in a row
         self._timed = range(FIRST, LAST + 1) if plan.layout else range(0)
         self._clock: UnitClock | None = None  # of the present step
         self._step_began_s = 0.0
@@ -142,6 +142,8 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
             yield
 
     def _look(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        if (ids := kwargs.get("input_ids")) is not None:
+            self._tokens = ids.shape[-1]
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         padded = mask is not None and not bool(mask.all())
         self._masked = padded or (positions is not None and bool((positions.diff() != 1).any()))
@@ -161,6 +163,10 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
                 self._unit_times.append(found)
         if state.is_world_process_zero and step == STEP:
             self._say(f"after step {STEP}", list(self.compared()))
+            if 0 < self._tokens < (planned := self._plan.facts.run.sequence):
+                write_line(
+                    f"  the rows that were counted have {self._tokens:,} tokens; the plan is for the longest, {planned:,}"
+                )
         if state.is_world_process_zero and step == LAST:
             self._compare_seconds()
 
