@@ -164,9 +164,7 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
         if state.is_world_process_zero and step == STEP:
             self._say(f"after step {STEP}", list(self.compared()))
             if 0 < self._tokens < (planned := self._plan.facts.run.sequence):
-                write_line(
-                    f"  the rows that were counted have {self._tokens:,} tokens; the plan is for the longest, {planned:,}"
-                )
+                write_line(f"  counted rows have {self._tokens:,} tokens; the plan is for the longest, {planned:,}")
         if state.is_world_process_zero and step == LAST:
             self._compare_seconds()
 
