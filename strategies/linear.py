@@ -1,9 +1,8 @@
 """Choose how the matrix products of linear layers are computed.
 
-Each product of a linear layer reads an operand across its rows, and some BLAS libraries are up to a quarter slower at
-that (``strategies/core/linears.py``). A transposed copy of the weight costs |W| bytes of memory and one pass per
-optimizer step, and saves one such pass per micro-batch. Other routes transpose in each product. Names, shapes and bytes
-of the model's state do not change. Refused: second copies where weights are split or moved, as in ZeRO stage 3.
+Each product reads an operand across its rows (``strategies/core/linears.py``), and some BLAS libraries are slower at
+that. Names, shapes and bytes of the model's state do not change. Refused: second copies of weights that are split or
+moved.
 
 Source: "Training System for LLMs Based on Adaptive Transpose on Hygon DCU", Computer Science 53(3), 2026, for choosing
 by measurement; the formulation is ours.
@@ -18,7 +17,7 @@ from pydantic import Field
 
 from strategies.core.applied import log_applied
 from strategies.core.facts import Facts, Precision, RunFacts
-from strategies.core.linears import NATIVE, Route, Routes
+from strategies.core.linears import ELEMENT_BYTES, NATIVE, Route, Routes
 from strategies.core.plan import RUN, Decision, Impl, Plan, Reserve
 from strategies.core.protocol import BITWISE, COMPILING, Idle, Parity, Phase, Requirement, Strategy
 from strategies.planner import gemm_routes
@@ -65,24 +64,24 @@ class Linear(Strategy):
             raise Idle("transpose: native leaves every layer as it is")
         if not facts.linears:
             raise Idle("the model has no linear layers that could be changed")
-        if self.transpose == "minimal" and facts.no_copies:
+        minimal, accumulation, copied = self.transpose == "minimal", facts.run.accumulation, 0
+        if minimal and facts.no_copies:
             raise Idle(f"minimal keeps second copies of weights, and {facts.no_copies}")
-        by_unit: dict[str, list[tuple[str, Routes]]] = {}
-        copied, accumulation = 0, facts.run.accumulation
+        changed: dict[str, list[tuple[str, Routes]]] = {}
         for layer in facts.linears:
-            routes = NATIVE
-            if self.transpose == "minimal":
+            shape, routes = layer.shape, NATIVE
+            if minimal:
                 routes = gemm_routes.minimal(layer, accumulation)
-            elif timing := facts.timings.get(str(layer.shape)):
+            elif timing := facts.timings.get(str(shape)):
                 routes = gemm_routes.fastest(layer, accumulation, timing, copies=not facts.no_copies)
             if routes != NATIVE:
-                by_unit.setdefault(layer.unit, []).append((layer.name, routes))
-                copied += layer.shape.weight_bytes if Route.COPY in routes else 0
-        if not by_unit:
+                changed.setdefault(layer.unit, []).append((layer.name, routes))
+                copied += (Route.COPY in routes) * shape.inputs * shape.outputs * ELEMENT_BYTES[shape.dtype]
+        if not changed:
             raise Idle(self._why_native(facts))
-        reason = "fewest transposed bytes" if self.transpose == "minimal" else "fastest, measured"
-        for unit, changed in by_unit.items():
-            yield Impl(unit=unit, reason=reason, implementation=self.transpose, routes=tuple(changed))
+        reason = "fewest transposed bytes" if minimal else "fastest, measured"
+        for unit, layers in changed.items():
+            yield Impl(unit=unit, reason=reason, implementation=self.transpose, routes=tuple(layers))
         if copied:
             yield Reserve(unit=RUN, reason="weights, turned", owner="linear: second weight copies", num_bytes=copied)
 

@@ -18,14 +18,7 @@ from typing import Literal, NamedTuple
 # Seconds of a shape: each product over each route, as in "forward flip", and writing the second copy once: "copy".
 Timing = dict[str, float]
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
-
-
-class Gemm(StrEnum):
-    """The three matrix products of a linear layer in training."""
-
-    FORWARD = "forward"
-    DGRAD = "dgrad"
-    WGRAD = "wgrad"
+Gemm = StrEnum("Gemm", ["FORWARD", "DGRAD", "WGRAD"])
 
 
 class Route(StrEnum):
@@ -65,11 +58,6 @@ class Shape:
     stored: Literal["out_in", "in_out"]
     dtype: str
 
-    @property
-    def weight_bytes(self) -> int:
-        """In the dtype of compute."""
-        return self.inputs * self.outputs * ELEMENT_BYTES[self.dtype]
-
     def __str__(self) -> str:
         turned = ", stored turned" if self.stored == "in_out" else ""
         return f"{self.inputs} -> {self.outputs}, {self.rows} tokens, {self.dtype}{turned}"
@@ -77,7 +65,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """One linear layer. ``name`` is its path inside the unit, the whole path if that is no block."""
+    """One linear layer, by its path in the model."""
 
     name: str
     unit: str

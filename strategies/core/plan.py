@@ -66,7 +66,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Impl(Decision):
-    """HOW: the implementation that computes the unit. ``routes`` are those of its linear layers, by name inside it."""
+    """HOW: the implementation that computes the unit. ``routes`` are those of its linear layers, by path."""
 
     implementation: str
     routes: tuple[tuple[str, Routes], ...] = ()

@@ -1,10 +1,7 @@
 """Choose a route for each product of each linear layer: by counting bytes or by measured times.
 
-``minimal`` counts how often the weight is read across its rows in one optimizer step: in forward, where it is stored
-outputs x inputs, else in dgrad. A copy is worth it if that is more often than the weight is written.
-
-``fastest`` adds up the measured seconds of an optimizer step, without a copy and with one that forward and dgrad share.
-A route must gain more than ``MARGIN``, and so must the layer, in which a Python function costs ``ROUTING_S``.
+A second copy costs one pass over the weight per optimizer step, and forward and dgrad share it. A measured route must
+gain more than ``MARGIN``, and so must the layer, in which a Python function costs ``ROUTING_S``.
 """
 
 from __future__ import annotations
@@ -12,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from strategies.core.facts import Facts, UnitKind
+from strategies.core.facts import Facts
 from strategies.core.linears import NATIVE, Gemm, Linear, Route, Routes, Shape, Timing
 from strategies.core.plan import Impl, Plan
 
@@ -22,9 +19,8 @@ ROUTING_S = 15e-6  # of a forward and backward; 13 measured on two cores of an I
 
 def uses_of(linear: Linear, accumulation: int) -> dict[Gemm, int]:
     """How often each product runs in one optimizer step."""
-    micro = accumulation * linear.calls
-    forward = micro * (2 if linear.recomputed else 1)
-    return {Gemm.FORWARD: forward, Gemm.DGRAD: micro * linear.passes_back, Gemm.WGRAD: micro * linear.trains}
+    per_micro_batch = (1 + linear.recomputed, linear.passes_back, linear.trains)
+    return {gemm: accumulation * linear.calls * each for gemm, each in zip(Gemm, per_micro_batch, strict=True)}
 
 
 def minimal(linear: Linear, accumulation: int) -> Routes:
@@ -38,9 +34,8 @@ def fastest(linear: Linear, accumulation: int, timing: Timing, *, copies: bool) 
     """The routes with the fewest seconds per optimizer step, if they gain more than the margin; ``copies`` allows a
     second copy of the weight.
     """
-    uses = uses_of(linear, accumulation)
+    uses, best = uses_of(linear, accumulation), NATIVE
     native_s = best_s = seconds(NATIVE, linear, accumulation, timing)
-    best = NATIVE
     for allowed in (False, True) if copies else (False,):
         taken = Routes(**{gemm: _fastest(gemm, timing, allowed) for gemm in Gemm if uses[gemm]})
         taken_s = seconds(taken, linear, accumulation, timing)
@@ -49,18 +44,18 @@ def fastest(linear: Linear, accumulation: int, timing: Timing, *, copies: bool) 
     return best
 
 
+def _fastest(gemm: Gemm, timing: Timing, copy: bool) -> Route:
+    timed = {route: timing[key] for route in Route if (key := f"{gemm} {route}") in timing}
+    route = min((each for each in timed if copy or each is not Route.COPY), key=timed.__getitem__)
+    return route if timed[route] < (1 - MARGIN) * timed[Route.NATIVE] else Route.NATIVE
+
+
 def seconds(routes: Routes, linear: Linear, accumulation: int, timing: Timing) -> float:
     """Seconds of one layer in one optimizer step: products, routing, writing the copy. KeyError for untimed routes."""
     uses = uses_of(linear, accumulation)
     total = sum(uses[gemm] * timing[f"{gemm} {route}"] for gemm, route in zip(Gemm, routes, strict=True) if uses[gemm])
     total += 0.0 if routes == NATIVE else uses[Gemm.FORWARD] * ROUTING_S
     return total + (timing["copy"] if Route.COPY in routes and linear.trains else 0.0)
-
-
-def _fastest(gemm: Gemm, timing: Timing, copy: bool) -> Route:
-    by_route = {route: timing[key] for route in Route if (key := f"{gemm} {route}") in timing}
-    route = min((each for each in by_route if copy or each is not Route.COPY), key=by_route.__getitem__)
-    return route if by_route[route] < (1 - MARGIN) * by_route[Route.NATIVE] else Route.NATIVE
 
 
 def shapes_of(facts: Facts) -> list[Shape]:
@@ -73,25 +68,20 @@ def shapes_of(facts: Facts) -> list[Shape]:
 
 def chosen(plan: Plan) -> dict[str, Routes]:
     """The routes of the layers that are not native, by dotted path in the model."""
-    decisions = [decision for decision, _ in plan.answers.values() if isinstance(decision, Impl)]
-    return {_path(plan.facts, each.unit, name): routes for each in decisions for name, routes in each.routes}
-
-
-def _path(facts: Facts, unit: str, name: str) -> str:
-    return f"{unit}.{name}" if facts.unit(unit).kind is UnitKind.BLOCK else name
+    decisions = (decision for decision, _ in plan.answers.values() if isinstance(decision, Impl))
+    return {name: routes for decision in decisions for name, routes in decision.routes}
 
 
 def lines(plan: Plan) -> Iterator[str]:
     """The chosen routes for people, one line per shape; no lines if every layer is native."""
     facts, routes = plan.facts, chosen(plan)
-    if not routes:
-        return
-    stay = len(facts.linears) - len(routes)
-    yield f"linear layers: {len(routes)} take other routes than torch's, {stay} stay as they are"
+    if routes:
+        stay = len(facts.linears) - len(routes)
+        yield f"linear layers: {len(routes)} take other routes than torch's, {stay} stay as they are"
     groups: dict[tuple[Shape, Routes], list[Linear]] = {}
     for linear in facts.linears:
-        if taken := routes.get(_path(facts, linear.unit, linear.name)):
-            groups.setdefault((linear.shape, taken), []).append(linear)
+        if linear.name in routes:
+            groups.setdefault((linear.shape, routes[linear.name]), []).append(linear)
     for (shape, taken), alike in groups.items():
         gain = ""
         if timing := facts.timings.get(str(shape)):

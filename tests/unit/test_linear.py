@@ -29,7 +29,7 @@ WEIGHT = 4 * 6 * 4
 
 def layer(**changes: Any) -> Linear:
     shape = replace(SHAPE, **{name: changes.pop(name) for name in list(changes) if name in Shape.__slots__})
-    return replace(Linear("mlp.up", "layers.0", shape), **changes)
+    return replace(Linear("layers.0.mlp.up", "layers.0", shape), **changes)
 
 
 def timed(**milliseconds: float) -> Timing:
@@ -107,7 +107,7 @@ def plan_of(options: Mapping[str, Any], given: Facts) -> Any:
 
 
 def test_blocks_alike_stay_on_one_line_and_copies_are_counted() -> None:
-    layers = (layer(), layer(unit="layers.1"), layer(unit="head", name="lm_head"))
+    layers = (layer(), layer(unit="layers.1", name="layers.1.mlp.up"), layer(unit="head", name="lm_head"))
     plan = plan_of({"transpose": "minimal"}, known(*layers, accumulation=2))
     assert gemm_routes.chosen(plan) == dict.fromkeys(("layers.0.mlp.up", "layers.1.mlp.up", "lm_head"), FORWARD)
     assert [reserve.num_bytes for reserve in plan.reserves(Home.DEVICE)] == [3 * WEIGHT]
@@ -116,7 +116,7 @@ def test_blocks_alike_stay_on_one_line_and_copies_are_counted() -> None:
         "  4 -> 6, 10 tokens, float32, x3: forward copy, dgrad native, wgrad native",
     ]
     answers = [decision for decision, _ in plan.answers.values() if isinstance(decision, Impl)]
-    assert {decision.unit: decision.routes for decision in answers}["layers.0"] == (("mlp.up", FORWARD),)
+    assert {decision.unit: decision.routes for decision in answers}["layers.0"] == (("layers.0.mlp.up", FORWARD),)
 
 
 def test_measured_gains_are_shown() -> None:
@@ -151,7 +151,7 @@ def test_adaptive_keeps_no_copies_where_weights_travel_and_leaves_shapes_not_rea
     no_copies: str, expected: Routes
 ) -> None:
     timings = {str(SHAPE): timed(forward_copy=1, wgrad_left=4)}
-    layers = (layer(), layer(name="mlp.down", rows=20))
+    layers = (layer(), layer(name="layers.0.mlp.down", rows=20))
     plan = plan_of({}, known(*layers, timings=timings, no_copies=no_copies))
     assert gemm_routes.chosen(plan) == {"layers.0.mlp.up": expected}
     assert bool(plan.reserves(Home.DEVICE)) is not bool(no_copies)
@@ -175,7 +175,7 @@ def gathered(name: str, strategies: Mapping[str, Any] | None = None, **training:
 def test_layers_of_a_llama_are_listed() -> None:
     found = gathered("llama").linears
     first = [linear for linear in found if linear.unit == "model.layers.0"]
-    assert [linear.name for linear in first][:2] == ["self_attn.q_proj", "self_attn.k_proj"]
+    assert [linear.name for linear in first][:2] == [f"model.layers.0.self_attn.{it}_proj" for it in "qk"]
     assert {linear.shape.rows for linear in found} == {16}
     assert [linear.name for linear in found if linear.unit == "head"] == ["lm_head"]
     assert all(linear.trains and linear.passes_back and not linear.recomputed and linear.calls == 1 for linear in found)
@@ -194,7 +194,7 @@ def test_what_runs_how_often_is_seen() -> None:
 def test_adapters_and_frozen_layers_are_seen() -> None:
     config = run_config(MODELS["llama"], model={"lora": {"target_modules": ["q_proj"]}}, data={"max_length": 8})
     config = config.model_copy(update={"strategies": {"linear": find("linear").model_validate({})}})
-    found = {f"{linear.unit}.{linear.name}": linear for linear in gather(config, 1, 1, probe()).linears}
+    found = {linear.name: linear for linear in gather(config, 1, 1, probe()).linears}
     (base,) = [linear for name, linear in found.items() if "layers.0" in name and name.endswith("base_layer")]
     (down,) = [linear for name, linear in found.items() if "layers.0" in name and "lora_A" in name]
     assert not base.trains and not base.passes_back  # nothing before it trains

@@ -17,8 +17,9 @@ from tests.helpers.fakes import facts
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
 from trainer.machine import gemm_timing
-from trainer.machine.gemm_timing import ROUNDS, load, measure, place_of, save
+from trainer.machine.gemm_timing import FILE, ROUNDS, WHAT, measure, place_of, save
 from trainer.machine.probe import probe
+from trainer.machine.profiles import kept
 
 SMALL, LARGE = Shape(4, 8, 8, "out_in", "float32"), Shape(4, 16, 32, "out_in", "float32")
 PRODUCTS = ["forward native", "dgrad native", "wgrad native", "forward flip", "copy"]
@@ -92,7 +93,7 @@ def test_what_was_measured_comes_back_by_place(tmp_path: Path) -> None:
     save(path, "here", {"a": made()})
     save(path, "there", {"a": made()})
     save(path, "here", {"b": made(), "a": made(2e-3)})
-    assert load(path) == ({"here": {"a": made(2e-3), "b": made()}, "there": {"a": made()}}, "")
+    assert kept(path, FILE, WHAT) == ({"here": {"a": made(2e-3), "b": made()}, "there": {"a": made()}}, "")
 
 
 def test_all_that_timings_depend_on_is_in_the_place() -> None:
@@ -111,9 +112,9 @@ def test_a_broken_file_is_ignored_in_one_line(tmp_path: Path) -> None:
     damaged = [good.replace(*change) for change in (("0.0002", "NaN"), ("0.0005", "0"))]
     for text in ("{", "[]", '{"here": [3]}', "\x00\xff", *damaged):
         path.write_text(text, encoding="latin-1")
-        measured, ignored = load(path)
-        assert measured == {} and ignored.startswith(f"{path} is ignored") and "\n" not in ignored, text
-    assert "ignored" in load(tmp_path)[1], "a folder"
+        measured, ignored = kept(path, FILE, WHAT)
+        assert measured is None and ignored.startswith(f"{path} is ignored") and "\n" not in ignored, text
+    assert "ignored" in kept(tmp_path, FILE, WHAT)[1], "a folder"
 
 
 # --- facts -----------------------------------------------------------------------------------------------------------
@@ -152,7 +153,7 @@ def test_what_another_machine_measured_or_broke_is_said_and_replaced(fake: Fake,
     assert timings(path, SMALL, say=said.append)[str(SMALL)] != made()
     assert said[0].startswith(f"{path} is not used: nothing in it was measured on this machine")
     path.write_text("{")
-    assert timings(path, SMALL, say=said.append) and load(path)[1] == ""
+    assert timings(path, SMALL, say=said.append) and kept(path, FILE, WHAT)[1] == ""
     assert any(line.startswith(f"{path} is ignored") for line in said)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
@@ -39,12 +39,12 @@ Timings = dict[str, Timing]  # by shape
 ROUNDS = 10
 LONGEST_S = 7 * 24 * 3600  # other ranks wait for the first one
 ROTATED_BYTES, MOST_SETS = 256 << 20, 8  # of operands that are used before one is used again
-LEAST_TIMED_CPU_S, LEAST_TIMED_S = 2e-5, 5e-4  # of one reading; shorter products are repeated because clocks are coarse
+LEAST_TIMED_S = 5e-4  # of one reading; shorter products are repeated because clocks are coarse
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3, "float64": 1e-12}  # of the largest result
-OPERANDS = {Gemm.FORWARD: ("x", "weight"), Gemm.DGRAD: ("grad", "weight"), Gemm.WGRAD: ("grad", "x")}
 NEEDED = {"copy", *(f"{gemm} {Route.NATIVE}" for gemm in Gemm)}  # of every timing
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 FILE = TypeAdapter(dict[str, dict[str, dict[str, Seconds]]])  # by place, by shape
+WHAT = "measurements of linear layers"
 
 
 def for_config(config: RunConfig, facts: Facts, ranks: Ranks, machine: Machine, *, tune: bool, say: Say) -> Facts:
@@ -61,31 +61,27 @@ def for_config(config: RunConfig, facts: Facts, ranks: Ranks, machine: Machine, 
     budget_s, path = asked[0], Path(asked[1] or "~/.cache/deepstow/linear.json").expanduser()
     # In a plan for ranks that do not run yet, each gets its part of the cores.
     threads = None if ranks.local_world_size == 1 else max(1, machine.usable_cores // ranks.local_world_size)
-    place, device = place_of(machine, threads), machine.device_kind
+    place, shapes = place_of(machine, threads), {str(shape): shape for shape in shapes_of(facts)}
 
     def find() -> Timings:
-        measured, ignored = load(path)
+        measured, ignored = kept(path, FILE, WHAT)
         if ignored:
             say(ignored)
         elif measured and place not in measured:
             say(f"{path} is not used: nothing in it was measured on this machine, with these versions and settings")
-        shapes = shapes_of(facts)
-        known = {shape: timing for shape, timing in measured.get(place, {}).items() if timing.keys() >= NEEDED}
-        missing = [shape for shape in shapes if str(shape) not in known]
+        known = {shape: it for shape, it in (measured or {}).get(place, {}).items() if it.keys() >= NEEDED}
+        missing = [shape for name, shape in shapes.items() if name not in known]
         if missing and tune:
-            known = known | measure(missing, device, budget_s, say)
+            known |= measure(missing, machine.device_kind, budget_s, say)
             try:
                 save(path, place, known)
             except OSError as error:
                 say(f"{path} cannot be written ({error.strerror}): the next run measures again")
-        return {str(shape): known[str(shape)] for shape in shapes if str(shape) in known}
+        return {name: known[name] for name in shapes if name in known}
 
     here = Ranks(dist.get_rank(), 0, dist.get_world_size()) if dist.is_initialized() else Ranks()
     with agreement(here, LONGEST_S) as together:
         return replace(facts, timings=together.on_first(here.rank, find))
-
-
-# --- the file --------------------------------------------------------------------------------------------------------
 
 
 def place_of(machine: Machine, threads: int | None = None) -> str:
@@ -103,20 +99,11 @@ def place_of(machine: Machine, threads: int | None = None) -> str:
     return ", ".join(filter(None, (*here, runs, f"matmul precision {torch.get_float32_matmul_precision()}", exact)))
 
 
-def load(path: Path) -> tuple[dict[str, Timings], str]:
-    """Timings by place, and why the file is ignored, for people; no line if there is none."""
-    found, ignored = kept(path, FILE, "measurements of linear layers")
-    return found or {}, ignored
-
-
 def save(path: Path, place: str, timings: Timings) -> None:
     """Add ``timings`` to those of ``place``, or raise OSError."""
-    measured, _ = load(path)
+    measured = kept(path, FILE, WHAT)[0] or {}
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, FILE.dump_json(measured | {place: measured.get(place, {}) | timings}, indent=1))
-
-
-# --- measuring -------------------------------------------------------------------------------------------------------
 
 
 def measure(shapes: Sequence[Shape], device: str, budget_s: float, say: Say) -> Timings:
@@ -129,7 +116,11 @@ def measure(shapes: Sequence[Shape], device: str, budget_s: float, say: Say) -> 
             break
         say(f"measuring linear layers, {number + 1} of {len(shapes)}: {shape}; {spent_s:.0f} of {budget_s:g} s")
         try:
-            found[str(shape)] = _timed(timers_of(shape, device), (budget_s - spent_s) / 2)
+            timers, ends_s = timers_of(shape, device), began_s + (budget_s + spent_s) / 2
+            rounds = [{name: timer() for name, timer in timers.items()} for _ in range(2)]
+            while len(rounds) < ROUNDS and time.perf_counter() < ends_s:
+                rounds.append({name: timer() for name, timer in timers.items()})
+            found[str(shape)] = {name: min(each[name] for each in rounds) for name in timers}
         except (RuntimeError, ValueError) as error:  # no memory for the operands, no kernel for the dtype, no numbers
             say(f"{shape} stays native, it could not be measured: {str(error).splitlines()[0]}")
     if device != "cpu":
@@ -138,16 +129,6 @@ def measure(shapes: Sequence[Shape], device: str, budget_s: float, say: Say) -> 
         torch.accelerator.empty_cache()
     say(f"measured {len(found)} shapes of linear layers in {human_duration(time.perf_counter() - began_s)}{left}")
     return found
-
-
-def _timed(timers: Mapping[str, Timer], most_s: float) -> Timing:
-    """The least seconds of several rounds; of two, if they take longer than ``most_s``."""
-    least, began_s = dict.fromkeys(timers, math.inf), time.perf_counter()
-    for number in range(ROUNDS):
-        if number > 1 and time.perf_counter() - began_s > most_s:
-            break
-        least = {name: min(least[name], timer()) for name, timer in timers.items()}
-    return least
 
 
 def timers_of(shape: Shape, device: str) -> dict[str, Timer]:
@@ -167,14 +148,14 @@ def timers_of(shape: Shape, device: str) -> dict[str, Timer]:
     for operands in sets:
         operands["copy"] = routed_linear.transposed(operands["weight"])
 
-    def compute(gemm: Gemm, route: Route, operands: Mapping[str, Any]) -> Any:
-        first, second = OPERANDS[gemm]
-        second = "copy" if route is Route.COPY else second
-        return routed_linear.product(gemm, route, shape.stored, operands[first], operands[second])
+    def compute(gemm: Gemm, route: Route, operands: dict[str, Any]) -> Any:
+        weight = operands["copy" if route is Route.COPY else "weight"]
+        first, second = operands["x" if gemm is Gemm.FORWARD else "grad"], operands["x"]
+        return routed_linear.product(gemm, route, shape.stored, first, second if gemm is Gemm.WGRAD else weight)
 
     def timed(work: Callable[[Any], Any]) -> Timer:
-        rotation, least_s = cycle(sets), LEAST_TIMED_CPU_S if device == "cpu" else LEAST_TIMED_S
-        return timer(lambda: work(next(rotation)), device, least_s)
+        rotation = cycle(sets)
+        return timer(lambda: work(next(rotation)), device, LEAST_TIMED_S)
 
     # Written as a routed layer writes it; torch is slower at the same copy with the transposition on the other side.
     timers = {"copy": timed(lambda operands: operands["copy"].t().copy_(operands["weight"].t()))}

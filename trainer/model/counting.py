@@ -292,7 +292,10 @@ class Counter(TorchDispatchMode):
     def same(self, one: str, other: str) -> bool:
         """Whether the same was counted of two blocks."""
         linears = self.linears().values()
-        listed = [[replace(it, unit="") for it in linears if it.unit == block] for block in (one, other)]
+        listed = [
+            [replace(it, unit="", name=it.name.removeprefix(block)) for it in linears if it.unit == block]
+            for block in (one, other)
+        ]
         counted = (self.saved, self._choices, self._flops_in)
         reads = [name for name in self.outside if name.startswith((f"{one}.", f"{other}."))]
         return not reads and listed[0] == listed[1] and all(each.get(one) == each.get(other) for each in counted)
@@ -337,18 +340,17 @@ class Counter(TorchDispatchMode):
         outside = EMBEDDING
         for path, (layer, calls) in self._layers.items():
             block = next((block for block in self.blocks if path.startswith(f"{block}.")), None)
-            if block is None:
-                unit, name = outside, path
-            else:
-                unit, name, outside = block, path.removeprefix(f"{block}."), HEAD
-                calls = self._layers[f"{self.like.get(block, block)}.{name}"][1]
+            unit = block or outside
+            if block is not None:
+                outside = HEAD
+                calls = self._layers[self.like.get(block, block) + path.removeprefix(block)][1]
             dtype = str(compute or layer.weight.dtype).removeprefix("torch.")
             if not calls or dtype not in ELEMENT_BYTES:
                 continue
             stored: Any = storage_of(layer)
             inputs, outputs = reversed(layer.weight.shape) if stored == "out_in" else layer.weight.shape
             found[path] = Linear(
-                name=name,
+                name=path,
                 unit=unit,
                 shape=Shape(max(rows for rows, _ in calls), inputs, outputs, stored, dtype),
                 trains=layer.weight.requires_grad,

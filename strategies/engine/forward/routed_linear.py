@@ -52,32 +52,27 @@ def product(gemm: Gemm, route: Route, stored: str, first: Tensor, second: Tensor
 
 class _Products(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Routed, copy: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Routed, copy: Any) -> Tensor:
         route = layer._routes.forward
-        ctx.layer, ctx.shape = layer, x.shape
-        ctx.copy, ctx.version = copy, None if copy is None else copy._version
+        ctx.layer, ctx.copy, ctx.version = layer, copy, None if copy is None else copy._version
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
-        read = copy.t() if route is Route.COPY and copy is not None else weight
-        out = product(Gemm.FORWARD, route, layer._stored, x, read, bias)
+        out = product(Gemm.FORWARD, route, layer._stored, x, copy.t() if route is Route.COPY else weight, bias)
         return out.view(*x.shape[:-1], out.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        layer, copy = ctx.layer, ctx.copy
-        route, stored = layer._routes.dgrad, layer._stored
-        rows = grad.reshape(-1, grad.shape[-1])
+        (x, weight), layer, copy = ctx.saved_tensors, ctx.layer, ctx.copy
+        route, stored, rows = layer._routes.dgrad, layer._stored, grad.reshape(-1, grad.shape[-1])
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         into_x = into_weight = None
         if route is Route.COPY and copy._version != ctx.version:
             raise RuntimeError("a weight was changed between a forward and its backward, so its second copy is another")
         if needs_x:
-            if route is Route.COPY and not torch.is_grad_enabled():
-                weight = copy.t()
-            else:  # a backward that is differentiated in turn must read the weight: the copy has no gradient
-                route, weight = Route.NATIVE if route is Route.COPY else route, weight.to(rows.dtype)
-            into_x = product(Gemm.DGRAD, route, stored, rows, weight).view(ctx.shape)
+            if route is Route.COPY and torch.is_grad_enabled():  # differentiated in turn: the copy has no gradient
+                route, weight = Route.NATIVE, weight.to(rows.dtype)
+            into_x = product(Gemm.DGRAD, route, stored, rows, copy.t() if route is Route.COPY else weight)
+            into_x = into_x.view(*grad.shape[:-1], into_x.shape[-1])
         if needs_weight:
             into_weight = product(Gemm.WGRAD, layer._routes.wgrad, stored, rows, x.reshape(-1, x.shape[-1]))
         return into_x, into_weight, rows.sum(0) if needs_bias else None, None, None
@@ -88,18 +83,17 @@ class Copy:
     tensor of the layer: recomputation would take it for state of the module, and refuse a forward that writes it.
     """
 
-    def __init__(self) -> None:
-        self.changes = 0  # of the weight, unseen by autograd
-        self.tensor: Tensor | None = None
-        self._stamp: tuple[object, ...] = ()
+    changes = 0  # of the weight, unseen by autograd
+    tensor: Tensor | None = None
+    _stamp: tuple[object, ...] = ()
 
     @torch.no_grad()
     def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """The copy of ``weight`` as it is now; written again, transposing and casting in one pass, if it is not."""
         stamp = (weight._version, weight.data_ptr(), self.changes, dtype, weight.device)
-        if self.tensor is None or self._stamp != stamp:
-            if self.tensor is None:
-                self.tensor = torch.empty(weight.t().shape, dtype=dtype, device=weight.device)
+        if self.tensor is None:
+            self.tensor = torch.empty(weight.t().shape, dtype=dtype, device=weight.device)
+        if self._stamp != stamp:
             self.tensor, self._stamp = self.tensor.to(weight.device, dtype).copy_(weight.t()), stamp
         return self.tensor
 
@@ -113,11 +107,10 @@ class Routed(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         """Compute what the stock layer computes, under autocast as well."""
         if not self.training:
-            stock: Tensor = super().forward(x)
-            return stock
+            return super().forward(x)
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         dtype, device = weight.dtype, x.device.type
@@ -127,8 +120,7 @@ class Routed(nn.Module):
         copy = None if self._copy is None else self._copy.of(weight, dtype)
         if not (self._routes.forward is self._routes.dgrad is Route.COPY):  # otherwise nothing reads the cast weight
             weight = weight.to(dtype)
-        out: Tensor = _Products.apply(x, weight, bias, self, copy)
-        return out
+        return _Products.apply(x, weight, bias, self, copy)
 
 
 @cache
