@@ -113,7 +113,7 @@ CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node 2 --nnodes=2 --master_port=29
 AXOLOTL = """
 base_model: NousResearch/Meta-Llama-3-8B
 model_type: AutoModelForCausalLM
-load_in_8bit: false
+load_in_8bit: true
 strict: false
 chat_template: tokenizer_default
 datasets:
@@ -136,7 +136,7 @@ adapter: lora
 lora_r: 32
 lora_dropout: 0.05
 lora_target_linear: true
-peft_use_dora: true
+peft_use_rslora: true
 wandb_project: mine
 gradient_accumulation_steps: 4
 micro_batch_size: 2
@@ -190,9 +190,7 @@ datasets:
     field_rejected: rejected
     message_property_mappings: {role: role, content: content}
 output_dir: out
-sequence_len: 2048
 sample_packing: false
-micro_batch_size: 2
 learning_rate: 2e-4
 warmup_steps: 10
 """
@@ -226,7 +224,7 @@ SFT = (
 )
 CLM = (
     "python run_clm.py --model_name_or_path gpt2 --dataset_name wikitext --dataset_config_name wikitext-2-raw-v1 "
-    "--do_train --do_eval --block_size 512 --output_dir /tmp/clm --lora_r_unknown 3"
+    "--do_train --do_eval --block_size 512 --output_dir /tmp/clm --lora_r_unknown 3 --fsdp hybrid_shard_zero2 auto_wrap"
 )
 # Name: files, and the command; the whole config; the keys that are named as lost, and a part of why.
 CASES: dict[str, tuple[dict[str, Any], str, str, dict[str, str]]] = {
@@ -283,17 +281,14 @@ strategies: {zero: {stage: 2}, offload: {}}
 model: {name_or_path: gpt2}
 data: {path: wikitext, name: wikitext-2-raw-v1, max_length: 512, packing: true}
 training: {output_dir: /tmp/clm, logging_steps: 500}
-""",
-        {"block_size": "do not see each other", "do_eval": "eval_strategy", "lora_r_unknown": "no key for it here"},
-    ),
-    "FSDP in arguments": (
-        {},
-        "python x.py --output_dir o --fsdp hybrid_shard_zero2 auto_wrap",
-        """
-training: {output_dir: o, logging_steps: 500}
 strategies: {zero: {stage: 3}}
 """,
-        {"fsdp": "stage 3 is written"},
+        {
+            "block_size": "do not see each other",
+            "do_eval": "eval_strategy",
+            "lora_r_unknown": "no key for it here",
+            "fsdp": "stage 3 is written",
+        },
     ),
     "accelerate with FSDP": (
         {"fsdp2.yaml": FSDP2},
@@ -309,13 +304,14 @@ strategies: {zero: {stage: 2}, offload: {}}
         "",
         """
 model: {name_or_path: NousResearch/Meta-Llama-3-8B, dtype: bfloat16, attn_implementation: flash_attention_2,
-  lora: {r: 32, lora_alpha: 8, lora_dropout: 0.05, target_modules: all-linear, use_dora: true}}
+  lora: {r: 32, lora_alpha: 8, lora_dropout: 0.05, target_modules: all-linear, use_rslora: true},
+  quantization_config: {load_in_8bit: true}}
 data: {datasets: [{path: org/chats, split: "train[:10%]", columns: {messages: conversations},
   assistant_only_loss: true}, {path: notes.jsonl, columns: {text: body}}], eval_fraction: 0.05,
   max_length: 4096, packing: true, excess_length_strategy: drop}
 training: {output_dir: ./outputs/lora-out, learning_rate: 2e-4, per_device_train_batch_size: 2,
   gradient_accumulation_steps: 4, num_train_epochs: 4, optim: adamw_torch_fused, lr_scheduler_type: cosine,
-  warmup_steps: 0.03, bf16: true, tf32: false, gradient_checkpointing: true, logging_steps: 1, report_to: wandb,
+  warmup_steps: 0.03, bf16: true, tf32: false, logging_steps: 1, report_to: wandb,
   project: mine, eval_strategy: steps, eval_steps: 0.0625, save_strategy: epoch}
 """,
         {"datasets": "roles_to_train", "optimizer": "32 bits", "special_tokens.eos_token": "save one with them"},
@@ -344,28 +340,14 @@ training: {output_dir: trainer_output, learning_rate: 2e-5, bf16: true, gradient
 """,
         {},
     ),
-    "axolotl in eight bits": (
-        {
-            "lora.yml": "{base_model: m, datasets: [{path: d/e, type: completion}], load_in_8bit: true, "
-            "load_in_4bit: false, adapter: lora, lora_r: 4, learning_rate: 1e-4, gradient_checkpointing: true}"
-        },
-        "",
-        """
-model: {name_or_path: m, dtype: bfloat16, lora: {r: 4, lora_alpha: 8}, quantization_config: {load_in_8bit: true}}
-data: {path: d/e, max_length: 512, excess_length_strategy: drop}
-training: {output_dir: model-out, learning_rate: 1e-4, per_device_train_batch_size: 1, num_train_epochs: 1.0,
-  lr_scheduler_type: cosine, warmup_steps: 0.03, bf16: true, save_strategy: epoch}
-""",
-        {},
-    ),
     "axolotl on preferences": (
         {"dpo.yml": AXOLOTL_DPO},
         "",
         """
 task: dpo
 model: {name_or_path: meta-llama/Meta-Llama-3-8B-Instruct, dtype: bfloat16}
-data: {path: org/pairs, columns: {prompt: conversation, chosen: better}, max_length: 2048}
-training: {output_dir: out, learning_rate: 2e-4, per_device_train_batch_size: 2, num_train_epochs: 1.0,
+data: {path: org/pairs, columns: {prompt: conversation, chosen: better}, max_length: 512}
+training: {output_dir: out, learning_rate: 2e-4, per_device_train_batch_size: 1, num_train_epochs: 1.0,
   lr_scheduler_type: cosine, warmup_steps: 10, bf16: true, save_strategy: epoch, loss_type: ipo, beta: 0.2}
 """,
         {},
