@@ -4,6 +4,7 @@ State is read with each library's own access to it and not with the code that sa
 """
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -108,6 +109,24 @@ def staged(ranks: int, schedule: str = "gpipe", **training: Any) -> Kind:
 def run(kind: Kind, folder: Path, steps: int, resume: Path | None = None) -> dict[str, Any]:
     """Train up to ``steps``. Returns the state at the beginning, at every save and at the end, and the losses."""
     return dict(run_world(kind.ranks, _run, kind.config(folder, steps), str(resume) if resume else None))
+
+
+Job = tuple[str, RunConfig, str | None]  # a name, the run, and the checkpoint that it goes on from
+
+
+def in_turn(ranks: Ranks, jobs: Sequence[Job]) -> dict[str, dict[str, Any]]:
+    """``run`` of each job, one behind the other in the same ranks; what libraries keep of a run is dropped after it."""
+    from accelerate.state import AcceleratorState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    found = {}
+    for name, config, resume in jobs:
+        found[name] = _run(ranks, config, resume)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        unset_hf_deepspeed_config()
+        for variable in [each for each in os.environ if each.startswith("ACCELERATE_")]:
+            del os.environ[variable]
+    return found
 
 
 def made(ranks: Ranks, config: RunConfig, some: Sequence[Mapping[str, Any]] = ROWS) -> Any:

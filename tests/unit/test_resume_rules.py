@@ -16,6 +16,7 @@ from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError
 from trainer.run import resume_rules, resuming
 from trainer.run.resume_rules import MOVES, NEVER, RULES, SAID, SILENT, compare, compare_contents, rule_of
+from trainer.run.same_rows import Known
 
 
 def keys() -> Iterator[str]:
@@ -111,6 +112,50 @@ def test_the_number_of_ranks() -> None:
     (line,) = changed({}, ranks=(2, 3)).refused
     assert (line.key, line.value) == ("ranks", 3) and "saved with 2" in line.what
     assert changed({"allow_change": ["ranks"]}, ranks=(2, 3)).said == ["ranks = 3 (was 2)"]
+
+
+def ranks_and_accumulation(now: dict[str, Any], ranks: tuple[int, int], rows: int | None = 64, **model: Any) -> Any:
+    """From a run with 4 micro-batches of 2 rows on each copy of the model."""
+    steps = {"max_steps": now.get("max_steps", -1)}
+    saved = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, **steps}
+    trees = (run_config(**saved).tree(), run_config(**{**saved, **now}).tree())
+    return compare(*trees, ranks, "c", Known(rows, model))
+
+
+@pytest.mark.parametrize(
+    ("now", "ranks", "rows", "model", "why"),
+    [
+        ({"gradient_accumulation_steps": 2}, (2, 4), 64, {}, ""),
+        ({"gradient_accumulation_steps": 1}, (2, 8), 32, {"attention_dropout": 0.0, "scale": 1.0}, ""),
+        ({"gradient_accumulation_steps": 2, "max_steps": 4}, (2, 4), 67, {}, ""),  # all of them in the first epoch
+        ({"gradient_accumulation_steps": 2, "max_steps": 5}, (2, 4), 67, {}, "67 rows do not divide evenly"),
+        ({"gradient_accumulation_steps": 1}, (2, 8), 40, {}, "40 rows do not divide evenly"),
+        ({"gradient_accumulation_steps": 8}, (2, 1), 65, {}, "65 rows do not divide evenly"),
+        ({"gradient_accumulation_steps": 2}, (2, 4), None, {}, "a stream"),
+        ({"gradient_accumulation_steps": 2}, (2, 4), 64, {"text": {"attn_pdrop": 0.1}}, "attn_pdrop = 0.1 draws"),
+        ({}, (2, 4), 64, {}, "gradient_accumulation_steps = 2 would keep them"),
+        ({}, (2, 3), 64, {}, "an update has other rows)"),
+        ({"gradient_accumulation_steps": 1, "per_device_train_batch_size": 4}, (2, 4), 64, {}, "other rows)"),
+        ({"gradient_accumulation_steps": 2, "train_sampling_strategy": "group_by_length"}, (2, 4), 64, {}, "order"),
+        ({"gradient_accumulation_steps": 2, "average_tokens_across_devices": False}, (2, 4), 64, {}, "own tokens"),
+    ],
+    ids=str,
+)
+def test_updates_keep_their_rows(
+    now: dict[str, Any], ranks: tuple[int, int], rows: int | None, model: dict[str, Any], why: str
+) -> None:
+    found = ranks_and_accumulation(now, ranks, rows, **model)
+    refused = {line.key: line.what for line in found.refused}
+    if why:
+        changed = {"ranks", *(["training.gradient_accumulation_steps"] if "gradient_accumulation_steps" in now else [])}
+        assert refused.keys() >= changed and all(why in refused[key] for key in changed)
+    else:
+        assert refused == {} and len(found.said) == 1 and "8 micro-batches" in found.said[0]
+
+
+def test_two_micro_batches_are_added_in_one_order() -> None:
+    saved, now = ({"gradient_accumulation_steps": count} for count in (2, 1))
+    assert compare(run_config(**saved).tree(), run_config(**now).tree(), (1, 2), "c", Known(16)) == (set(), [], [])
 
 
 def test_from_a_config_to_a_folder_is_one_line() -> None:

@@ -8,8 +8,9 @@ Some changes of a config are meant (fewer log lines, another learning rate), som
 * a name, such as ``batch_size``: changes the result; refused unless ``training.allow_change`` has the name;
 * ``NEVER``: the saved state does not fit.
 
-Strategies may change: they decide where state rests and who holds it (``MOVES``); it is said. A key that is in no rule
-is refused, and a test compares the table with the sections of the config.
+Strategies may change: they decide where state rests and who holds it (``MOVES``); it is said. Ranks and accumulation
+may change together, if updates keep their rows (``same_rows.py``). A key that is in no rule is refused, and a test
+compares the table with the sections of the config.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from typing import Any, NamedTuple
 from transformers import TrainingArguments
 
 from trainer.config.arguments import ALLOWABLE
+from trainer.run import same_rows
+from trainer.run.same_rows import ACCUMULATION, NOT_KNOWN, RANKS, Known
 
 SILENT, SAID, NEVER, MOVES = "silent", "said", "never", "moves"
 
@@ -115,13 +118,23 @@ class Changes(NamedTuple):
     refused: list[Line]
 
 
-def compare(saved: Mapping[str, Any], now: Mapping[str, Any], ranks: tuple[int, int], name: str) -> Changes:
-    """Compare two configs as trees; ``ranks`` that saved and that resume, and the ``name`` of the checkpoint."""
+def compare(
+    saved: Mapping[str, Any], now: Mapping[str, Any], ranks: tuple[int, int], name: str, known: Known = NOT_KNOWN
+) -> Changes:
+    """Compare two configs as trees; ``ranks`` that saved and that resume, as copies of the model, the ``name`` of the
+    checkpoint, and what is ``known`` of it.
+    """
     allowed = now.get("training", {}).get("allow_change", ())
     found = [(key, rule_of(key), old, new) for key, old, new in differences(saved, now)]
-    if ranks[0] != ranks[1]:
-        found.append(("ranks", "ranks", *ranks))
     keys, said, refused = changes = Changes(set(), [], [])
+    other_rows = ""
+    if ranks[0] != ranks[1]:
+        found.append((RANKS, RANKS, *ranks))
+        other_rows = same_rows.why_not(saved, now, ranks, known)
+        if not other_rows:
+            found = [each for each in found if each[0] not in (RANKS, ACCUMULATION)]
+            if (count := same_rows.micro_batches(now, ranks[1])) > 2:
+                said.append(f"the same rows in an update; its {count} micro-batches may be added up in another order")
     for key, rule, old, new in found:
         schedule = now.get("training", {}).get("lr_scheduler_type")
         rule = NEVER if key in _FOLLOWED and schedule in FOLLOWS_LOSS else rule
@@ -133,9 +146,10 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, Any], ranks: tuple[int, 
             keys.add(key)
             said.append(f"{key} = {_shown(new)} (was {_shown(old)})")
         else:
-            back = "start that many" if key == "ranks" else "write that"
-            what = f"{name} was saved with {_shown(old)}, and the result would be another run's; {back}, or allow it"
-            refused.append(Line(key, new, f"{what} with training.allow_change: [{rule}]"))
+            back = "start that many" if key == RANKS else "write that"
+            why = f" ({other_rows})" if other_rows and key in (RANKS, ACCUMULATION) else ""
+            what = f"{name} was saved with {_shown(old)}, and the result would be another run's{why}"
+            refused.append(Line(key, new, f"{what}; {back}, or allow it with training.allow_change: [{rule}]"))
     return changes
 
 

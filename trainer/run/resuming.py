@@ -25,6 +25,7 @@ from trainer.dist.agreement import agreement
 from trainer.errors import ConfigError, write_line
 from trainer.run import checkpoint, resume_rules
 from trainer.run.checkpoint import Found
+from trainer.run.same_rows import Known
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -94,10 +95,17 @@ def decide(config: RunConfig, ranks: Ranks) -> Resumed | None:
     if ranks.is_first:
         for line in said:
             write_line(line)
-    resumed, run = Resumed(found, frozenset(), _versions(found)), found.manifest.run
-    copies = _copies(run.config, run.world_size), _copies(config.tree(), ranks.world_size)
-    resumed._take(config, resume_rules.compare(run.config, config.tree(), copies, str(found.path)))
+    resumed = Resumed(found, frozenset(), _versions(found))
+    resumed._take(config, compare(config, ranks.world_size, found))
     return resumed
+
+
+def compare(config: RunConfig, world_size: int, found: Found) -> Changes:
+    """The run that saved a checkpoint and this one on so many ranks, by their configs."""
+    run, tree = found.manifest.run, config.tree()
+    copies = _copies(run.config, run.world_size), _copies(tree, world_size)
+    known = Known(run.data.rows, run.model.config)
+    return resume_rules.compare(run.config, tree, copies, str(found.path), known)
 
 
 def _looks(config: RunConfig, ranks: Ranks) -> bool:
