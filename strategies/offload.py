@@ -65,8 +65,7 @@ class Offload(Strategy):
     )
 
     gpu_memory: Budget = Field(
-        default=AUTO,
-        description="Memory to use on the device: a size (20GiB), a share (0.8), or auto: 0.9 of it.",
+        default=AUTO, description="Memory to use on the device: a size (20GiB), a share (0.8), or auto: 0.9 of it."
     )
     host_memory: Budget = Field(
         default=AUTO,

@@ -65,10 +65,7 @@ def partition(*, tied: bool) -> dict[str, Any]:
     head = {"patterns": [rf"{HEAD}\.weight$"], "partition_type": "column", "gather_output": True}
     specs = [spec(COLUMNS, "column"), spec(ROWS, "row"), spec(SUMMED, "skip", grad_allreduce=True)]
     specs += [] if tied else [head]
-    return {
-        "vocab_parallel_lm_head": False,
-        "partition_config": {"use_default_specs": False, "layer_specs": specs},
-    }
+    return {"vocab_parallel_lm_head": False, "partition_config": {"use_default_specs": False, "layer_specs": specs}}
 
 
 def complaints(model: Mapping[str, Any], degree: int) -> Iterator[str]:

@@ -207,14 +207,7 @@ class Store:
 
     @torch.no_grad()
     def read(
-        self,
-        name: str,
-        kind: str,
-        start: int,
-        into: Tensor,
-        *,
-        columns: Columns | None = None,
-        rounding: bool = False,
+        self, name: str, kind: str, start: int, into: Tensor, *, columns: Columns | None = None, rounding: bool = False
     ) -> None:
         """Fill ``into``, on any device, with the elements from ``start`` on; of ``columns`` alone, if given, in which
         ``start`` then counts. Raise SpanError if one is in no span, if a file ends early, or if the dtype of ``into``

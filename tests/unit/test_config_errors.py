@@ -13,11 +13,7 @@ from trainer.config.load import load
 from trainer.config.sections import RunConfig
 from trainer.errors import ConfigError, ExitCode
 
-GOOD = {
-    "model": "model: {name_or_path: m}",
-    "data": "data: {path: pydoc}",
-    "training": "training: {output_dir: r}",
-}
+GOOD = {"model": "model: {name_or_path: m}", "data": "data: {path: pydoc}", "training": "training: {output_dir: r}"}
 SECTIONS = "a config has the sections model, data, training, strategies"
 MISSING = (
     "1: model.name_or_path: missing; write a folder or hub name, or model.config for random weights",

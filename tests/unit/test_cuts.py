@@ -22,11 +22,7 @@ from trainer.run.saving import estimated_bytes
 def model(*sizes: int, table: int = 7) -> tuple[Unit, ...]:
     """An embedding of ``table`` elements, blocks of these sizes, and a head tied to it."""
     blocks = [block(index, size) for index, size in enumerate(sizes)]
-    return (
-        Unit("embedding", UnitKind.EMBEDDING, table, table),
-        *blocks,
-        Unit("head", UnitKind.HEAD, 1, 1),
-    )
+    return (Unit("embedding", UnitKind.EMBEDDING, table, table), *blocks, Unit("head", UnitKind.HEAD, 1, 1))
 
 
 def test_no_other_cut_has_a_shorter_longest_part() -> None:

@@ -376,11 +376,7 @@ data: {datasets: [{path: identity, limit: 1000}, {path: alpaca_en_demo, limit: 1
 training: {output_dir: saves/sft, learning_rate: 1e-4, bf16: true, logging_steps: 500, eval_strategy: steps,
   eval_steps: 500}
 """,
-        {
-            "deepspeed": "no such file",
-            "dataset": "dataset_info.json",
-            "template": "the tokenizer's own",
-        },
+        {"deepspeed": "no such file", "dataset": "dataset_info.json", "template": "the tokenizer's own"},
     ),
 }
 

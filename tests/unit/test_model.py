@@ -196,10 +196,7 @@ def test_a_name_that_the_hub_does_not_have_and_a_folder_without_a_model(
 
 
 def test_remote_code_is_not_run_unless_allowed(tmp_path: Path) -> None:
-    config = {
-        "model_type": "mine",
-        "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"},
-    }
+    config = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     line = refused(config=None, name_or_path=str(tmp_path))

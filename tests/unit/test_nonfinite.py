@@ -58,13 +58,7 @@ def train(ranks: Ranks, config: RunConfig, bad_from: int, where: str) -> dict[st
 
 @pytest.mark.parametrize(
     ("strategies", "ranks", "step", "checkpoint"),
-    [
-        ({}, 1, 3, 2),
-        ({"zero": {"stage": 2}}, 2, 3, 2),
-        (OFFLOAD, 2, 3, 4),
-        (PIPELINE, 2, 3, 2),
-        (BOTH, 2, 3, 4),
-    ],
+    [({}, 1, 3, 2), ({"zero": {"stage": 2}}, 2, 3, 2), (OFFLOAD, 2, 3, 4), (PIPELINE, 2, 3, 2), (BOTH, 2, 3, 4)],
     ids=["plain", "stage 2 on two ranks", "offload on two ranks", "two stages", "offload in two stages"],
 )
 def test_the_run_ends(tmp_path: Path, strategies: dict[str, Any], ranks: int, step: int, checkpoint: int) -> None:

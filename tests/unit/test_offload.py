@@ -91,10 +91,7 @@ def test_mixed_precision_on_the_host_by_hand() -> None:
 def test_small_tensors_that_stay_are_shown_beside_those_that_leave() -> None:
     plan = plan_of(transformer(blocks=4), site="host", weights="streamed")
     parameters = [row for row in rows(plan) if row.unit == "layers.0" and row.tensors == "parameters"]
-    assert [(row.home, row.num_bytes) for row in parameters] == [
-        (Home.HOST, 4 * 12 * 64 * 64),
-        (Home.DEVICE, 4 * 64),
-    ]
+    assert [(row.home, row.num_bytes) for row in parameters] == [(Home.HOST, 4 * 12 * 64 * 64), (Home.DEVICE, 4 * 64)]
     assert [row.reason for row in parameters] == ["fetched for use", "always present"]
     assert plan.share("layers.0", Kind.PARAM).home is Home.HOST
 

@@ -28,11 +28,7 @@ DEVICE, HOST = Home.DEVICE, Home.HOST
 
 def request(device_bytes: int = PLENTY, host_bytes: int = PLENTY, **changes: Any) -> OffloadRequest:
     return OffloadRequest(
-        device_bytes=device_bytes,
-        host_bytes=host_bytes,
-        gpu_memory=device_bytes,
-        host_memory=host_bytes,
-        **changes,
+        device_bytes=device_bytes, host_bytes=host_bytes, gpu_memory=device_bytes, host_memory=host_bytes, **changes
     )
 
 

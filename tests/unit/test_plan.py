@@ -8,20 +8,7 @@ import pytest
 
 from strategies.core.compose import ANSWERS, compose
 from strategies.core.facts import MachineFacts, Precision
-from strategies.core.plan import (
-    RUN,
-    Conflict,
-    Decision,
-    EngineSet,
-    Home,
-    Impl,
-    Keep,
-    Kind,
-    Plan,
-    Reserve,
-    Share,
-    When,
-)
+from strategies.core.plan import RUN, Conflict, Decision, EngineSet, Home, Impl, Keep, Kind, Plan, Reserve, Share, When
 from strategies.core.protocol import Idle, Phase, Requirement
 from strategies.core.registry import find
 from strategies.report import full_report

@@ -49,10 +49,7 @@ def test_a_budget_that_is_named_is_enough_for_all_stages(tmp_path: Path) -> None
     def plans(budget: int) -> list[Plan]:
         strategies = {"pipeline": {"stages": 2, "blocks": [1, 3]}, "offload": {"gpu_memory": budget}}
         config = run_config(
-            {**LLAMA, "num_hidden_layers": 4},
-            output_dir=tmp_path,
-            strategies=strategies,
-            gradient_accumulation_steps=4,
+            {**LLAMA, "num_hidden_layers": 4}, output_dir=tmp_path, strategies=strategies, gradient_accumulation_steps=4
         )
         return plans_of(config, Ranks(world_size=2, local_world_size=2), probe())
 

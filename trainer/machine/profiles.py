@@ -129,11 +129,7 @@ def _card(
 
 PROFILES: dict[str, Machine] = {
     "cpu": Machine(  # without rates: CPUs differ too much
-        name="cpu",
-        origin="profile",
-        device_kind="cpu",
-        host_available_bytes=14 * GIB,
-        usable_cores=8,
+        name="cpu", origin="profile", device_kind="cpu", host_available_bytes=14 * GIB, usable_cores=8
     ),
     "h100-pcie5": _card("NVIDIA H100 PCIe", 79.1, _PCIE5, _Host(256, 32, _SERVER), gemm=0.70, memory=2.0e12),
     "h100-sxm-pcie5": _card(

@@ -27,11 +27,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
-COUNTING = (
-    "trainer/model",
-    "trainer/tasks",
-    "strategies/engine/forward",
-)  # whatever counts a model, or computes what is counted
+# Whatever counts a model, or computes what is counted.
+COUNTING = ("trainer/model", "trainer/tasks", "strategies/engine/forward")
 SOURCES = (
     *(path for folder in COUNTING for path in sorted((ROOT / folder).glob("*.py"))),
     *(ROOT / f"strategies/core/{name}.py" for name in ("facts", "linears")),
@@ -41,14 +38,9 @@ SOURCES = (
 PACKAGES = ("torch", "transformers", "peft", "trl")
 _HERE: dict[str, Any] = {}  # counts that are valid in this process only
 TRAINING = (
-    "per_device_train_batch_size",
-    "bf16",
-    "fp16",
-    "gradient_checkpointing",
-    "activation_checkpointing",
-    "label_smoothing_factor",
-    "disable_dropout",
-)
+    "per_device_train_batch_size", "bf16", "fp16", "gradient_checkpointing", "activation_checkpointing",
+    "label_smoothing_factor", "disable_dropout",
+)  # fmt: skip
 
 
 def cached(config: RunConfig, kind: type[T], count: Callable[[], T], *, what: str = "") -> T:

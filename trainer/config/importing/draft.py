@@ -19,19 +19,9 @@ from trainer.config.yaml_file import Fault, Key, error_line, one_line, parse, sh
 
 LOST = "lost"  # in the outcome of a rule: what of the key is not carried over
 UNNEEDED = "; remove the line"  # how an answer of foreign.yaml ends where nothing is lost without the key
-OTHERWISE = {
-    "name",
-    "path",
-    "split",
-    "config",
-    "columns",
-    "train",
-    "r",
-    "bias",
-    "tokenizer",
-    "export",
-    "limit",
-}  # mean other things there
+OTHERWISE = {  # mean other things there
+    "name", "path", "split", "config", "columns", "train", "r", "bias", "tokenizer", "export", "limit",
+}  # fmt: skip
 
 
 class Value(NamedTuple):
@@ -211,9 +201,8 @@ def _settled(target: str, value: Any) -> tuple[Any, str | None]:
         readings.append(str(value))
     for each in readings:
         tree = reduce(lambda inner, name: {name: inner}, reversed(key), each)
-        words += (
-            faults := [fault.what for fault in check(tree, whole=False) if fault.key[:2] == key[: len(fault.key)][:2]]
-        )
+        faults = [fault.what for fault in check(tree, whole=False) if fault.key[:2] == key[: len(fault.key)][:2]]
         if not faults:
             return each, None
+        words += faults
     return value, words[0]

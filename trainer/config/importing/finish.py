@@ -8,21 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from trainer.config.importing import rules
 from trainer.config.importing.draft import Draft, Value
 from trainer.config.importing.read import Given, Source
-from trainer.config.importing.rules import (
-    ARGUMENTS,
-    EXCESS,
-    MICRO,
-    QUANTISED,
-    RATE,
-    RULES,
-    SCHEDULE,
-    STEPS,
-    WARMUP,
-    WINS,
-    evaluates,
-)
+from trainer.config.importing.rules import EXCESS, MICRO, QUANTISED, RATE, SCHEDULE, STEPS, WARMUP
 
 OUT = "training.output_dir"
 DEEPSPEED: dict[str, dict[str, Any]] = {  # by section of a ds_config, and by schedule
@@ -54,14 +43,14 @@ def imported(sources: list[Source]) -> Draft:
     draft = Draft(sources)
     training = [source for source in sources if source.trains]
     for source in training:
-        draft.carry(source, RULES.get(source.kind, ARGUMENTS), WINS)
+        draft.carry(source, rules.RULES.get(source.kind, rules.ARGUMENTS), rules.WINS)
     if training:  # a command line and the file that it names are one
         whole = {name: value for source in reversed(training) for name, value in source.tree.items()}
         _finish_arguments(draft, training[0]._replace(tree=whole))
     for source in sources[len(training) :]:
         if source.kind == "deepspeed":
             source = source._replace(tree=_completed(source.tree))
-        draft.carry(source, RULES[source.kind], WINS)
+        draft.carry(source, rules.RULES[source.kind], rules.WINS)
     for source in sources:
         if source.kind == "deepspeed":
             _finish_deepspeed(draft, source)
@@ -85,7 +74,7 @@ def _finish_arguments(draft: Draft, source: Source) -> None:
         if kind == "axolotl":
             draft.default("model.dtype", "bfloat16", source)
     if kind == "axolotl":
-        for name in ("save", "eval") if evaluates(source) else ("save",):
+        for name in ("save", "eval") if rules.evaluates(source) else ("save",):
             if f"training.{name}_steps" not in draft.values:
                 draft.default(f"training.{name}_strategy", "epoch", source)
         draft.values.setdefault(WARMUP, Value(0.03, "default of Axolotl, there at most 100 steps"))

@@ -39,19 +39,10 @@ FLASH = "flash_attention_2"
 ATTENTION = {"flash": FLASH, "fa2": FLASH, "fa3": "flash_attention_3", "disabled": "eager", "auto": None}
 TEMPLATES = ("chatml", "zephyr", "vicuna")  # those that are known by name here
 ROLES = {"role", "content", "from", "value"}  # of messages, as they are known here
-DATASET = {
-    "path",
-    "type",
-    "split",
-    "name",
-    "field",
-    "field_messages",
-    "ds_type",
-    "data_files",
-    "field_chosen",
+DATASET = {  # keys that are read
+    "path", "type", "split", "name", "field", "field_messages", "ds_type", "data_files", "field_chosen",
     "field_rejected",
-}  # keys that are read
-
+}  # fmt: skip
 QUANTISED = "model.quantization_config"
 EXCESS = "data.excess_length_strategy"
 
@@ -123,15 +114,10 @@ def _share(given: Given, draft: Draft) -> dict[str, Any] | str:
 
 
 def _named_file(given: Given, draft: Draft) -> str | None:
-    read = [source.file.rpartition("/")[2] for source in draft.sources]
-    read += [
-        str(given.value).rpartition("/")[2] for source in draft.sources if source.kind in given.name
-    ]  # another is given instead
-    return (
-        None
-        if given.value is True or str(given.value).rpartition("/")[2] in read
-        else "there is no such file here; give it, too"
-    )
+    instead = any(source.kind in given.name for source in draft.sources)  # another is given
+    read = (source.file.rpartition("/")[2] for source in draft.sources)
+    found = instead or given.value is True or str(given.value).rpartition("/")[2] in read
+    return None if found else "there is no such file here; give it, too"
 
 
 def _named_datasets(given: Given, draft: Draft) -> dict[str, Any]:
@@ -147,7 +133,6 @@ def _nothing(key: Given, draft: Draft) -> None:
 
 SHARED: dict[str, Rule] = {
     "optimizer.type": _optim,
-    "optimizer.params.lr": lambda key, draft: {RATE: key.value},
     "optimizer.params.betas": lambda key, draft: {
         f"training.adam_beta{n}": beta for n, beta in enumerate(key.value, 1)
     },
@@ -183,7 +168,6 @@ ARGUMENTS: dict[str, Rule] = {
     "packing_strategy": _only(("bfd",), STREAM),
     "truncation_mode": _only(("keep_start",), "samples lose their ends here"),
     **dict.fromkeys(("task", "stage"), _task),
-    "pref_loss": lambda key, draft: {"training.loss_type": key.value},
     "finetuning_type": _only(("lora", "full"), "there are lora and full here; full is written"),
     **dict.fromkeys(("template", "chat_template"), _template),
     "load_in_4bit": lambda key, draft: {f"{QUANTISED}.load_in_4bit": key.value or None},
@@ -239,13 +223,12 @@ def evaluates(source: Source) -> bool:
 
 
 def _per_epoch(given: Given, draft: Draft) -> dict[str, Any] | None:
-    what, once, epochs = f"training.{given.name[:4]}", given.value == 1, given.tree.get("num_epochs") or 1
+    what, epochs = f"training.{given.name[:4]}", given.tree.get("num_epochs") or 1
     if not given.value or (what == "training.eval" and not evaluates(given.source)):
         return None
-    return {
-        f"{what}_strategy": "epoch" if once else "steps",
-        f"{what}_steps": None if once else 1 / given.value / epochs,
-    }
+    if given.value == 1:
+        return {f"{what}_strategy": "epoch"}
+    return {f"{what}_strategy": "steps", f"{what}_steps": 1 / given.value / epochs}
 
 
 AXOLOTL: dict[str, Rule] = {
