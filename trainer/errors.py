@@ -157,3 +157,9 @@ def first_line(error: BaseException) -> str:
     """The type of an exception and the first line of its message."""
     said = str(error).strip().splitlines()
     return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
+
+
+def kind(value: object) -> str:
+    """A value's type in words, such as "a string"."""
+    names = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list"}
+    return "null" if value is None else names.get(type(value), "an object")

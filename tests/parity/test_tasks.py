@@ -2,6 +2,7 @@
 tokenises the same rows by itself. The models are opened from a folder, as both sides' users do."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,20 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 LENGTH, TARGET = 48, 24
 SAID: dict[str, Any] = {
     "per_device_train_batch_size": 2, "max_steps": 3, "learning_rate": 1e-2, "use_cpu": True, "report_to": "none",
-    "save_strategy": "no", "logging_steps": 1, "seed": 7,
+    "save_strategy": "no", "logging_steps": 1, "seed": 7, "gradient_accumulation_steps": 2,
 }  # fmt: skip
 LORA = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "q", "v"]}
 TRL = {"gradient_checkpointing": False, "bf16": False, "max_length": LENGTH}  # what TRL's arguments have otherwise
 LABELS = ["prose", "code", "neither"]
+# What a row's label becomes, and what the loss takes for it.
+PROBLEMS: dict[str, tuple[Callable[[dict[str, Any]], Any], Callable[[Any], Any]]] = {
+    "single_label_classification": (lambda row: row["label"], LABELS.index),
+    "multi_label_classification": (
+        lambda row: [row["label"], *(["neither"] if len(row["text"]) % 2 else [])],
+        lambda label: [float(name in label) for name in LABELS],
+    ),
+    "regression": (lambda row: len(row["text"]) / 50, float),
+}
 
 
 def rows_of(name: str) -> list[dict[str, Any]]:
@@ -76,7 +86,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- as the users of each Trainer train ------------------------------------------------------------------------------
 
 
-def classification(base: str, folder: str, lora: Any) -> Any:
+def classification(base: str, folder: str, lora: Any, problem: str = "single_label_classification") -> Any:
     from transformers import (
         AutoModelForSequenceClassification,
         AutoTokenizer,
@@ -87,13 +97,16 @@ def classification(base: str, folder: str, lora: Any) -> Any:
     )  # fmt: skip
 
     words = AutoTokenizer.from_pretrained(base)
-    rows = Dataset.from_list(rows_of("labels"))
+    rows, (label, target) = Dataset.from_list(rows_of("labels")), PROBLEMS[problem]
     made = rows.map(
-        lambda row: {**words(row["text"], truncation=True, max_length=LENGTH), "labels": LABELS.index(row["label"])},
+        lambda row: {**words(row["text"], truncation=True, max_length=LENGTH), "labels": target(label(row))},
         remove_columns=rows.column_names,
     )
     set_seed(SAID["seed"])
-    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=len(LABELS), use_cache=False)
+    outputs = 1 if problem == "regression" else len(LABELS)
+    told = {"num_labels": outputs, "problem_type": problem, "use_cache": False}
+    model = AutoModelForSequenceClassification.from_pretrained(base, **told)
+    model.accepts_loss_kwargs = False  # or Transformers adds up the losses of micro-batches
     if lora is not None:
         from peft import get_peft_model
 
@@ -123,7 +136,7 @@ def seq2seq(base: str, folder: str, lora: Any) -> Any:
     made = rows.map(features, remove_columns=rows.column_names)
     set_seed(SAID["seed"])
     model = AutoModelForSeq2SeqLM.from_pretrained(base)
-    model.config.use_cache = False
+    model.config.use_cache, model.accepts_loss_kwargs = False, False
     if lora is not None:
         from peft import get_peft_model
 
@@ -156,6 +169,7 @@ def of_trl(task: str, rows: str, **said: Any) -> Callable[..., Any]:
 
 STOCK: dict[str, tuple[str, Callable[..., Any]]] = {  # rows, and the Trainer
     "classification": ("labels", classification),
+    **{f"classification, {name}": ("labels", partial(classification, problem=name)) for name in PROBLEMS},
     "seq2seq": ("pairs", seq2seq),
     "dpo": ("preferences", of_trl("dpo", "preferences", precompute_ref_log_probs=True)),
     "dpo, lora": ("preferences", of_trl("dpo", "preferences")),
@@ -181,24 +195,30 @@ def slow(*values: str) -> Any:
 
 CASES = [
     ("classification", "llama", ""), ("seq2seq", "t5", ""), ("dpo", "llama", ""), ("reward", "llama", ""),
-    slow("classification", "bert", ""), slow("classification", "llama", "lora"), slow("dpo", "llama", "lora"),
+    ("classification", "bert", "regression"), slow("classification", "llama", "regression"),
+    slow("classification", "bert", ""), slow("classification", "llama", "multi_label_classification"),
+    slow("classification", "bert", "multi_label_classification"),
+    slow("classification", "llama", "lora"), slow("dpo", "llama", "lora"),
     slow("kto", "llama", ""), slow("orpo", "llama", ""), slow("reward", "llama", "lora"), slow("seq2seq", "t5", "lora"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("task", "model", "lora"), CASES)
-def test_as_the_trainer_that_its_users_know(task: str, model: str, lora: str, bases: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("task", "model", "how"), CASES)
+def test_as_the_trainer_that_its_users_know(task: str, model: str, how: str, bases: Path, tmp_path: Path) -> None:
     base = str(bases / model)
-    rows, stock = STOCK.get(f"{task}, {lora}") or STOCK[task]
+    rows, stock = STOCK.get(f"{task}, {how}") or STOCK[task]
+    lora = how == "lora"
     theirs = stock(base, str(tmp_path / "stock"), lora_config if lora else None)
     theirs.train()
     theirs.save_model(str(tmp_path / "saved"))
     expected = tensors(tmp_path / "saved")
 
     section: dict[str, Any] = {"name_or_path": base}
-    section |= {"labels": LABELS} if task == "classification" else {}
+    section |= {"labels": LABELS} if task == "classification" and how != "regression" else {}
+    section |= {"problem_type": how} if how in PROBLEMS else {}
     section |= {"lora": LORA} if lora else {}
-    data = {"path": str(write_jsonl(tmp_path / "rows.jsonl", rows_of(rows))), "max_length": LENGTH}
+    given = [row | ({"label": PROBLEMS[how][0](row)} if how in PROBLEMS else {}) for row in rows_of(rows)]
+    data = {"path": str(write_jsonl(tmp_path / "rows.jsonl", given)), "max_length": LENGTH}
     data |= {"max_target_length": TARGET} if task == "seq2seq" else {}
     travel = {"offload": {"site": "host", "weights": "streamed", "prefetch": 0}}
     tree = {"task": task, "model": section, "data": data, "training": {**SAID, "output_dir": str(tmp_path / "run")}}

@@ -91,7 +91,13 @@ def test_hugging_face_accepts_what_we_hand_over(tmp_path: Path) -> None:
     theirs = transformers.TrainingArguments(**given)
     assert theirs.warmup_steps == 0.1 and theirs.report_to == [] and theirs.gradient_checkpointing
     assert theirs.resume_from_checkpoint is None
-    for metric, greater in (("perplexity", False), ("eval_loss", False), ("accuracy", True), (None, False)):
+    for metric, greater in (
+        ("perplexity", False),
+        ("mae", False),
+        ("eval_loss", False),
+        ("accuracy", True),
+        (None, False),
+    ):
         early = TrainingSection(output_dir="r", early_stopping_patience=2, metric_for_best_model=metric, eval_steps=1)
         theirs = transformers.TrainingArguments(**early.arguments() | {"eval_strategy": "steps", "use_cpu": True})
         assert (theirs.metric_for_best_model, theirs.greater_is_better) == (metric or "loss", greater)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import EvalPrediction
 
 from strategies.backends.deepspeed import ds_config
@@ -21,7 +22,7 @@ from trainer.machine.probe import probe
 from trainer.model.build import load_config
 from trainer.planning import from_config, hybrid
 from trainer.tasks import preference
-from trainer.tasks.classification import accuracy_and_f1
+from trainer.tasks.classification import accuracy_and_f1, likely, mean_error, rows_and_f1
 from trainer.tasks.seq2seq import texts_alike
 from trainer.tasks.table import TASKS
 from trainer.verify import verify
@@ -32,17 +33,17 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return tokenizers.trained(300, tmp_path_factory.mktemp("words"), ["a good text", "a bad text"])
 
 
-def config_of(task: str, strategies: dict[str, Any] | None = None, **more: Any) -> RunConfig:
+def config_of(task: str, strategies: dict[str, Any] | None = None, head: Any = (), **more: Any) -> RunConfig:
     labels = {"labels": ["good", "bad"]} if task == "classification" else {}
     labels |= {"labels": ["reward"]} if task == "reward" else {}
     given = run_config(LLAMA, strategies=strategies, **{"use_cpu": True, "per_device_train_batch_size": 2, **more})
-    model = given.model.model_copy(update=labels)
+    model = given.model.model_copy(update=labels | dict(head))
     return given.model_copy(update={"task": task, "model": model})
 
 
-def made(task: str, given: list[dict[str, Any]], words: Any, folder: Path, **data: Any) -> Any:
+def made(task: str, given: list[dict[str, Any]], words: Any, folder: Path, head: Any = (), **data: Any) -> Any:
     """The rows of a run on ``given``."""
-    path, config = write_jsonl(folder / "rows.jsonl", given), config_of(task)
+    path, config = write_jsonl(folder / "rows.jsonl", given), config_of(task, head=head)
     config = config.model_copy(update={"data": config.data.model_copy(update={"path": str(path), **data})})
     opens: Any = lambda *hashes: None  # noqa: E731
     model = load_config(config.model)
@@ -58,6 +59,38 @@ def test_classification_rows(words: Any, tmp_path: Path) -> None:
     assert again.fingerprint == found.fingerprint
     other = made("classification", given, words, tmp_path, columns={"text": "sentence"}, max_length=9)
     assert other.fingerprint != found.fingerprint
+
+
+SEVERAL = {"problem_type": "multi_label_classification", "labels": ["a", "b", "c"]}
+NUMBER = {"problem_type": "regression", "labels": None}
+PAIR = {"problem_type": "regression", "labels": ["x", "y"]}
+
+
+@pytest.mark.parametrize(
+    ("head", "labels", "found"),
+    [
+        (SEVERAL, [["c", "a"], [1], [], [0.0, 1.0, 1.0]], [[1, 0, 1], [0, 1, 0], [0, 0, 0], [0, 1, 1]]),
+        (NUMBER, [2, -1.5], [2.0, -1.5]),
+        (PAIR, [[2, -1.5]], [[2.0, -1.5]]),
+        (SEVERAL, ["a"], "field 'label' is a string; every row needs a list"),
+        (SEVERAL, [["a", "d"]], "field 'label' is 'd', the labels are a, b, c"),
+        (SEVERAL, [[0, 1, 1]], "is [0, 1, 1], with a label twice; for each label whether it is there are 0.0 and 1.0"),
+        (SEVERAL, [[0.5, 1.0, 1.0]], "field 'label' is a number; every row needs a string or an integer"),
+        (NUMBER, ["2"], "field 'label' is '2'; every row needs a number"),
+        (NUMBER, [True], "field 'label' is True; every row needs a number"),
+        (NUMBER, [float("nan")], "field 'label' is nan; every row needs a number"),
+        (PAIR, [[1.0]], "field 'label' is [1.0]; every row needs 2 numbers"),
+        (PAIR, [1.0], "field 'label' is a number; every row needs a list"),
+    ],
+)
+def test_several_labels_and_numbers(head: Any, labels: list[Any], found: Any, words: Any, tmp_path: Path) -> None:
+    given = [{"text": "a good text", "label": label} for label in labels]
+    if isinstance(found, str):
+        with pytest.raises(DataError) as refused:
+            made("classification", given, words, tmp_path, head)
+        assert found in refused.value.lines[0]
+    else:
+        assert made("classification", given, words, tmp_path, head).train["labels"][:] == found
 
 
 def test_seq2seq_rows_end_with_eos(words: Any, tmp_path: Path) -> None:
@@ -122,6 +155,14 @@ def test_without_trl(monkeypatch: pytest.MonkeyPatch) -> None:
     from_config.check_options(config_of("classification"), 1)
 
 
+def test_labels_are_not_smoothed_where_a_row_has_several() -> None:
+    config = config_of("classification", head=SEVERAL, label_smoothing_factor=0.1)
+    with pytest.raises(ConfigError, match="multi_label_classification has no label whose share"):
+        from_config.plan_of(config, Ranks(), probe())
+    single = config_of("classification", label_smoothing_factor=0.1)
+    assert from_config.plan_of(single, Ranks(), probe()).facts.units
+
+
 def test_other_commands_are_for_language_models() -> None:
     config, machine = config_of("dpo", {"offload": {}}), probe()
     for call in (
@@ -157,6 +198,10 @@ def test_a_model_of_another_kind() -> None:
 def test_metrics(words: Any) -> None:
     found = accuracy_and_f1(EvalPrediction(np.array([0, 0, 1, 1]), np.array([0, 1, 1, 1])))
     assert found == {"accuracy": 0.75, "f1": pytest.approx((2 / 3 + 4 / 5) / 2)}
+    truth = np.array([[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]])
+    found = rows_and_f1(EvalPrediction(likely(torch.tensor([[2.0, -1, -1], [1, -2, -1]]), truth).numpy(), truth))
+    assert found == {"accuracy": 0.5, "f1": pytest.approx((1 + 0) / 2)}
+    assert mean_error(EvalPrediction(np.array([[1.0], [4.0]]), np.array([2.0, 1.0]))) == {"mae": 2.0}
     ids, pad = words("a good text")["input_ids"], words.pad_token_id
     rows_of = np.array([[pad, *ids, words.eos_token_id], [pad, *ids[::-1], words.eos_token_id]])
     wanted = np.array([[*ids, words.eos_token_id, -100]] * 2)

@@ -91,6 +91,7 @@ RENAMED: Mapping[str, str] = {
     "activation_checkpointing": "gradient_checkpointing",
     "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
 }
+LESS = ("perplexity", "mae")  # metrics of ours that are better if smaller
 # Keys that TrainingArguments does not have.
 OWN = frozenset(
     ["allow_change", "overwrite", "early_stopping_patience", "early_stopping_threshold", "sample_prompts", "profile"]
@@ -231,7 +232,7 @@ class TrainingSection(Section):
         given = self.model_dump(exclude={"resume_from_checkpoint", *OWN})
         if self.early_stopping_patience is not None:
             given["metric_for_best_model"] = self.metric_for_best_model or "loss"
-        if self.greater_is_better is None and str(self.metric_for_best_model).endswith("perplexity"):
+        if self.greater_is_better is None and str(self.metric_for_best_model).endswith(LESS):
             given["greater_is_better"] = (
                 False  # Hugging Face takes whatever does not end in loss to be better if greater
             )

@@ -171,6 +171,8 @@ def _keys_of_tasks(task: Any, sections: Mapping[str, Values]) -> Found:
         yield "data.max_target_length", f"is for task seq2seq, and this is {task}; write data.max_length"
     if m.labels and task not in ("classification", "reward"):
         yield "model.labels", f"are for task classification, and this is {task}; leave them out"
+    if m.problem_type and task != "classification":
+        yield "model.problem_type", f"is for task classification, and this is {task}; leave it out"
     if t.sample_prompts and task in ("classification", "reward", "seq2seq"):
         yield "training.sample_prompts", f"a model of task {task} continues no text; leave it out"
     if m.quantization_config and task not in LANGUAGE:
@@ -188,10 +190,11 @@ def _keys_of_tasks(task: Any, sections: Mapping[str, Values]) -> Found:
 def _task(task: Any, m: Values, t: Values) -> Found:
     if task == "classification":
         own = isinstance(m.config, dict) and ("id2label" in m.config or "num_labels" in m.config)
-        if m.labels is None and m.name_or_path is None and not own:
+        several = m.problem_type is None or m.problem_type == "single_label_classification"
+        if m.labels is None and m.name_or_path is None and not own and m.problem_type != "regression":
             yield "model.labels", "missing; write the names of the labels, as in [negative, positive]"
-        if isinstance(m.labels, list) and len(set(m.labels)) != max(2, len(m.labels)):
-            yield "model.labels", "must be at least two names, all different"
+        if isinstance(m.labels, list) and len(set(m.labels)) != max(1 + several, len(m.labels)):
+            yield "model.labels", f"must be {'at least two names, all' if several else 'names, all'} different"
     if task in ("dpo", "kto"):
         if t.precompute_ref_log_probs is False and m.lora is None:
             what = "a second model as reference is not kept; leave it out, or write model.lora, whose base is one"

@@ -20,6 +20,7 @@ from trainer.errors import ConfigError
 Share = Annotated[float, Field(ge=0, le=0.5)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
+Problem = Literal["single_label_classification", "multi_label_classification", "regression"]
 Excess = Literal["truncate", "drop", "split"]
 Columns = Literal[
     "text", "prompt", "completion", "messages", "system", "tools", "instruction", "input", "output", "input_ids",
@@ -98,6 +99,9 @@ class ModelSection(Section):
     trust_remote_code: bool = option("Run Python code that comes with the model. It can do anything you can.", False)
     labels: Annotated[list[NonEmpty] | None, Allowed("a list of names, all different")] = option(
         "classification: the labels, in the order of their numbers; not set means the saved model's own."
+    )
+    problem_type: Problem | None = option(
+        "classification: one label per row, several, or numbers; not set means the saved model's own, or one label."
     )
     lora: LoraSection | None = option("Train low-rank adapters instead of all weights; needs peft.")
     quantization_config: QuantizationSection | None = option("Base weights in 4 or 8 bits under model.lora.")

@@ -22,9 +22,8 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from trainer.data.packing import MASKED
-from trainer.data.sources import kind
 from trainer.data.templates import READY
-from trainer.errors import DataError, nearest, nearest_file
+from trainer.errors import DataError, kind, nearest, nearest_file
 
 if TYPE_CHECKING:
     from trainer.config.sections import DataSection

@@ -24,8 +24,8 @@ from trainer.data.chats import NO_TEXT, SURROGATE, Fault, Template, find_templat
 from trainer.data.chats import read as read_chat
 from trainer.data.packing import MASKED
 from trainer.data.report import BEYOND, EMPTY, LONG, UNTRAINED, Document, Dropped, Encoded
-from trainer.data.sources import Row, Source, kind
-from trainer.errors import DataError, nearest
+from trainer.data.sources import Row, Source
+from trainer.errors import DataError, kind, nearest
 
 if TYPE_CHECKING:
     from trainer.config.sections import DataSection

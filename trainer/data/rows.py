@@ -22,8 +22,8 @@ from trainer.data import packing
 from trainer.data.chats import find_template
 from trainer.data.prepare import KIND, Prepared, batched, is_whole, open_eval, open_train, tokenizer_content
 from trainer.data.report import Say
-from trainer.data.sources import Row, Source, kind
-from trainer.errors import DataError, nearest
+from trainer.data.sources import Row, Source
+from trainer.errors import DataError, kind, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,6 +56,7 @@ def prepare(
     marks = [digest_of(source.identity(True)) for source in sources.values()]
     words = digest_of(tokenizer_content(tokenizer))
     options = {"task": task.name, "labels": model.label2id, "template": tokenizer.chat_template}
+    options |= {"problem": model.problem_type} if model.problem_type else {}
     options |= {"columns": data.columns, "limit": data.limit, "lengths": lengths(data)}
     key = digest_of([options, data.eval_fraction, seed, marks, words])[:16]
     opened(marks[0], words, key)
@@ -136,7 +137,7 @@ def _fields(task: Task, columns: Mapping[str, str], row: Row) -> dict[str, Any] 
         value = row.values.get(columns.get(name, name))
         if not required and name not in columns:
             continue
-        if type(value) not in kinds:
+        if kinds and type(value) not in kinds:
             wanted = " or ".join(kind(each()) for each in kinds)
             return f"field {name!r} is {kind(value)}; every row needs {wanted}"
         values[name] = value

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from strategies.core.sealed import size_and_hash
 from trainer.data import pydoc_rows
-from trainer.errors import DataError, first_line, nearest, nearest_file
+from trainer.errors import DataError, first_line, kind, nearest, nearest_file
 from trainer.model import hub
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -156,12 +156,6 @@ _READERS: dict[str, Callable[[Path, Collection[str]], Numbered]] = {
     ".parquet": _read_parquet,
 }
 SUFFIXES = tuple(_READERS)
-
-
-def kind(value: object) -> str:
-    """A value's type in words, such as "a string"."""
-    names = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list"}
-    return "null" if value is None else names.get(type(value), "an object")
 
 
 @dataclass(frozen=True)

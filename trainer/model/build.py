@@ -67,15 +67,31 @@ def _own_config(section: ModelSection, vocab_size: int | None) -> PretrainedConf
             config = AutoConfig.from_pretrained(name, trust_remote_code=trusted, **hub.options(name))
     except (ValueError, OSError, TypeError, StrictDataclassError) as error:
         raise ConfigError(_refused(section, error)) from None
-    if section.labels is not None:
-        saved = "".join(config.architectures or ()) if section.name_or_path else ""
-        if "ForSequenceClassification" in saved and len(section.labels) != config.num_labels:
+    saved = "ForSequenceClassification" in "".join(config.architectures or ()) if section.name_or_path else False
+    labels = section.labels
+    if section.problem_type is not None:
+        config.problem_type = section.problem_type
+        if labels is None and section.problem_type == "regression" and not (saved or _names_labels(section)):
+            labels = ["score"]
+    if labels is not None:
+        if saved and len(labels) != config.num_labels:
             names = ", ".join(map(str, (config.id2label or {}).values()))
             what = f"{section.name_or_path} has {config.num_labels}: {names}"
-            raise ConfigError(f"model.labels = {section.labels}: {what}")
-        config.id2label = dict(enumerate(section.labels))
+            raise ConfigError(f"model.labels = {labels}: {what}")
+        config.id2label = dict(enumerate(labels))
         config.label2id = {label: number for number, label in config.id2label.items()}
     return config
+
+
+def _names_labels(section: ModelSection) -> bool:
+    return bool({"id2label", "num_labels"} & {*(section.config or ())})
+
+
+def of_head(section: ModelSection, config: PretrainedConfig) -> dict[str, Any]:
+    """What a saved model has to be told to have the head of ``config``, if the section says anything about it."""
+    if section.labels is None and section.problem_type is None:
+        return {}
+    return {name: getattr(config, name) for name in ("id2label", "label2id", "problem_type")}
 
 
 def set_use_cache(config: PretrainedConfig, value: bool | None) -> None:
@@ -147,8 +163,7 @@ def build(
             logger.warning(REMOTE_CODE)
         options: dict[str, Any] = {"dtype": dtype, **attention, **hub.options(section.name_or_path)}
         options |= quantise.loading(section.quantization_config, section.dtype)
-        if section.labels is not None:
-            options |= {"id2label": config.id2label, "label2id": config.label2id}
+        options |= of_head(section, config)
         model = auto.from_pretrained(section.name_or_path, trust_remote_code=section.trust_remote_code, **options)
     else:
         own = deepcopy(config)  # Transformers derives the model's generation config from this one

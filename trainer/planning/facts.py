@@ -99,6 +99,7 @@ def check_model(config: RunConfig, built: Any) -> None:
         what = f"{built.model_type} models are not for it: Transformers has no {auto.rpartition('.')[2]} of one"
         raise config.error("task", config.task, what)
     keys = built.get_text_config().to_dict()
+    refuse(config, list(TASKS[config.task].refuses_model(config, built)))
     refuse(config, [refused for each in config.strategies.values() for refused in each.refuses_model(keys)])
 
 

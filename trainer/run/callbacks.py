@@ -38,7 +38,15 @@ from trainer.machine.probe import status_bytes
 if TYPE_CHECKING:
     from trainer.dist.watchdog import Watchdog
 
-SAID = ("perplexity", "accuracy", "f1", "exact_match", "rewards/accuracies", "rewards/margins")  # of an evaluation
+SAID = (
+    "perplexity",
+    "accuracy",
+    "f1",
+    "mae",
+    "exact_match",
+    "rewards/accuracies",
+    "rewards/margins",
+)  # of an evaluation
 MIN_NEW_TOKENS, MAX_NEW_TOKENS = 20, 60  # of a sample; one that ends at once shows nothing
 EVAL_LOSS = re.compile(r"eval_(?:(.+)_)?loss")  # the key of the one evaluated set, or of one of several by its name
 

@@ -36,9 +36,8 @@ from strategies.core.commit import replaced_folder, same_modes
 from strategies.core.sealed import Damaged, damage, read, seal
 from strategies.engine.tensors.quantised import keep_packing
 from trainer.errors import write_line
-from trainer.model import quantise
+from trainer.model import build, quantise
 from trainer.model.adapters import merged
-from trainer.model.build import set_use_cache
 from trainer.run.callbacks import perplexity
 from trainer.run.checkpoint import move_aside, versions
 from trainer.run.trainer import Trainer
@@ -104,8 +103,8 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, config: RunConf
         card.save(draft / "README.md")
         with as_a_user(trainer):
             base = {} if merge else quantise.loading(section.quantization_config, section.dtype)
-            if section.labels and has_adapters and not merge:  # a user names them, since the files do not
-                base |= {"id2label": model.config.id2label, "label2id": model.config.label2id}
+            if has_adapters and not merge:  # a user names the labels, since the files do not
+                base |= build.of_head(section, model.config)
             reloaded = reload(draft, task, trust_remote_code=section.trust_remote_code, **base)
             # Reloaded adapters have other names than trained ones; their values are compared alone.
             difference = compare(reloaded, state, probe, logits, tolerance, names=merge or not has_adapters)
@@ -146,7 +145,7 @@ def config_as_it_came(model: Any) -> Iterator[None]:
         return
     live = model.config
     model.config = deepcopy(live)
-    set_use_cache(model.config, model.own_use_cache)
+    build.set_use_cache(model.config, model.own_use_cache)
     try:
         yield
     finally:

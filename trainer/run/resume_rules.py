@@ -70,7 +70,7 @@ _SAID = """
     training.early_stopping_threshold model.lora.loraplus_lr_ratio
 """
 _NEVER = """
-    task training.optim training.optim_args model.tokenizer model.labels model.lora model.lora.r
+    task training.optim training.optim_args model.tokenizer model.labels model.problem_type model.lora model.lora.r
     model.lora.target_modules model.lora.bias
     model.lora.modules_to_save model.lora.use_dora
 """

@@ -1,20 +1,26 @@
-"""Which of the labels a text, or a pair of texts, has: ``AutoModelForSequenceClassification`` with Transformers'
-Trainer and padding collator, and a cross-entropy over the labels.
+"""Which labels a text, or a pair of texts, has, or which numbers: ``AutoModelForSequenceClassification`` with
+Transformers' Trainer and padding collator.
 
-The labels are those of ``model.labels``, or of the saved model. A row has the name of one or its number. What is not
-among them is an error of the row, since a label too many would be another model. Evaluations say accuracy and macro F1.
+``model.problem_type``, or the saved model, says whether a row has one label (cross-entropy), any number of them (a
+binary cross-entropy for each label), or numbers (mean squared error). The labels are those of ``model.labels``, or of
+the saved model. What is not among them is an error of the row, since a label too many would be another model.
 
-Refused: rows with several labels, and numbers to predict (regression); their losses are others.
+Invariant. The loss of a step is the mean over its micro-batches. Transformers' Trainer adds them up where a forward
+takes any keyword, though none of these losses counts what it is given (``accepts_loss_kwargs``).
+
+Refused: smoothed labels where a row has several or numbers.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import nearest
-from trainer.tasks.task import MULTIPLE, Field, Task
+from strategies.core.protocol import Refusal
+from trainer.errors import kind, nearest
+from trainer.tasks.task import MULTIPLE, Field, Task, takes_no_count
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,14 +29,22 @@ if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
 
 
+ONE, SEVERAL, NUMBERS = "single_label_classification", "multi_label_classification", "regression"
+
+
 class Classification(Task):
-    """One of several labels for each row."""
+    """Labels, or numbers, for each row."""
 
     name = "classification"
-    fields = (Field("text", (str,)), Field("label", (str, int)), Field("text_pair", (str,), required=False))
+    fields = (Field("text", (str,)), Field("label", ()), Field("text_pair", (str,), required=False))
     model_class = "transformers.AutoModelForSequenceClassification"
     adapters = "SEQ_CLS"
     pipeline_tag = "text-classification"
+
+    def refuses_model(self, config: RunConfig, model: PretrainedConfig) -> Iterator[Refusal]:
+        if config.training.label_smoothing_factor and (problem := problem_of(model)) != ONE:
+            what = f"{problem} has no label whose share could be taken from it; leave it out"
+            yield Refusal("training.label_smoothing_factor", config.training.label_smoothing_factor, what)
 
     def features(
         self, rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig, data: Any
@@ -38,7 +52,7 @@ class Classification(Task):
         texts = [row["text"] for row in rows]
         pairs = [row["text_pair"] for row in rows] if "text_pair" in rows[0] else None
         made = tokenizer(texts, pairs, truncation=True, max_length=data.max_length, verbose=False)
-        labels = [number_of(row["label"], model) for row in rows]
+        labels = [target_of(row["label"], model) for row in rows]
         columns = [name for name in tokenizer.model_input_names if name in made]
         return [
             label if isinstance(label, str) else {**{name: made[name][index] for name in columns}, "labels": label}
@@ -50,6 +64,7 @@ class Classification(Task):
         config = model.config.get_text_config()
         if config.pad_token_id is None:
             config.pad_token_id = tokenizer.pad_token_id
+        takes_no_count(model)
 
     def complete(self, given: dict[str, Any], config: RunConfig) -> dict[str, Any]:
         return {**given, "remove_unused_columns": True}  # what the tokenizer makes and the model does not take
@@ -59,8 +74,7 @@ class Classification(Task):
 
         return {
             "data_collator": DataCollatorWithPadding(tokenizer, pad_to_multiple_of=MULTIPLE),
-            "compute_metrics": accuracy_and_f1,
-            "preprocess_logits_for_metrics": most_likely,
+            **METRICS[problem_of(model.config)],
         }
 
     def targets(self, ids: Tensor, config: RunConfig) -> dict[str, Any]:
@@ -68,13 +82,51 @@ class Classification(Task):
 
     def forward(self, model: Any, config: RunConfig) -> Callable[..., Any]:
         takes = inspect.signature((model.get_base_model() if config.model.lora else model).forward).parameters
-        if "token_type_ids" not in takes:
-            return super().forward(model, config)
-        return lambda **inputs: model(token_type_ids=inputs["input_ids"], **inputs)  # zeros in both
+        problem, count = problem_of(model.config), model.config.num_labels
+
+        def run(**inputs: Any) -> Any:
+            if "token_type_ids" in takes:
+                inputs["token_type_ids"] = inputs["input_ids"]  # zeros in both
+            if problem != ONE:
+                inputs["labels"] = inputs["labels"].new_zeros(len(inputs["labels"]), count).float()
+            return model(**inputs)
+
+        return run
 
 
-def number_of(label: str | int, model: PretrainedConfig) -> int | str:
+def problem_of(model: PretrainedConfig) -> str:
+    """What a model predicts, as its loss takes it."""
+    return model.problem_type or (NUMBERS if model.num_labels == 1 else ONE)
+
+
+def target_of(label: Any, model: PretrainedConfig) -> int | float | list[float] | str:
+    """What the loss takes for the label of a row, or a line about what is wrong with it."""
+    problem, count = problem_of(model), int(model.num_labels or 0)
+    if problem == ONE:
+        return number_of(label, model)
+    several = problem == SEVERAL or count > 1
+    if several and not isinstance(label, list):
+        return f"field 'label' is {kind(label)}; every row needs a list: the problem is {problem} of {count}"
+    values = label if several else [label]
+    if problem == NUMBERS:
+        if len(values) != count or any(type(each) not in (int, float) or not math.isfinite(each) for each in values):
+            return f"field 'label' is {label!r}; every row needs {f'{count} numbers' if several else 'a number'}"
+        found = list(map(float, values))
+        return found if several else found[0]
+    if len(values) == count and {*map(type, values)} == {float} and {*values} <= {0.0, 1.0}:
+        return list(values)  # for each label, whether the row has it
+    numbers = [number_of(each, model) for each in values]
+    if wrong := [each for each in numbers if isinstance(each, str)]:
+        return wrong[0]
+    if len({*numbers}) < len(numbers):
+        return f"field 'label' is {label!r}, with a label twice; for each label whether it is there are 0.0 and 1.0"
+    return [float(number in numbers) for number in range(count)]
+
+
+def number_of(label: Any, model: PretrainedConfig) -> int | str:
     """The number of a label, or a line about what is wrong with it."""
+    if type(label) not in (str, int):
+        return f"field 'label' is {kind(label)}; every row needs a string or an integer"
     names = {str(name): number for name, number in (model.label2id or {}).items()}
     if str(label) in names:
         return int(names[str(label)])
@@ -100,3 +152,37 @@ def accuracy_and_f1(prediction: EvalPrediction) -> dict[str, float]:
         both, either = ((found == label) & (truth == label)).sum(), (found == label).sum() + (truth == label).sum()
         scores.append(2.0 * both / either)
     return {"accuracy": float((found == truth).mean()), "f1": float(sum(scores) / len(scores))}
+
+
+def likely(logits: Any, labels: Tensor) -> Tensor:
+    """1 for each label that is likelier than not. [B, L] -> [B, L]"""
+    found: Tensor = ((logits[0] if isinstance(logits, tuple) else logits) > 0).int()
+    return found
+
+
+def rows_and_f1(prediction: EvalPrediction) -> dict[str, float]:
+    """Share of rows with exactly their labels, and the mean of F1 over labels that are there or were found."""
+    found: Any = prediction.predictions
+    truth: Any = prediction.label_ids
+    both, either = (found * truth).sum(0), found.sum(0) + truth.sum(0)
+    scores = 2.0 * both[either > 0] / either[either > 0]
+    return {"accuracy": float((found == truth).all(1).mean()), "f1": float(scores.mean()) if len(scores) else 1.0}
+
+
+def as_they_are(logits: Any, labels: Tensor) -> Tensor:
+    """The numbers that were found. [B, L] -> [B, L]"""
+    found: Tensor = (logits[0] if isinstance(logits, tuple) else logits).float()
+    return found
+
+
+def mean_error(prediction: EvalPrediction) -> dict[str, float]:
+    """The mean absolute error; the loss is the squared one."""
+    found: Any = prediction.predictions
+    return {"mae": float(abs(found.reshape(-1) - prediction.label_ids.reshape(-1)).mean())}  # type: ignore[union-attr]
+
+
+METRICS: Mapping[str, dict[str, Any]] = {
+    ONE: {"compute_metrics": accuracy_and_f1, "preprocess_logits_for_metrics": most_likely},
+    SEVERAL: {"compute_metrics": rows_and_f1, "preprocess_logits_for_metrics": likely},
+    NUMBERS: {"compute_metrics": mean_error, "preprocess_logits_for_metrics": as_they_are},
+}

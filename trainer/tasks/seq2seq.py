@@ -8,11 +8,12 @@ completion ends with the tokenizer's eos, or generation would not end. Evaluatio
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trainer.tasks.task import MULTIPLE, Field, Task, mean_over_tokens
+from trainer.tasks.task import MULTIPLE, Field, Task, mean_over_tokens, takes_no_count
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,6 +50,9 @@ class Seq2Seq(Task):
         for config in (model.config, model.generation_config):
             if getattr(config, "decoder_start_token_id", None) is None:
                 config.decoder_start_token_id = tokenizer.pad_token_id
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if "self.loss_function(" not in inspect.getsource(type(base).forward):  # T5 and BART compute it by themselves
+            takes_no_count(model)
 
     def complete(self, given: dict[str, Any], config: RunConfig) -> dict[str, Any]:
         return {**given, "remove_unused_columns": True}

@@ -31,7 +31,7 @@ class Field(NamedTuple):
     """A column of the data: its name here, the types that it may have, and whether each row needs it."""
 
     name: str
-    kinds: tuple[type, ...]
+    kinds: tuple[type, ...]  # empty: the task looks at them
     required: bool = True
 
 
@@ -74,6 +74,10 @@ class Task:
                 what = f"divides the layers of language models, and cannot train task {self.name}; leave it out"
                 yield Refusal(f"strategies.{name}", strategy.model_dump(exclude_unset=True), what)
 
+    def refuses_model(self, config: RunConfig, model: PretrainedConfig) -> Iterator[Refusal]:
+        """What cannot work with this model, known from its configuration."""
+        yield from ()
+
     def features(
         self, rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig, data: Any
     ) -> list[dict[str, Any] | str]:
@@ -113,6 +117,11 @@ class Pretrain(Task):
     """The same on plain text."""
 
     name = "pretrain"
+
+
+def takes_no_count(model: Any) -> None:
+    """Have Transformers' Trainer take the mean of a step's micro-batches, for a loss that does not count its items."""
+    getattr(model, "get_base_model", lambda: model)().accepts_loss_kwargs = False
 
 
 def loaded(dotted: str) -> Any:
