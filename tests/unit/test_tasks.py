@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import EvalPrediction
+from transformers import EvalPrediction, LlamaConfig
 
 from strategies.backends.deepspeed import ds_config
 from tests.e2e.commands import write_jsonl
@@ -19,10 +19,10 @@ from trainer.data import tokenizer as tokenizers
 from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError, DataError
 from trainer.machine.probe import probe
-from trainer.model.build import load_config
+from trainer.model.build import load_config, of_head
 from trainer.planning import from_config, hybrid
 from trainer.tasks import preference
-from trainer.tasks.classification import accuracy_and_f1, likely, mean_error, rows_and_f1
+from trainer.tasks.classification import accuracy_and_f1, likely, mean_error, problem_of, rows_and_f1
 from trainer.tasks.seq2seq import texts_alike
 from trainer.tasks.table import TASKS
 from trainer.verify import verify
@@ -91,6 +91,13 @@ def test_several_labels_and_numbers(head: Any, labels: list[Any], found: Any, wo
         assert found in refused.value.lines[0]
     else:
         assert made("classification", given, words, tmp_path, head).train["labels"][:] == found
+
+
+def test_what_a_saved_model_is_told() -> None:
+    """Without a word about it, one output is a number to Transformers' losses."""
+    assert problem_of(LlamaConfig(num_labels=1)) == "regression"
+    section = config_of("classification", head=PAIR).model
+    assert of_head(section, load_config(section))["problem_type"] == "regression"
 
 
 def test_seq2seq_rows_end_with_eos(words: Any, tmp_path: Path) -> None:
