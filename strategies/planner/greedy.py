@@ -164,7 +164,7 @@ class _Search:
     def _improve(self) -> bool:
         """Move to a better plan near the best one; whether there is one."""
         copies = fsum(self._up[gap.weight] for gap in self._best)
-        for out, into in self._moves(self._best):
+        for out, into in self._moves():
             change = sum(self._up[gap.weight] for gap in into) - self._up[out.weight]
             if self._bound(copies + change) <= self._cost[0] and self._try(self._best.difference([out]).union(into)):
                 return True
@@ -172,12 +172,28 @@ class _Search:
                 break
         return False
 
-    def _moves(self, gaps: Gaps) -> Iterator[tuple[Gap, list[Gap]]]:
-        """The gap that is dropped, and the one that takes its place, if any."""
-        inside = [gap for gap in self._problem.gaps if gap in gaps]
-        yield from ((gap, []) for gap in inside)
+    def _moves(self) -> Iterator[tuple[Gap, list[Gap]]]:
+        """The gap of the best plan that is dropped, and the one that takes its place, if any, where that fits."""
+        gaps, inside = self._best, [gap for gap in self._problem.gaps if gap in self._best]
+        used = least_memory(self._problem, inside)
+        short = {gap: self._short(used, gap) for gap in inside}
+        yield from ((gap, []) for gap in inside if not short[gap])
         for gap in inside:
-            yield from ((gap, [other]) for other in self._near(gap, gaps))
+            yield from ((gap, [other]) for other in self._near(gap, gaps) if self._covers(other, short[gap]))
+
+    def _short(self, used: list[int], gap: Gap) -> dict[int, int]:
+        """The bytes that are missing without ``gap``, by tick."""
+        count, over = len(used), self._problem.weights[gap.weight].num_bytes - self._problem.budget
+        there = (tick % count for tick in range(gap.after + 1, gap.before))
+        return {tick: used[tick] + over for tick in there if used[tick] + over > 0}
+
+    def _covers(self, gap: Gap, short: dict[int, int]) -> bool:
+        """Whether a weight that leaves in ``gap`` frees what is missing."""
+        if not short:
+            return True
+        length, count = gap.before - gap.after - 1, len(self._problem.ticks)
+        enough = max(short.values()) <= self._problem.weights[gap.weight].num_bytes
+        return enough and all((tick - gap.after - 1) % count < length for tick in short)
 
     def _near(self, gap: Gap, gaps: Gaps) -> list[Gap]:
         """Gaps outside of ``gaps`` that begin about when ``gap`` does."""

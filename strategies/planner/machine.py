@@ -20,26 +20,28 @@ batch of a few megabytes on its way up: both are left out.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from heapq import heappop, heappush
 from math import inf
+from typing import TypeAlias
 
 from strategies.planner.problem import Problem
 from strategies.planner.tasks import COPIES, Resource, Task
 
 UP, DOWN, DRAM, DEVICE, CORES = range(5)  # the media
+Needs: TypeAlias = tuple[tuple[int, float], ...]  # of a task: a medium, and what of it per second at full speed
 
 
 class _Running:
     """A task in progress: first its latency, then the seconds that it takes at full speed, at a speed that may change.
 
-    ``needs`` are (medium, units per second at full speed). ``end`` is when its latency ends, then when it does.
+    ``needs`` is the number of what it needs at full speed, 0 for nothing. ``end`` is when its latency ends, then when
+    it does.
     """
 
     __slots__ = ("end", "moving", "needs", "queue", "speed", "task")
 
-    def __init__(
-        self, task: Task, queue: _Queue, now: float, latency: float, needs: Sequence[tuple[int, float]]
-    ) -> None:
+    def __init__(self, task: Task, queue: _Queue, now: float, latency: float, needs: int) -> None:
         self.task, self.queue, self.needs, self.speed = task, queue, needs, 1.0
         self.moving = not latency
         self.end = now + (latency or task.seconds)
@@ -74,6 +76,12 @@ class SimulatedMachine:
         self._capacity = (link.up, link.down, shared.dram, shared.device, 1.0)
         self._queues: dict[tuple[Resource, int], _Queue] = {}
         self._running: list[_Running] = []
+        # What tasks need at full speed, (medium, units per second) each, numbered; and the speeds of those that run
+        # together, by their numbers: a step has many alike.
+        self._needs: list[Needs] = [()]
+        self._numbers: dict[Needs, int] = {(): 0}
+        self._number = cache(self._number_of)
+        self._speeds: dict[tuple[int, ...], list[float]] = {}
         self._changed = False  # whether other tasks use media than those whose speeds are set
 
     def offer(self, task: Task) -> None:
@@ -91,12 +99,24 @@ class SimulatedMachine:
                 task = heappop(queue.ready)[2]
                 task.start, queue.busy = now, True
                 latency = self._latency if task.resource in COPIES else 0.0
-                one = _Running(task, queue, now, latency, self._needs(task))
+                one = _Running(
+                    task,
+                    queue,
+                    now,
+                    latency,
+                    self._number(task.resource, task.seconds, task.num_bytes, task.touched_bytes),
+                )
                 self._running.append(one)
                 self._changed |= one.moving and bool(one.needs)
         if self._changed:
-            self._share(now)
             self._changed = False
+            moving = [one for one in self._running if one.moving and one.needs]
+            together = tuple([one.needs for one in moving])
+            if together not in self._speeds:
+                self._speeds[together] = self._shared([self._needs[number] for number in together])
+            for one, speed in zip(moving, self._speeds[together], strict=True):
+                if speed != one.speed:
+                    one.at(speed, now)
 
     def next_time(self) -> float | None:
         """When the next task or latency ends; None if nothing runs."""
@@ -122,23 +142,27 @@ class SimulatedMachine:
         self._running = going
         return done
 
-    def _needs(self, task: Task) -> list[tuple[int, float]]:
-        """What ``task`` needs of each medium per second at full speed."""
-        if not task.seconds:
-            return []
+    def _number_of(self, resource: Resource, seconds: float, num_bytes: int, touched_bytes: int) -> int:
+        """The number of what a task needs of each medium per second at full speed."""
+        if not seconds:
+            return 0
         found = [(CORES, 1.0)] if self._cores else []
-        if task.resource in COPIES:
-            found.append((UP if task.resource is Resource.UP else DOWN, task.num_bytes / task.seconds))
-        if task.resource is Resource.NET and task.num_bytes:
-            found += [(medium, task.num_bytes / task.seconds) for medium in (UP, DOWN)]
-        found += [(medium, size / task.seconds) for medium, size in media(task) if size]
-        return found
+        if resource in COPIES:
+            found.append((UP if resource is Resource.UP else DOWN, num_bytes / seconds))
+        if resource is Resource.NET and num_bytes:
+            found += [(medium, num_bytes / seconds) for medium in (UP, DOWN)]
+        used = media(resource, num_bytes, touched_bytes)
+        needs = tuple(found + [(medium, size / seconds) for medium, size in used if size])
+        number = self._numbers.setdefault(needs, len(self._needs))
+        if number == len(self._needs):
+            self._needs.append(needs)
+        return number
 
-    def _share(self, now: float) -> None:
-        """Set the speed of every running task; those that need no medium are never slower."""
-        load, moving = [0.0] * len(self._capacity), [one for one in self._running if one.moving and one.needs]
-        for one in moving:
-            for medium, need in one.needs:
+    def _shared(self, tasks: Sequence[Needs]) -> list[float]:
+        """The speeds of tasks that run together and need so much; those that need no medium are never slower."""
+        load = [0.0] * len(self._capacity)
+        for needs in tasks:
+            for medium, need in needs:
                 load[medium] += need
         both = self._duplex if load[UP] and load[DOWN] else 1.0
         factors, slower = [1.0] * len(load), False  # of media that all together need more of than there is
@@ -146,19 +170,16 @@ class SimulatedMachine:
             rate = self._capacity[medium] * both if medium <= DOWN else self._capacity[medium]
             if wanted > rate:
                 factors[medium], slower = rate / wanted, True
-        for one in moving:
-            speed = min([factors[medium] for medium, _ in one.needs]) if slower else 1.0
-            if speed != one.speed:
-                one.at(speed, now)
+        return [min([factors[medium] for medium, _ in needs]) if slower else 1.0 for needs in tasks]
 
 
-def media(task: Task) -> tuple[tuple[int, int], ...]:
-    """The memories that ``task`` uses, and how many bytes of each."""
-    if task.resource in COPIES:
-        return (DRAM, task.num_bytes), (DEVICE, task.num_bytes)
-    if task.resource is Resource.NET:
-        return (DRAM, 2 * task.num_bytes), (DEVICE, 2 * task.num_bytes)
-    return ((DRAM if task.resource is Resource.CPU else DEVICE, task.touched_bytes),)
+def media(resource: Resource, num_bytes: int, touched_bytes: int) -> tuple[tuple[int, int], ...]:
+    """The memories that a task uses, and how many bytes of each."""
+    if resource in COPIES:
+        return (DRAM, num_bytes), (DEVICE, num_bytes)
+    if resource is Resource.NET:
+        return (DRAM, 2 * num_bytes), (DEVICE, 2 * num_bytes)
+    return ((DRAM if resource is Resource.CPU else DEVICE, touched_bytes),)
 
 
 def least_seconds(problem: Problem, tasks: Sequence[Task]) -> dict[str, float]:
@@ -170,7 +191,7 @@ def least_seconds(problem: Problem, tasks: Sequence[Task]) -> dict[str, float]:
         if task.resource is Resource.NET:
             found[Resource.UP.value] += task.num_bytes / problem.link.up
             found[Resource.DOWN.value] += task.num_bytes / problem.link.down
-        for medium, size in media(task):
+        for medium, size in media(task.resource, task.num_bytes, task.touched_bytes):
             bytes_of[medium] += size
     found["DRAM"] = bytes_of[DRAM] / problem.shared.dram
     found["device memory"] = bytes_of[DEVICE] / problem.shared.device

@@ -85,12 +85,14 @@ class OffloadRequest:
 
 class Sizes(NamedTuple):
     """Bytes of a placement: on the device of weights that may be offloaded (``weights``), the most of them that one
-    unit needs (``largest_unit``), and all else (``rest``); on the host while no weight is offloaded (``host``)."""
+    unit needs (``largest_unit``), and all else (``rest``); on the host while no weight is offloaded (``host``), and
+    what is added there if all are (``copies``), but for slots."""
 
     weights: int
     largest_unit: int
     rest: int
     host: int
+    copies: int
 
     @property
     def device(self) -> int:
@@ -286,7 +288,8 @@ class Places:
                 units[unit] += self._weights[index]
         weights = sum(self._weights[index] for index in leaving)
         rest = device - weights + scratch_of([mixed]) + self._received
-        return Sizes(weights, max(units.values(), default=0), rest, host)
+        copies = sum(self._costs(self._like[index], placement[index]).copy for index in leaving)
+        return Sizes(weights, max(units.values(), default=0), rest, host, copies)
 
     def _cost(self, index: int, place: Place) -> _Cost:
         bucket = self._bucket(index, place)

@@ -65,13 +65,14 @@ class SiteSearch:
 
     def __init__(self, facts: Facts, request: OffloadRequest, places: Places, host_room: int) -> None:
         self._facts, self._request, self.places, self._host_room = facts, request, places, host_room
-        self._mixed = cache(partial(mixed, places))
+        self._mixed = Mixer(places).placement
 
     def worked_out(self, placement: Placement, device_room: int, searched: int = SEARCHED) -> Layout | None:
         """The layout of ``placement`` with as many weights offloaded as it takes; None if it does not fit."""
         sizes = self.places.sizes(placement)
         made = self._scheduled(placement, sizes, device_room, searched)
-        if made is None or place(made).num_bytes(Home.HOST) <= self._host_room:
+        surely = self._request.keeps_copies and sizes.host + sizes.copies <= self._host_room
+        if made is None or surely or place(made).num_bytes(Home.HOST) <= self._host_room:
             return made
         some = fewest_copies(self.places.movable(placement), sizes.device - device_room) or []
         made = weight_schedule.only_while_used(self.places.layout(placement), [weight.index for weight in some])
@@ -266,25 +267,33 @@ def _descended(mix: Mix, cost: Callable[[Mix], float], step: int, parts: Sequenc
     return mix
 
 
-def mixed(places: Places, mix: Mix) -> Placement:
-    """The placement of these parts, as far as the options allow it."""
-    sizes = [bucket.weight_bytes for bucket in places.buckets]
-    visits = [any(choice.site is Site.STREAMED for choice in choices) for choices in places.choices]
-    ends = [index for index, may in enumerate(visits) if not may]
-    blocks = [index for index, may in enumerate(visits) if may] or ends
-    here = {*ends[: mix.ends], *_share(blocks, sizes, mix.stays)}
-    rest = [index for index in range(len(sizes)) if index not in here]
-    by_size = sorted(rest, key=sizes.__getitem__)
-    streamed = {*(_first(by_size, sizes, mix.streamed) if mix.small else _share(rest, sizes, mix.streamed))}
-    sent = {*_share(rest, sizes, mix.sent)}
+class Mixer:
+    """The placements of mixes, as far as the options allow them."""
 
-    def nearest(index: int) -> Place:
-        site = Site.DEVICE if index in here else Site.STREAMED if index in streamed else Site.HOST
-        order = [site, Site.HOST, Site.STREAMED, Site.DEVICE, Site.NONE]
-        home = Home.HOST if index in sent else Home.DEVICE
-        return min(places.choices[index], key=lambda one: (order.index(one.site), one.grad_home is not home))
+    def __init__(self, places: Places) -> None:
+        self._sizes = [bucket.weight_bytes for bucket in places.buckets]
+        visits = [any(choice.site is Site.STREAMED for choice in choices) for choices in places.choices]
+        self._ends = [index for index, may in enumerate(visits) if not may]
+        self._blocks = [index for index, may in enumerate(visits) if may] or self._ends
+        self._nearest = [cache(partial(_nearest, choices)) for choices in places.choices]
+        self.placement = cache(self._placement)
 
-    return tuple(map(nearest, range(len(sizes))))
+    def _placement(self, mix: Mix) -> Placement:
+        sizes = self._sizes
+        here = {*self._ends[: mix.ends], *_share(self._blocks, sizes, mix.stays)}
+        rest = [index for index in range(len(sizes)) if index not in here]
+        by_size = sorted(rest, key=sizes.__getitem__) if mix.small else []
+        streamed = {*(_first(by_size, sizes, mix.streamed) if mix.small else _share(rest, sizes, mix.streamed))}
+        sent = {*_share(rest, sizes, mix.sent)}
+        sites = (Site.DEVICE if i in here else Site.STREAMED if i in streamed else Site.HOST for i in range(len(sizes)))
+        homes = (Home.HOST if index in sent else Home.DEVICE for index in range(len(sizes)))
+        return tuple(nearest(site, home) for nearest, site, home in zip(self._nearest, sites, homes, strict=True))
+
+
+def _nearest(choices: Sequence[Place], site: Site, home: Home) -> Place:
+    """The choice that is most like ``site``, then ``home``."""
+    order = [site, Site.HOST, Site.STREAMED, Site.DEVICE, Site.NONE]
+    return min(choices, key=lambda one: (order.index(one.site), one.grad_home is not home))
 
 
 def _first(indices: Sequence[int], sizes: Sequence[int], part: int) -> Iterator[int]:

@@ -105,10 +105,12 @@ def traffic(facts: Facts, layout: Layout, rates: Rates) -> tuple[int, int]:
     return up, down
 
 
-def problem_of(facts: Facts, layout: Layout, rates: Rates) -> Problem:
-    """Ticks, weights and link of ``layout``. The budget is unlimited: a layout fits by construction."""
+def problem_of(facts: Facts, layout: Layout, rates: Rates, *, updates: bool = True) -> Problem:
+    """Ticks, weights and link of ``layout``, with or without updates and what else depends on addresses. The budget is
+    unlimited: a layout fits by construction.
+    """
     names = [unit.name for unit in facts.units]
-    slots, overlapping = slot_numbers(layout), _overlapping(layout)
+    slots, overlapping = (slot_numbers(layout), _overlapping(layout)) if updates else ({}, {})
     forward, backward = zip(*unit_seconds(facts, rates), strict=True)
     ticks_by_unit = ticks_of(names)
     ticks = [
@@ -123,7 +125,7 @@ def problem_of(facts: Facts, layout: Layout, rates: Rates) -> Problem:
                 bucket.name,
                 bucket.weight_bytes,
                 uses(bucket, ticks_by_unit),
-                _update(bucket, layout, facts, rates, slots),
+                _update(bucket, layout, facts, rates, slots) if updates else None,
                 overlapping.get(index, ()),
                 bucket.ways,
                 on_host=not bucket.resident,

@@ -108,12 +108,13 @@ class TaskBuilder:
         self._saved: dict[int, Task] = {}  # per forward tick of this pass: the copy down of what it saved
 
     def _task(self, resource: Resource, label: str, after: Iterable[Task | None]) -> Task:
-        task = Task(resource, label, len(self.tasks), self._at)
-        for before in dict.fromkeys(after):
+        tasks = self.tasks
+        task = Task(resource, label, len(tasks), self._at)
+        for before in {*after}:
             if before is not None:
                 before.then.append(task)
                 task.waits += 1
-        self.tasks.append(task)
+        tasks.append(task)
         return task
 
     def _copy(self, resource: Resource, label: str, num_bytes: int, after: Iterable[Task | None]) -> Task:

@@ -106,11 +106,9 @@ def _problem(facts: Facts, layout: Layout, indices: Collection[int], room: int) 
     for index in sorted(indices):
         together.setdefault(layout.buckets[index].units, []).append(index)
     groups = list(together.values())
-    whole = problem_of(facts, layout, facts.machine.rates or ASSUMED)
+    whole = problem_of(facts, layout, facts.machine.rates or ASSUMED, updates=False)
     sizes = [sum(aligned(layout.buckets[index].weight_bytes) for index in group) for group in groups]
-    weights = tuple(
-        replace(whole.weights[group[0]], num_bytes=size, update=None) for group, size in zip(groups, sizes, strict=True)
-    )
+    weights = tuple(replace(whole.weights[group[0]], num_bytes=size) for group, size in zip(groups, sizes, strict=True))
     ticks = tuple(replace(tick, hosted_bytes=0) for tick in whole.ticks)
     return replace(whole, ticks=ticks, weights=weights, budget=room, accumulation=1), groups
 
@@ -125,8 +123,9 @@ def _capped(evictions: Sequence[Eviction], ahead: int | None) -> tuple[Eviction,
 def _scheduled(layout: Layout, groups: Groups, problem: Problem, evictions: Sequence[Eviction]) -> Layout:
     buckets = list(layout.buckets)
     for group, present in zip(groups, present_ticks(problem, evictions), strict=True):
-        for index in group:
-            buckets[index] = replace(buckets[index], resident_ticks=resident_ticks(present, layout.num_ticks))
+        if there := resident_ticks(present, layout.num_ticks):
+            for index in group:
+                buckets[index] = replace(buckets[index], resident_ticks=there)
     return replace(layout, buckets=tuple(buckets))
 
 

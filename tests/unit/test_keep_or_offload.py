@@ -21,7 +21,7 @@ from strategies.planner.addresses import place, slot_pools
 from strategies.planner.buckets import block_bytes, capacity
 from strategies.planner.estimate import Estimate
 from strategies.planner.places import Places
-from strategies.planner.site_search import SHARES, STARTS, Mix, SiteSearch, mixed
+from strategies.planner.site_search import SHARES, STARTS, Mix, Mixer, SiteSearch
 from strategies.planner.step_cost import cost_of
 from strategies.planner.weight_schedule import ASSUMED, only_while_used
 from tests.helpers.fakes import GPU
@@ -85,7 +85,8 @@ def test_the_estimate_ranks_as_the_simulator_does() -> None:
     asked = request(60 * GIB)
     places = Places(known, asked)
     estimate = Estimate(known, asked, places)
-    some = {mixed(places, Mix(*shares, SHARES)) for shares in product(range(0, SHARES + 1, SHARES // 8), repeat=2)}
+    mixer = Mixer(places)
+    some = {mixer.placement(Mix(*shares, SHARES)) for shares in product(range(0, SHARES + 1, SHARES // 8), repeat=2)}
     ranked = sorted(some, key=lambda placement: estimate.seconds(placement, 0))
     simulated = [cost_of(known, places.layout(placement), rates).seconds for placement in ranked]
     assert min(simulated[: STARTS // 2]) <= 1.05 * min(simulated)
