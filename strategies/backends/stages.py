@@ -19,7 +19,7 @@ between blocks. Whether that is so is tried on a small copy (``form_of``), which
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -85,11 +85,18 @@ class Stage:
 
     ``parts`` are names of units, of blocks their paths; ``whole`` the model as it was, on the device ``meta``: names,
     shapes and ties, without values. Raise CannotCut if it has other modules around its blocks than ``form`` knows.
+    ``fill`` is called before anything is removed, with the names of the parameters that stay.
     """
 
-    def __init__(self, model: nn.Module, parts: Sequence[Sequence[str]], mine: Sequence[int], form: Form) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: Sequence[Sequence[str]],
+        mine: Sequence[int],
+        form: Form,
+        fill: Callable[[set[str]], None] = lambda names: None,
+    ) -> None:
         self.model, self.form, self.front = model, form, list(form.front)
-        self.whole = without_values(model)
         self.blocks = list(find_blocks(model))
         outside = _outside(model, self.blocks)
         if other := form.outside ^ set(outside):
@@ -98,6 +105,8 @@ class Stage:
         self.parts = [[name for name in part if name in self.blocks] for part in parts]
         self.mine = list(mine)
         gone = set.intersection(*(self._absent(part) for part in self.mine))
+        fill({name for name, _ in model.named_parameters(remove_duplicate=False) if not _is_in(gone, name)})
+        self.whole = without_values(model)
         self._swaps = {part: self._swaps_of(part, gone) for part in self.mine}
         for path in gone:
             replace(model, path, self._stand_in(path))
@@ -166,9 +175,12 @@ class Stage:
 
 def _outside(model: nn.Module, blocks: Sequence[str]) -> list[str]:
     """Paths of the modules that have weights themselves and are in no block."""
-    inside = tuple(f"{block}." for block in blocks)
     with_weights = [path for path, module in model.named_modules() if [*module.parameters(recurse=False)]]
-    return [path for path in with_weights if not f"{path}.".startswith(inside)]
+    return [path for path in with_weights if not _is_in(blocks, path)]
+
+
+def _is_in(paths: Collection[str], name: str) -> bool:
+    return f"{name}.".startswith(tuple(f"{path}." for path in paths))
 
 
 def replace(model: nn.Module, path: str, module: nn.Module) -> None:

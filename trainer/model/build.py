@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from trainer.tasks.task import Task, loaded
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
     from trainer.config.sections import LoraSection, ModelSection
@@ -141,13 +142,20 @@ def _refused(section: ModelSection, error: Exception) -> str:
 
 
 def build(
-    section: ModelSection, config: PretrainedConfig, *, seed: int, partitioned: bool, task: Task = LANGUAGE
+    section: ModelSection,
+    config: PretrainedConfig,
+    *,
+    seed: int,
+    partitioned: bool,
+    task: Task = LANGUAGE,
+    on_meta: bool = False,
 ) -> PreTrainedModel:
     """The model with its weights, in ``section.dtype``, on the CPU (or partitioned over the ranks).
 
     Args:
         seed: for random weights, which are the same bits under every strategy.
         partitioned: ZeRO stage 3 is on, and Transformers builds under ``deepspeed.zero.Init``.
+        on_meta: without values, for ``parts.fill``.
     """
     import torch
 
@@ -164,13 +172,15 @@ def build(
         options: dict[str, Any] = {"dtype": dtype, **attention, **hub.options(section.name_or_path)}
         options |= quantise.loading(section.quantization_config, section.dtype)
         options |= of_head(section, config)
+        if on_meta:
+            options["device_map"] = "meta"
         model = auto.from_pretrained(section.name_or_path, trust_remote_code=section.trust_remote_code, **options)
     else:
         own = deepcopy(config)  # Transformers derives the model's generation config from this one
         as_given = _own_config(section, config.get_text_config().vocab_size)
         set_use_cache(own, getattr(as_given, "use_cache", None))
         make = partial(auto.from_config, own, dtype=dtype, **attention)
-        model = make() if partitioned else _random_weights(make, seed)
+        model = make() if partitioned else _without_values(make) if on_meta else _random_weights(make, seed)
         if section.quantization_config is not None:
             quantise.quantise(model, section.quantization_config)
     keep_packing(model)
@@ -185,28 +195,44 @@ def _random_weights(make: Callable[[], PreTrainedModel], seed: int) -> PreTraine
     """Build on the meta device, then allocate and initialise in place: one copy, one stream of random numbers."""
     import torch
 
-    with torch.device("meta"):
-        model = make()
+    model = _without_values(make)
     model.to_empty(device="cpu")
-    versions = {name: tensor._version for name, tensor in _tensors(model)}
+    versions = {name: tensor._version for name, tensor in tensors_of(model)}
     torch.manual_seed(seed)
-    # Modules were marked as initialised on the meta device, where nothing was drawn.
-    for marked in (*model.modules(), *model.parameters(), *model.buffers()):
-        vars(marked).pop("_is_hf_initialized", None)
+    forget_marks(model)
     # to_empty gave tied parameters storage of their own. They are tied after initialisation, as Transformers does it,
     # so that the embedding keeps its own draw (with a zero row for padding) and not the head's.
     model.initialize_weights()
-    left = [name for name, tensor in _tensors(model) if tensor._version == versions[name]]
+    refuse_uninitialised(model, versions)
+    model.tie_weights()
+    return model
+
+
+def _without_values(make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    import torch
+
+    with torch.device("meta"):
+        return make()
+
+
+def forget_marks(model: PreTrainedModel) -> None:
+    """Let Transformers initialise what it has marked as initialised on the meta device, where nothing was drawn."""
+    for marked in (*model.modules(), *model.parameters(), *model.buffers()):
+        vars(marked).pop("_is_hf_initialized", None)
+
+
+def refuse_uninitialised(model: PreTrainedModel, versions: Mapping[str, int]) -> None:
+    """Raise ConfigError if a tensor was not written since its version was looked at."""
+    left = [name for name, tensor in tensors_of(model) if tensor._version == versions[name]]
     if left:
         raise ConfigError(
             f"model.config.model_type = {model.config.model_type!r}: Transformers gives {len(left)} of its tensors no "
             f"initial values ({left[0]}, ...); start from saved weights with model.name_or_path"
         )
-    model.tie_weights()
-    return model
 
 
-def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Parameters and buffers, tied ones under each of their names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
 

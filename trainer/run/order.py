@@ -11,7 +11,7 @@ stage 3, or each rank would build the whole model.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,7 @@ from trainer.errors import ConfigError, write_line
 from trainer.machine import block_timing
 from trainer.machine.probe import Machine, probe
 from trainer.machine.profiles import known_rates
-from trainer.model import build
+from trainer.model import build, parts
 from trainer.model.shrink import VOCAB, shrink_model
 from trainer.planning import facts
 from trainer.planning.fit import explained
@@ -218,23 +218,32 @@ def make_arguments(run: Run) -> TrainingArguments:
 
 
 def make_model(run: Run) -> PreTrainedModel:
-    """Build the model on the CPU, or split over the ranks where the plan splits parameters."""
+    """Build the model on the CPU, or split over the ranks where the plan splits parameters; of a pipeline the stage."""
     section, seed, task = run.config.model, run.config.training.seed, TASKS[run.config.task]
     hf_config = build.load_config(section, facts.vocab_size_of(run.config))
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if section.config is not None and name not in section.config:
             setattr(hf_config, name, getattr(run.tokenizer, name))
-    weights = build.build(section, hf_config, seed=seed, partitioned=deepspeed.stage(run.plan) == 3, task=task)
+    partitioned = deepspeed.stage(run.plan) == 3
+    make = partial(build.build, section, hf_config, seed=seed, partitioned=partitioned, task=task)
+    weights = make(on_meta=run.form is not None)
     task.name_tokens(weights, run.tokenizer)
     if adapters_follow(run.config):
         return weights
-    to_compute(weights, run)
-    if run.form is not None:
+
+    def fill(names: Collection[str]) -> None:
+        if why := parts.fill(weights, names, section.name_or_path, seed, make):
+            run.say(f"each rank loads the whole model before it keeps its part: {why}")
+        to_compute(weights, run)
+
+    if run.form is None:
+        to_compute(weights, run)
+    else:
         known = run.plan.facts
         assert known.cut is not None
         form = replace(run.form, width=known.run.hidden_size)
         try:
-            run.stage = stages.Stage(weights, known.cut.parts, known.cut.of_stage(known.run.stage), form)
+            run.stage = stages.Stage(weights, known.cut.parts, known.cut.of_stage(known.run.stage), form, fill)
         except stages.CannotCut as error:
             line = f"strategies.pipeline: {error}"
             raise ConfigError(run.config.located("strategies.pipeline", line)) from None

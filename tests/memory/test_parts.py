@@ -1,0 +1,83 @@
+"""Host memory of ranks that load their parts, on real ranks: what no other process shares (USS), at its peak."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from tests.helpers.tiny import LLAMA, run_config
+from trainer.config.sections import RunConfig
+from trainer.dist.ranks import Ranks
+from trainer.dist.spawn import run_world
+from trainer.model.build import build, load_config
+from trainer.model.undisturbed import in_fork
+
+BIG: Mapping[str, Any] = {  # 430 MiB of fp32
+    **LLAMA, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 16, "vocab_size": 1024,
+}  # fmt: skip
+EVERY_S = 0.01
+SPARE = 1.2
+
+
+@contextmanager
+def watched(seen: list[int]) -> Iterator[None]:
+    """Appends how much the memory of this process alone has grown at most inside."""
+    process, over = psutil.Process(), Event()
+    before = process.memory_full_info().uss
+    sizes = [before]
+
+    def watch() -> None:
+        while not over.wait(EVERY_S):
+            sizes.append(process.memory_full_info().uss)
+
+    thread = Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        seen.append(max(*sizes, process.memory_full_info().uss) - before)
+
+
+def loaded(ranks: Ranks, config: RunConfig) -> list[Any]:
+    """Of each rank: bytes of the parameters that it has, and the growth of its memory until it has them."""
+    from trainer.run import order
+    from trainer.verify.verify import random_run
+
+    run, seen = random_run(config, ranks), list[int]()
+    with watched(seen):
+        model = order.make_model(run)
+        for param in model.parameters():
+            param.data.mul_(1)  # pages that are a file's so far become the process's own
+    held = sum(param.nbytes for param in model.parameters())
+    everyones: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(everyones, (held, seen[0]))
+    return everyones
+
+
+def saved(folder: Path) -> None:
+    section = run_config(BIG).model
+    build(section, load_config(section), seed=0, partitioned=False).save_pretrained(folder, max_shard_size="100MB")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["random", "saved", "saved, in 16 bits"])
+def test_a_stage_loads_no_more_than_its_part(kind: str, tmp_path: Path) -> None:
+    make = partial(run_config, strategies={"pipeline": {"stages": 4}}, gradient_accumulation_steps=4)
+    config = make(BIG)
+    if kind != "random":
+        in_fork(partial(saved, tmp_path / "saved"))
+        section = {"config": None, "name_or_path": str(tmp_path / "saved"), "tokenizer": None}
+        config = make(None, model={**section, "dtype": "bfloat16" if "16" in kind else "float32"})
+    whole = build(config.model, load_config(config.model), seed=0, partitioned=False, on_meta=True)
+    found = run_world(4, loaded, config)
+    assert sum(held for held, _ in found) == sum(param.nbytes for param in whole.parameters())
+    for held, grown in found:
+        assert grown < SPARE * held, f"{grown / held:.2f} of its part, which is {held:,} bytes"

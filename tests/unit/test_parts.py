@@ -1,0 +1,88 @@
+"""A model that is given some of its parameters: the bits of the whole one, the others without values."""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.tiny import GPT2, LLAMA, MIXTRAL, MODELS, OPT, run_config
+from trainer.config.sections import ModelSection
+from trainer.model import parts
+from trainer.model.build import build, load_config, tensors_of
+
+
+def filled(section: ModelSection, front: bool, whole_from: str | None = None) -> str | None:
+    """Compare a model with one half of the parameters and the whole one; why it was built whole."""
+    make = partial(build, section, load_config(section), seed=3, partitioned=False)
+    expected, after = dict(tensors_of(whole := make())), torch.rand(2)
+    part = make(on_meta=True)
+    names = list(dict(part.named_parameters(remove_duplicate=False)))
+    half = len(names) // 2
+    held = set(names[:half] if front else names[half:])
+    why = parts.fill(part, held, section.name_or_path, 3, make)
+    assert why is not None or section.name_or_path or torch.equal(torch.rand(2), after)  # the generator is as far
+    found = dict(tensors_of(part))
+    assert list(found) == list(expected)
+    for name, tensor in found.items():
+        shares = {other for other, same in expected.items() if same is expected[name]}
+        assert {other for other, same in found.items() if same is tensor} == shares
+        assert (tensor.device.type == "cpu") is (bool(held & shares) or not isinstance(tensor, nn.Parameter)), name
+        assert (tensor.dtype, tensor.requires_grad) == (expected[name].dtype, expected[name].requires_grad)
+        assert tensor.device.type == "meta" or torch.equal(tensor, expected[name]), name
+    assert part.config.to_dict() == whole.config.to_dict()
+    assert part.generation_config.to_dict() == whole.generation_config.to_dict()
+    return why
+
+
+TIES = [(name, tied) for name in MODELS for tied in (False, True)]
+
+
+@pytest.mark.parametrize(("name", "tied"), TIES)
+@pytest.mark.parametrize("front", [True, False])
+def test_random_weights_have_the_bits_of_the_whole_model(name: str, tied: bool, front: bool) -> None:
+    config = {**MODELS[name], "tie_word_embeddings": tied, "pad_token_id": 5}
+    assert filled(run_config(config, model={"dtype": "bfloat16"}).model, front) is None
+
+
+@pytest.mark.parametrize(("base", "dtype"), [(LLAMA, "float32"), (OPT, "bfloat16"), (GPT2, "bfloat16")])
+@pytest.mark.parametrize("front", [True, False])
+def test_saved_weights_are_read_by_name(base: Mapping[str, Any], dtype: str, front: bool, tmp_path: Path) -> None:
+    section = run_config(base).model
+    model = build(section, load_config(section), seed=5, partitioned=False)
+    saved = model.base_model if base is GPT2 else model  # without its head, whose weight is the embedding's
+    saved.save_pretrained(tmp_path, max_shard_size="30KB" if base is LLAMA else "1GB")
+    changes = {"config": None, "name_or_path": str(tmp_path), "tokenizer": None, "dtype": dtype}
+    assert filled(run_config(None, model=changes).model, front) is None
+
+
+def test_what_cannot_be_read_by_name_is_built_whole(tmp_path: Path) -> None:
+    section = run_config(MIXTRAL).model
+    model = build(section, load_config(section), seed=5, partitioned=False)
+    model.save_pretrained(tmp_path)
+    changes = {"config": None, "name_or_path": str(tmp_path), "tokenizer": None}
+    section = run_config(None, model=changes).model
+    assert filled(section, True) == "Transformers converts some of its tensors as it loads them"
+    whole = build(section, load_config(section), seed=5, partitioned=False)
+    (tmp_path / parts.WHOLE).unlink()
+    torch.save(whole.state_dict(), tmp_path / "pytorch_model.bin")
+    assert filled(section, True) == f"it has no {parts.WHOLE}"
+
+
+def test_a_weight_that_two_modules_initialise_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaPreTrainedModel
+
+    own = LlamaPreTrainedModel._init_weights
+
+    def scaled(self: Any, module: nn.Module) -> None:
+        own(self, module)
+        if hasattr(module, "layers"):
+            module.layers[0].mlp.up_proj.weight.mul_(0.5)
+
+    monkeypatch.setattr(LlamaPreTrainedModel, "_init_weights", scaled)
+    assert (
+        filled(run_config(LLAMA).model, False) == "a weight of model.layers.0.mlp.up_proj is initialised in two turns"
+    )

@@ -1,0 +1,219 @@
+"""Give a model without values those of the parameters that a rank holds, so that its host never has the whole model.
+
+Random weights are drawn as ``build`` draws them: Transformers initialises all modules in their order. What is not held
+has memory from the first operator on it until the turn of another module comes, so that the generator goes on as
+always: the bits are those of the whole model. Of a saved model the tensors are read from its safetensors by name, in
+place of the whole files; what its files do not have (tables of positions) is initialised as Transformers does it.
+
+Invariant. What is not held is on the device ``meta``, where nobody can read a value that is not there. Tied weights
+stay tied, and buffers are whole.
+
+Where that cannot be done the whole model is built, its part is kept, and a line says why: files that are no
+safetensors, tensors that Transformers converts as it loads them (experts of a mixture), adapters, names that the files
+do not have, and initialisation that goes on with a parameter after the turn of another module has come.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from strategies.engine.tensors.nested import tensors_in
+from trainer.model.build import forget_marks, refuse_uninitialised, tensors_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+OVERWRITES = ("normal_", "uniform_", "zero_", "fill_", "copy_")  # that need no value from before
+
+
+class NotInParts(Exception):
+    """Why the whole model has to be built."""
+
+
+def fill(
+    model: PreTrainedModel, held: Collection[str], name_or_path: str | None, seed: int, whole: Callable[[], Any]
+) -> str | None:
+    """Give ``model``, which is on the device ``meta``, the parameters ``held`` and all buffers.
+
+    Args:
+        name_or_path: of a saved model; None: weights are random.
+        seed: of random weights.
+        whole: builds the whole model, with the same names.
+
+    Returns:
+        Why the whole model was built; None if it was not.
+    """
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True)
+    wanted = {tied.get(name, name) for name in held}
+    try:
+        if name_or_path is None:
+            _draw(model, wanted, seed)
+        else:
+            _read(model, wanted, tied, name_or_path)
+    except NotInParts as error:
+        _take(model, held, whole())
+        return str(error)
+    model.tie_weights()
+    _leave(model, wanted)
+    return None
+
+
+def _draw(model: PreTrainedModel, wanted: Collection[str], seed: int) -> None:
+    """Initialise ``wanted`` with random weights. Afterwards other parameters have no memory, or values of no use."""
+    absent: dict[int, tuple[str, int]] = {}
+    for name, param in list(model.named_parameters(remove_duplicate=False)):  # tied ones apart: each has its own draw
+        made = _put(model, name, nn.Parameter(torch.empty_like(param, device="cpu"), param.requires_grad))
+        if name not in wanted:
+            made.untyped_storage().resize_(0)
+            absent[made.untyped_storage()._cdata] = (name.rpartition(".")[0], made.nbytes)
+    _allocate_buffers(model)
+    versions = {name: tensor._version for name, tensor in tensors_of(model)}
+    torch.manual_seed(seed)
+    forget_marks(model)
+    with _Turns(absent):
+        model.initialize_weights()
+    refuse_uninitialised(model, versions)
+
+
+class _Turns(TorchDispatchMode):
+    """Gives parameters memory while operators of their module run: by storage, the module's name and how many bytes."""
+
+    def __init__(self, absent: Mapping[int, tuple[str, int]]) -> None:
+        super().__init__()
+        self._absent, self._owner = absent, ""
+        self._present: list[Any] = []  # storages
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in tensors_in((args, kwargs)):
+            storage = tensor.untyped_storage()
+            owner, num_bytes = self._absent.get(storage._cdata, ("", 0))
+            if storage.nbytes() < num_bytes:
+                overwrites = func.overloadpacket.__name__ in OVERWRITES and tensor is args[0]
+                if storage._cdata in self._seen and not (overwrites and tensor.nbytes == num_bytes):
+                    raise NotInParts(f"a weight of {owner} is initialised in two turns")
+                self._begin(owner)
+                self._seen.add(storage._cdata)
+                storage.resize_(num_bytes)
+                self._present.append(storage)
+        return func(*args, **(kwargs or {}))
+
+    def _begin(self, owner: str) -> None:
+        if owner != self._owner:
+            for storage in self._present:
+                storage.resize_(0)
+            self._owner, self._present = owner, []
+
+
+# --- saved models ----------------------------------------------------------------------------------------------------
+
+
+def _read(model: PreTrainedModel, wanted: Collection[str], tied: Mapping[str, str], name_or_path: str) -> None:
+    """Read ``wanted`` and buffers from the files of a saved model. Raise NotInParts before anything is read."""
+    if getattr(model, "_weight_conversions", None):
+        raise NotInParts("Transformers converts some of its tensors as it loads them")
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise NotInParts("it is saved as adapters")
+    saved = _saved(model, name_or_path)
+    for name, source in tied.items():
+        if name in saved and source in saved:
+            raise NotInParts(f"its files have the tied weight {name} beside {source}")
+        if name in saved:
+            saved[source] = saved[name]
+    for name, param in model.named_parameters():
+        if (at := saved.get(name)) is None or at.shape != tuple(param.shape):
+            raise NotInParts(f"its files have no {name} of that shape")
+    forget_marks(model)
+    for name, param in list(model.named_parameters()):
+        param._is_hf_initialized = True  # type: ignore[attr-defined]
+        if name in wanted:
+            made = _put(model, name, nn.Parameter(saved[name].read().to(param.dtype), param.requires_grad))
+            made._is_hf_initialized = True
+    _allocate_buffers(model)
+    for name, buffer in model.named_buffers():
+        if (at := saved.get(name)) is not None:
+            buffer.copy_(at.read())
+            buffer._is_hf_initialized = True  # type: ignore[attr-defined]
+    model.initialize_weights()
+
+
+class _Saved(NamedTuple):
+    """A tensor in a file, which is opened for each one: pages that were read stay until it is closed."""
+
+    path: Path
+    key: str
+    shape: tuple[int, ...]
+
+    def read(self) -> Tensor:
+        """The tensor; its pages are the file's until somebody writes to them."""
+        with safe_open(self.path, framework="pt") as opened:
+            found: Tensor = opened.get_tensor(self.key)
+        return found
+
+
+def _saved(model: PreTrainedModel, name_or_path: str) -> dict[str, _Saved]:
+    """What is in the files of a saved model, by its names in ``model``; a model without head has shorter ones."""
+
+    def find(name: str) -> Path | None:
+        found = Path(name_or_path) / name
+        if not Path(name_or_path).is_dir():  # whoever made the model without values has put the files there
+            found = Path(str(try_to_load_from_cache(name_or_path, name)))
+        return found if found.is_file() else None
+
+    files = [path] if (path := find(WHOLE)) else []
+    if not files and (index := find(INDEX)):
+        files = [index.parent / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+    if not files:
+        raise NotInParts(f"it has no {WHOLE}")
+    names = {name for name, _ in tensors_of(model)}
+    found: dict[str, _Saved] = {}
+    for path in files:
+        with safe_open(path, framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118 - it is no dict
+                name = key if key in names else f"{model.base_model_prefix}.{key}"
+                found[name] = _Saved(path, key, tuple(opened.get_slice(key).get_shape()))
+    return found
+
+
+# --- places in a model -----------------------------------------------------------------------------------------------
+
+
+def _put(model: nn.Module, name: str, tensor: Any) -> Any:
+    """``tensor``, which is a parameter or buffer of ``model`` from now on."""
+    path, _, key = name.rpartition(".")
+    module = model.get_submodule(path)
+    (module._parameters if isinstance(tensor, nn.Parameter) else module._buffers)[key] = tensor
+    return tensor
+
+
+def _allocate_buffers(model: nn.Module) -> None:
+    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
+        _put(model, name, torch.empty_like(buffer, device="cpu"))
+
+
+def _leave(model: nn.Module, held: Collection[str]) -> None:
+    """Take the memory of parameters none of whose names is ``held``."""
+    named = list(model.named_parameters(remove_duplicate=False))
+    stays = {id(param) for name, param in named if name in held}
+    made: dict[int, nn.Parameter] = {}  # tied ones stay tied
+    for name, param in named:
+        if id(param) not in stays:
+            empty = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+            _put(model, name, made.setdefault(id(param), empty))
+
+
+def _take(model: nn.Module, held: Collection[str], whole: nn.Module) -> None:
+    """Give ``model`` the tensors of the ``whole`` one, parameters that are ``held`` and buffers."""
+    for name, tensor in tensors_of(whole):
+        _put(model, name, tensor)
+    _leave(model, held)
