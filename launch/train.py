@@ -19,7 +19,7 @@ from launch import cli
 from trainer.config.load import json_schema, load
 from trainer.dist.ranks import GRACE_S, Ranks, from_environment, settle_environment
 from trainer.dist.stopping import Stop, Stopped
-from trainer.errors import ExitCode, UserError, write_line
+from trainer.errors import ExitCode, UserError, report, write_line
 from trainer.machine.probe import cores
 
 
@@ -84,7 +84,7 @@ def train(arguments: argparse.Namespace, ranks: Ranks, stop: Stop) -> int:
     except UserError as error:
         stop.leave()
         if ranks.is_first:
-            write_line("\n".join(error.lines), sys.stderr)
+            report(error)
         else:
             time.sleep(GRACE_S)  # so that the launcher reports the first rank's exit code
         return error.code

@@ -221,6 +221,7 @@ class Offload(Strategy):
         return run.replicas > 1 and run.accumulation > 1
 
     def request(self, facts: Facts) -> OffloadRequest:
+        decided = {"weights": self._stage in (1, 2), "gradients": self._sums_over_ranks(facts.run)}
         return OffloadRequest(
             device_bytes=device_budget(facts.machine, self.gpu_memory),
             host_bytes=host_budget(facts.machine, self.host_memory),
@@ -232,11 +233,12 @@ class Offload(Strategy):
             if self.update_in_backward == "auto"
             else self.update_in_backward,
             site=self.site,
-            weights="resident" if self._stage in (1, 2) else self.weights,
+            weights="resident" if decided["weights"] else self.weights,
             ways=self._ways(facts.run),
             splits_gradients=self._stage >= 2,
-            gradients="device" if self._sums_over_ranks(facts.run) else self.gradients,
+            gradients="device" if decided["gradients"] else self.gradients,
             keeps_copies=self.weight_copies,
             common_host=self._common_host(facts),
             reduction=self.reduction,
+            decided=frozenset(name for name, is_so in decided.items() if is_so),
         )

@@ -80,10 +80,10 @@ class Pipeline(Strategy):
         zero, offload = others.get("zero"), "offload" in others
         if zero is not None and (not offload or zero.model_dump()["stage"] > 1):
             cure = "leave zero out, or write stage 1 beside strategies.offload, whose engine shares the state of copies"
-            yield Refusal("strategies.zero", "on", f"cannot go with {KEY}; {cure}")
+            yield Refusal("strategies.zero", zero.written, f"cannot go with {KEY}; {cure}")
         if "tensor" in others:
             why = "DeepSpeed's engine, which divides the weights, drives no schedule: leave one of the two out"
-            yield Refusal("strategies.tensor", "on", f"cannot go with {KEY}; {why}")
+            yield Refusal("strategies.tensor", others["tensor"].written, f"cannot go with {KEY}; {why}")
         if offload and self.order.parts_per_stage > 1:
             cure = "gives a stage two parts, and the memory engine trains one; write 1f1b or gpipe"
             yield Refusal(f"{KEY}.schedule", self.schedule, f"cannot go with strategies.offload: it {cure}")

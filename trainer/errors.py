@@ -5,10 +5,13 @@ the most similar name. ``launch`` prints the lines without a traceback and exits
 nothing heavy, so that a bad config is refused before torch is loaded.
 """
 
+import json
 import os
 import select
 import sys
+import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from difflib import get_close_matches
 from enum import IntEnum
 from functools import cache
@@ -112,7 +115,14 @@ class DataError(UserError):
 
 
 def report(error: UserError) -> None:
-    """Print the lines of ``error`` on stderr at once, then what it can add to them."""
+    """Say the lines of ``error``, and what it can add to them, once: below the traceback of torch's launcher, which
+    shows there what a rank leaves for it, or on stderr, at once.
+    """
+    if (file := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
+        said = json.dumps({"message": "\n".join(["", *error.lines, *error.more()]), "timestamp": int(time.time())})
+        with suppress(OSError):
+            Path(file).write_text(said)
+            return
     write_line("\n".join(error.lines), sys.stderr)
     for line in error.more():
         write_line(line, sys.stderr)

@@ -93,6 +93,11 @@ class Strategy(BaseModel, ABC):
     takes_over: ClassVar[tuple[str, ...]] = ()
     needs_ranks: ClassVar[bool] = False  # it saves memory on several ranks only
 
+    @property
+    def written(self) -> Mapping[str, Any]:
+        """The options that were given, without defaults."""
+        return self.model_dump(exclude_unset=True)
+
     def parity(self, run: RunFacts) -> Parity:
         """How a run with this precision, clipping and accumulation must compare with the same run without it."""
         return BITWISE

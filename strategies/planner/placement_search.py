@@ -254,7 +254,7 @@ class PlacementSearch:
     def _forced(self) -> str:
         forced = [name for name in ("site", "weights", "gradients") if getattr(self._request, name) != "auto"]
         forced += ["bucket_size"] if self._request.bucket_bytes is not None else []
-        return "".join(f", or leave {KEY}.{name} at auto" for name in forced)
+        return "".join(f", or leave {KEY}.{name} at auto" for name in forced if name not in self._request.decided)
 
 
 def _lower_bound(placements: Places) -> int:

@@ -63,7 +63,8 @@ class OffloadRequest:
 
     ``prefetch`` is how many ticks ahead of its use a weight comes at most; None: as early as memory allows. ``ways`` is
     how many ranks hold a span of each bucket, ``splits_gradients`` whether of gradients on the device as well, and
-    ``reduction`` how they add gradients; ``common_host``: they read weights out of each other's host memory.
+    ``reduction`` how they add gradients; ``common_host``: they read weights out of each other's host memory. What is in
+    ``decided`` follows from something else than the options.
     """
 
     device_bytes: int
@@ -81,6 +82,7 @@ class OffloadRequest:
     splits_gradients: bool = False
     common_host: bool = False
     reduction: Reduction = "exact"
+    decided: frozenset[str] = frozenset()
 
 
 class Sizes(NamedTuple):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from launch import plan
-from tests.e2e.commands import PYTHON, REPO, TRAIN, Result, Server, run, write_config, write_jsonl
+from tests.e2e.commands import PYTHON, REPO, TRAIN, Result, Server, launcher, run, write_config, write_jsonl
 
 pytestmark = pytest.mark.ranks
 
@@ -47,6 +47,15 @@ def test_a_bad_config_is_refused_before_torch_is_imported(config: Path) -> None:
 def test_a_bad_config_is_told_once_per_job(server: Server, config: Path) -> None:
     line = misspelt(config)
     assert server.run(2, config).check(2).quiet().text.splitlines() == [line]
+
+
+@pytest.mark.slow
+def test_torchs_launcher_shows_it_last(config: Path) -> None:
+    """Once, below its own traceback, whatever that is; its exit code is 1."""
+    line = misspelt(config)
+    command = [*launcher("torchrun", 2), TRAIN, "--config", str(config)]
+    said = run(command, config.parent).check(1).text.splitlines()
+    assert said.count(line) == 1 and not any(said[said.index(line) + 1 :][1:]), said
 
 
 def test_a_refusal_for_memory_is_told_once_per_job_with_its_table(server: Server, config: Path) -> None:

@@ -115,7 +115,7 @@ def test_refusals() -> None:
     zero = find("zero").model_validate({"stage": 2})
     (line,) = refused(pipeline(), known(8), zero=zero)
     assert line.startswith(
-        "strategies.zero = 'on': cannot go with strategies.pipeline; leave zero out, or write stage 1"
+        "strategies.zero = {'stage': 2}: cannot go with strategies.pipeline; leave zero out, or write stage 1"
     )
     offload = find("offload").model_validate({})
     assert refused(pipeline(), known(8), zero=zero, offload=offload) == [line]

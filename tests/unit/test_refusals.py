@@ -121,6 +121,17 @@ def test_a_key_of_another_section(write: Callable[..., Path], capsys: pytest.Cap
     assert planned(path, capsys).startswith(expected)
 
 
+def test_what_the_file_says(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """A strategy is shown as it was written, and nothing is advised about what another one decides."""
+    twice = "  gradient_accumulation_steps: 2"
+    path = write("  pipeline: {stages: 2}\n  tensor: {degree: 2}", twice)
+    assert f'{path}:9: strategies.tensor = {{"degree": 2}}: cannot' in planned(path, capsys, "--world-size", "4")
+    path = write("  zero: {stage: 2}\n  offload: {gpu_memory: 1e-9, site: host}", twice)
+    line = planned(path, capsys, "--world-size", "2")
+    assert line.endswith("or leave strategies.offload.site at auto")
+    assert "offload.weights" not in line and "offload.gradients" not in line
+
+
 def test_the_folder_of_the_run(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     path = write("  {}")
     (path.parent / "run").write_text("a file")
