@@ -48,6 +48,7 @@ CHANGES = {"add", "append", "clear", "discard", "extend", "insert", "pop", "remo
 # Who may look at the environment, and why.
 ENVIRONMENT = {
     "trainer/dist/ranks.py": "launchers describe the job there, and libraries read their settings from it",
+    "trainer/errors.py": "torch's launcher names there the file whose text it shows last",
     "trainer/dist/spawn.py": "is the launcher of its own ranks",
     "trainer/dist/deepspeed_ops.py": "torch finds compilers and its folder of compiled extensions by it",
     "trainer/verify/verify.py": "cuBLAS repeats its sums only where it is asked to by it",
