@@ -44,6 +44,7 @@ REFUSED: Mapping[str, str] = {
     "bnb|8bit|lion|paged|ademamix": "is updated by bitsandbytes, which keeps state of its own that no plan here counts",
     "lomo": "updates in hooks of its own while backward runs",
     "schedule_free": "evaluates and saves other weights than it trains, and has to be told which each time",
+    "mini|muon|lamb|shampoo|soap|^came|sophia": "needs blocks or norms of whole matrices, and is none of Transformers'",
     "^grokadamw$|^stable_adamw$": "needs a package that is not tested here",
 }
 
