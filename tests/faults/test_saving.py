@@ -1,7 +1,6 @@
 """Optimizer state on disk: damage is refused by name before anything changes, and no failure costs an earlier save."""
 
 import json
-import multiprocessing
 import os
 import shutil
 from collections.abc import Callable
@@ -19,8 +18,11 @@ from strategies.core.sealed import signed
 from strategies.engine import SGD, AdamW, StowOptimizer, stow
 from strategies.state import spans
 from tests.helpers.engine import plan_of
-from tests.helpers.models import build, tokens
-from trainer.dist.spawn import PRELOAD
+from tests.helpers.models import build
+from tests.helpers.sides import BATCHES, everything, train, unequal
+from trainer.dist.ranks import Ranks
+from trainer.dist.spawn import run_world
+from trainer.machine.probe import status_bytes
 
 HOST: dict[str, Any] = {"site": "host", "weights": "travelling", "prefetch": 2}
 RECORD = "optimizer-00000-of-00001.json"
@@ -30,26 +32,8 @@ def trained(steps: int = 1) -> tuple[nn.Module, StowOptimizer]:
     model = build("llama")
     plan: Any = plan_of(model, **HOST)
     optimizer = stow(model, plan, rule=AdamW(lr=1e-2), device="cpu")
-    train(model, optimizer, steps)
+    train(model, optimizer, BATCHES[:steps])
     return model, optimizer
-
-
-def train(model: nn.Module, optimizer: StowOptimizer, steps: int) -> None:
-    for batch in tokens("llama", steps):
-        model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def everything(model: nn.Module, optimizer: StowOptimizer) -> dict[str, Tensor]:
-    found = {name: value.clone() for name, value in model.state_dict().items()}
-    for name, param in model.named_parameters():
-        found |= {f"{name}.{key}": value.clone() for key, value in optimizer.state_of(param).items()}
-    return found
-
-
-def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.fixture
@@ -67,7 +51,7 @@ def test_files_are_ordinary_safetensors(saved: Path) -> None:
     for path in saved.glob("*.safetensors"):
         found |= load_file(path)
     assert found.keys() == {f"{n}.{k}" for n, _ in model.named_parameters() for k in ("exp_avg", "exp_avg_sq")}
-    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    assert all(torch.equal(value, expected[" ".join(name.rsplit(".", 1))]) for name, value in found.items())
     content = json.loads((saved / "optimizer.json").read_text())["content"]
     assert content["rule"] == "AdamW" and content["param_groups"][0]["lr"] == 1e-2
     described = json.loads((saved / RECORD).read_text())["content"]["parameters"]["lm_head.weight"]
@@ -158,7 +142,7 @@ def test_damage_is_one_error_by_name(damage: Callable[[Path, Path, Path], None],
         optimizer.load(saved)
     names = {"FIRST": first.name, "LAST": last.name}
     assert all(names.get(part, part) in str(caught.value) for part in parts), caught.value
-    assert equal(everything(model, optimizer), before)
+    assert unequal(everything(model, optimizer), before) == []
     assert json.dumps([g["lr"] for g in optimizer.param_groups]) == rates
 
 
@@ -215,7 +199,7 @@ def test_what_cannot_be_written_leaves_the_earlier_save(tmp_path: Path, monkeypa
             optimizer.save(tmp_path / "optimizer")
     for again in (False, True):
         if again:
-            train(model, optimizer, 1)
+            train(model, optimizer, BATCHES[:1])
             optimizer.save(str(tmp_path / "optimizer"))
             expected = everything(model, optimizer)
             # Killed between the two renames of another one (``test_commit.py`` has every step).
@@ -223,7 +207,7 @@ def test_what_cannot_be_written_leaves_the_earlier_save(tmp_path: Path, monkeypa
         other, fresh = trained(0)
         other.load_state_dict({name: expected[name] for name in model.state_dict()})
         fresh.load(tmp_path / "optimizer")
-        assert equal(everything(other, fresh), expected)
+        assert unequal(everything(other, fresh), expected) == []
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
@@ -233,12 +217,6 @@ CONFIG = {
     "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 12, "num_attention_heads": 4,
     "num_key_value_heads": 4, "vocab_size": 256, "tie_word_embeddings": True,
 }  # fmt: skip
-
-
-def memory(name: str) -> int:
-    """VmRSS or VmHWM of this process, in bytes."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) << 10
 
 
 def begun(site: str) -> StowOptimizer:
@@ -255,46 +233,23 @@ def begun(site: str) -> StowOptimizer:
     return optimizer
 
 
-def measured(out: Path, what: str, folder: Path, site: str) -> None:
-    """Do ``what`` in ``folder``; what is printed is in the file ``out``."""
-    for number in (1, 2):
-        os.dup2(os.open(out, os.O_CREAT | os.O_APPEND | os.O_WRONLY), number)
+def measured(ranks: Ranks, what: str, folder: Path, site: str) -> dict[str, int]:
+    """By how much memory grows for a moment, and the bytes of the largest bucket and of all state."""
     optimizer = begun(site)
     if what != "save":
         optimizer.save(folder)
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts from here
-    before = memory("VmRSS")
+    before = status_bytes("VmRSS")
     getattr(optimizer, what)(folder)
-    buckets = optimizer.engine.layout.buckets
-    print(
-        json.dumps(
-            {
-                "growth": memory("VmHWM") - before,
-                "bucket": max(8 * bucket.num_elements for bucket in buckets),
-                "state": sum(8 * bucket.num_elements for bucket in buckets),
-            }
-        ),
-        flush=True,
-    )
+    state = [8 * bucket.num_elements for bucket in optimizer.engine.layout.buckets]
+    return {"growth": status_bytes("VmHWM") - before, "bucket": max(state), "state": sum(state)}
 
 
-def said(what: str, folder: Path, site: str) -> str:
-    """What a process says that is forked from one that has the imports."""
-    out = folder.with_name("said")
-    out.write_text("")
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    process = context.Process(target=measured, args=(out, what, folder, site))
-    process.start()
-    process.join(120)
-    assert process.exitcode == 0, out.read_text()
-    return out.read_text()
-
-
+@pytest.mark.ranks
 @pytest.mark.parametrize(("what", "site"), [("save", "host"), ("load", "host"), ("save", "device")])
 def test_memory(what: str, site: str, tmp_path: Path) -> None:
     """Peak RSS grows by less than one bucket and 12 MiB: buffers, imports of safetensors, headers, allocator slack."""
-    found = json.loads(said(what, tmp_path / "optimizer", site).splitlines()[-1])
+    found = run_world(1, measured, what, tmp_path / "optimizer", site, deepspeed=False)
     assert found["state"] > 60 << 20, "the state is too small to show a copy"
     assert found["bucket"] < found["state"] / 8
     assert found["growth"] <= found["bucket"] + (12 << 20), found

@@ -8,19 +8,12 @@ from typing import Any
 import pytest
 
 from launch.plan import main
-from strategies.core.registry import find
 from tests.helpers.tiny import LLAMA, run_config
-from trainer.config.sections import RunConfig
 from trainer.model.count_cache import cached, name_of
 from trainer.planning.facts import ModelCount, asked, count_model, products_again
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTHING = ModelCount(units=(), forward_flops=7)
-
-
-def config_of(config: Any = LLAMA, strategies: Any = None, **more: Any) -> RunConfig:
-    made = {name: find(name).model_validate(options) for name, options in (strategies or {}).items()}
-    return run_config(config, **more).model_copy(update={"strategies": made})
 
 
 @pytest.fixture
@@ -31,7 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_counted_once_and_read_back_as_it_was(folder: Path) -> None:
-    config = config_of(strategies={"offload": {}, "linear": {}})
+    config = run_config(strategies={"offload": {}, "linear": {}})
     first = cached(config, ModelCount, lambda: count_model(config))
     assert first.params and first.linears and first.units[1].choices is not None
 
@@ -58,17 +51,17 @@ def test_counted_once_and_read_back_as_it_was(folder: Path) -> None:
     ids=str,
 )
 def test_another_question_is_another_name(changes: dict[str, Any]) -> None:
-    assert name_of(config_of(**changes)) != name_of(config_of())
-    small = config_of(strategies={"offload": {"gpu_memory": "1GiB"}}, learning_rate=1e-3)
-    assert name_of(small) == name_of(config_of(strategies={"offload": {}})), "what changes no count"
+    assert name_of(run_config(**changes)) != name_of(run_config())
+    small = run_config(strategies={"offload": {"gpu_memory": "1GiB"}}, learning_rate=1e-3)
+    assert name_of(small) == name_of(run_config(strategies={"offload": {}})), "what changes no count"
 
 
 def test_products_are_taken_again_where_all_of_a_block_is() -> None:
     full = {"recompute": {"policy": "full"}}
-    assert products_again(config_of(strategies=full)) and products_again(config_of(gradient_checkpointing=True))
+    assert products_again(run_config(strategies=full)) and products_again(run_config(gradient_checkpointing=True))
     for other in ({"policy": "selective"}, {"policy": "full", "every": 2}, {"policy": "auto"}):
-        assert not products_again(config_of(strategies={"recompute": other}))
-    known = config_of(strategies={"linear": {}, **full})
+        assert not products_again(run_config(strategies={"recompute": other}))
+    known = run_config(strategies={"linear": {}, **full})
     linears = asked(count_model(known), known).linears
     assert linears and {layer.recomputed for layer in linears if layer.unit.startswith("model.layers")} == {True}
 
@@ -76,7 +69,7 @@ def test_products_are_taken_again_where_all_of_a_block_is() -> None:
 def test_strategies_that_only_ask_for_more_lists_share_a_count() -> None:
     """Each gets from it what it would have counted itself."""
     strategies: Any = {"linear": {}, "recompute": {"policy": "selective"}}
-    plain, asking = config_of(), config_of(strategies=strategies)
+    plain, asking = run_config(), run_config(strategies=strategies)
     assert name_of(plain) == name_of(asking)
     whole = count_model(plain)
     assert whole == count_model(asking) and whole.linears and whole.params
@@ -88,7 +81,7 @@ def test_a_folder_is_known_by_its_config(tmp_path: Path) -> None:
     names = set()
     for content in ("{}", '{"hidden_size": 8}'):
         (tmp_path / "config.json").write_text(content)
-        names.add(name_of(config_of(None, model={"name_or_path": str(tmp_path)})))
+        names.add(name_of(run_config(None, model={"name_or_path": str(tmp_path)})))
     assert len(names) == 2 and {lasts for _, lasts in names} == {True}
 
 
@@ -96,7 +89,7 @@ def test_a_name_on_the_hub_is_counted_once_in_a_process(folder: Path) -> None:
     """Another process counts again, as nothing is written; other options are another question."""
     calls = []
     for length in (16, 16, 24):
-        config = config_of(None, model={"name_or_path": "owner/of-this-test"}, data={"max_length": length})
+        config = run_config(None, model={"name_or_path": "owner/of-this-test"}, data={"max_length": length})
         cached(config, int, lambda: calls.append(1) or len(calls))
     assert len(calls) == 2 and not folder.exists()
 

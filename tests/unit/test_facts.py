@@ -13,7 +13,6 @@ import pytest
 from torch._subclasses.fake_tensor import FakeTensor
 
 from strategies.core.facts import Facts, Precision, Unit, UnitKind
-from strategies.core.registry import find
 from strategies.engine.forward.blocks import find_blocks
 from strategies.engine.memory import accelerator
 from tests.helpers.fakes import GPU, run_facts
@@ -28,6 +27,7 @@ from trainer.model.counting import Counter
 from trainer.planning.facts import ModelCount, count_model, gather, machine_facts, saved_without_mask
 
 BATCH, LENGTH = 2, 16
+OFFLOAD: Mapping[str, Any] = {"offload": {}}
 
 
 def real_model(config: RunConfig) -> Any:
@@ -222,13 +222,8 @@ def test_half_precision_halves_what_is_saved_only_in_an_engine() -> None:
     }
     assert saved[True, 2] < 0.75 * saved[False, None]
     assert saved[True, 2] < saved[True, None]
-    ours = count_of(offloaded(MIXTRAL, bf16=True)).units[1:3]
+    ours = count_of(run_config(MIXTRAL, strategies=OFFLOAD, bf16=True)).units[1:3]
     assert sum(unit.saved_bytes for unit in ours) == saved[True, 2]
-
-
-def offloaded(config: Mapping[str, Any], **changes: Any) -> RunConfig:
-    plain = run_config(config, **changes)
-    return plain.model_copy(update={"strategies": {"offload": find("offload").model_validate({})}})
 
 
 # Adapters
@@ -237,7 +232,7 @@ def offloaded(config: Mapping[str, Any], **changes: Any) -> RunConfig:
 def test_adapters_are_trainable_and_the_base_is_not() -> None:
     """``test_frozen.py`` has a Llama, whose layers are stored the other way."""
     lora = {"lora": {"r": 3, "target_modules": ["c_attn"]}}
-    count = count_of(offloaded(GPT2, model=lora, bf16=True))
+    count = count_of(run_config(GPT2, strategies=OFFLOAD, model=lora, bf16=True))
     units = count.units
     assert [unit.num_trainable for unit in units] == [0, 3 * 32 + 96 * 3, 3 * 32 + 96 * 3, 0]
     real = real_model(run_config(GPT2, model=lora))

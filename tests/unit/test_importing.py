@@ -114,18 +114,19 @@ AXOLOTL = """
 base_model: NousResearch/Meta-Llama-3-8B
 model_type: AutoModelForCausalLM
 load_in_8bit: true
+load_in_4bit: false
 strict: false
 chat_template: tokenizer_default
 datasets:
+  - path: notes.jsonl
+    type: completion
+    field: body
   - path: org/chats
     type: chat_template
     field_messages: conversations
     split: train[:10%]
     roles_to_train: [assistant]
     message_property_mappings: {role: from, content: value}
-  - path: notes.jsonl
-    type: completion
-    field: body
 dataset_prepared_path:
 val_set_size: 0.05
 output_dir: ./outputs/lora-out
@@ -191,6 +192,7 @@ datasets:
     message_property_mappings: {role: role, content: content}
 output_dir: out
 sample_packing: false
+load_in_8bit: false
 learning_rate: 2e-4
 warmup_steps: 10
 """
@@ -306,15 +308,19 @@ strategies: {zero: {stage: 2}, offload: {}}
 model: {name_or_path: NousResearch/Meta-Llama-3-8B, dtype: bfloat16, attn_implementation: flash_attention_2,
   lora: {r: 32, lora_alpha: 8, lora_dropout: 0.05, target_modules: all-linear, use_rslora: true},
   quantization_config: {load_in_8bit: true}}
-data: {datasets: [{path: org/chats, split: "train[:10%]", columns: {messages: conversations},
-  assistant_only_loss: true}, {path: notes.jsonl, columns: {text: body}}], eval_fraction: 0.05,
+data: {datasets: [{path: notes.jsonl, columns: {text: body}}, {path: org/chats, split: "train[:10%]",
+  columns: {messages: conversations}, assistant_only_loss: true}], eval_fraction: 0.05,
   max_length: 4096, packing: true, excess_length_strategy: drop}
 training: {output_dir: ./outputs/lora-out, learning_rate: 2e-4, per_device_train_batch_size: 2,
   gradient_accumulation_steps: 4, num_train_epochs: 4, optim: adamw_torch_fused, lr_scheduler_type: cosine,
   warmup_steps: 0.03, bf16: true, tf32: false, logging_steps: 1, report_to: wandb,
   project: mine, eval_strategy: steps, eval_steps: 0.0625, save_strategy: epoch}
 """,
-        {"datasets": "roles_to_train", "optimizer": "32 bits", "special_tokens.eos_token": "save one with them"},
+        {
+            "datasets": "...: not read of it: roles_to_train",
+            "optimizer": "32 bits",
+            "special_tokens.eos_token": "save one with them",
+        },  # fmt: skip
     ),
     "axolotl on a stream, sharded": (
         {"pretrain.yml": AXOLOTL_STREAM},

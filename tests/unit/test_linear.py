@@ -166,10 +166,9 @@ def test_parity_is_declared_by_mode() -> None:
 
 
 def gathered(name: str, strategies: Mapping[str, Any] | None = None, **training: Any) -> Facts:
-    options = {"linear": {}} | dict(strategies or {})
-    config = run_config(MODELS[name], data={"max_length": 8}, per_device_train_batch_size=2, **training)
-    made = {key: find(key).model_validate(value) for key, value in options.items()}
-    return gather(config.model_copy(update={"strategies": made}), 1, 1, probe())
+    data, options = {"max_length": 8}, {"linear": {}} | dict(strategies or {})
+    config = run_config(MODELS[name], data=data, strategies=options, per_device_train_batch_size=2, **training)
+    return gather(config, 1, 1, probe())
 
 
 def test_layers_of_a_llama_are_listed() -> None:
@@ -192,9 +191,8 @@ def test_what_runs_how_often_is_seen() -> None:
 
 
 def test_adapters_and_frozen_layers_are_seen() -> None:
-    config = run_config(MODELS["llama"], model={"lora": {"target_modules": ["q_proj"]}}, data={"max_length": 8})
-    config = config.model_copy(update={"strategies": {"linear": find("linear").model_validate({})}})
-    found = {linear.name: linear for linear in gather(config, 1, 1, probe()).linears}
+    model = {"lora": {"target_modules": ["q_proj"]}}
+    found = {linear.name: linear for linear in gathered("llama", model=model).linears}
     (base,) = [linear for name, linear in found.items() if "layers.0" in name and name.endswith("base_layer")]
     (down,) = [linear for name, linear in found.items() if "layers.0" in name and "lora_A" in name]
     assert not base.trains and not base.passes_back  # nothing before it trains

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from tests.helpers.tiny import GPT2, LLAMA, MODELS, OPT, VOCAB, run_config
 from trainer.config.sections import ModelSection, RunConfig
 from trainer.errors import ConfigError
+from trainer.machine.probe import status_bytes
 from trainer.model.build import build, load_config
 from trainer.model.undisturbed import in_fork
 
@@ -99,20 +100,14 @@ def test_a_saved_model_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
 
 
-def resident(name: str) -> int:
-    """VmRSS or VmHWM of this process, in bytes."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) << 10
-
-
 def measured(section: Mapping[str, Any], saved_to: Path | None = None) -> tuple[int, int, float]:
     """How much the peak of resident memory grows while a model is built; bytes and sum of its weights."""
     known = ModelSection.model_validate(section)
-    before = resident("VmRSS")
+    before = status_bytes("VmRSS")
     model = build(known, load_config(known), seed=0, partitioned=False)
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     total = sum(float(p.sum(dtype=torch.float64)) for p in model.parameters())  # touches every page of a mapped file
-    grown = resident("VmHWM") - before
+    grown = status_bytes("VmHWM") - before
     if saved_to is not None:
         model.save_pretrained(saved_to)
     return grown, weights, total

@@ -12,7 +12,6 @@ import torch
 from launch import verify as command
 from strategies.core.facts import Facts
 from strategies.core.layout import Site
-from strategies.core.protocol import Strategy
 from strategies.core.registry import find
 from strategies.planner.memory_rows import UPDATES
 from tests.helpers.tiny import GPT2, LLAMA, run_config
@@ -32,8 +31,7 @@ WAIT_DEVICE, WAIT_HOST = "gradients wait on the device", "gradients wait on the 
 
 def offloading(options: Mapping[str, Any], base: Mapping[str, Any] = LLAMA, **training: Any) -> RunConfig:
     layers = "n_layer" if base is GPT2 else "num_hidden_layers"
-    config = run_config({**base, layers: 6}, **training)
-    return config.model_copy(update={"strategies": {"offload": find("offload").model_validate(options)}})
+    return run_config({**base, layers: 6}, strategies={"offload": options}, **training)
 
 
 def shown(config: RunConfig) -> tuple[Any, list[Any]]:
@@ -159,8 +157,7 @@ def test_nothing_can_move(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 def test_strategies_that_are_not_offload_are_not_made_to_move(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    strategies: dict[str, Strategy] = {"recompute": find("recompute").model_validate({"policy": "full"})}
-    config = run_config().model_copy(update={"strategies": strategies})
+    config = run_config(strategies={"recompute": {"policy": "full"}})
     monkeypatch.setattr(verify, "verify", lambda *_: [])
     assert command.report(config, 2, 3) == 0
     assert capsys.readouterr().out.splitlines() == [
