@@ -319,8 +319,8 @@ training: {output_dir: ./outputs/lora-out, learning_rate: 2e-4, per_device_train
         {
             "datasets": "...: not read of it: roles_to_train",
             "optimizer": "32 bits",
-            "special_tokens.eos_token": "save one with them",
-        },  # fmt: skip
+            "special_tokens.eos_token": "save one",
+        },
     ),
     "axolotl on a stream, sharded": (
         {"pretrain.yml": AXOLOTL_STREAM},
