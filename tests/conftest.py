@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 
 if "PYTEST_XDIST_WORKER" not in os.environ:  # which has that of its parent; before `datasets` is imported
     os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="deepstow-datasets-")
@@ -14,6 +15,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # which has that of its parent; bef
 import pytest
 from hypothesis import settings
 
+from tests.e2e.commands import Server
 from trainer.dist.deepspeed_ops import clear_abandoned_buffers
 from trainer.dist.spawn import PRELOAD
 
@@ -36,6 +38,14 @@ def seeds(request: pytest.FixtureRequest) -> range:
 def pytest_sessionstart() -> None:
     """Memory that runs before this session have left behind is not short in it."""
     clear_abandoned_buffers()
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """One server of ranks (``tests/e2e/ranks_server.py``) for all tests of runs."""
+    found = Server()
+    yield found
+    found.close()
 
 
 MANY = 100

@@ -1,18 +1,10 @@
-"""Shared by the end-to-end tests: one server of ranks, one pretrained model."""
+"""Shared by the end-to-end tests: one pretrained model."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.commands import Server, write_config
-
-
-@pytest.fixture(scope="session")
-def server() -> Iterator[Server]:
-    found = Server()
-    yield found
-    found.close()
 
 
 @pytest.fixture(scope="session")

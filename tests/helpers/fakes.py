@@ -28,13 +28,9 @@ CPU = MachineFacts("cpu", device_bytes=1 << 40, host_bytes=1 << 40)
 def run_facts(**changes: Any) -> RunFacts:
     """One rank, fp32, no accumulation, unless changed."""
     plain: dict[str, Any] = {
-        "micro_batch": 2,
-        "sequence": 8,
-        "accumulation": 1,
-        "max_grad_norm": 0.0,
-        "precision": Precision.FP32,
+        "micro_batch": 2, "sequence": 8, "accumulation": 1, "max_grad_norm": 0.0, "precision": Precision.FP32,
         "world_size": 1,
-    }
+    }  # fmt: skip
     return RunFacts(**plain | changes)
 
 

@@ -59,16 +59,9 @@ def bucket(name: str, unit: str, *sizes: int, **changes: Any) -> Bucket:
         offsets.append(end)
         end += -(-size // step) * step
     plain: dict[str, Any] = {
-        "name": name,
-        "units": (unit,),
-        "params": tuple(f"{name}.{index}" for index in range(len(sizes))),
-        "sizes": sizes,
-        "offsets": tuple(offsets),
-        "num_elements": end,
-        "dtype": dtype,
-        "group": 0,
-        "site": Site.DEVICE,
-    }
+        "name": name, "units": (unit,), "params": tuple(f"{name}.{index}" for index in range(len(sizes))),
+        "sizes": sizes, "offsets": tuple(offsets), "num_elements": end, "dtype": dtype, "group": 0, "site": Site.DEVICE,
+    }  # fmt: skip
     return Bucket(**plain | changes)
 
 

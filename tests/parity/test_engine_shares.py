@@ -55,19 +55,11 @@ FORBIDDEN = [
 ]
 FACTORS: Mapping[str, Sequence[object]] = {
     "model": ("llama", "experts", "gpt2", "mixtral"),
-    **{name: levels for name, levels in ENGINE.items() if name != "accumulation"},
-    "clip": ("off", "tight", "loose"),
-    "tied": (False, True),
-    "groups": (1, 2),
-    "frozen": (False, True),
-    "recompute": ("none", "later"),
-    "prefetch": (2, 0),
-    "dtype": ("float32", "bfloat16"),
-    "split": (True, False),
-    "gather": ("host", "network"),
-    "transfer": ("delayed", "watched", "vacant"),
-    "rule": ("AdamW", "RMSprop", "SGD"),
-}
+    **{name: levels for name, levels in ENGINE.items() if name != "accumulation"}, "clip": ("off", "tight", "loose"),
+    "tied": (False, True), "groups": (1, 2), "frozen": (False, True), "recompute": ("none", "later"),
+    "prefetch": (2, 0), "dtype": ("float32", "bfloat16"), "split": (True, False), "gather": ("host", "network"),
+    "transfer": ("delayed", "watched", "vacant"), "rule": ("AdamW", "RMSprop", "SGD"),
+}  # fmt: skip
 RULES: Mapping[str, Mapping[str, Any]] = {
     "AdamW": {"fused": True},
     "RMSprop": {"centered": True, "momentum": 0.9},

@@ -17,15 +17,9 @@ from trainer.run import callbacks
 from trainer.run.callbacks import EarlyStopping, Meter, MetricsFile, ProgressLine, SampleText
 
 RECORD = {
-    "loss": 4.8123,
-    "learning_rate": 9.2e-4,
-    "grad_norm": 1.35,
-    "tokens_per_s": 5_210.4,
-    "mfu": 0.4118,
-    "device_peak_bytes": 3.1 * 2**30,
-    "host_peak_bytes": 1.9 * 2**30,
-    "eta_s": 72.0,
-}
+    "loss": 4.8123, "learning_rate": 9.2e-4, "grad_norm": 1.35, "tokens_per_s": 5_210.4, "mfu": 0.4118,
+    "device_peak_bytes": 3.1 * 2**30, "host_peak_bytes": 1.9 * 2**30, "eta_s": 72.0,
+}  # fmt: skip
 
 
 def state(step: int, max_steps: int = 200, rank_zero: bool = True) -> TrainerState:

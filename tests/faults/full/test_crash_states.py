@@ -116,21 +116,18 @@ def test_every_state_has_a_good_checkpoint(run: Run) -> None:
     assert num > 400
 
 
-def test_a_start_from_a_state_ends_with_the_same_bits(run: Run) -> None:
+def test_a_start_from_a_state_ends_with_the_same_bits(server: Server, run: Run) -> None:
     draw = random.Random(0)
     first = next(cut for cut in run.recorded.cuts() if run.begun[cut])
-    server, codes = Server(), []
-    try:
-        for _ in range(STARTED):
-            cut, loss = draw.randrange(first, len(run.recorded.calls)), draw.choice(LOSSES)
-            put(run.folder, run.recorded.after(cut, loss))
-            result = server.run(1, run.config)
-            assert result.code == 0, (cut, loss, result.text)
-            assert digest(run.folder / "export") == run.end, (cut, loss)
-            steps = [json.loads(line).get("step") for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-            assert steps == sorted(steps), (cut, loss)
-            assert not (run.folder / WRITING).exists()
-            codes.append(result.code)
-    finally:
-        server.close()
+    codes = []
+    for _ in range(STARTED):
+        cut, loss = draw.randrange(first, len(run.recorded.calls)), draw.choice(LOSSES)
+        put(run.folder, run.recorded.after(cut, loss))
+        result = server.run(1, run.config)
+        assert result.code == 0, (cut, loss, result.text)
+        assert digest(run.folder / "export") == run.end, (cut, loss)
+        steps = [json.loads(line).get("step") for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+        assert steps == sorted(steps), (cut, loss)
+        assert not (run.folder / WRITING).exists()
+        codes.append(result.code)
     assert len(codes) == STARTED

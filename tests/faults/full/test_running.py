@@ -32,13 +32,6 @@ TREE = ("TERM launcher", "KILL launcher", "KILL its child", "USR1 launcher", "KI
 
 
 @pytest.fixture(scope="module")
-def server() -> Any:
-    found = Server()
-    yield found
-    found.close()
-
-
-@pytest.fixture(scope="module")
 def whole(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The config of a run that nobody disturbed, by variant."""
     made: dict[str, Path] = {}

@@ -31,25 +31,21 @@ VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_nothing_grows(variant: str, tmp_path: Path) -> None:
+def test_nothing_grows(variant: str, server: Server, tmp_path: Path) -> None:
     num_ranks, strategies = VARIANTS[variant]
     config = config_in(tmp_path, strategies, max_steps=STEPS, save_steps=20, save_total_limit=2)
-    server = Server()
-    try:
-        job = start(server, num_ranks, config)
-        samples = []
-        for step in range(FIRST, STEPS - EVERY + 1, EVERY):
-            at_step(job, config, step, timeout_s=300.0)
-            # Of the first rank, which saves; the thread of a save may be there or not.
-            rank = psutil.Process(ranks_of(job)[0])
-            seen = []
-            for _ in range(20):
-                seen.append((rank.memory_info().rss, rank.num_fds(), rank.num_threads()))
-                time.sleep(0.01)
-            samples.append(tuple(min(values) for values in zip(*seen, strict=True)))
-        assert job.wait().check()
-    finally:
-        server.close()
+    job = start(server, num_ranks, config)
+    samples = []
+    for step in range(FIRST, STEPS - EVERY + 1, EVERY):
+        at_step(job, config, step, timeout_s=300.0)
+        # Of the first rank, which saves; the thread of a save may be there or not.
+        rank = psutil.Process(ranks_of(job)[0])
+        seen = []
+        for _ in range(20):
+            seen.append((rank.memory_info().rss, rank.num_fds(), rank.num_threads()))
+            time.sleep(0.01)
+        samples.append(tuple(min(values) for values in zip(*seen, strict=True)))
+    assert job.wait().check()
     print(f"{variant}: resident bytes, descriptors, threads every {EVERY} steps: {samples}")
     memory, descriptors, threads = zip(*samples, strict=True)
     assert memory[-1] - memory[0] < MOST_MORE, samples
@@ -71,7 +67,7 @@ LENGTH, SAVE, KILLS = 420, 3, 60
 
 
 @pytest.mark.parametrize("variant", KILLED)
-def test_killed_again_and_again(variant: str, tmp_path: Path) -> None:
+def test_killed_again_and_again(variant: str, server: Server, tmp_path: Path) -> None:
     """Whenever there is a new checkpoint, a moment later: all ranks, or one of them."""
     num_ranks, strategies = KILLED[variant]
     draw = random.Random(variant)
@@ -79,25 +75,22 @@ def test_killed_again_and_again(variant: str, tmp_path: Path) -> None:
         config_in(tmp_path / name, strategies, max_steps=LENGTH, save_steps=save, save_total_limit=2)
         for name, save in (("whole", LENGTH), ("killed", SAVE))
     ]
-    server, kills = Server(), 0
-    try:
-        server.run(num_ranks, configs[0]).check()
-        while True:
-            job, before = start(server, num_ranks, configs[1]), max(checkpoints(configs[1]), default=0)
-            while job.poll() is None and max(checkpoints(configs[1]), default=0) == before:
-                time.sleep(0.002)
-            time.sleep(draw.random() * 0.1)
-            if job.poll() is None and num_ranks > 1 and draw.random() < 0.2:
-                os.kill(draw.choice(ranks_of(job)), signal.SIGKILL)
-                job.wait(60.0)
-            elif job.poll() is None:
-                job.kill()
-            else:
-                job.wait().check()
-                break
-            kills += 1
-    finally:
-        server.close()
+    kills = 0
+    server.run(num_ranks, configs[0]).check()
+    while True:
+        job, before = start(server, num_ranks, configs[1]), max(checkpoints(configs[1]), default=0)
+        while job.poll() is None and max(checkpoints(configs[1]), default=0) == before:
+            time.sleep(0.002)
+        time.sleep(draw.random() * 0.1)
+        if job.poll() is None and num_ranks > 1 and draw.random() < 0.2:
+            os.kill(draw.choice(ranks_of(job)), signal.SIGKILL)
+            job.wait(60.0)
+        elif job.poll() is None:
+            job.kill()
+        else:
+            job.wait().check()
+            break
+        kills += 1
     print(f"{variant}: killed {kills} times")
     assert kills >= KILLS
     assert digest(configs[1].parent / "run" / "export") == digest(configs[0].parent / "run" / "export")
