@@ -7,7 +7,7 @@ model's own (masters); moments; and whatever else DeepSpeed's optimizer holds, w
 2, each flat group up to a multiple of 2 elements per rank (``nccl_start_alignment_factor``); stage 3, each tensor.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 
 from strategies.core.compose import compose
 from strategies.core.plan import Home, Kind
+from strategies.engine.tensors.nested import tensors_in
 from tests.helpers.fakes import block, facts
 from tests.helpers.releases import needs_stage_3
 from tests.helpers.tiny import GPT2, run_config
@@ -27,18 +28,6 @@ RANKS = 2
 ODD: Mapping[str, Any] = {**GPT2, "n_embd": 33, "n_head": 3, "vocab_size": 601}
 GROUPS = 2  # with and without weight decay
 LORA = {"lora": {"r": 3, "target_modules": ["c_attn"]}}
-
-
-def tensors_in(value: object, depth: int = 4) -> Iterator[torch.Tensor]:
-    """Every tensor in nested containers."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth and isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item, depth - 1)
-    elif depth and isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item, depth - 1)
 
 
 def claim(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
