@@ -87,11 +87,8 @@ def shrink(
     The optimizer is SGD in mixed precision unless ``keep_optimizer`` says that both sides round alike.
     """
     tree = config.tree()
-    model = {
-        key: tree["model"][key]
-        for key in ("dtype", "attn_implementation", "lora", "quantization_config")
-        if key in tree["model"]
-    }
+    same = ("dtype", "attn_implementation", "lora", "quantization_config")
+    model = {key: value for key, value in tree["model"].items() if key in same}
     least = max([layers, *(strategy.least_blocks() for strategy in config.strategies.values())])
     hf_config = load_config(config.model, VOCAB)
     small = copies_of.shrink_model(hf_config, least)
@@ -105,22 +102,12 @@ def shrink(
         # Adam divides a gradient by its own size, which turns the rounding of a tiny gradient into a step of full
         # length: a comparison would show Adam and not the strategy. SGD keeps a small difference small.
         training |= {"optim": "sgd", "optim_args": None, "learning_rate": 1.0}
-    training |= {
-        "output_dir": str(folder),
-        "max_steps": steps,
-        "per_device_train_batch_size": 2,
-        "save_strategy": "no",
-        "report_to": ["none"],
-        "logging_steps": 1,
-    }
-    return RunConfig.model_validate(
-        {
-            "model": {**model, "config": small, "tokenizer": "none"},
-            "data": {"path": "random tokens", "max_length": LENGTH},
-            "training": training,
-            "strategies": config.strategies,
-        }
-    )
+    training |= {"output_dir": str(folder), "max_steps": steps, "per_device_train_batch_size": 2, "logging_steps": 1}
+    training |= {"save_strategy": "no", "report_to": ["none"]}
+    model |= {"config": small, "tokenizer": "none"}
+    data = {"path": "random tokens", "max_length": LENGTH}
+    sections = {"model": model, "data": data, "training": training, "strategies": config.strategies}
+    return RunConfig.model_validate(sections)
 
 
 def without_strategies(config: RunConfig) -> RunConfig:
