@@ -17,6 +17,7 @@ from pathlib import Path
 
 from launch import cli
 from trainer.config.load import json_schema, load
+from trainer.dist.exit_file import ExitFile
 from trainer.dist.ranks import GRACE_S, Ranks, from_environment, settle_environment
 from trainer.dist.stopping import Stop, Stopped
 from trainer.errors import ExitCode, UserError, report, write_line
@@ -48,9 +49,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(json_schema(), indent=2))
         return 0
     ranks = from_environment()
+    ended, code = ExitFile(ranks.rank, ranks.world_size), int(ExitCode.FAILED)
+    try:
+        code = listening(arguments, ranks, Stop(ended))
+    finally:
+        ended.write(code)
+    return code
+
+
+def listening(arguments: argparse.Namespace, ranks: Ranks, listener: Stop) -> int:
+    """``train`` while requests to stop are noted."""
     code: int | None = None
     try:
-        with Stop().listening() as stop:
+        with listener.listening() as stop:
             code = train(arguments, ranks, stop)
     except Stopped as stopped:
         write_line(stopped.line, sys.stderr)
@@ -71,6 +82,8 @@ def train(arguments: argparse.Namespace, ranks: Ranks, stop: Stop) -> int:
         settle_environment(ranks, cores()[1])
         from trainer.run import run
 
+        if not (arguments.show_sample or arguments.data_report):
+            stop.ended.folder = Path(config.training.output_dir)
         run.refuse_unbuildable(config, ranks)
         if arguments.show_sample:
             if ranks.is_first:

@@ -1,5 +1,6 @@
 """Runs that something happens to while they train: a signal, a stop, a death; and the run that nobody disturbed."""
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +57,12 @@ def ranks_of(job: Job) -> list[int]:
 
 def checkpoints(config: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("checkpoint-")) for path in (config.parent / "run").glob("checkpoint-*"))
+
+
+def ended(config: Path) -> tuple[int, int | None]:
+    """The code and the step in what the run has left for schedulers."""
+    found = json.loads((config.parent / "run" / "exit.json").read_text())
+    return found["code"], found["step"]
 
 
 def same_end(config: Path, whole: Path) -> None:

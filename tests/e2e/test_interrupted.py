@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.e2e.commands import Server, digest
-from tests.e2e.interrupted import STEPS, at_step, checkpoints, config_in, ranks_of, same_end, start, until
+from tests.e2e.interrupted import STEPS, at_step, checkpoints, config_in, ended, ranks_of, same_end, start, until
 
 pytestmark = pytest.mark.ranks
 
@@ -46,9 +46,11 @@ def test_a_signal_saves_at_the_end_of_the_step(
     (step,) = checkpoints(config)
     assert 2 <= step < STEPS
     assert f"{number.name}{' on rank 1' if to else ''}: step {step} is saved, the run ends" in result.err
+    assert ended(config) == (10, step)
     assert not (config.parent / "run" / "run.lock").exists()
     assert server.run(num_ranks, config).check().lines("resuming from ")
     same_end(config, whole)
+    assert ended(config) == (0, STEPS)
 
 
 def test_a_signal_between_evaluations_that_save_only_the_best(server: Server, tmp_path: Path) -> None:
@@ -77,7 +79,7 @@ def files(folder: Path) -> dict[str, str]:
     return {
         path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
-        if path.is_file()
+        if path.is_file() and path.name != "exit.json"
     }
 
 
@@ -116,13 +118,14 @@ def test_a_stopped_rank_ends_all_with_their_stacks(server: Server, tmp_path: Pat
     first, second = ranks_of(job)
     refused = server.run(1, config).check(2).quiet()
     assert refused.err.count("\n") == 1 and f"in use by another run: process {first} on" in refused.err
-    assert "data:" not in refused.text
+    assert "data:" not in refused.text and not (tmp_path / "run" / "exit.json").exists()
     os.kill(second, signal.SIGSTOP)
     until(lambda: not psutil.pid_exists(first), job, "ended", timeout_s=30.0)
     os.kill(second, signal.SIGKILL)
     result = job.wait().check(13)
     assert "watchdog: rank 0 of 2 ends, exit code 13: rank " in result.err
     assert "rank 1: in step " in result.err or "rank 1: after step " in result.err
+    assert ended(config)[0] == 13
     assert "rank 0, thread MainThread:" in result.err and "trainer/run/run.py" in result.err
 
 

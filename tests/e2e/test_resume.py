@@ -5,14 +5,17 @@ process of the job at once, as when a machine goes down.
 """
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
-from tests.e2e.commands import Server, digest, metrics
-from tests.e2e.interrupted import config_in, start, until
+from tests.e2e.commands import MODEL, Server, digest, metrics, write_config, write_jsonl
+from tests.e2e.interrupted import checkpoints, config_in, ended, ranks_of, start, until
 from tests.helpers.releases import HIGHEST_STAGE
 
 pytestmark = pytest.mark.ranks
@@ -66,6 +69,40 @@ def test_killed_and_resumed(
         applied = found.lines("stow: ")
         assert applied and len(applied) == len(set(applied)), "every effect is logged once, by the first rank"
     assert digest(killed.parent / "run" / "export") == digest(whole.parent / "run" / "export")
+
+
+@pytest.mark.slow
+def test_four_ranks_become_two(server: Server, tmp_path: Path) -> None:
+    """One of four is killed; two go on from the newest checkpoint with the same rows in every update, which four would
+    have added up in another order: within rounding, by plain SGD, of the run that nothing happened to.
+    """
+
+    def config_for(folder: Path, steps: int) -> Path:
+        rows = [{"text": f"row {number} of a few words {number * number}"} for number in range(64)]
+        training = {
+            "max_steps": steps, "save_strategy": "steps", "save_steps": 2, "optim": "sgd", "learning_rate": 0.05,
+            "lr_scheduler_type": "constant", "resume_from_checkpoint": "auto", "ddp_timeout": 60,
+        }  # fmt: skip
+        data = {"path": str(write_jsonl(folder / "rows.jsonl", rows))}
+        model = {"config": MODEL | {"attention_dropout": 0.0}}
+        return write_config(folder, data=data, training=training, model=model, strategies={"zero": {"stage": 1}})
+
+    killed = config_for(tmp_path / "killed", 10_000)
+    job = start(server, 4, killed)
+    until(lambda: 4 in checkpoints(killed), job, "saved", 120.0)
+    os.kill(ranks_of(job)[2], signal.SIGKILL)
+    assert job.wait().code != 0 and ended(killed)[0] in (13, 15)
+    steps = max(checkpoints(killed)) + 3
+    whole = config_for(tmp_path / "whole", steps)
+    server.run(4, whole).check()
+    fewer = [f"training.max_steps={steps}"]
+    refused = server.run(2, killed, *fewer).check(2).quiet()
+    assert "training.gradient_accumulation_steps = 2 would keep them" in refused.err and ended(killed)[0] == 2
+    found = server.run(2, killed, *fewer, "training.gradient_accumulation_steps=2").check().quiet()
+    assert found.lines("resumed with the same rows in an update; its 4 micro-batches") and ended(killed) == (0, steps)
+    ours, theirs = (load_file(each.parent / "run" / "export" / "model.safetensors") for each in (killed, whole))
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) < 1e-6
+    assert digest(whole.parent / "run" / "checkpoint-2") != digest(whole.parent / "run" / "export")  # it has learned
 
 
 def predicted_is_measured(folder: Path) -> None:

@@ -42,6 +42,7 @@ from typing import Any
 
 import psutil
 
+from trainer.dist.exit_file import ExitFile
 from trainer.errors import ExitCode, let_go, write_line
 
 # Programs, and modules started with -m. ``accelerate launch`` starts torch's in its own process.
@@ -131,9 +132,10 @@ class Stopped(BaseException):
 
 
 class Stop:
-    """Whether this rank was asked to stop, by what, and what that does now."""
+    """Whether this rank was asked to stop, by what, and what that does now. ``ended``: what it says when it ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, ended: ExitFile | None = None) -> None:
+        self.ended = ended or ExitFile()
         self.reason: str | None = None
         self.phase = Phase.PREPARING
         self.launchers: list[tuple[int, float]] = []
@@ -204,7 +206,7 @@ class Stop:
                 self._launcher_is_gone()
             if self.is_asked and self.phase is Phase.PREPARING and time.monotonic() - self._asked_s > STUCK_S:
                 write_line(f"{self.reason}: stopped before training began; nothing was saved", sys.stderr)
-                os._exit(ExitCode.PREEMPTED)
+                self._exit(ExitCode.PREEMPTED)
 
     def _request(self, number: signal.Signals) -> None:
         if number is signal.SIGHUP:
@@ -217,10 +219,14 @@ class Stop:
             self.reason, self._asked_s = self.reason or number.name, now_s
         elif now_s - self._asked_s > ECHO_S:
             write_line(f"{number.name} a second time: ended at once", sys.stderr)
-            os._exit(128 + number)
+            self._exit(128 + number)
         if self.phase is Phase.ENDING:
             line = "training is over, the export is finished first; a second signal ends it at once"
             write_line(f"{number.name}: {line}", sys.stderr)
+
+    def _exit(self, code: int) -> None:
+        self.ended.write(code)
+        os._exit(code)
 
     def _launcher_is_gone(self) -> None:
         if self.is_asked:

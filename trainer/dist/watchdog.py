@@ -27,6 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from trainer.dist.exit_file import ExitFile
 from trainer.dist.stopping import lives, started_at
 from trainer.errors import ExitCode
 
@@ -99,6 +100,7 @@ class Watchdog:
     def __init__(self, store: Any, rank: int, world_size: int, timeout_s: float) -> None:
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self.doing = "preparing"
+        self.ended = ExitFile()
         self._told: str | None = None
         self._where = ""
         self._over = threading.Event()
@@ -179,6 +181,7 @@ class Watchdog:
         self._told = why  # the other thread writes it into the store, unless that does not answer
         os.write(2, self._report(why).encode())  # at once, so that ranks are not mixed; Python's streams may be locked
         time.sleep(TELLING_S if self.rank == 0 else interval_s(self.timeout_s))
+        self.ended.write(ExitCode.WATCHDOG)
         os._exit(ExitCode.WATCHDOG)
 
     def _report(self, why: str) -> str:

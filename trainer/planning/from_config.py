@@ -28,7 +28,15 @@ if TYPE_CHECKING:
     from trainer.dist.ranks import Ranks
     from trainer.machine.probe import Machine
 
-WRITTEN = ("config.yaml", "facts.json", "plan.json", "plan.txt", "ds_config.json", "metrics.jsonl")  # by a run
+WRITTEN = (
+    "config.yaml",
+    "facts.json",
+    "plan.json",
+    "plan.txt",
+    "ds_config.json",
+    "metrics.jsonl",
+    "exit.json",
+)  # by a run
 
 
 def plan_of(

@@ -66,9 +66,10 @@ class SaveAndStop(TrainerCallback):
         self._agreed = False  # to save and to end
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self._stop.phase = Phase.TRAINING
+        self._stop.phase, self._stop.ended.step = Phase.TRAINING, state.global_step
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._stop.ended.step = state.global_step
         self._agreed = self._agreed or self._together.any(self._stop.is_asked)
         if self._agreed:
             control.should_save = True
@@ -113,6 +114,8 @@ def run(config: RunConfig, ranks: Ranks, stop: Stop) -> int:
     shown = shown_by(write_line) if ranks.is_first else nullcontext()
     try:
         with shown, process_group(ranks, timeout_s(config), single=single, on_cpu=on_cpu) as watchdog:
+            if watchdog is not None:
+                watchdog.ended = stop.ended
             return _guarded(config, ranks, stop, watchdog)
     except torch.distributed.DistError as error:
         write_line(f"rank {ranks.rank}: another rank has ended while the ranks met: {first_line(error)}", sys.stderr)
@@ -188,8 +191,10 @@ def _whole(config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | Non
         def take_lock() -> None:
             refuse_folder(config)
             held.enter_context(lock.held(config))
+            stop.ended.clear()
 
         together.on_first(ranks.rank, take_lock)
+        stop.ended.owns = True
         resumed = resuming.decide(config, ranks)
         step = resumed.found.step if resumed else None
         over = together.on_first(ranks.rank, lambda: None if step is None else export.finished_before(config, step))

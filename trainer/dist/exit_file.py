@@ -1,0 +1,79 @@
+"""``exit.json`` in the run's folder: with which code and for what reason a run has ended, for schedulers.
+
+Launchers do not pass a rank's exit code on: ``torchrun`` and ``accelerate launch`` end with 1 whatever it was. So each
+rank says what it ends with, in one file that is replaced in one step. It is removed when a run has the folder's lock;
+where there is none, the run is under way, or its processes were killed.
+
+The cause stays: a rank that ends because of another (13, 15), or with all of them (0, 10, 130), writes where nothing is
+written yet; every other code replaces what is there. A run that was refused because another one has the folder writes
+nothing, and nobody makes a folder for the file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from trainer.errors import ExitCode
+
+NAME, LOCK = "exit.json", "run.lock"
+FOLLOWS = (ExitCode.FINISHED, ExitCode.PREEMPTED, ExitCode.WATCHDOG, ExitCode.PEER_DIED, ExitCode.INTERRUPTED)
+MEANING: Mapping[int, str] = {
+    ExitCode.FINISHED: "finished",
+    ExitCode.FAILED: "failed, with a traceback",
+    ExitCode.CONFIG: "the config cannot be run",
+    ExitCode.DATA: "the data cannot be trained on",
+    ExitCode.PREEMPTED: "asked to stop, and saved where there was something to save",
+    ExitCode.OUT_OF_MEMORY: "out of memory",
+    ExitCode.NON_FINITE: "gradients or loss are not finite any more",
+    ExitCode.WATCHDOG: "a rank gave no sign of life",
+    ExitCode.DISK: "asked to stop, and could not save",
+    ExitCode.PEER_DIED: "another rank has died",
+    ExitCode.INTERRUPTED: "interrupted from the keyboard",
+}
+
+
+class ExitFile:
+    """What one rank has to say. ``step``: the newest that it has made; ``owns``: the run has the lock of ``folder``."""
+
+    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
+        self._rank, self._ranks = rank, ranks
+        self.folder: Path | None = None
+        self.owns = False
+        self.step: int | None = None
+
+    def clear(self) -> None:
+        """Remove the file of an earlier run."""
+        if self.folder is not None:
+            (self.folder / NAME).unlink(missing_ok=True)
+
+    def write(self, code: int) -> None:
+        """This rank ends with ``code``. What cannot be written changes nothing."""
+        folder = self.folder
+        if folder is None or not folder.is_dir():
+            return
+        if not self.owns and (self._rank > 0 or (folder / LOCK).exists()):
+            return
+        about = {
+            "code": int(code),
+            "meaning": MEANING.get(code, f"ended at once by signal {code - 128}, the second one"),
+            "step": self.step,
+            "rank": self._rank,
+            "ranks": self._ranks,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        path, draft = folder / NAME, folder / f".{NAME}-{secrets.token_hex(4)}"
+        with suppress(OSError):
+            draft.write_text(json.dumps(about, indent=1) + "\n")
+            if code not in FOLLOWS or not path.exists():
+                draft.replace(path)
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
