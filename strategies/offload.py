@@ -211,14 +211,14 @@ class Offload(Strategy):
 
     def _ways(self, run: RunFacts) -> int:
         """How many ranks hold a span of each bucket."""
-        return run.replicas if self._stage else 1
+        return run.copies if self._stage else 1
 
     def _may_update_in_backward(self, run: RunFacts) -> bool:
         return self._ways(run) == run.stages == 1 and run.max_grad_norm == 0 and run.precision is not Precision.FP16
 
     def _sums_over_ranks(self, run: RunFacts) -> bool:
         """Whether gradients are summed over micro-batches and then over ranks, which has to happen on the device."""
-        return run.replicas > 1 and run.accumulation > 1
+        return run.copies > 1 and run.accumulation > 1
 
     def request(self, facts: Facts) -> OffloadRequest:
         decided = {"weights": self._stage in (1, 2), "gradients": self._sums_over_ranks(facts.run)}

@@ -75,12 +75,12 @@ class Zero(Strategy):
         run, sizes = facts.run, element_bytes(facts.run, self.stage)
         for unit, kind in product(facts.units, Kind):
             split = self.stage >= SPLIT_FROM[kind]
-            reason = f"stage {self.stage}: " + (f"1/{run.replicas} per rank" if split else "whole on every rank")
-            ways = run.replicas if split else 1
+            reason = f"stage {self.stage}: " + (f"1/{run.copies} per rank" if split else "whole on every rank")
+            ways = run.copies if split else 1
             yield Share(unit=unit.name, reason=reason, kind=kind, ways=ways, element_bytes=sizes[kind])
         for key, value in deepspeed.zero_keys(facts, self.stage).items():
             yield EngineSet(unit=RUN, reason="zero", key=f"zero_optimization.{key}", value=value)
-        for each in buffers(facts, self.stage, run.replicas):
+        for each in buffers(facts, self.stage, run.copies):
             yield Reserve(unit=RUN, reason=each.reason, owner=each.owner, num_bytes=each.num_bytes, when=each.when)
 
     def apply(self, model: nn.Module, plan: Plan) -> None:

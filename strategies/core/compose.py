@@ -79,7 +79,7 @@ def degrees(strategies: Mapping[str, Strategy]) -> dict[Axis, int]:
 def refusals(strategies: Mapping[str, Strategy], run: RunFacts) -> Iterator[Refusal]:
     """Every option of ``strategies`` that cannot work in such a run, whatever the model and the machine are."""
     try:
-        grid_of(run.world_size, stages=run.stages, tensor=run.tensor)
+        grid_of(run.world_size, stages=run.stages, tensor=run.tensor, slices=run.slices)
     except ValueError as error:
         axis = max(degrees(strategies), key=lambda axis: degrees(strategies)[axis])
         yield Refusal(axis.value, degrees(strategies)[axis], str(error))
@@ -111,7 +111,7 @@ def compose(strategies: Mapping[str, Strategy], facts: Facts) -> Plan:
 
 def _sums_over_ranks(plan: Plan) -> Iterator[Reserve]:
     """What torch's DistributedDataParallel holds, which sums the gradients of whole models where nothing else does."""
-    if plan.facts.run.replicas > 1 and plan.layout is None and not plan.engine() and plan.facts.cut is None:
+    if plan.facts.run.copies > 1 and plan.layout is None and not plan.engine() and plan.facts.cut is None:
         yield Reserve(
             unit=RUN,
             reason="gradients are copied into buckets and summed over the ranks there",

@@ -175,8 +175,8 @@ class ModelNumbers:
 class RunFacts(ModelNumbers):
     """The run as configured: micro-batch in sequences, sequence in tokens, ranks over all nodes.
 
-    ``stages`` x ``tensor`` ranks hold one copy of the model together (``strategies/core/grid.py``). Where layers are
-    divided over ranks, units are one rank's part.
+    ``stages`` x ``tensor`` ranks hold one copy of the model together, and ``slices`` copies work on the same rows
+    (``strategies/core/grid.py``). Where layers or rows are divided over ranks, units are one rank's part.
     """
 
     micro_batch: int
@@ -193,15 +193,21 @@ class RunFacts(ModelNumbers):
     stage: int = 0  # of this rank
     in_flight: int = 1  # micro-batches that are between their forward and their backward at a time
     tensor: int = 1
+    slices: int = 1  # ranks that each have a part of every row
     sequences: int = 1  # of a row of data: two where it is a pair
 
     @property
     def grid(self) -> Grid:
-        return Grid(self.stages, self.replicas, self.tensor)
+        return Grid(self.stages, self.replicas, self.tensor, self.slices)
 
     @property
     def replicas(self) -> int:
-        """Copies of the model, each of which is given other data."""
+        """Sets of ranks, each of which is given other data."""
+        return self.copies // self.slices
+
+    @property
+    def copies(self) -> int:
+        """Of the model. Their ranks add up gradients, and can share state."""
         return self.world_size // (self.stages * self.tensor)
 
     @property

@@ -37,10 +37,13 @@ class Phase(Enum):
 
 
 class Axis(Enum):
-    """Along which one copy of the model is divided among ranks (``strategies/core/grid.py``); the value is the key."""
+    """Along which a copy of the model, or a row, is divided among ranks (``strategies/core/grid.py``); the value is the
+    key.
+    """
 
     STAGES = "strategies.pipeline.stages"
     TENSOR = "strategies.tensor.degree"
+    SEQUENCE = "strategies.sequence.degree"
 
 
 COMPILING = ("training.torch_compile", "training.torch_compile_backend", "training.torch_compile_mode")  # each alone

@@ -88,9 +88,9 @@ def stow(
     if process_group is None and dist.is_available() and dist.is_initialized():
         process_group = dist.group.WORLD
     ranks = 1 if process_group is None else dist.get_world_size(process_group)
-    if ranks != plan.facts.run.replicas:
+    if ranks != plan.facts.run.copies:
         raise ValueError(
-            f"the plan is for {plan.facts.run.replicas} ranks, and {ranks} train together: give plan_for their "
+            f"the plan is for {plan.facts.run.copies} ranks, and {ranks} train together: give plan_for their "
             f"number as world_size, or stow a process_group of those that do"
         )
     layout, place, hosted_bytes = plan.layout, plan.place, plan.hosted_bytes()

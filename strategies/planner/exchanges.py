@@ -62,7 +62,7 @@ def crosses(facts: Facts) -> bool:
 
 def spread(facts: Facts) -> tuple[int, int]:
     """How many ranks share a bucket, and how many of them are on one machine; they are neighbours."""
-    ranks = facts.run.replicas
+    ranks = facts.run.copies
     return ranks, min(ranks, facts.machine.ranks or ranks)
 
 

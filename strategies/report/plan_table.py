@@ -233,15 +233,17 @@ def grid_table(grid: Grid) -> list[str]:
     copies, stages = range(min(grid.replicas, SHOWN)), range(min(grid.stages, SHOWN))
     rows = [(f"stage {stage}", *(_ranks(grid, stage, copy) for copy in copies)) for stage in stages]
     rows += [("...", *("" for _ in copies))] if grid.stages > SHOWN else []
-    said = ["ranks joined by = exchange in every layer"] if grid.tensor > 1 else []
+    said = ["ranks joined by = exchange in every layer"] if grid.tensor * grid.slices > 1 else []
     said += ["stages send hidden states on, and gradients back"] if grid.stages > 1 else []
-    said += ["ranks of a row add up gradients once per step"] if grid.replicas > 1 else []
+    said += ["ranks of a row add up gradients once per step"] if grid.replicas * grid.slices > 1 else []
     more = f", of which {SHOWN} copies are shown" if grid.replicas > SHOWN else ""
     return [f"ranks: {grid}{more}", *aligned(("", *(f"data {copy}" for copy in copies)), rows), "; ".join(said)]
 
 
 def _ranks(grid: Grid, stage: int, copy: int) -> str:
-    found = [str(grid.rank(Cell(stage, copy, part))) for part in range(grid.tensor)]
+    found = [
+        str(grid.rank(Cell(stage, copy, part, tokens))) for tokens in range(grid.slices) for part in range(grid.tensor)
+    ]
     return " = ".join(found if len(found) <= SHOWN // 2 else [found[0], found[1], "..", found[-1]])
 
 

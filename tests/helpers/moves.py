@@ -42,7 +42,7 @@ class Kind:
     @property
     def copies(self) -> int:
         """Of the model."""
-        sizes = (("tensor", "degree"), ("pipeline", "stages"))
+        sizes = (("tensor", "degree"), ("sequence", "degree"), ("pipeline", "stages"))
         return self.ranks // math.prod(int(self.strategies.get(name, {}).get(key, 1)) for name, key in sizes)
 
     def config(self, folder: Path, steps: int) -> RunConfig:

@@ -187,7 +187,7 @@ fsdp = "full_shard": unknown key; that is Hugging Face's name; DeepSpeed is the 
 """  # noqa: E501
 BEYOND = {
     "strategies.zero.stage", "strategies.recompute", "strategies.recompute.activation_offloading",
-    "strategies.tensor.degree",
+    "strategies.sequence.degree", "strategies.tensor.degree",
 }  # fmt: skip
 
 

@@ -145,7 +145,7 @@ def test_groups_of_eight_ranks() -> None:
     assert grid.cell(6) == Cell(stage=1, replica=1, tensor=0)
     uneven = Grid(stages=2, replicas=3, tensor=4)
     assert [uneven.rank(uneven.cell(rank)) for rank in range(24)] == list(range(24))
-    assert [len(uneven.groups(axis)[0]) for axis in Cell._fields] == [2, 3, 4]
+    assert [len(uneven.groups(axis)[0]) for axis in ("stage", "replica", "tensor")] == [2, 3, 4]
     assert str(grid) == "pipeline 2 x data 2 x tensor 2"
 
 

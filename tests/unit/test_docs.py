@@ -12,12 +12,13 @@ import transformers
 from strategies.core.registry import available
 from trainer.config.doc import BEGIN, END
 from trainer.run.pipeline_trainer import PipelineTrainer
+from trainer.run.sequence_trainer import SequenceTrainer
 from trainer.run.stowed_trainer import StowedTrainer
 from trainer.run.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO_SCREENS = 100
-OURS = (StowedTrainer, PipelineTrainer, Trainer)
+OURS = (StowedTrainer, PipelineTrainer, SequenceTrainer, Trainer)
 
 
 def built(root: Path, site: Path) -> subprocess.CompletedProcess[str]:

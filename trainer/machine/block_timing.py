@@ -135,7 +135,7 @@ def key_of(facts: Facts) -> dict[str, Any]:
     run = facts.run
     # The saved bytes tell attention kernels apart.
     units = [[unit.name, unit.num_params, unit.num_trainable, unit.saved_bytes] for unit in facts.units]
-    job = {"micro_batch": run.micro_batch, "sequence": run.sequence, "precision": run.precision.value}
+    job = {"micro_batch": run.micro_batch, "tokens": run.sequence, "precision": run.precision.value}
     return {"units": units, **job, "device": facts.machine.name}
 
 

@@ -131,6 +131,7 @@ def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) 
         sequences=TASKS[config.task].sequences,
         stages=divided.get(Axis.STAGES, 1),
         tensor=divided.get(Axis.TENSOR, 1),
+        slices=divided.get(Axis.SEQUENCE, 1),
     )
 
 
@@ -209,14 +210,8 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
             # Release 5.23 renamed it and warns about the old name; the releases before know the old one only.
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         model.train()
-        shape = (run_facts(config, 1).micro_batch, config.data.max_length)
-        ids = torch.zeros(shape, dtype=torch.long)
-        inputs = {"input_ids": ids, **task.targets(ids, config)}
-        masked &= not str(config.model.attn_implementation).startswith("flash")
-        if config.data.packing:
-            inputs["position_ids"] = torch.zeros_like(ids) if masked else torch.arange(shape[1]).repeat(shape[0], 1)
-        elif masked:
-            inputs["attention_mask"] = torch.zeros_like(ids)
+        shape, slices = (run_facts(config, 1).micro_batch, config.data.max_length), run_facts(config, 1).slices
+        inputs = _inputs(config, model, shape, masked=masked)
         shift = task.language
         call = _call(task.forward(model, config), inputs, config.training.label_smoothing_factor, autocast, shift=shift)
         try:
@@ -243,9 +238,27 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
         params=list_params(model, groups, dtype_of, found.outside, found.computing),
         linears=tuple(found.linears(autocast).values()),
         model_params=0 if whole is None else sum(unit.num_params for unit in whole.units),
-        model_flops=0 if whole is None else whole.forward_flops,
+        model_flops=whole.forward_flops if whole is not None else slices * found.flops if slices > 1 else 0,
         tied=tensor_share.is_tied(model),
     )
+
+
+def _inputs(config: RunConfig, model: Any, shape: tuple[int, int], *, masked: bool) -> dict[str, Any]:
+    """What forward is given of rows of this shape, or of one rank's slice of them; inside of ``fake_tensors()``."""
+    import torch
+
+    ids, slices = torch.zeros(shape, dtype=torch.long), run_facts(config, 1).slices
+    inputs = {"input_ids": ids, **TASKS[config.task].targets(ids, config)}
+    if slices > 1:  # attention over slices takes no mask
+        from strategies.backends import ulysses
+
+        return ulysses.count(model, slices).slice_of(inputs)
+    masked &= not str(config.model.attn_implementation).startswith("flash")
+    if config.data.packing:
+        inputs["position_ids"] = torch.zeros_like(ids) if masked else torch.arange(shape[1]).repeat(shape[0], 1)
+    elif masked:
+        inputs["attention_mask"] = torch.zeros_like(ids)
+    return inputs
 
 
 def _whole(config: RunConfig) -> ModelCount | None:

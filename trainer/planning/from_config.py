@@ -158,6 +158,8 @@ def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[st
     if Requirement.BLOCK_TIMES not in requirements_of(config.strategies):
         raise ConfigError("--measure: block times are for strategies.offload, which is not on")
     known = plan_of(config, ranks, machine).facts  # refuses what cannot be planned
+    if known.run.slices > 1:
+        raise ConfigError("--measure: blocks of a slice of a row cannot be timed by themselves; a run times its own")
     folder = Path(config.training.output_dir)
     refuse_folder(config)
     known = replace(known, unit_times=block_timing.read(folder, known, "unit_times"))  # for a run that is resumed

@@ -4,7 +4,7 @@
 The global batch is what the config says: micro-batch x accumulation x ranks. Everything that the search decides is
 taken out of the config first; the rest stays, and so do budgets of memory. A rank's share of the model is counted for
 each micro-batch and tensor degree as that of a config with ``strategies.tensor`` or ``strategies.pipeline``. Not tried:
-tensor degrees that the strategy refuses for this model or beside what else is in the config.
+tensor degrees that the strategy refuses for this model or beside what else is in the config; slices of rows.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from trainer.machine.probe import Machine
 
 MICRO_BATCHES, TENSOR = (1, 2, 4), (2, 4, 8)
+SLICES = "slices of rows, for long contexts: strategies.sequence"
 Say = Callable[[str], None]
 
 
@@ -103,7 +104,7 @@ def search(
     best = answer.best[0].degrees
     write = changes(tree, keys.written(best, tree, _blocks(best, in_stages[best.micro_batch])))
     lines = [*heading(config, ranks, machine, cluster, sequences), ""]
-    lines += hybrid_table.lines(answer, scale, write, no_tensor)
+    lines += hybrid_table.lines(answer, scale, write, [*no_tensor, SLICES])
     if asked is not None:
         units = (replace(each, again=by_policy(each, best.recompute).again) for each in facts.units)
         again = run_budget.repeated([replace(facts, units=tuple(units))])
@@ -193,6 +194,10 @@ class Shares:
     """
 
     def __init__(self, config: RunConfig, ranks: Ranks, machine: Machine, say: Say) -> None:
+        slices = degrees_of(config.strategies).get(Axis.SEQUENCE)
+        if slices is not None:
+            what = "--search and --tokens know nothing of slices of rows; leave it out, or plan without them"
+            raise config.error(Axis.SEQUENCE.value, slices, what)
         self._config, self._ranks, self._machine, self._say = config, ranks, machine, say
         self._tree = config.tree()
         self.whole = self._gathered(build(keys.without(self._tree)).like(config))

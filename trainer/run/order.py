@@ -321,6 +321,8 @@ def make_trainer(run: Run) -> Trainer:
         trainer.add_callback(Profile(trainer, run.plan, training.profile.steps, run.folder, model_name))
     if run.stage is not None:
         trainer.start_pipeline(run.stage)
+    if run.plan.facts.run.slices > 1:
+        trainer.start_sequence()
     if deepspeed.clips_itself(run.plan):
         trainer.accelerator.max_grad_norm = run.config.training.max_grad_norm
     return trainer

@@ -185,7 +185,10 @@ class PipelineTrainer(_Trainer):
 
 def token_losses(logits: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor) -> torch.Tensor:
     """Per sequence: summed negative log-likelihood and number of predicted tokens. [B, S, V], [B, S] -> [B, 2]."""
-    scores = logits[0] if isinstance(logits, tuple) else logits
-    targets = labels[:, 1:]
-    losses = cross_entropy(scores[:, :-1].float().transpose(1, 2), targets, ignore_index=MASKED, reduction="none")
+    return losses_of((logits[0] if isinstance(logits, tuple) else logits)[:, :-1], labels[:, 1:])
+
+
+def losses_of(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The same of the token that each position predicts."""
+    losses = cross_entropy(scores.float().transpose(1, 2), targets, ignore_index=MASKED, reduction="none")
     return torch.stack([losses.sum(dim=1), targets.ne(MASKED).sum(dim=1).float()], dim=1)

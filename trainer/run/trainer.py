@@ -34,6 +34,7 @@ from trainer.run import checkpoint, saving, training_state
 from trainer.run.callbacks import EarlyStopping, Meter
 from trainer.run.nonfinite import DEEPSPEED_SAYS, NonFinite, StopNonFinite, first_not_finite
 from trainer.run.pipeline_trainer import PipelineTrainer
+from trainer.run.sequence_trainer import SequenceTrainer
 from trainer.run.stowed_trainer import StowedTrainer
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from trainer.run.plan_check import PlanCheck
 
 
-class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
+class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trainer):
     """``transformers.Trainer`` as one rank of a job.
 
     Args:
@@ -85,7 +86,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         self.accelerator.grid = self.plan.facts.run.grid
 
     def get_tp_size(self) -> int:
-        """How many ranks are given the same rows: all that hold one copy of the model together.
+        """How many ranks are given the same rows: all of one replica.
 
         Hugging Face divides by it the number of tokens that it has gathered from all ranks; one if it gathers none.
         """

@@ -308,7 +308,7 @@ def _stream_of(trainer: Any) -> tuple[int, int, bool]:
     if grid.is_plain:
         return rank, trainer.args.world_size, True
     cell = grid.cell(rank)
-    return cell.replica, grid.replicas, cell.tensor == cell.stage == 0
+    return cell.replica, grid.replicas, cell.tensor == cell.slice == cell.stage == 0
 
 
 def save_random_state(trainer: Any, checkpoint: Path) -> None:

@@ -93,7 +93,7 @@ def shrink(
     hf_config = load_config(config.model, VOCAB)
     small = copies_of.shrink_model(hf_config, least)
     divided = degrees(config.strategies)
-    copies_of.widen(small, divided.get(Axis.TENSOR, 1))
+    copies_of.widen(small, max(divided.get(axis, 1) for axis in (Axis.TENSOR, Axis.SEQUENCE)))
     if divided:  # parts of a model draw their own numbers
         rates = hf_config.get_text_config().to_dict().items()
         small |= {key: 0.0 for key, value in rates if "drop" in key and isinstance(value, float)}

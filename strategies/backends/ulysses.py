@@ -1,0 +1,198 @@
+"""Attention over ranks that each have a slice of every row (DeepSpeed-Ulysses), and those slices.
+
+Between attentions a rank has all heads of its slice of the tokens. An attention needs all tokens of a head. So the
+function that is registered with Transformers (``AttentionInterface``) exchanges queries, keys and values of all heads
+for those of all tokens in 1 / N of the heads, computes these with torch's kernel, and exchanges the result back:
+
+    [rows, heads, tokens / N]  ->  all to all  ->  [rows, heads / N, tokens]  ->  attention  ->  all to all  ->  back
+
+Key-value heads that N does not divide are sent as often as it takes, at most once for each of their queries.
+
+Invariant. A token attends to the tokens that it attends to in plain training. Masks are not built, which would take
+memory for every pair of tokens: where documents begin and end travels in ``attention_mask``, as numbers, and each
+document is causal by itself; a window is computed in blocks. A call without these numbers (generation, the comparison
+of an export) is plain attention on whole rows.
+
+Source: Jacobs et al., "DeepSpeed Ulysses", 2023. DeepSpeed's own needs its engine, and under Accelerate it logged
+gradient norms of another scale than plain training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import lcm
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+if TYPE_CHECKING:
+    from strategies.core.grid import Grid
+
+MASKED = -100  # the label of a token that is not trained on
+BLOCK = 1024  # at least so many queries of a window at a time
+
+
+class _AllToAll(torch.autograd.Function):
+    """Part i of [ranks, ...] goes to rank i. Its derivative is the same exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: distributed.ProcessGroup) -> Tensor:
+        ctx.group = group
+        received = torch.empty_like(parts)
+        distributed.all_to_all_single(received, parts, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _AllToAll.apply(grad.contiguous(), ctx.group), None
+
+
+class Ulysses:
+    """The attention function and the slices of rank ``place`` of ``degree``. Without a ``group`` nothing is sent, and
+    shapes are right, to be counted.
+    """
+
+    def __init__(self, degree: int, place: int, group: distributed.ProcessGroup | None) -> None:
+        self.degree, self.place, self.group = degree, place, group
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """As Transformers' attention functions; ``attention_mask`` is of ``slice_of``, or this is plain attention."""
+        if attention_mask is None or attention_mask.dtype is not torch.int64:
+            from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+            return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        times = lcm(key.shape[1], self.degree) // key.shape[1]
+        if times > 1:
+            key, value = (each.repeat_interleave(times, dim=1) for each in (key, value))
+        parts = [each.unflatten(1, (self.degree, -1)).movedim(1, 0) for each in (query, key, value)]
+        heads = [part.shape[2] for part in parts]
+        received = self._exchange(torch.cat(parts, dim=2)).movedim(0, 2).flatten(2, 3)
+        query, key, value = received.split(heads, dim=1)
+        found = _attend(query, key, value, attention_mask, sliding_window, scaling)
+        back = self._exchange(found.unflatten(2, (self.degree, -1)).movedim(2, 0))
+        return back.movedim(0, 1).flatten(1, 2).transpose(1, 2).contiguous(), None
+
+    def _exchange(self, parts: Tensor) -> Tensor:
+        parts = parts.contiguous()
+        return parts if self.group is None else _AllToAll.apply(parts, self.group)  # type: ignore[no-any-return]
+
+    def slice_of(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the model is given of whole rows: this rank's tokens with their positions in the row, and the token that
+        follows each as its label. A row that does not divide gets some more padding, a document of its own.
+
+        Padding on the right is left to causality: no token before it attends to it, and it has no label.
+        """
+        ids, positions = batch["input_ids"], batch.get("position_ids")
+        rows, length = ids.shape
+        more = -length % self.degree
+        if positions is None:
+            documents = ids.new_empty(1, 1, 0, 3)
+            positions = torch.arange(length + more, device=ids.device).expand(rows, -1)
+        else:
+            restarted = torch.arange(more, device=ids.device).expand(rows, -1)
+            positions = torch.cat([positions, restarted], dim=1)
+            documents = _documents(positions)
+        labels = pad(batch["labels"][:, 1:], (0, 1 + more), value=MASKED)
+        width = (length + more) // self.degree
+        mine = {"input_ids": pad(ids, (0, more)), "position_ids": positions, "labels": labels, "shift_labels": labels}
+        place = slice(self.place * width, (self.place + 1) * width)
+        return {**{name: each[:, place].contiguous() for name, each in mine.items()}, "attention_mask": documents}
+
+    def sum(self, number: Tensor) -> Tensor:
+        """The sum over the slices of a row; a collective."""
+        distributed.all_reduce(number, group=self.group)
+        return number
+
+
+def _documents(positions: Tensor) -> Tensor:
+    """Row, start and stop of each document as [1, 1, documents, 3]; none if every row is one document."""
+    rows, length = positions.shape
+    begins = torch.ones_like(positions, dtype=torch.bool)
+    begins[:, 1:] = positions.diff(dim=1) != 1
+    starts = begins.flatten().nonzero().squeeze(1)
+    stops = torch.cat([starts[1:], starts.new_tensor([rows * length])])
+    found = torch.stack([starts // length, starts % length, (stops - 1) % length + 1], dim=1)
+    return found[: 0 if len(found) == rows else None].view(1, 1, -1, 3)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, documents: Tensor, window: int | None, scaling: float | None
+) -> Tensor:
+    """Causal attention inside each document. [rows, heads, tokens, width]."""
+    if documents.shape[2] == 0:
+        return _causal(query, key, value, window, scaling)
+    found = []
+    for row, start, stop in documents[0, 0].tolist():
+        one, keys, values = (each[row, None, :, start:stop] for each in (query, key, value))
+        found.append(_causal(one, keys, values, window, scaling))
+    whole: Tensor = torch.cat(found, dim=2).unflatten(2, (len(query), -1)).squeeze(0)
+    return whole.transpose(0, 1)
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None) -> Tensor:
+    length, times = query.shape[2], query.shape[1] // key.shape[1]
+    if window is None or length <= window:
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=times > 1)
+    if times > 1:
+        key, value = (each.repeat_interleave(times, dim=1) for each in (key, value))
+    found, step = [], max(window, BLOCK)
+    for start in range(0, length, step):
+        seen = slice(max(0, start - window + 1), min(length, start + step))
+        of = torch.arange(start, seen.stop, device=query.device)[:, None]
+        to = torch.arange(seen.start, seen.stop, device=query.device)
+        mask = (to <= of) & (to > of - window)
+        block = query[:, :, start : seen.stop]
+        found.append(
+            scaled_dot_product_attention(block, key[:, :, seen], value[:, :, seen], attn_mask=mask, scale=scaling)
+        )
+    return torch.cat(found, dim=2)
+
+
+def register(model: Any, attention: Ulysses, name: str) -> None:
+    """Let ``model`` compute its attention by ``attention``, which Transformers knows by ``name``."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, sdpa_mask)  # of calls on whole rows
+    model.set_attn_implementation(name)
+
+
+def start(model: Any, grid: Grid) -> None:
+    """Make the groups of ranks that share rows, and let ``model`` compute its attention over this rank's; a collective.
+
+    Models whose attention is over the same ranks share the name, and need not be kept apart.
+    """
+    rank = distributed.get_rank()
+    made = {tuple(ranks): distributed.new_group(ranks) for ranks in grid.groups("slice")}
+    (mine,) = (ranks for ranks in made if rank in ranks)
+    attention = Ulysses(grid.slices, mine.index(rank), made[mine])
+    register(model, attention, f"ulysses-{'-'.join(map(str, mine))}")
+
+
+def count(model: Any, degree: int) -> Ulysses:
+    """Let ``model`` compute the attention of one of ``degree`` ranks without others, to be counted."""
+    attention = Ulysses(degree, 0, None)
+    register(model, attention, f"ulysses-counted-{degree}")
+    return attention
+
+
+def of(model: Any) -> Ulysses:
+    """The attention of a model that was started."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    found = ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation]
+    assert isinstance(found, Ulysses)
+    return found

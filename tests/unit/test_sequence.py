@@ -1,0 +1,111 @@
+"""Sequence parallelism without ranks: what is refused, one rank's slice in numbers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from strategies.backends.ulysses import Ulysses
+from strategies.core.grid import Cell, Grid
+from strategies.core.plan import Kind
+from tests.helpers.tiny import LLAMA, run_config
+from trainer.config.load import load
+from trainer.dist.ranks import Ranks
+from trainer.errors import ConfigError
+from trainer.machine.probe import probe
+from trainer.planning import facts
+from trainer.planning.from_config import check_options, plan_of
+from trainer.run import order
+
+CONFIG = """\
+model:
+  config: {model_type: llama, hidden_size: 48, num_attention_heads: 6, num_key_value_heads: 2, intermediate_size: 96}
+  tokenizer: none
+data: {path: missing.jsonl}
+training: {output_dir: run}
+strategies:
+  sequence: {degree: 2}
+"""
+CASES: list[tuple[list[str], str]] = [
+    (["strategies.tensor={degree: 2}"], "cannot go with strategies.tensor, which is not built; leave one out"),
+    (
+        ["strategies.pipeline={stages: 2}", "training.gradient_accumulation_steps=2"],
+        "cannot go with strategies.pipeline, which is not built; leave one out",
+    ),
+    (["training.label_smoothing_factor=0.1"], "sums the loss of the model itself over the slices; keep one of the two"),
+    (["training.neftune_noise_alpha=5"], "its noise depends on the length of a row, of which a rank has a slice; keep"),
+    (["training.torch_compile=true"], "strategies.sequence exchanges inside every attention, which is not compiled"),
+    (["training.train_sampling_strategy=batch_rebalance"], "it gives ranks of one row different rows; keep one"),
+    (["training.include_num_input_tokens_seen=all"], "gives ranks of a row the same tokens; keep one of the two"),
+    (["model.attn_implementation=flash_attention_2"], "attention by torch's scaled_dot_product_attention; leave it"),
+    (["model.trust_remote_code=true"], "replaces attention where a model asks Transformers for it; keep one"),
+    (["strategies.sequence.degree=4"], "is 6: each rank computes whole heads; write 2, 3, 6; torch's ring attention"),
+    (["model.config.model_type=gemma"], "gemma was not compared with plain training; architectures that were: llama,"),
+    (["model.config.attention_dropout=0.1"], "ranks would drop the same places of other heads; write 0"),
+    (["model.config.rope_parameters={rope_type: dynamic, factor: 2.0, rope_theta: 1e4}"], "rope_type dynamic: its rot"),
+    (["task=classification", "model.labels=[a, b]"], "divides the layers of language models, and cannot train task"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "line"), CASES, ids=[overrides[0] for overrides, _ in CASES])
+def test_refused_before_data_is_read(
+    overrides: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # there is no data
+    Path("x.yaml").write_text(CONFIG)
+    with pytest.raises(ConfigError) as caught:
+        config = load(Path("x.yaml"), overrides)
+        check_options(config, 4)
+        order.prepare(config, Ranks())
+    assert line in caught.value.lines[0], caught.value.lines
+
+
+def test_a_world_of_other_ranks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="one replica takes sequence 2 = 2 ranks: start 2 or 4 ranks, not 3"):
+        check_options(run_config(strategies={"sequence": {"degree": 2}}), 3)
+
+
+def test_the_grid() -> None:
+    grid = Grid(stages=2, replicas=2, tensor=2, slices=3)
+    assert [grid.rank(grid.cell(rank)) for rank in range(24)] == list(range(24))
+    assert grid.cell(21) == Cell(stage=1, replica=1, tensor=1, slice=1)
+    assert Grid(replicas=2, slices=2).groups("slice") == [[0, 1], [2, 3]]
+    assert str(Grid(replicas=2, slices=3)) == "data 2 x sequence 3"
+
+
+def test_one_ranks_slice() -> None:
+    """Saved and computed as the rows divide, weights whole; ranks of a row share ZeRO's state with all others."""
+
+    def counted(**strategies: Any) -> facts.ModelCount:
+        return facts.count_model(run_config(LLAMA, data={"max_length": 64, "packing": True}, strategies=strategies))
+
+    whole, part = counted(), counted(sequence={"degree": 4})
+    assert [unit.num_params for unit in part.units] == [unit.num_params for unit in whole.units]
+    assert part.model_flops == 4 * part.forward_flops and part.model_params == 0
+    assert part.model_flops == pytest.approx(whole.forward_flops, rel=0.01)
+    block = [each.units[1].saved_bytes for each in (whole, part)]
+    assert 0.2 < block[1] / block[0] < 0.3
+    strategies = {"sequence": {"degree": 2}, "zero": {"stage": 1}}
+    plan = plan_of(run_config(strategies=strategies), Ranks(world_size=4, local_world_size=4), probe())
+    run = plan.facts.run
+    assert (run.replicas, run.copies, run.tokens_per_step) == (2, 4, 2 * run.micro_batch * run.sequence)
+    assert {plan.share(unit.name, Kind.MOMENT).ways for unit in plan.facts.units} == {4}
+
+
+def test_slices_cover_every_token_once() -> None:
+    """Rows of 10 over three ranks: two more tokens are padding, each label is that of the next token, and documents are
+    where positions start again.
+    """
+    ids = torch.arange(1, 21).view(2, 10)
+    positions = torch.stack([torch.arange(10), torch.cat([torch.arange(4), torch.arange(6)])])
+    batch = {"input_ids": ids, "labels": ids, "position_ids": positions}
+    parts = [Ulysses(3, place, None).slice_of(batch) for place in range(3)]
+    whole = {name: torch.cat([part[name] for part in parts], dim=1) for name in ("input_ids", "labels", "position_ids")}
+    assert torch.equal(whole["input_ids"], torch.nn.functional.pad(ids, (0, 2)))
+    assert torch.equal(whole["labels"], torch.nn.functional.pad(ids[:, 1:], (0, 3), value=-100))
+    assert torch.equal(whole["position_ids"], torch.cat([positions, torch.tensor([[0, 1]]).expand(2, -1)], dim=1))
+    documents = [[0, 0, 10], [0, 10, 12], [1, 0, 4], [1, 4, 10], [1, 10, 12]]
+    assert all(part["attention_mask"][0, 0].tolist() == documents for part in parts)
+    one = Ulysses(2, 0, None).slice_of({"input_ids": ids, "labels": ids})
+    assert one["attention_mask"].shape == (1, 1, 0, 3) and one["position_ids"].shape == (2, 5)
