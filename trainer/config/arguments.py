@@ -57,7 +57,6 @@ Scheduler = Literal[
     "reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy",
 ]  # fmt: skip
 Sampling = Literal["random", "sequential", "group_by_length", "batch_rebalance"]
-Upload = Literal["end", "every_save", "checkpoint", "all_checkpoints"]
 Start = Literal["fork", "spawn", "forkserver"]
 Counting = Annotated[bool | Literal["all", "non_padding", "no"], Allowed("true, false, all, non_padding or no")]
 Resume = Annotated[bool | NonEmpty, Allowed("the folder of a checkpoint, true, false or auto")]
@@ -92,6 +91,8 @@ RENAMED: Mapping[str, str] = {
     "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
 }
 LESS = ("perplexity", "mae")  # metrics of ours that are better if smaller
+# Not passed on: with it, Hugging Face's Trainer uploads the run's folder at each save (trainer/run/upload.py).
+UPLOADS = frozenset(["push_to_hub", "hub_model_id", "hub_revision"])
 # Keys that TrainingArguments does not have.
 OWN = frozenset(
     ["allow_change", "overwrite", "early_stopping_patience", "early_stopping_threshold", "sample_prompts", "profile"]
@@ -155,7 +156,7 @@ class TrainingSection(Section):
     report_to: Reporters = option("Where metrics go besides metrics.jsonl.", ["tensorboard"])
     profile: ProfileSection | None = option("Trace of some steps, in the run's folder profile; slower meanwhile.")
     run_name: NonEmpty | None = option("Name of the run at the trackers.")
-    project: NonEmpty | None = option("Project at the trackers.")
+    project: NonEmpty | None = option("Project at wandb and Trackio, experiment at MLflow.")
     trackio_space_id: NonEmpty | None = option("Hugging Face Space that shows Trackio's metrics.")
     trackio_bucket_id: NonEmpty | None = option("Hugging Face bucket that holds Trackio's metrics.")
     trackio_static_space_id: Annotated[NonEmpty | Literal[False] | None, Allowed("text or false")] = option(
@@ -183,11 +184,9 @@ class TrainingSection(Section):
     allow_change: list[Changeable] = option("What a resumed run may do differently although the result changes.", [])
     overwrite: bool = option("Delete an earlier run in output_dir; otherwise it moves to earlier-N in it.", False)
     restore_callback_states_from_checkpoint: bool | None = option("Restore the state of callbacks on resume.")
-    push_to_hub: bool | None = option("Upload to the hub when saving.")
+    push_to_hub: bool | None = option("Upload the export to the hub at the end.")
     hub_model_id: NonEmpty | None = option("Repository on the hub; not set means the name of output_dir.")
-    hub_strategy: Upload | None = option("What to upload, and when.")
     hub_private_repo: bool | None = option("Create the repository as a private one.")
-    hub_always_push: bool | None = option("Upload although the upload before is still running.")
     hub_revision: NonEmpty | None = option("Branch to upload to.")
     dataloader_drop_last: bool | None = option("Drop the last batch if it is not full.")
     dataloader_num_workers: Natural | None = option("Processes per device that load data; 0 loads in the main one.")
@@ -229,7 +228,7 @@ class TrainingSection(Section):
 
     def arguments(self) -> dict[str, object]:
         """The keyword arguments for TrainingArguments: what is set, without our own and ``Trainer.train``'s."""
-        given = self.model_dump(exclude={"resume_from_checkpoint", *OWN})
+        given = self.model_dump(exclude={"resume_from_checkpoint", *OWN, *UPLOADS})
         if self.early_stopping_patience is not None:
             given["metric_for_best_model"] = self.metric_for_best_model or "loss"
         if self.greater_is_better is None and str(self.metric_for_best_model).endswith(LESS):

@@ -50,6 +50,7 @@ OF_LANGUAGE = (
 )
 PREFERENCES = ("dpo", "orpo", "kto", "reward")  # tasks of TRL's trainers, whose losses do not have ...
 NOT_IN_TRL = ("label_smoothing_factor", "use_liger_kernel")
+OTHER_PROJECTS = {"comet_ml": "COMET_PROJECT_NAME", "swanlab": "SWANLAB_PROJECT"}
 KEEP_ONE = "keep one of the two"
 EVALUATE = "write training.eval_strategy = steps or epoch"
 KEPT_INPUTS = (
@@ -267,6 +268,9 @@ def _training(d: Values, t: Values) -> Found:
                 yield f"training.{key}", f"needs evaluations; {EVALUATE}"
     if t.early_stopping_threshold not in (*OFF, WRONG) and t.early_stopping_patience is None:
         yield "training.early_stopping_threshold", "needs training.early_stopping_patience"
+    for name, variable in OTHER_PROJECTS.items():
+        if t.project not in (None, WRONG) and isinstance(t.report_to, str | list) and name in t.report_to:
+            yield "training.project", f"{name} takes it from {variable}; leave it out"
     if isinstance(t.profile, dict):
         first, last = t.profile["steps"]
         if first > last:

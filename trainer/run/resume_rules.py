@@ -33,7 +33,7 @@ _SILENT_TRAINING = """
     trackio_static_space_id eval_strategy eval_steps eval_delay eval_on_start per_device_eval_batch_size
     eval_accumulation_steps save_strategy save_steps save_total_limit save_on_each_node load_best_model_at_end
     metric_for_best_model greater_is_better resume_from_checkpoint restore_callback_states_from_checkpoint
-    push_to_hub hub_model_id hub_strategy hub_private_repo hub_always_push hub_revision dataloader_num_workers
+    push_to_hub hub_model_id hub_private_repo hub_revision dataloader_num_workers
     dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
     dataloader_multiprocessing_context ddp_timeout torch_empty_cache_steps
     predict_with_generate generation_max_length generation_num_beams gradient_checkpointing

@@ -37,7 +37,7 @@ from trainer.dist.stopping import Phase, Stop, Stopped
 from trainer.dist.watchdog import Watchdog
 from trainer.errors import ConfigError, ExitCode, UserError, first_line, report, write_line
 from trainer.planning.from_config import check_options, refuse_folder
-from trainer.run import export, lock, oom, order, resuming, saving
+from trainer.run import export, lock, oom, order, resuming, saving, trackers, upload
 from trainer.run.callbacks import SAID, Watched
 from trainer.run.order import Run
 from trainer.run.resume_rules import leaves
@@ -101,6 +101,7 @@ def refuse_unbuildable(config: RunConfig, ranks: Ranks) -> None:
     has_engine = Requirement.DEEPSPEED in requirements_of(config.strategies)
     if (has_engine or ranks.world_size > 1) and not config.training.use_cpu:
         collectives_of(accelerator.kind() or "cpu")
+    trackers.refuse(config)
     check_options(config, ranks.world_size)
     if has_engine:
         deepspeed_ops.refuse_what_cannot_be_built()
@@ -190,6 +191,7 @@ def _whole(config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | Non
 
         def take_lock() -> None:
             refuse_folder(config)
+            upload.refuse(config)
             held.enter_context(lock.held(config))
             stop.ended.clear()
 
@@ -201,6 +203,7 @@ def _whole(config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | Non
         if over is not None:
             if ranks.is_first:
                 write_line(over)
+                publish(config)
             return
         seen.append(order.prepare(config, ranks, resumed))
         train(seen[0], stop, together, watchdog)
@@ -231,6 +234,8 @@ def show_data(config: RunConfig, picture: Path | None) -> None:
 
 def train(run: Run, stop: Stop, together: Agreement, watchdog: Watchdog | None) -> None:
     """Train and finish. The trainer is a local variable, so that it is freed with this frame."""
+    together.on_first(run.ranks.rank, lambda: trackers.start(run.config))
+    together.on_first(run.ranks.rank, lambda: upload.repository(run.config))
     trainer = order.make_trainer(run)
     trainer.add_callback(SaveAndStop(stop, trainer, together))
     if watchdog is not None:
@@ -260,6 +265,8 @@ def finish(run: Run, trainer: Trainer, together: Agreement) -> None:
     folder = run.folder
     if over := together.on_first(run.ranks.rank, lambda: export.make_room(run.config, step)):
         run.say(over)
+        if run.ranks.is_first:
+            publish(run.config)
         return
     receipt = export.export(trainer, run.tokenizer, run.config)
     if not run.ranks.is_first:
@@ -276,5 +283,12 @@ def finish(run: Run, trainer: Trainer, together: Agreement) -> None:
     )
     write_line(f"run folder: {folder} (plan.txt, metrics.jsonl, config.yaml, checkpoints)")
     write_line(f"curves:     tensorboard --logdir {folder}")
+    publish(run.config)
     if folder == Path("runs/quickstart"):
         write_line("next:       make finetune")
+
+
+def publish(config: RunConfig) -> None:
+    """Upload the export if the config says so; on the first rank."""
+    if line := upload.upload(config):
+        write_line(line)

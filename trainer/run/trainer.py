@@ -240,10 +240,8 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
             self._not_saved(folder, error, former)
             return
         self._saving = saving.Save(folder, former, sealing)
-        if self.args.push_to_hub or any(map(_reads_saves, self.callback_handler.callbacks)):
+        if any(map(_reads_saves, self.callback_handler.callbacks)):
             self.settle()
-        if self.args.push_to_hub and folder.is_dir():
-            self._push_from_checkpoint(str(folder))
 
     def settle(self) -> None:
         """Wait until the newest save is over on all ranks, if that was not done yet; a collective.

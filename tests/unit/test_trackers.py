@@ -1,0 +1,201 @@
+"""One run that reports to trackers in their offline modes, and uploads its export to a hub that notes what it gets."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.e2e.commands import metrics, write_config
+from tests.helpers.tiny import LLAMA, run_config
+from trainer.config.load import load
+from trainer.dist.ranks import Ranks
+from trainer.dist.stopping import Stop
+from trainer.errors import ConfigError, ExitCode
+from trainer.model import hub
+from trainer.run import trackers, upload
+from trainer.run.run import refuse_unbuildable, run
+
+VARIABLES = ("WANDB_PROJECT", "WANDB_LOG_MODEL", "WANDB_WATCH", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_ID")
+
+
+class Hub:
+    """What the client's methods do, noted."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.uploads: list[dict[str, Any]] = []
+        self.fails: dict[str, Exception] = {}
+
+    def put_in_place(self, monkeypatch: pytest.MonkeyPatch) -> "Hub":
+        monkeypatch.setattr(hub, "unreachable", lambda: None)
+        monkeypatch.setattr(upload, "unreachable", lambda: None)
+        for name in ("whoami", "create_repo", "upload_folder"):
+            monkeypatch.setattr(f"huggingface_hub.HfApi.{name}", getattr(self, name))
+        return self
+
+    def _note(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self.fails:
+            raise self.fails[name]
+
+    def whoami(self) -> dict[str, str]:
+        self._note("whoami")
+        return {"name": "me"}
+
+    def create_repo(self, name: str, **given: Any) -> SimpleNamespace:
+        self._note("create_repo")
+        assert given == {"private": True, "exist_ok": True}
+        return SimpleNamespace(repo_id=name if "/" in name else f"me/{name}")
+
+    def upload_folder(self, **given: Any) -> None:
+        self._note("upload_folder")
+        self.uploads.append({**given, "files": sorted(path.name for path in Path(given["folder_path"]).iterdir())})
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+    """The run, in ``folder``, and what the ``hub`` and each tracker know of it."""
+    import mlflow
+    import wandb
+
+    folder = tmp_path_factory.mktemp("told")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in VARIABLES:
+            patch.delenv(name, raising=False)
+        patch.setenv("WANDB_MODE", "offline")
+        patch.setenv("WANDB_DIR", str(folder))
+        patch.setenv("WANDB_SILENT", "true")
+        patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+        patch.setenv("MLFLOW_TRACKING_URI", f"file:{folder / 'mlruns'}")
+        patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        known = Hub().put_in_place(patch)
+        training = {
+            "report_to": ["wandb", "mlflow"], "project": "the-project", "run_name": "the-run", "push_to_hub": True,
+            "hub_model_id": "me/mine", "hub_private_repo": True, "hub_revision": "v1", "use_cpu": True,
+            "save_strategy": "steps", "save_steps": 2,
+        }  # fmt: skip
+        assert run(load(write_config(folder, training=training)), Ranks(), Stop()) == ExitCode.FINISHED
+        summary = dict(wandb.run.summary) if wandb.run else {}
+        of_wandb = SimpleNamespace(project=wandb.run.project, name=wandb.run.name, summary=summary)
+        wandb.finish()
+        (one,) = mlflow.search_runs(experiment_names=["the-project"], output_format="list")
+        history = mlflow.MlflowClient().get_metric_history(one.info.run_id, "loss")
+        yield SimpleNamespace(folder=folder / "run", hub=known, wandb=of_wandb, mlflow=one, history=history)
+
+
+def test_the_project_is_the_one_of_the_config(told: SimpleNamespace) -> None:
+    assert (told.wandb.project, told.wandb.name, told.mlflow.info.run_name) == ("the-project", "the-run", "the-run")
+
+
+def test_trackers_get_what_the_file_gets(told: SimpleNamespace) -> None:
+    losses = {record["step"]: record["loss"] for record in metrics(told.folder) if "loss" in record}
+    assert len(losses) == 4
+    assert {point.step: point.value for point in told.history} == losses
+    assert told.wandb.summary["train/loss"] == losses[4]
+    assert {"train/tokens_per_s", "train/host_peak_bytes"} <= told.wandb.summary.keys()
+    assert told.mlflow.info.status == "FINISHED"
+
+
+def test_only_the_export_is_uploaded_and_only_at_the_end(told: SimpleNamespace) -> None:
+    export = told.folder / "export"
+    assert (told.folder / "checkpoint-2").is_dir()
+    assert told.hub.calls == ["whoami", "create_repo", "create_repo", "upload_folder"]
+    (given,) = told.hub.uploads
+    assert (given["repo_id"], given["folder_path"], given["revision"]) == ("me/mine", export, "v1")
+    assert given["files"] == sorted(path.name for path in export.iterdir())
+    assert "README.md" in given["files"] and "model.safetensors" in given["files"]
+
+
+def test_an_upload_that_fails_is_made_when_the_run_is_started_again(
+    told: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = told.folder.parent / "config.yaml"
+    again = ["training.resume_from_checkpoint=auto", "training.report_to=none"]
+    known = Hub().put_in_place(monkeypatch)
+    known.fails["upload_folder"] = OSError("502 Bad Gateway\nmore")
+    assert run(load(config, again), Ranks(), Stop()) == ExitCode.FAILED
+    export = told.folder / "export"
+    line = f"{export} is whole, and was not uploaded to me/mine: OSError: 502 Bad Gateway; start the run again, or: "
+    assert f"{line}hf upload me/mine {export}\n" in capsys.readouterr().err
+    known.fails.clear()
+    assert run(load(config, again), Ranks(), Stop()) == ExitCode.FINISHED
+    assert len(known.uploads) == 1 and f"uploaded:   {export}, as me/mine\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("fails", "said"),
+    [
+        (None, "training.push_to_hub = true: the hub cannot be reached (no route); leave it out, and upload the export "
+         "when there is one: hf upload mine runs/mine/export"),
+        ("whoami", "training.push_to_hub = true: OSError: 401; log in with `hf auth login`, or set HF_TOKEN"),
+    ],
+)  # fmt: skip
+def test_a_hub_that_is_not_there_is_known_before_data_is_read(
+    fails: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = Hub().put_in_place(monkeypatch)
+    if fails is None:
+        monkeypatch.setattr(upload, "unreachable", lambda: "no route")
+    else:
+        known.fails[fails] = OSError("401")
+    monkeypatch.setattr("trainer.run.order.prepare", lambda *given: pytest.fail("prepared"))
+    config = run_config(LLAMA, output_dir="runs/mine", push_to_hub=True)
+    with pytest.raises(ConfigError) as caught:
+        upload.refuse(config)
+    assert caught.value.lines == (said,)
+    upload.refuse(run_config(LLAMA, output_dir="runs/mine"))  # nothing is to be uploaded
+
+
+def test_a_repository_that_may_not_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    Hub().put_in_place(monkeypatch).fails["create_repo"] = OSError("403 Forbidden")
+    with pytest.raises(ConfigError, match=r"^training.hub_model_id = \"me/x\": there is .* OSError: 403 Forbidden$"):
+        upload.repository(run_config(LLAMA, push_to_hub=True, hub_model_id="me/x"))
+    assert upload.repository(run_config(LLAMA, hub_model_id="me/x")) is None
+
+
+@pytest.mark.parametrize(
+    ("report_to", "variables", "said"),
+    [
+        ("swanlab", {}, 'report_to = "swanlab": the package swanlab is not installed; pip install swanlab, or leave'),
+        (["none", "comet_ml"], {}, "the package comet_ml is not installed; pip install comet-ml, or leave it out"),
+        ("wandb", {"WANDB_PROJECT": "b"}, "training.project = \"a\": WANDB_PROJECT is 'b'; keep one of the two"),
+        (["wandb", "mlflow"], {"MLFLOW_EXPERIMENT_NAME": "b"}, "MLFLOW_EXPERIMENT_NAME is 'b'; keep one of the two"),
+        (
+            "wandb",
+            {"WANDB_LOG_MODEL": "end"},
+            'report_to = "wandb": WANDB_LOG_MODEL=end reads weights where strategies',
+        ),
+        ("wandb", {"WANDB_WATCH": "all"}, "WANDB_WATCH=all reads weights"),
+    ],
+)
+def test_trackers_that_cannot_work(
+    report_to: Any, variables: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    project = None if "swanlab" in report_to or "comet_ml" in report_to else "a"
+    config = run_config(LLAMA, report_to=report_to, project=project)
+    if variables:
+        trackers.refuse(config)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError) as caught:
+        refuse_unbuildable(config, Ranks())
+    assert len(caught.value.lines) == 1 and said in caught.value.lines[0]
+    trackers.refuse(run_config(LLAMA, report_to=["none"], project=project))
+
+
+@pytest.mark.parametrize(("tracker", "asked"), [("wandb", "wandb.init"), ("mlflow", "mlflow.search_experiments")])
+def test_a_tracker_that_does_not_start(tracker: str, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its own words, and before a weight exists."""
+
+    def ask(**given: Any) -> None:
+        raise RuntimeError("No API key configured.\nmore")
+
+    monkeypatch.setattr(asked, ask)
+    with pytest.raises(ConfigError) as caught:
+        trackers.start(run_config(LLAMA, report_to=["none", tracker]))
+    line = f'training.report_to = "{tracker}": it does not start: RuntimeError: No API key configured.'
+    assert caught.value.lines == (line,)
