@@ -1,7 +1,8 @@
 """Weights that DeepSpeed's AutoTP has divided: which part this rank has, whole weights again, and the norm over parts.
 
-DeepSpeed notes on each divided parameter along which dimension it was divided and into which sizes. A parameter without
-that note is the same on all ranks of a copy, and counts once in the norm.
+DeepSpeed notes on each divided parameter along which dimension it was divided and into which sizes; experts that are
+divided over ranks (``expert_parts.py``) have a ``shard``. A parameter without a note is the same on all ranks of a
+copy, and counts once in the norm.
 
 [Note: dropout] All ranks of a copy draw the same numbers, since dropout on the hidden states must be the same on each
 of them. Inside attention that would give head 0 and the first head of the next rank the same mask. So on entry a number
@@ -46,6 +47,9 @@ class Shard:
 
 def shard_of(param: Any) -> Shard | None:
     """This rank's part of ``param``; None if it has the whole."""
+    found: Shard | None = getattr(param, "shard", None)
+    if found is not None:
+        return found
     note = getattr(param, "ds_autotp_universal_checkpoint_meta", None)
     if note is None or note["partition_dim"] is None:
         return None
@@ -78,13 +82,15 @@ def group() -> Any:
 
 
 @torch.no_grad()
-def state_dict(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """The state dict, whole and on the CPU, empty unless ``keep``. A collective, one tensor at a time."""
+def state_dict(model: nn.Module, *, keep: bool, group: Any = None) -> dict[str, Tensor]:
+    """The state dict, whole and on the CPU, empty unless ``keep``. A collective, one tensor at a time; of the ``group``
+    that has all parts, by default the ranks of this copy of the model.
+    """
     found: dict[str, Tensor] = {}
     same: dict[int, Tensor] = {}  # a tied weight is gathered once
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in same:
-            whole = _whole(tensor).cpu()
+            whole = _whole(tensor, group).cpu()
             same[id(tensor)] = whole.clone() if whole.data_ptr() == tensor.data_ptr() else whole
             if not keep:
                 same[id(tensor)] = torch.empty(0)
@@ -92,7 +98,7 @@ def state_dict(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
     return found if keep else {}
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _whole(tensor: Tensor, ranks: Any) -> Tensor:
     shard = shard_of(tensor)
     if shard is None:
         return tensor.detach()
@@ -101,7 +107,7 @@ def _whole(tensor: Tensor) -> Tensor:
     mine = part.new_zeros(largest, *part.shape[1:])
     mine[: part.shape[0]] = part
     parts = [torch.empty_like(mine) for _ in shard.sizes]
-    torch.distributed.all_gather(parts, mine, group=group())
+    torch.distributed.all_gather(parts, mine, group=ranks or group())
     cut = [each[:size] for each, size in zip(parts, shard.sizes, strict=True)]
     return torch.cat(cut).movedim(0, shard.dim).contiguous()
 
@@ -111,15 +117,16 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tens
     """As torch's, over all parts of the gradients; a collective. Returns the norm before clipping."""
     params = [param for param in parameters if param.grad is not None]
     device = params[0].device
-    of_parts = _norm(device, (param.grad for param in params if shard_of(param) is not None)).square()
+    of_parts = norm_of(device, (param.grad for param in params if shard_of(param) is not None)).square()
     torch.distributed.all_reduce(of_parts, group=group())
-    of_whole = _norm(device, (param.grad for param in params if shard_of(param) is None)).square()
+    of_whole = norm_of(device, (param.grad for param in params if shard_of(param) is None)).square()
     norm = (of_parts + of_whole).sqrt()
     torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
     return norm
 
 
-def _norm(device: torch.device, grads: Iterator[Tensor | None]) -> Tensor:
+def norm_of(device: torch.device, grads: Iterator[Tensor | None]) -> Tensor:
+    """The norm of all ``grads``; of none it is zero."""
     norms = [torch.linalg.vector_norm(grad) for grad in grads if grad is not None]
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=device)
 

@@ -111,12 +111,13 @@ def compose(strategies: Mapping[str, Strategy], facts: Facts) -> Plan:
 
 def _sums_over_ranks(plan: Plan) -> Iterator[Reserve]:
     """What torch's DistributedDataParallel holds, which sums the gradients of whole models where nothing else does."""
-    if plan.facts.run.copies > 1 and plan.layout is None and not plan.engine() and plan.facts.cut is None:
+    run = plan.facts.run
+    if run.copies > 1 and plan.layout is None and not plan.engine() and plan.facts.cut is None:
         yield Reserve(
             unit=RUN,
             reason="gradients are copied into buckets and summed over the ranks there",
             owner="data parallel: buckets",
-            num_bytes=plan.total(Kind.GRAD),
+            num_bytes=plan.total(Kind.GRAD) - run.apart * run.trained_bytes,
         )
 
 

@@ -169,6 +169,8 @@ class ModelNumbers:
     model_flops: int = 0  # of one micro-batch's forward through it
     scales_bytes: int = 0  # of quantised weights, always on the device
     tied: bool = False  # the head multiplies by the embedding's weight
+    num_experts: int = 0  # of a layer; 0: there are none
+    experts_per_token: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +197,7 @@ class RunFacts(ModelNumbers):
     tensor: int = 1
     slices: int = 1  # ranks that each have a part of every row
     sequences: int = 1  # of a row of data: two where it is a pair
+    apart: int = 0  # parameters of this rank whose gradients data parallelism leaves out
 
     @property
     def grid(self) -> Grid:

@@ -38,12 +38,13 @@ class Phase(Enum):
 
 class Axis(Enum):
     """Along which a copy of the model, or a row, is divided among ranks (``strategies/core/grid.py``); the value is the
-    key.
+    key. Ranks that divide ``EXPERTS`` are not one copy's: each has rows of its own, and the grid does not know them.
     """
 
     STAGES = "strategies.pipeline.stages"
     TENSOR = "strategies.tensor.degree"
     SEQUENCE = "strategies.sequence.degree"
+    EXPERTS = "strategies.experts.degree"
 
 
 COMPILING = ("training.torch_compile", "training.torch_compile_backend", "training.torch_compile_mode")  # each alone

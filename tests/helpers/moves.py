@@ -186,7 +186,22 @@ def state_of(trainer: Any) -> dict[str, Tensor]:
     found |= shared
     if trainer.pipeline is not None:
         found = of_stages(trainer, found)
+    if trainer.accelerator.experts is not None:
+        return with_all_experts(trainer.model, found)
     return joined(trainer.model, found) if trainer.accelerator.grid.tensor > 1 else found
+
+
+def with_all_experts(model: Any, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """``found`` on all ranks that have different experts, put together."""
+    everyones: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyones, found)
+    degree = {name: len(param.shard.sizes) for name, param in model.named_parameters() if hasattr(param, "shard")}
+    whole = {}
+    for key, value in found.items():
+        count = degree.get(key.rpartition(" ")[0], 1) if value.dim() else 1
+        whole[key] = torch.cat([each[key] for each in everyones[:count]]) if count > 1 else value
+        assert all(torch.equal(each[key], everyones[at % count][key]) for at, each in enumerate(everyones)), key
+    return whole
 
 
 def of_stages(trainer: Any, found: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -30,6 +30,8 @@ RANKS, STEPS = 2, 4
 LLAMA = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
 GPT2 = {"model_type": "gpt2", "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}  # tied, Conv1D, dropout
 
+MIXTRAL = LLAMA | {"model_type": "mixtral"}
+
 NEVER_CLIPS = "fp32/llama, clipping that never triggers"
 CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp32/llama": (LLAMA, {"max_grad_norm": 0.0}),
@@ -42,14 +44,18 @@ CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp32/llama, clipping that triggers": (LLAMA, {"max_grad_norm": 0.05}),
     "bf16/llama": (LLAMA, {"max_grad_norm": 0.0, "bf16": True}),
 }
+OF_EXPERTS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {  # for strategies that need them
+    "fp32/mixtral, clipping that triggers": (MIXTRAL, {"max_grad_norm": 0.05, "optim": "sgd", "learning_rate": 1.0}),
+    "bf16/mixtral": (MIXTRAL, {"max_grad_norm": 0.0, "bf16": True}),
+}
 plain_results: dict[tuple[str, bool, int], dict[str, torch.Tensor]] = {}
 
 
 def config_of(case: str, strategies: Mapping[str, Any], folder: Path) -> RunConfig:
-    model, training = CASES[case]
+    model, training = (CASES | OF_EXPERTS)[case]
     if any(find(name).phase is Phase.KEEP for name in strategies):  # one answer to what forward keeps
         training = {name: value for name, value in training.items() if name != "gradient_checkpointing"}
-    return shrink(run_config(model, strategies=strategies, learning_rate=1e-2, **training), folder, STEPS)
+    return shrink(run_config(model, strategies=strategies, **{"learning_rate": 1e-2} | training), folder, STEPS)
 
 
 def plain(
@@ -66,25 +72,31 @@ def plain(
 
 def goes(strategies: Mapping[str, Strategy], case: str) -> bool:
     """Whether they are not refused in this case."""
-    return not list(refusals(strategies, run_facts(config_of(case, strategies, Path("unused")), RANKS)))
+    config = config_of(case, strategies, Path("unused"))
+    model = any(list(each.refuses_model(config.model.config or {})) for each in strategies.values())
+    return not model and not list(refusals(strategies, run_facts(config, RANKS)))
 
 
 def alone() -> Iterator[Any]:
     """Every example with a case in which it is to have the same bits, if there is one; the other kinds of parity that
     it declares take turns with the examples, and so do the cases of each kind."""
-    configs = {case: config_of(case, {}, Path("unused")) for case in CASES}
-    facts = {case: run_facts(config, RANKS) for case, config in configs.items()}
+    facts = {case: run_facts(config_of(case, {}, Path("unused")), RANKS) for case in CASES | OF_EXPERTS}
     examples = [(name, options) for name in available() for options in find(name).examples]
     for turn, (name, options) in enumerate(examples):
         strategy = find(name).model_validate(options)
         kinds: dict[Parity, list[str]] = {}
-        for case, config in configs.items():
-            if goes({name: strategy}, case) and not any(strategy.refuses_model(config.model.config or {})):
-                kinds.setdefault(declared(strategy, facts[case], case), []).append(case)
+        for case in cases_for(name, strategy):
+            kinds.setdefault(declared(strategy, facts[case], case), []).append(case)
         chosen = {each[turn % len(each)] for each in in_turn(kinds, turn)}
         marks = [needs_stage_3] if options == {"stage": 3} else []
         for case in sorted(chosen):
             yield pytest.param(name, options, case, id=f"{name} {dict(options)} {case}", marks=marks)
+
+
+def cases_for(name: str, strategy: Strategy) -> list[str]:
+    """Those in which it is not refused; of models with experts only if there are no others."""
+    found = ([case for case in some if goes({name: strategy}, case)] for some in (CASES, OF_EXPERTS))
+    return next((cases for cases in found if cases), [])
 
 
 def in_turn(kinds: Mapping[Parity, list[str]], turn: int) -> list[list[str]]:

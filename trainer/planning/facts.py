@@ -240,6 +240,7 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
         model_params=0 if whole is None else sum(unit.num_params for unit in whole.units),
         model_flops=whole.forward_flops if whole is not None else slices * found.flops if slices > 1 else 0,
         tied=tensor_share.is_tied(model),
+        **_experts(model),
     )
 
 
@@ -259,6 +260,13 @@ def _inputs(config: RunConfig, model: Any, shape: tuple[int, int], *, masked: bo
     elif masked:
         inputs["attention_mask"] = torch.zeros_like(ids)
     return inputs
+
+
+def _experts(model: Any) -> dict[str, int]:
+    """How many experts a layer has, and how many of them a token is sent to."""
+    counts = (each for module in model.modules() if isinstance(each := getattr(module, "num_experts", 0), int))
+    sent = getattr(model.config.get_text_config(), "num_experts_per_tok", 0)
+    return {"num_experts": max(counts, default=0), "experts_per_token": sent or 0}
 
 
 def _whole(config: RunConfig) -> ModelCount | None:

@@ -8,7 +8,8 @@ Under ZeRO stage 0 in fp32 DeepSpeed would multiply by the reciprocal of the nor
 whole on every rank after reduction there, so torch's own clipping runs between backward and step, with the same bits.
 
 Ranks that hold one copy of the model together are given the same rows: data is divided among the copies, and results of
-an evaluation are gathered from one rank of each.
+an evaluation are gathered from one rank of each. Gradients of divided experts, which DistributedDataParallel leaves
+out, are completed after the backward of a step.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from strategies.backends.expert_parts import ExpertParts
     from strategies.backends.pipeline_gradients import StageGradients
 
 
@@ -40,6 +42,7 @@ class StowAccelerator(Accelerator):
     stowed: StowOptimizer | None = None
     grid: Grid = Grid()  # of ranks; a plain one says nothing about their number
     gradients: StageGradients | None = None  # of a pipeline's stage
+    experts: ExpertParts | None = None  # where they are divided over ranks
     _of_copies = False  # ``gather`` takes from one rank of each copy of the model
     max_grad_norm: float | None = None  # if set, torch clips here before DeepSpeed steps
     last_norm: Any = None  # of the newest clipping, whichever library did it
@@ -113,6 +116,8 @@ class StowAccelerator(Accelerator):
         """Backward; under DeepSpeed also the step, when gradients are complete."""
         if self.max_grad_norm is None or self.distributed_type is not DistributedType.DEEPSPEED:
             super().backward(loss, **kwargs)
+            if self.experts is not None and self.sync_gradients:
+                self.experts.complete()
             return
         engine = self.deepspeed_engine_wrapped.engine
         engine.set_gradient_accumulation_boundary(is_boundary=self.sync_gradients)
@@ -127,6 +132,8 @@ class StowAccelerator(Accelerator):
         """As Accelerate's. Where ranks divide the weights of a copy, only the first has values, and they are whole."""
         if self.stowed is not None and self.stowed.shares_weights:
             return self.stowed.gathered(keep=self.is_main_process)
+        if self.experts is not None:
+            return self.experts.state_dict(self.unwrap_model(model), keep=self.is_main_process)
         if self.grid.tensor > 1:
             return tensor_shards.state_dict(self.unwrap_model(model), keep=self.is_main_process)
         return super().get_state_dict(model, unwrap)
@@ -140,6 +147,8 @@ class StowAccelerator(Accelerator):
             self.last_norm = self._clip_stowed(self.stowed, parameters, max_norm, norm_type)
         elif self.gradients is not None:
             self.last_norm = self.gradients.clip(max_norm)
+        elif self.experts is not None:
+            self.last_norm = self.experts.clip(parameters, max_norm)
         elif self._norm is not None:
             self.last_norm = self._norm
         else:

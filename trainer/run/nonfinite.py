@@ -66,7 +66,7 @@ def first_not_finite(trainer: PipelineTrainer, gradient: str | None) -> str:
     """What was not finite first, in words; to be called on every rank, since a forward may be a collective.
 
     The engine knows the name of a parameter whose ``gradient`` was not. Of a pipeline all stages look, and the first in
-    the order of computing counts; in backward that is the last one.
+    the order of computing counts; in backward that is the last one. So do ranks that divide experts.
     """
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
     gradients = iter([] if gradient is None else [f"the gradient of {gradient}"])
@@ -76,7 +76,7 @@ def first_not_finite(trainer: PipelineTrainer, gradient: str | None) -> str:
     for order, phase in phases:
         mine = (trainer.pipeline.position if trainer.pipeline else 0, next(phase, None))
         found = [mine]
-        if trainer.pipeline is not None:
+        if trainer.pipeline is not None or trainer.accelerator.experts is not None:  # a forward is a collective
             found *= trainer.args.world_size
             torch.distributed.all_gather_object(found, mine)
         for _, what in sorted(found, key=lambda each: order * each[0]):

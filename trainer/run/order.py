@@ -23,10 +23,12 @@ from transformers.trainer_callback import PrinterCallback
 
 from strategies.backends import deepspeed, stages
 from strategies.backends.stages import Form, Stage
+from strategies.backends.tensor_shards import whole_shape
 from strategies.core.commit import replace_file
-from strategies.core.compose import in_order
+from strategies.core.compose import degrees, in_order
 from strategies.core.facts import Precision
 from strategies.core.plan import Plan
+from strategies.core.protocol import Axis
 from strategies.core.sealed import digest_of
 from strategies.engine.tensors.quantised import is_quantised
 from strategies.planner.step_cost import plan_cost, step_flops
@@ -280,7 +282,8 @@ def make_trainer(run: Run) -> Trainer:
     task = TASKS[run.config.task]
     prompt = sample_prompt(run) if task.language else ""
     file, training = MetricsFile(run.folder / "metrics.jsonl"), run.config.training
-    generates = task.generates and run.form is None  # stages cannot
+    # Stages cannot generate, and ranks that divide experts would end at different tokens.
+    generates = task.generates and not {Axis.STAGES, Axis.EXPERTS} & degrees(run.config.strategies).keys()
     sample = [SampleText(prompt, training.sample_prompts or (), file)] if generates else []
     patience, threshold = training.early_stopping_patience, training.early_stopping_threshold
     recomputes = arguments.gradient_checkpointing or bool(run.config.training.activation_checkpointing)
@@ -339,7 +342,7 @@ def describe(run: Run, model: PreTrainedModel) -> About:
 def about(run: Run, model: PreTrainedModel) -> About:
     """What every checkpoint of the run says about it. Raise ConfigError if it resumes one with other parameters."""
     named = (run.stage.whole if run.stage else model).named_parameters()
-    shapes = digest_of({name: list(getattr(each, "ds_shape", each.shape)) for name, each in named})
+    shapes = digest_of({name: list(whole_shape(each)) for name, each in named})
     if run.resumed is not None:
         run.resumed.compare_shapes(shapes)
     as_loaded = build.load_config(run.config.model, facts.vocab_size_of(run.config))  # the run may change its copy

@@ -164,11 +164,12 @@ def size_of(folder: Path) -> int:
 def estimated_bytes(plan: Plan, *, adapters: bool) -> int:
     """What a checkpoint of this plan takes: weights (of adapters alone, if there are), and the optimizer's state.
 
-    Where layers are divided over ranks, what is not divided counts for each of them, so it is rather too much. A stage
-    stands for as much of the model as it has parameters of it.
+    Where layers are divided over ranks, what is not divided counts for each of them, so it is rather too much. A stage,
+    or a rank with some of the experts, stands for as much of the model as it has parameters of it.
     """
     facts = plan.facts
-    times = facts.run.tensor if facts.cut is None else facts.run.model_params / facts.num_params
+    divided = facts.run.tensor == 1 and facts.run.model_params
+    times = facts.run.model_params / facts.num_params if divided else facts.run.tensor
 
     def over_ranks(kind: Kind) -> int:
         mine = sum(plan.num_bytes(unit.name, kind) * plan.share(unit.name, kind).ways for unit in facts.units)

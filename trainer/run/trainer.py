@@ -24,6 +24,7 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
+from strategies.backends import expert_parts
 from strategies.core.commit import same_modes
 from strategies.core.sealed import Damaged
 from strategies.engine import NonFiniteError
@@ -83,7 +84,7 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         self.about = self._describe(self.model)  # the first moment at which it has all adapters
-        self.accelerator.grid = self.plan.facts.run.grid
+        self.accelerator.grid, self.accelerator.experts = self.plan.facts.run.grid, expert_parts.of(self.model)
 
     def get_tp_size(self) -> int:
         """How many ranks are given the same rows: all of one replica.
@@ -166,6 +167,8 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
         """As Hugging Face's, with our numbers; no record of a training that did not take place."""
         if self._trained or "train_loss" not in logs:
             self.meter.add_to(logs, self.state)
+            if "loss" in logs and self.accelerator.experts is not None:
+                logs.update(self.accelerator.experts.figures())
             super().log(logs, *rest, **more)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -205,7 +208,7 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
         Where ranks have parts of the weights they are gathered first, which is a collective in every release.
         """
         folder, stowed = Path(output_dir or self.output_dir), self.stowed
-        if self.pipeline is not None:
+        if self.pipeline is not None or self.accelerator.experts is not None:
             state = self.whole_state()
         elif stowed is not None and stowed.shares_weights:
             state = stowed.gathered(keep=bool(self.args.should_save))

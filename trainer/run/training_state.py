@@ -75,6 +75,8 @@ def holder_of(trainer: Any) -> Any:
         from strategies.backends.deepspeed_state import DeepSpeedState
 
         return DeepSpeedState(trainer.model_wrapped, trainer.model)
+    if trainer.accelerator.experts is not None:
+        return trainer.accelerator.experts.state(inner, trainer.model)
     from strategies.state.torch_state import plain_state
 
     return plain_state(inner, trainer.model, writes=trainer.args.should_save)

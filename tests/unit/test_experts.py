@@ -1,0 +1,89 @@
+"""Divided experts without ranks: what is refused, one rank's part in numbers, slices."""
+
+from pathlib import Path
+
+import pytest
+
+from strategies.core.facts import Home, UnitKind
+from strategies.core.plan import Kind
+from strategies.planner.expert_slices import layer_seconds
+from tests.helpers.tiny import LLAMA, MIXTRAL, run_config
+from trainer.config.load import load
+from trainer.dist.ranks import Ranks
+from trainer.errors import ConfigError
+from trainer.machine.probe import probe
+from trainer.planning.from_config import check_options, plan_of
+from trainer.run import order
+
+CONFIG = """\
+model:
+  config: {model_type: mixtral, hidden_size: 32, intermediate_size: 64, num_local_experts: 6}
+  tokenizer: none
+data: {path: missing.jsonl}
+training: {output_dir: run}
+strategies:
+  experts: {degree: 2}
+"""
+KINDS = "architectures that can be divided: deepseek_v3, gpt_oss, mixtral, olmoe, qwen2_moe, qwen3_moe"
+CASES: list[tuple[list[str], str]] = [
+    (["strategies.experts.degree=4"], "= 4: must divide the number of experts, 6: write 2 or 3 or 6"),
+    (["strategies.experts.slices=4"], "a rank has 3 experts: write 3 or less"),
+    (["strategies.experts.slices=0"], "must be a whole number >= 1 or auto"),
+    (["model.config.model_type=phimoe"], f"phimoe was not compared with training on one process; {KINDS}"),
+    (["strategies.zero={stage: 1}"], "cannot go with strategies.zero: DeepSpeed divides experts only for layers"),
+    (["strategies.offload={}"], "cannot go with strategies.offload: its engine averages all gradients over all ranks"),
+    (["strategies.tensor={degree: 2}"], "cannot go with strategies.tensor: it has not been built to divide layers"),
+    (["strategies.pipeline={stages: 2}"], "cannot go with strategies.pipeline: its stages are not wrapped by what"),
+    (["training.optim=adafactor"], "which strategies.experts divides; write adamw_torch_fused"),
+    (["training.fp16=true"], "its loss scale would follow the experts of one rank; write training.bf16; keep one of"),
+    (["model.lora={r: 2}"], "strategies.experts has not been built for adapters; keep one of the two"),
+    (["training.torch_compile=true"], "strategies.experts exchanges inside layers, which are not compiled; keep one"),
+    (["training.use_liger_kernel=true"], "it replaces the forward that strategies.experts replaces; keep one"),
+    (["training.sample_prompts=[a]", "training.eval_strategy=steps"], "ranks generate texts of different lengths"),
+    (["task=reward"], "divides the layers of language models, and cannot train task reward; leave it out"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "line"), CASES, ids=[overrides[0] for overrides, _ in CASES])
+def test_refused_before_data_is_read(
+    overrides: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # there is no data
+    Path("x.yaml").write_text(CONFIG)
+    with pytest.raises(ConfigError) as caught:
+        config = load(Path("x.yaml"), overrides)
+        check_options(config, 12)
+        order.prepare(config, Ranks())
+    assert any(line in each for each in caught.value.lines), caught.value.lines
+
+
+def test_a_model_without_experts_and_a_world_of_other_ranks_are_refused() -> None:
+    with pytest.raises(ConfigError, match=f"degree = 2: llama has no experts; {KINDS}"):
+        plan_of(run_config(LLAMA, strategies={"experts": {"degree": 2}}), Ranks(0, 0, 2, 2), probe())
+    with pytest.raises(ConfigError, match="degree = 2: ranks must be a multiple of it: start 2 or 4, not 3"):
+        check_options(run_config(MIXTRAL, strategies={"experts": {"degree": 2}}), 3)
+
+
+def test_one_ranks_part() -> None:
+    """Weights by formula; all else is as with all experts, but for rows that travel and buckets of gradients."""
+    plans = [
+        plan_of(run_config(MIXTRAL, strategies=each), Ranks(0, 0, 4, 4), probe())
+        for each in ({}, {"experts": {"degree": 2}})
+    ]
+    whole, part = (plan.facts for plan in plans)
+    experts = 4 * 3 * LLAMA["hidden_size"] * LLAMA["intermediate_size"]
+    for one, other in zip(whole.units, part.units, strict=True):
+        gone = experts // 2 if one.kind is UnitKind.BLOCK else 0
+        assert (one.num_params - other.num_params, one.saved_bytes) == (gone, other.saved_bytes)
+    assert (part.run.model_params, part.run.replicas) == (whole.num_params, 4)
+    held = {each.owner: each for each in plans[1].reserves(Home.DEVICE)}
+    buckets, rows = held["data parallel: buckets"], held["experts: exchanged rows"]
+    assert buckets.num_bytes == plans[1].total(Kind.GRAD) - 2 * experts // 2 * 4
+    assert rows.num_bytes == 2 * 8 * 16 * 2 * 32 * 4, "sequences x tokens x experts of each x width, there and back"
+
+
+def test_slices_hide_what_fits_behind_products() -> None:
+    """Seconds by hand: nothing overlaps in one slice; with many slices the longer of the two remains, and its ends."""
+    assert layer_seconds(6.0, 2.0, 0.0, 1) == 10.0
+    assert layer_seconds(6.0, 2.0, 0.0, 2) == 8.0  # 1 in, 3 and 3 of products, 1 out
+    assert layer_seconds(0.0, 2.0, 0.5, 4) == 8.0  # the network alone: eight pieces of 0.5 + 0.5
