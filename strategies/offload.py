@@ -116,11 +116,17 @@ class Offload(Strategy):
     )
 
     _stage: int = PrivateAttr(default=0)  # of strategies.zero, if that is on
+    _brief: bool = PrivateAttr(default=False)
 
     def beside(self, others: Mapping[str, Strategy]) -> Strategy:
         shared = self.model_copy()
         shared._stage = others["zero"].model_dump()["stage"]
         return shared
+
+    def briefly(self) -> Strategy:
+        brief = self.model_copy()
+        brief._brief = True
+        return brief
 
     def parity(self, run: RunFacts) -> Parity:
         """Bit for bit in fp32 if one kernel updates everything and at most two ranks share the state; bf16 rounds at
@@ -167,7 +173,7 @@ class Offload(Strategy):
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
         self._refuse(facts, plan)
-        keeps, layout = keep_or_offload.decide(plan, self.request(facts))
+        keeps, layout = keep_or_offload.decide(plan, self.request(facts), brief=self._brief)
         yield from keeps
         yield from memory_rows.of_units(facts, layout)
         reason = "only the excess is offloaded, unless offloading more is faster"

@@ -40,21 +40,25 @@ SAME = 0.005  # relative difference of simulated times that means nothing
 Position: TypeAlias = tuple[int, int]  # a curve, and a position on it
 
 
-def decide(plan: Plan, request: OffloadRequest) -> tuple[list[Keep], Layout]:
+def decide(plan: Plan, request: OffloadRequest, *, brief: bool = False) -> tuple[list[Keep], Layout]:
     """The layout, and new answers to what ``plan`` left open: none if it left nothing open.
+
+    Args:
+        brief: a mix is enough.
 
     Raises:
         Refusal: nothing fits.
     """
     keeps = [plan.keep(unit.name) for unit in plan.facts.units]
     if not any(keep.open for keep in keeps):
-        return [], _placement_search(plan, request).best()
+        return [], _placement_search(plan, request).best(brief=brief)
     search = _Search(plan, request)
     position = search.fastest() if search.rates else search.first()
     reason = f"with offload, {'the fastest' if search.rates else 'the least recomputation'} that fits"
     pairs = zip(keeps, search.options(position), strict=True)
     answers = [o.keep(keep.unit, reason if o.policy != NONE else "all kept") for keep, o in pairs if keep.open]
-    layout = search.found(position)
+    quick = search.quick(position) if brief and search.rates else None
+    layout = quick[0] if quick else search.found(position)
     return answers, layout or search.refused(position)
 
 
@@ -84,7 +88,7 @@ class _Search:
         units = [unit if keep.open else replace(unit, choices=None) for unit, keep in pairs]
         self._kept = cache(self._keep)
         self.found = cache(self._try)
-        self._quick = cache(self._try_quickly)
+        self.quick = cache(self._try_quickly)
         here, *others = keep_costs(facts, self.rates, may_host=any(keep.may_host for keep in keeps))
         self._curves = [TradeoffCurve(units, here)]
         if others:
@@ -93,7 +97,7 @@ class _Search:
 
     def _spare_bytes(self) -> int:
         """Host bytes that are left if all blocks are recomputed; all of the budget if that does not fit."""
-        least = self._quick((0, len(self._curves[0].moves)))
+        least = self.quick((0, len(self._curves[0].moves)))
         return self._request.host_bytes - (place(least[0]).num_bytes(Home.HOST) if least else 0)
 
     def options(self, position: Position) -> list[KeepOption]:
@@ -124,7 +128,7 @@ class _Search:
     def _fitting(self, positions: Sequence[Position], *, here: bool) -> Iterator[Position]:
         """The first ``TRIED`` that fit: with all saved tensors on the device, or on the other curves."""
         of_curve = (position for position in positions if (position[0] == 0) is here)
-        return islice((position for position in of_curve if self._quick(position)), TRIED)
+        return islice((position for position in of_curve if self.quick(position)), TRIED)
 
     def first(self) -> Position:
         """The first position that fits with all saved tensors on the device; the last one if none does."""
@@ -147,7 +151,7 @@ class _Search:
         return _placement_search(self._kept(position), self._request).quick()
 
     def _seconds(self, position: Position) -> float:
-        found = self._quick(position)
+        found = self.quick(position)
         return found[1] if found else inf
 
     def _estimate(self, position: Position) -> float:

@@ -49,13 +49,14 @@ class PlacementSearch:
         self._usual = Places(facts, request)
         self._search = self._of(self._usual)
 
-    def best(self) -> Layout:
-        """The layout with the fastest simulated step.
+    def best(self, *, brief: bool = False) -> Layout:
+        """The layout with the fastest simulated step, or with ``brief`` that of ``quick``.
 
         Raises:
             Refusal: nothing fits.
         """
-        found = self.found()
+        quick = self.quick() if brief and self._knows_rates else None
+        found = quick[0] if quick else self.found()
         if found is None:
             raise self._refusal()
         return found

@@ -9,6 +9,7 @@ import yaml
 
 from launch.plan import main
 from strategies.core.facts import Home
+from strategies.planner.site_search import SiteSearch
 from tests.helpers.tiny import run_config
 from trainer.config.load import load
 from trainer.dist.ranks import Ranks
@@ -61,7 +62,7 @@ def test_what_does_not_fit_as_it_is_fits_otherwise(tight: list[FitRow]) -> None:
 
 
 def test_a_row_is_the_plan_of_the_config_that_its_lines_write(tight: list[FitRow], tmp_path: Path) -> None:
-    """The lines are pasted into a file that has what a user has before; its plan has the bytes of the row."""
+    """The lines are pasted into a file that has what a user has before; its plan, as brief, has the bytes of a row."""
     given = {"model": {"config": SIZES, "tokenizer": "x"}, "data": {"path": "my.jsonl", "max_length": 256}}
     given |= {"training": {"output_dir": str(tmp_path), "per_device_train_batch_size": 2}}
     some = [row for row in tight if row.fits and row.ranks == 1]
@@ -73,8 +74,22 @@ def test_a_row_is_the_plan_of_the_config_that_its_lines_write(tight: list[FitRow
             pasted.setdefault(name, {}).update(section)
         path = tmp_path / "x.yaml"
         path.write_text(yaml.safe_dump(pasted))
-        plan = plan_of(load(path), HERE, card(5 << 20))
+        config = load(path)
+        brief = {name: each.briefly() for name, each in config.strategies.items()}
+        plan = plan_of(config.model_copy(update={"strategies": brief}), HERE, card(5 << 20))
         assert row.needed == {home: plan.peak(home) for home in Home}, row.training
+
+
+def test_the_table_takes_no_climbs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the config as it is, whose plan is the one of a run."""
+    climbs = []
+    monkeypatch.setattr(SiteSearch, "fastest", lambda *given: climbs.append(given))
+    config = config_of(None, [*OVERRIDES, *SMALL, "strategies.offload={}"], accelerated=True)
+    asked = Fit(config, HERE, card(1 << 25), written=unwritten(config))
+    offloaded = [row for row in asked.rows() if "offload" in row.strategies and row.seconds is not None]
+    assert offloaded and not climbs
+    asked.rows(as_given=True)
+    assert climbs
 
 
 def test_missing_is_what_lies_beyond_nine_tenths(tight: list[FitRow]) -> None:

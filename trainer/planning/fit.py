@@ -3,7 +3,9 @@
 All weights, and low-rank adapters; each as it is, with every strategy that saves memory (``Strategy.to_fit``), with all
 of those together, and over more ranks with the strategies that need them. Each row is a plan of a config that can be
 written; if the planner refuses it, the row has the bytes that it said are needed. What fits has its predicted peaks
-within 0.9 of the memory, which is what ``auto`` uses. The table also ends every refusal for memory (``explained``).
+within 0.9 of the memory, which is what ``auto`` uses. All plans but that of the config as it is are brief: their steps
+may be some per cent longer than those of runs (``Strategy.briefly``). The table also ends every refusal for memory
+(``explained``).
 """
 
 from __future__ import annotations
@@ -171,7 +173,11 @@ class Fit:
         row = replace(way, ranks=ranks.world_size, write=changes(self.written or self.config.tree(), way.tree))
         self.say(f"planning {row.training} on {row.ranks} rank{'s' * (row.ranks > 1)}")
         try:
-            plans = plans_of(build(row.tree).like(self.config), ranks, self.machine, say=lambda line: None)
+            config = build(row.tree).like(self.config)
+            if not row.given:
+                brief = {name: each.briefly() for name, each in config.strategies.items()}
+                config = config.model_copy(update={"strategies": brief})
+            plans = plans_of(config, ranks, self.machine, say=lambda line: None)
             plan = max(plans, key=lambda each: each.peak(Home.DEVICE))  # of stages, that which needs most
         except TooLargeError as short:
             home = Home(short.home)
