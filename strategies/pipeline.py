@@ -49,6 +49,7 @@ class Pipeline(Strategy):
         **dict.fromkeys(COMPILING, "strategies.pipeline changes what stands in the model while it runs"),
         "training.use_liger_kernel": "strategies.pipeline has not been compared with Liger's kernels",
         "training.neftune_noise_alpha": "strategies.pipeline has no embedding in most stages to add noise to",
+        "training.compute_metrics": "the last stage of strategies.pipeline sends losses of tokens, and no logits",
         "training.sample_prompts": "strategies.pipeline cuts the model into stages, which cannot generate",
         "training.include_num_input_tokens_seen": "strategies.pipeline gives every stage the same tokens",
     }

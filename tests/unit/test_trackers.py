@@ -74,14 +74,20 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
         training = {
             "report_to": ["wandb", "mlflow"], "project": "the-project", "run_name": "the-run", "push_to_hub": True,
             "hub_model_id": "me/mine", "hub_private_repo": True, "hub_revision": "v1", "use_cpu": True,
-            "save_strategy": "steps", "save_steps": 2,
+            "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2,
+            "compute_metrics": "tests.unit.test_metrics:above",
+            "preprocess_logits_for_metrics": "tests.unit.test_metrics:most_likely",
         }  # fmt: skip
-        assert run(load(write_config(folder, training=training)), Ranks(), Stop()) == ExitCode.FINISHED
+        config = write_config(folder, training=training, data={"eval_fraction": 0.2})
+        assert run(load(config), Ranks(), Stop()) == ExitCode.FINISHED
         summary = dict(wandb.run.summary) if wandb.run else {}
         of_wandb = SimpleNamespace(project=wandb.run.project, name=wandb.run.name, summary=summary)
         wandb.finish()
         (one,) = mlflow.search_runs(experiment_names=["the-project"], output_format="list")
-        history = mlflow.MlflowClient().get_metric_history(one.info.run_id, "loss")
+        asked = mlflow.MlflowClient().get_metric_history
+        history = {
+            key: {point.step: point.value for point in asked(one.info.run_id, key)} for key in ("loss", "eval_above")
+        }
         yield SimpleNamespace(folder=folder / "run", hub=known, wandb=of_wandb, mlflow=one, history=history)
 
 
@@ -90,10 +96,10 @@ def test_the_project_is_the_one_of_the_config(told: SimpleNamespace) -> None:
 
 
 def test_trackers_get_what_the_file_gets(told: SimpleNamespace) -> None:
-    losses = {record["step"]: record["loss"] for record in metrics(told.folder) if "loss" in record}
-    assert len(losses) == 4
-    assert {point.step: point.value for point in told.history} == losses
-    assert told.wandb.summary["train/loss"] == losses[4]
+    for key, number, in_wandb in (("loss", 4, "train/loss"), ("eval_above", 2, "eval/above")):
+        found = {record["step"]: record[key] for record in metrics(told.folder) if key in record}
+        assert len(found) == number and told.history[key] == found
+        assert told.wandb.summary[in_wandb] == found[4]
     assert {"train/tokens_per_s", "train/host_peak_bytes"} <= told.wandb.summary.keys()
     assert told.mlflow.info.status == "FINISHED"
 
@@ -105,6 +111,9 @@ def test_only_the_export_is_uploaded_and_only_at_the_end(told: SimpleNamespace) 
     (given,) = told.hub.uploads
     assert (given["repo_id"], given["folder_path"], given["revision"]) == ("me/mine", export, "v1")
     assert given["files"] == sorted(path.name for path in export.iterdir())
+    card = (export / "README.md").read_text()
+    assert "Settings: learning_rate 0.01, " in card
+    assert "every tensor has its bits, and logits differ by 0.0e+00 of the largest at most." in card
     assert "README.md" in given["files"] and "model.safetensors" in given["files"]
 
 

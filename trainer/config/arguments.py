@@ -57,6 +57,9 @@ Scheduler = Literal[
     "reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy",
 ]  # fmt: skip
 Sampling = Literal["random", "sequential", "group_by_length", "batch_rebalance"]
+Function = Annotated[
+    str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"), Allowed("module:function, as in my_metrics:accuracy")
+]
 Start = Literal["fork", "spawn", "forkserver"]
 Counting = Annotated[bool | Literal["all", "non_padding", "no"], Allowed("true, false, all, non_padding or no")]
 Resume = Annotated[bool | NonEmpty, Allowed("the folder of a checkpoint, true, false or auto")]
@@ -95,7 +98,8 @@ LESS = ("perplexity", "mae")  # metrics of ours that are better if smaller
 UPLOADS = frozenset(["push_to_hub", "hub_model_id", "hub_revision"])
 # Keys that TrainingArguments does not have.
 OWN = frozenset(
-    ["allow_change", "overwrite", "early_stopping_patience", "early_stopping_threshold", "sample_prompts", "profile"]
+    {"allow_change", "overwrite", "early_stopping_patience", "early_stopping_threshold", "sample_prompts", "profile"}
+    | {"compute_metrics", "preprocess_logits_for_metrics"}
 )
 
 
@@ -180,6 +184,8 @@ class TrainingSection(Section):
     sample_prompts: Annotated[list[NonEmpty], Field(min_length=1)] | None = option(
         "Prompts that are continued, greedily, at each evaluation; printed, and in metrics.jsonl."
     )
+    compute_metrics: Function | None = option("Function for further metrics of an evaluation, as Hugging Face's.")
+    preprocess_logits_for_metrics: Function | None = option("Function that says what of the logits is kept for it.")
     resume_from_checkpoint: Resume | None = option("Folder to resume from; true or auto for the newest valid one.")
     allow_change: list[Changeable] = option("What a resumed run may do differently although the result changes.", [])
     overwrite: bool = option("Delete an earlier run in output_dir; otherwise it moves to earlier-N in it.", False)

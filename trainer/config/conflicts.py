@@ -51,6 +51,7 @@ OF_LANGUAGE = (
 PREFERENCES = ("dpo", "orpo", "kto", "reward")  # tasks of TRL's trainers, whose losses do not have ...
 NOT_IN_TRL = ("label_smoothing_factor", "use_liger_kernel")
 OTHER_PROJECTS = {"comet_ml": "COMET_PROJECT_NAME", "swanlab": "SWANLAB_PROJECT"}
+KEEPS = "preprocess_logits_for_metrics"
 KEEP_ONE = "keep one of the two"
 EVALUATE = "write training.eval_strategy = steps or epoch"
 KEPT_INPUTS = (
@@ -181,6 +182,14 @@ def _keys_of_tasks(task: Any, sections: Mapping[str, Values]) -> Found:
     for key in NOT_IN_TRL:
         if t[key] and task in PREFERENCES:
             yield f"training.{key}", f"the loss of task {task} is TRL's and does not take it; leave it out"
+    if t.compute_metrics not in (None, WRONG):
+        if task in PREFERENCES:
+            yield "training.compute_metrics", f"evaluations of task {task} are TRL's, and say rewards; leave it out"
+        elif task in (*LANGUAGE, "seq2seq") and t.predict_with_generate in OFF and t[KEEPS] is None:
+            what = "needs it, or the logits of every word at every position would be kept; write what is, as in"
+            yield f"training.{KEEPS}", f"missing; training.compute_metrics {what} my_metrics:most_likely"
+    elif t[KEEPS] and t.compute_metrics is None:
+        yield f"training.{KEEPS}", "needs training.compute_metrics"
     if t.train_sampling_strategy in ("group_by_length", "batch_rebalance") and task in PREFERENCES:
         yield (
             "training.train_sampling_strategy",
@@ -236,7 +245,7 @@ def _datasets(d: Values) -> Found:
 
 def _training(d: Values, t: Values) -> Found:
     if d.eval_fraction in OFF and d.eval_path is None and d.eval_split is None:
-        for key in ("eval_strategy", "eval_on_start"):
+        for key in ("eval_strategy", "eval_on_start", "compute_metrics"):
             if t[key] and t[key] != "no":
                 needs = "needs evaluation data; write data.eval_fraction, data.eval_split or data.eval_path"
                 yield f"training.{key}", needs

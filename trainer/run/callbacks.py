@@ -47,6 +47,7 @@ SAID = (
     "rewards/accuracies",
     "rewards/margins",
 )  # of an evaluation
+UNSAID = ("loss", "tokens", "runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
 MIN_NEW_TOKENS, MAX_NEW_TOKENS = 20, 60  # of a sample; one that ends at once shows nothing
 EVAL_LOSS = re.compile(r"eval_(?:(.+)_)?loss")  # the key of the one evaluated set, or of one of several by its name
 
@@ -191,17 +192,24 @@ def progress_line(step: int, num_steps: int, record: Mapping[str, float]) -> str
     return "  ".join(head + [show(float(record[key])) for key, show in columns.items() if key in record])
 
 
-def eval_lines(step: int, record: Mapping[str, float]) -> Iterator[str]:
-    """One line per evaluated set: ``eval at step 200: loss 3.91  perplexity 49.9``, or what else its task says."""
+def eval_lines(step: int, record: Mapping[str, float], *, whole: bool = False) -> Iterator[str]:
+    """One line per evaluated set: ``eval at step 200: loss 3.91  perplexity 49.9``, or what else its task says; the
+    ``whole`` of it with metrics that the user has added.
+    """
     for key, value in record.items():
         if found := EVAL_LOSS.fullmatch(key):
             label, start = f"eval {found[1]}" if found[1] else "eval", key.removesuffix("loss")
-            said = [f"{name} {human_number(record[start + name], 3)}" for name in SAID if start + name in record]
+            added = [name.removeprefix(start) for name in record if whole and name.startswith(start)]
+            names = [*SAID, *(name for name in added if name not in (*SAID, *UNSAID))]
+            said = [f"{name} {human_number(record[start + name], 3)}" for name in names if start + name in record]
             yield "  ".join([f"{label} at step {step}: loss {human_number(value, 3)}", *said])
 
 
 class ProgressLine(TrainerCallback):
-    """Prints one plain line per record, on a terminal and in a file alike."""
+    """Prints one plain line per record, on a terminal and in a file alike; ``whole``: see ``eval_lines``."""
+
+    def __init__(self, *, whole: bool = False) -> None:
+        self._whole = whole
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs:
@@ -212,7 +220,7 @@ class ProgressLine(TrainerCallback):
             loss = f"mean loss {human_number(logs['train_loss'], 4)}"
             seconds = human_duration(logs.get("train_runtime", math.nan))
             write_line(f"finished at step {state.global_step}: {loss}  in {seconds}")
-        for line in eval_lines(state.global_step, logs):
+        for line in eval_lines(state.global_step, logs, whole=self._whole):
             write_line(line)
 
 

@@ -40,6 +40,7 @@ from trainer.model import build, quantise
 from trainer.model.adapters import merged
 from trainer.run.callbacks import perplexity
 from trainer.run.checkpoint import move_aside, versions
+from trainer.run.resume_rules import RULES, SILENT
 from trainer.run.trainer import Trainer
 from trainer.tasks.table import TASKS
 from trainer.tasks.task import Task, loaded
@@ -47,6 +48,7 @@ from trainer.tasks.task import Task, loaded
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, TrainerState
 
+    from strategies.core.protocol import Parity
     from trainer.config.sections import RunConfig
 
 KIND = "export"  # in its manifest
@@ -85,7 +87,8 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, config: RunConf
         trainer.stowed.close()  # merging changes weights in place, so they have to be in ordinary memory
     if not trainer.is_world_process_zero():
         return None
-    card = model_card(config, model.config, trainer.state, sys.argv, trainer.args.world_size)
+    parities = {name: strategy.parity(trainer.plan.facts.run) for name, strategy in config.strategies.items()}
+    card = model_card(config, model.config, trainer.state, sys.argv, trainer.args.world_size, parities)
     eight = any(parameter.dtype is torch.int8 for parameter in model.parameters())
     if has_adapters and merge:
         for name, parameter in model.named_parameters():
@@ -100,7 +103,6 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, config: RunConf
         with config_as_it_came(model):
             model.save_pretrained(draft, state_dict=dict(state))  # save_pretrained empties the dict
         tokenizer.save_pretrained(draft)
-        card.save(draft / "README.md")
         with as_a_user(trainer):
             base = {} if merge else quantise.loading(section.quantization_config, section.dtype)
             if has_adapters and not merge:  # a user names the labels, since the files do not
@@ -108,6 +110,11 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, config: RunConf
             reloaded = reload(draft, task, trust_remote_code=section.trust_remote_code, **base)
             # Reloaded adapters have other names than trained ones; their values are compared alone.
             difference = compare(reloaded, state, probe, logits, tolerance, names=merge or not has_adapters)
+        card.text += (
+            f"\nBefore it was published the model was loaded with `from_pretrained` and compared with the trained one: "
+            f"every tensor has its bits, and logits differ by {difference:.1e} of the largest at most.\n"
+        )
+        card.save(draft / "README.md")
         same_modes(draft)
         seal(draft, KIND, about(config, trainer.state.global_step))
         num_bytes = sum(path.stat().st_size for path in draft.glob("*.safetensors"))
@@ -227,9 +234,14 @@ def compare(
 
 
 def model_card(
-    config: RunConfig, hf_config: PretrainedConfig, state: TrainerState, argv: Sequence[str], num_ranks: int
+    config: RunConfig,
+    hf_config: PretrainedConfig,
+    state: TrainerState,
+    argv: Sequence[str],
+    num_ranks: int,
+    parities: Mapping[str, Parity],
 ) -> ModelCard:
-    """The card of the trained model; ``argv`` is the command, and ``state`` has the log."""
+    """The card of the trained model; ``argv`` is the command, ``state`` has the log, and each strategy a parity."""
     base, brings_code = config.model.name_or_path, bool(getattr(hf_config, "auto_map", None))
     adapters = config.model.lora is not None and not config.model.merges
     tags = ["deepstow", *(["lora"] if adapters else []), *(["custom_code"] if brings_code else [])]
@@ -248,7 +260,9 @@ def model_card(
         _origin(config, hf_config.model_type),
         f"It was trained on {source} in sequences of up to {data.max_length} tokens, for {state.global_step} steps. "
         + " ".join(_results(state.log_history, odds=TASKS[config.task].language)),
-        f"Strategies: {_strategies(config)}. The command, on {num_ranks} process{'es' if num_ranks > 1 else ''}:",
+        f"Settings: {', '.join(_settings(config))}.",
+        f"Strategies: {_strategies(config)}. {_exactness(parities)}"
+        f"The command, on {num_ranks} process{'es' if num_ranks > 1 else ''}:",
         f"```\n{shlex.join(argv)}\n```",
         f"Versions: {', '.join(f'{name} {number}' for name, number in used.items())}.",
     ]
@@ -275,6 +289,25 @@ def _results(history: Sequence[Mapping[str, Any]], *, odds: bool) -> Iterator[st
             loss = float(last[key])
             shown = f" (perplexity {perplexity(loss):.1f})" if odds else ""
             yield f"The last {kind} loss, at step {last['step']}, was {loss:.4f}{shown}."
+
+
+def _settings(config: RunConfig) -> Iterator[str]:
+    """The keys of ``training`` on which the result depends, as they were set or by default."""
+    for key, value in config.training.model_dump().items():
+        if value is not None and value is not False and RULES.get(f"training.{key}", SILENT) != SILENT:
+            yield f"{key} {value}"
+
+
+def _exactness(parities: Mapping[str, Parity]) -> str:
+    """How training with each strategy compares with plain training, which tests hold it to."""
+    exact = [name for name, parity in parities.items() if parity.tolerance == 0.0]
+    said = [f"{', '.join(exact)} bit for bit"] if exact else []
+    said += [
+        f"{name} to {parity.tolerance:.0e} of the largest weight ({parity.reason})"
+        for name, parity in parities.items()
+        if name not in exact
+    ]
+    return f"Training equals plain training: {'; '.join(said)}. " if said else ""
 
 
 def _strategies(config: RunConfig) -> str:

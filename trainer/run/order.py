@@ -51,7 +51,7 @@ from trainer.model.shrink import VOCAB, shrink_model
 from trainer.planning import facts
 from trainer.planning.fit import explained
 from trainer.planning.from_config import advice, plans_of, refuse_impossible
-from trainer.run import checkpoint, resuming
+from trainer.run import checkpoint, metrics, resuming
 from trainer.run.callbacks import EarlyStopping, Meter, MetricsFile, ProgressLine, SampleText, StepSeen
 from trainer.run.checkpoint import About, DataFacts, ModelFacts
 from trainer.run.plan_check import PlanCheck
@@ -299,14 +299,14 @@ def make_trainer(run: Run) -> Trainer:
         train_dataset=run.prepared.train,
         eval_dataset=run.prepared.eval,
         processing_class=run.tokenizer,
-        **options(run.config, model, run.tokenizer),
+        **metrics.beside(options(run.config, model, run.tokenizer), run.config),
         meter=meter,
         plan=run.plan,
         plan_check=plan_check,
         describe=partial(describe, run),
         lr_ratio=run.config.model.lr_ratio,
         callbacks=[
-            ProgressLine(),
+            ProgressLine(whole=training.compute_metrics is not None),
             file,
             *sample,
             *([EarlyStopping(patience, threshold)] if patience is not None else []),

@@ -38,7 +38,7 @@ _SILENT_TRAINING = """
     dataloader_multiprocessing_context ddp_timeout torch_empty_cache_steps
     predict_with_generate generation_max_length generation_num_beams gradient_checkpointing
     gradient_checkpointing_kwargs activation_checkpointing activation_checkpointing_kwargs allow_change overwrite
-    sample_prompts
+    sample_prompts compute_metrics preprocess_logits_for_metrics
 """
 # What changes the result, by the name that training.allow_change takes.
 _GROUPS: Mapping[str, str] = {
@@ -98,7 +98,8 @@ _SHAPES = """
 """
 SHAPES = frozenset(_SHAPES.split())
 FOLLOWS_LOSS = ("reduce_lr_on_plateau", "greedy")
-_EVALUATIONS = "eval_strategy eval_steps eval_delay eval_on_start metric_for_best_model greater_is_better"
+_EVALUATIONS = """eval_strategy eval_steps eval_delay eval_on_start metric_for_best_model greater_is_better
+    compute_metrics preprocess_logits_for_metrics"""
 _FOLLOWED = {f"training.{name}" for name in _EVALUATIONS.split()}
 
 

@@ -37,7 +37,7 @@ from trainer.dist.stopping import Phase, Stop, Stopped
 from trainer.dist.watchdog import Watchdog
 from trainer.errors import ConfigError, ExitCode, UserError, first_line, report, write_line
 from trainer.planning.from_config import check_options, refuse_folder
-from trainer.run import export, lock, oom, order, resuming, saving, trackers, upload
+from trainer.run import export, lock, metrics, oom, order, resuming, saving, trackers, upload
 from trainer.run.callbacks import SAID, Watched
 from trainer.run.order import Run
 from trainer.run.resume_rules import leaves
@@ -102,6 +102,7 @@ def refuse_unbuildable(config: RunConfig, ranks: Ranks) -> None:
     if (has_engine or ranks.world_size > 1) and not config.training.use_cpu:
         collectives_of(accelerator.kind() or "cpu")
     trackers.refuse(config)
+    metrics.refuse(config)
     check_options(config, ranks.world_size)
     if has_engine:
         deepspeed_ops.refuse_what_cannot_be_built()

@@ -1,0 +1,162 @@
+"""Functions of the user: found where they are, given what Hugging Face's Trainer gives, and refused in one line."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import EvalPrediction
+
+from tests.helpers.moves import made
+from tests.helpers.tiny import LLAMA, VOCAB, run_config
+from trainer.config.sections import RunConfig
+from trainer.data.packing import MASKED
+from trainer.dist.ranks import Ranks
+from trainer.dist.spawn import run_world
+from trainer.errors import ConfigError
+from trainer.run import metrics
+from trainer.run.callbacks import eval_lines
+from trainer.run.run import refuse_unbuildable
+
+HERE = "tests.unit.test_metrics"
+
+
+def most_likely(logits: Any, labels: Any) -> Any:
+    return (logits[0] if isinstance(logits, tuple) else logits).argmax(-1)
+
+
+def above(prediction: EvalPrediction) -> dict[str, float]:
+    """Share of the trained tokens whose most likely one has a larger number, and how much there is of everything."""
+    found, labels = np.asarray(prediction.predictions)[:, :-1], np.asarray(prediction.label_ids)[:, 1:]
+    trained = labels != MASKED
+    return {"above": float((found > labels)[trained].mean()), "rows": len(labels), "asked": np.int64(trained.sum())}
+
+
+def evaluated(ranks: Ranks, configs: Sequence[RunConfig], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
+    return [evaluated_once(ranks, config, rows) for config in configs]
+
+
+def evaluated_once(ranks: Ranks, config: RunConfig, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    trainer = made(ranks, config, rows)
+    said = trainer.evaluate()
+    hits, asked = 0, 0
+    for row in rows:
+        labels = torch.tensor(row["labels"])[1:]
+        with torch.no_grad():
+            found = trainer.model(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1].argmax(-1)
+        hits, asked = hits + int((found > labels)[labels != MASKED].sum()), asked + int((labels != MASKED).sum())
+    trainer.accelerator.free_memory()
+    kept = ("eval_loss", "eval_perplexity", "eval_tokens", "eval_above", "eval_rows", "eval_asked")
+    return {key: said[key] for key in kept if key in said} | {"by hand": hits / asked, "tokens": asked}
+
+
+@pytest.mark.ranks
+def test_functions_get_every_row_once_and_change_no_bit_of_the_loss(tmp_path: Path) -> None:
+    """Rows of several lengths, an odd number of them on two ranks, weights that travel."""
+    lengths = (5, 16, 9, 12, 6, 14, 4)
+    ids = [[1 + (7 * i + 3 * place * place) % (VOCAB - 1) for place in range(n)] for i, n in enumerate(lengths)]
+    rows = [{"input_ids": row, "labels": [MASKED] * (len(row) // 3) + row[len(row) // 3 :]} for row in ids]
+    given = {
+        "output_dir": tmp_path, "per_device_eval_batch_size": 2, "eval_strategy": "epoch",
+        "data": {"eval_fraction": 0.5}, "strategies": {"offload": {"site": "host", "weights": "streamed"}},
+    }  # fmt: skip
+    config = {**LLAMA, "initializer_range": 0.4}
+    functions = {"compute_metrics": f"{HERE}:above", "preprocess_logits_for_metrics": f"{HERE}:most_likely"}
+    both = [run_config(config, **given, **functions), run_config(config, **given)]
+    found, plain = run_world(2, evaluated, both, rows)
+    assert found["eval_rows"] == len(rows) and found["eval_asked"] == found["tokens"] == found["eval_tokens"]
+    assert found["eval_above"] == pytest.approx(found["by hand"]) and 0 < found["by hand"] < 1
+    assert {key: found[key] for key in plain} == plain and "eval_above" not in plain
+
+
+def classification(**training: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "task": "classification",
+            "model": {"config": dict(LLAMA), "tokenizer": "none", "labels": ["a", "b"]},
+            "data": {"path": "rows", "max_length": 16, "eval_fraction": 0.5},
+            "training": {"output_dir": "r", "report_to": "none", **training},
+            "strategies": {},
+        }
+    )
+
+
+def test_numbers_of_the_task_and_of_the_user_from_one_evaluation(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The user's file is found in the folder of the command, sees the logits, and has the last word on a name."""
+    (tmp_path / "mine.py").write_text(
+        "def compute(p):\n    return {'accuracy': 7, 'largest': p.predictions.max(), 'shape': p.predictions.shape[1]}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+
+    def own(prediction: EvalPrediction) -> dict[str, float]:
+        return {"accuracy": float((prediction.predictions == prediction.label_ids).mean()), "f1": 0.5}
+
+    given = metrics.beside(
+        {"compute_metrics": own, "preprocess_logits_for_metrics": most_likely, "data_collator": None},
+        classification(compute_metrics="mine:compute"),
+    )
+    logits, labels = torch.tensor([[0.0, 2.0], [3.0, 1.0]]), torch.tensor([1, 0])
+    kept = given["preprocess_logits_for_metrics"](logits, labels)
+    assert kept[0].tolist() == [1, 0] and kept[1] is logits
+    said = given["compute_metrics"](EvalPrediction(tuple(part.numpy() for part in kept), labels.numpy()))
+    assert said == {"accuracy": 7, "f1": 0.5, "largest": 3.0, "shape": 2} and given["data_collator"] is None
+    (line,) = eval_lines(
+        3, {f"eval_{key}": value for key, value in {"loss": 1.5, "runtime": 2.0, **said}.items()}, whole=True
+    )
+    assert line == "eval at step 3: loss 1.50  accuracy 7.00  f1 0.500  largest 3.00  shape 2.00"
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        ("{'a': 'b'}", "must return numbers by name, and a is str"),
+        ("3", "must return numbers by name, and the result is int"),
+        ("{'nll_loss': 1}", "returns 'nll_loss', and names that end in loss, tokens, perplexity, runtime, per_second"),
+    ],
+)
+def test_results_that_are_no_numbers_by_name(
+    result: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(f"def compute(p):\n    return {result}\n")
+    monkeypatch.chdir(tmp_path)
+    given = metrics.beside({}, classification(compute_metrics="mine:compute"))
+    with pytest.raises(ConfigError) as caught:
+        given["compute_metrics"](EvalPrediction((np.zeros(1), np.zeros(1)), np.zeros(1)))
+    assert caught.value.lines[0].startswith(f'training.compute_metrics = "mine:compute": {said}')
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "nowhere:f",
+            "nowhere cannot be imported from the folder of the command or by Python: ModuleNotFoundError: No",
+        ),
+        ("broken:f", "broken cannot be imported from the folder of the command or by Python: ZeroDivisionError: "),
+        ("whole:compute", "whole has no function compute; did you mean 'computes'?"),
+        ("whole:number", "whole has no function number"),
+    ],
+)
+def test_functions_that_are_not_there_are_known_before_data_is_read(
+    name: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    (tmp_path / "whole.py").write_text("number = 3\ndef computes(p):\n    return {}\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        refuse_unbuildable(classification(compute_metrics=name), Ranks())
+    assert len(caught.value.lines) == 1
+    assert caught.value.lines[0].startswith(f'training.compute_metrics = "{name}": {said}')
+
+
+def test_the_functions_in_the_docs() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "while-it-trains.md").read_text()
+    said: dict[str, Any] = {}
+    exec(text.partition("```python\n")[2].partition("```")[0], said)
+    logits, labels = torch.eye(4)[torch.tensor([[1, 2, 3, 0]])], np.array([[MASKED, 1, 3, 3]])
+    kept = said["most_likely"](logits, torch.tensor(labels)).numpy()
+    assert said["accuracy"](EvalPrediction(kept, labels)) == {"accuracy": pytest.approx(2 / 3)}
