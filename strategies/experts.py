@@ -9,7 +9,8 @@ without ``experts`` but for rounding: an expert's products take the rows of all 
 of its weights. The number of slices changes no bit.
 
 How rows travel is said in ``strategies/backends/expert_exchange.py``, how gradients and norms are put together in
-``expert_parts.py``. What is refused, and why: docs/strategies/experts.md.
+``expert_parts.py``. Beside ZeRO 1 and 2, ranks with the same experts share their state, all ranks that of the rest.
+What is refused, and why: docs/strategies/experts.md.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
+from strategies.backends import deepspeed
 from strategies.core.facts import Facts, Param, Precision, RunFacts
 from strategies.core.plan import RUN, Decision, Plan, Reserve
 from strategies.core.protocol import COMPILING, Axis, Parity, Phase, Refusal, Requirement, Strategy
@@ -37,7 +39,6 @@ EXPERT = re.compile(r"\.experts\.\w+$")  # weights of all experts of a layer, by
 _SUMS = "an expert's products take the rows of all ranks at once, plain training those of one, and Adam enlarges that"
 _ROUNDING = "results of experts are rounded to 16 bits before they are added up"
 _OTHERS: Mapping[str, str] = {
-    "zero": "DeepSpeed divides experts only for layers of its own class; leave strategies.zero out",
     "tensor": "it has not been built to divide layers whose experts are divided; leave one of the two out",
     "pipeline": "its stages are not wrapped by what averages gradients; leave one of the two out",
     "offload": "its engine averages all gradients over all ranks; leave one of the two out",
@@ -63,7 +64,7 @@ class Experts(Strategy):
         "training.sample_prompts": "ranks generate texts of different lengths, and experts are on all of them",
         **dict.fromkeys(COMPILING, "strategies.experts exchanges inside layers, which are not compiled"),
     }
-    examples = ({"degree": 2}, {"degree": 2, "slices": 2})
+    examples = ({"degree": 2, "slices": 2}, {"degree": 2})
 
     degree: int = Field(ge=2, description="Ranks that have all experts of a layer together.")
     slices: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
@@ -86,6 +87,10 @@ class Experts(Strategy):
         for name, why in _OTHERS.items():
             if name in others:
                 yield Refusal(KEY, self.degree, f"cannot go with strategies.{name}: {why}")
+        stage = getattr(others.get("zero"), "stage", 1)
+        if stage in (0, 3):
+            why = "cannot go with strategies.experts, which has been compared with stages 1 and 2; write one of them"
+            yield Refusal("strategies.zero.stage", stage, f"{why}, or leave strategies.zero out")
         if run.optim == "adafactor":
             cure = "its state is of whole rows and columns, which strategies.experts divides; write adamw_torch_fused"
             yield Refusal("training.optim", run.optim, cure)
@@ -116,7 +121,8 @@ class Experts(Strategy):
         )
         largest = max(param.num_elements for param in params)
         apart = sum(param.num_elements for param in params if EXPERT.search(param.name) and param.group is not None)
-        run = replace(facts.run, model_params=facts.num_params, largest_param=largest, apart=apart)
+        alike = facts.run.copies // self.degree
+        run = replace(facts.run, model_params=facts.num_params, largest_param=largest, apart=apart, alike=alike)
         return replace(facts, units=tuple(units), params=params, run=run)
 
     def _mine(self, param: Param) -> Param:
@@ -140,4 +146,5 @@ class Experts(Strategy):
     def apply(self, model: nn.Module, plan: Plan) -> None:
         from strategies.backends.expert_parts import ExpertParts
 
-        ExpertParts(model, self.degree, self._exchanges(plan.facts).slices)
+        zero = deepspeed.stage(plan) is not None
+        ExpertParts(model, self.degree, self._exchanges(plan.facts).slices, zero=zero)

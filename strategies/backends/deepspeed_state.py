@@ -125,7 +125,8 @@ class _Parts:
     def _piece(self, param: Any, start: int, offset: int, count: int, *, by_all: bool) -> Piece:
         """``by_all``: every copy writes its own; else the first writes for all."""
         start, columns = _within(param, start)
-        written = (self._first or shard_of(param) is not None) and (by_all or self._rank == 0)
+        alike = len(param.shard.sizes) if hasattr(param, "shard") else 1  # of so many ranks each has other experts
+        written = (self._first or shard_of(param) is not None) and (by_all or self._rank < alike)
         return Piece(self.names[id(param)], whole_shape(param), start, offset, count, columns, written)
 
     def whole(self, tensor: torch.Tensor, param: Any) -> Held:

@@ -6,7 +6,8 @@ Ranks 0 to N - 1 have all experts of a model together, in order; so have the nex
 
 Every rank has rows of its own. The gradient of an expert on one rank is that of the rows of all N, since backward
 brings it there; so it is added over the ranks that have the same expert, and divided by the number of all ranks, as
-torch's DistributedDataParallel does with everything else. That one leaves experts out.
+torch's DistributedDataParallel does with everything else. That one leaves experts out. Beside ZeRO 1 and 2 DeepSpeed
+does both (``expert_zero.py``).
 
 Invariant. The norm counts each parameter once, and has the same bits on all ranks: squares of the experts' norms are
 gathered and added in the order of ranks.
@@ -22,16 +23,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from strategies.backends import tensor_shards
+from strategies.backends import expert_zero, tensor_shards
 from strategies.backends.expert_exchange import DividedExperts
 from strategies.backends.tensor_shards import Shard, shard_of
 from strategies.state.torch_state import Held, Piece, TorchState, whole
 
 
 class ExpertParts:
-    """The experts of a model that this rank has. Making it cuts them out of the whole model; a collective."""
+    """The experts of a model that this rank has. Making it cuts them out of the whole model; a collective.
 
-    def __init__(self, model: nn.Module, degree: int, slices: int) -> None:
+    ``zero``: DeepSpeed's ZeRO adds up gradients, norms and updates.
+    """
+
+    def __init__(self, model: nn.Module, degree: int, slices: int, *, zero: bool = False) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
         self.is_first = rank < degree  # of the ranks that have the same experts
         self._world = world
@@ -44,6 +48,9 @@ class ExpertParts:
         for name, module in self.layers.items():
             self._cut(name, module, rank % degree, degree)
             module.forward = DividedExperts(module, self._together, min(slices, module.num_experts))
+        self.is_in_zero = zero
+        if zero:
+            expert_zero.mark(self.layers.values(), self.params.values(), degree)
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(self.params))
         model.expert_parts = self  # type: ignore[assignment]
 

@@ -64,8 +64,8 @@ def tensor_rank() -> int:
 
 
 def is_first(params: Iterable[Any]) -> bool:
-    """Whether this rank writes what all ranks of its copy have; any rank does where nothing is divided."""
-    return not any(shard_of(param) for param in params) or tensor_rank() == 0
+    """Whether this rank writes what all ranks of its copy have; any rank does where no layers are divided."""
+    return not any(shard_of(param) and not hasattr(param, "shard") for param in params) or tensor_rank() == 0
 
 
 def whole_shape(tensor: Any) -> tuple[int, ...]:

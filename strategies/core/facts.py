@@ -197,7 +197,8 @@ class RunFacts(ModelNumbers):
     tensor: int = 1
     slices: int = 1  # ranks that each have a part of every row
     sequences: int = 1  # of a row of data: two where it is a pair
-    apart: int = 0  # parameters of this rank whose gradients data parallelism leaves out
+    apart: int = 0  # parameters of this rank that others have, too, but not all copies
+    alike: int = 1  # ranks that have the same of these
 
     @property
     def grid(self) -> Grid:

@@ -44,6 +44,11 @@ def buffers(facts: Facts, stage: int, ways: int) -> Iterator[Buffer]:
         count = 2 if facts.machine.has_accelerator else 1  # overlapping needs a second one to fill
         reason = "gradients are reduced bucket by bucket"
         yield Buffer("zero: reduce bucket", reason, count * bucket_elements(facts) * size)
+    run, sizes = facts.run, element_bytes(facts.run, stage)
+    if run.apart and stage > 0:
+        size_of_all = sum(sizes[kind] for kind, first in SPLIT_FROM.items() if stage >= first)
+        more = size_of_all * run.apart * (ways - run.alike) // (ways * run.alike)
+        yield Buffer("zero: state of experts", f"{run.alike} ranks share it, and not all {ways}", more)
     if stage == 3 and ways > 1:
         live = min(live_elements(facts), facts.num_params)
         yield Buffer("zero: gathered weights", "weights gathered for use and prefetched", live * size)

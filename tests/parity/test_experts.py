@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 
 from strategies import experts
+from strategies.backends import deepspeed
 from strategies.backends.expert_parts import ExpertParts
+from strategies.core.plan import Home
 from strategies.core.plan import Kind as Bytes
 from tests.helpers.moves import ROWS, SAVED, Kind, different, made, run
 from tests.helpers.tiny import LLAMA, MIXTRAL, VOCAB
@@ -81,10 +83,20 @@ def _trained(ranks: Ranks, config: RunConfig) -> dict[str, Any]:
         }
         elements = sum(param.numel() for param in named.values())
         planned = trainer.plan.total(Bytes.PARAM) // 4
-        more = {"apart": apart, "elements": elements, "planned": planned}
+        more = {"apart": apart, "elements": elements, "planned": planned, **state_of(trainer)}
         return {"weights": full_weights(trainer, ranks), **found, **more}
     finally:
         trainer.accelerator.free_memory()
+
+
+def state_of(trainer: Any) -> dict[str, Any]:
+    """Elements of fp32 weights that this rank updates under ZeRO, and as planned."""
+    flats = trainer.model_wrapped.optimizer.single_partition_of_fp32_groups if trainer.is_deepspeed_enabled else ()
+    held = trainer.plan.reserves(Home.DEVICE)
+    of_experts = [each.num_bytes for each in held if each.owner == "zero: state of experts"]
+    kinds = 2 if deepspeed.stage(trainer.plan) == 2 else 1  # gradients are divided, too; SGD has no moments
+    planned = trainer.plan.total(Bytes.MASTER) + sum(of_experts) / kinds
+    return {"state": sum(flat.numel() for flat in flats), "planned state": planned / 4}
 
 
 def same(expected: dict[str, Any], found: dict[str, Any]) -> None:
@@ -136,6 +148,18 @@ def test_two_copies_and_any_slices(tmp_path: Path) -> None:
     for other in others:
         assert compare(one["weights"], other["weights"]) == []
         assert other["loss"] == one["loss"] and other["grad_norm"] == one["grad_norm"]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_beside_zero(ranks: int, tmp_path: Path) -> None:
+    """DeepSpeed adds up gradients and norms, and divides the state of experts over fewer ranks than the rest."""
+    training = {**SGD, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}
+    options: list[dict[str, Any]] = [{"experts": {"degree": 2}, "zero": {"stage": stage}} for stage in (1, 2)]
+    kinds = [Kind(ranks, each, training, MODELS["mixtral"]) for each in ({}, *options)]
+    expected, *found = run_world(ranks, trained, [kind.config(tmp_path, STEPS) for kind in kinds])
+    for each in found:
+        same(expected, each)
+        assert each["state"] == pytest.approx(each["planned state"], rel=0.02)
 
 
 def in_fp64(ranks: Ranks) -> dict[str, Any]:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 MICRO_BATCHES, TENSOR = (1, 2, 4), (2, 4, 8)
 SLICES = "slices of rows, for long contexts: strategies.sequence"
+EXPERTS = "experts over ranks, which all rows here count whole on each: strategies.experts"
 Say = Callable[[str], None]
 
 
@@ -104,7 +105,9 @@ def search(
     best = answer.best[0].degrees
     write = changes(tree, keys.written(best, tree, _blocks(best, in_stages[best.micro_batch])))
     lines = [*heading(config, ranks, machine, cluster, sequences), ""]
-    lines += hybrid_table.lines(answer, scale, write, [*no_tensor, SLICES])
+    lines += hybrid_table.lines(
+        answer, scale, write, [*no_tensor, SLICES, *([EXPERTS] if facts.run.num_experts else [])]
+    )
     if asked is not None:
         units = (replace(each, again=by_policy(each, best.recompute).again) for each in facts.units)
         again = run_budget.repeated([replace(facts, units=tuple(units))])

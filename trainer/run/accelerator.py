@@ -116,7 +116,7 @@ class StowAccelerator(Accelerator):
         """Backward; under DeepSpeed also the step, when gradients are complete."""
         if self.max_grad_norm is None or self.distributed_type is not DistributedType.DEEPSPEED:
             super().backward(loss, **kwargs)
-            if self.experts is not None and self.sync_gradients:
+            if self.experts is not None and self.sync_gradients and not self.experts.is_in_zero:
                 self.experts.complete()
             return
         engine = self.deepspeed_engine_wrapped.engine
@@ -147,7 +147,7 @@ class StowAccelerator(Accelerator):
             self.last_norm = self._clip_stowed(self.stowed, parameters, max_norm, norm_type)
         elif self.gradients is not None:
             self.last_norm = self.gradients.clip(max_norm)
-        elif self.experts is not None:
+        elif self.experts is not None and not self.experts.is_in_zero:
             self.last_norm = self.experts.clip(parameters, max_norm)
         elif self._norm is not None:
             self.last_norm = self._norm

@@ -24,7 +24,7 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
-from strategies.backends import expert_parts
+from strategies.backends import expert_parts, expert_zero
 from strategies.core.commit import same_modes
 from strategies.core.sealed import Damaged
 from strategies.engine import NonFiniteError
@@ -100,7 +100,10 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
         if self.optimizer is None and self.lr_ratio is not None:
             kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
             self.optimizer = loraplus(self.model, kind, self.lr_ratio, self.args.weight_decay, **options)
-        return super().create_optimizer(*args, **kwargs)
+        made = super().create_optimizer(*args, **kwargs)
+        if self.is_deepspeed_enabled and self.accelerator.experts is not None:
+            expert_zero.divide_groups(made)
+        return made
 
     def make_plan(self, groups: list[dict[str, Any]], moments: int) -> Plan:
         """The plan of the run."""

@@ -75,7 +75,7 @@ def holder_of(trainer: Any) -> Any:
         from strategies.backends.deepspeed_state import DeepSpeedState
 
         return DeepSpeedState(trainer.model_wrapped, trainer.model)
-    if trainer.accelerator.experts is not None:
+    if trainer.accelerator.experts is not None and not trainer.is_deepspeed_enabled:
         return trainer.accelerator.experts.state(inner, trainer.model)
     from strategies.state.torch_state import plain_state
 

@@ -15,7 +15,8 @@ from strategies.core.protocol import Refusal, Strategy
 from strategies.core.registry import available, find
 from strategies.planner.hybrid.degrees import Degrees, Stowed
 
-SEARCHED = ("zero", "tensor", "pipeline", "recompute", "offload")  # strategies that the search decides
+# Strategies that the search decides, and those that it leaves out.
+SEARCHED = ("zero", "tensor", "pipeline", "recompute", "offload", "experts")
 CHUNKS = "cross_entropy"
 BUDGETS = ("gpu_memory", "host_memory")  # options that are kept
 Tree = dict[str, Any]
