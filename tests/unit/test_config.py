@@ -85,12 +85,12 @@ def test_every_optimizer_of_hugging_face_is_had_or_refused_by_name() -> None:
 def test_hugging_face_accepts_what_we_hand_over(tmp_path: Path) -> None:
     """By names that every release knows, and without what is an argument of ``Trainer.train``."""
     transformers = pytest.importorskip("transformers")
-    ours = {"use_cpu": True, "warmup_steps": 0.1, "report_to": "none", "activation_checkpointing": True}
+    ours = {"use_cpu": True, "warmup_steps": 0.1, "report_to": "none", "activation_checkpointing": True, "project": "p"}
     given = TrainingSection(output_dir=str(tmp_path), resume_from_checkpoint="auto", **ours).arguments()
     assert "activation_checkpointing" not in given
     theirs = transformers.TrainingArguments(**given)
     assert theirs.warmup_steps == 0.1 and theirs.report_to == [] and theirs.gradient_checkpointing
-    assert theirs.resume_from_checkpoint is None
+    assert theirs.resume_from_checkpoint is None and theirs.project == "p"  # Trackio's callback reads it there
     for metric, greater in (
         ("perplexity", False),
         ("mae", False),

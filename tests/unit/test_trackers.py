@@ -16,6 +16,7 @@ from trainer.errors import ConfigError, ExitCode
 from trainer.model import hub
 from trainer.run import trackers, upload
 from trainer.run.run import refuse_unbuildable, run
+from trainer.run.trainer import _reads_saves
 
 VARIABLES = ("WANDB_PROJECT", "WANDB_LOG_MODEL", "WANDB_WATCH", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_ID")
 
@@ -194,6 +195,17 @@ def test_trackers_that_cannot_work(
         refuse_unbuildable(config, Ranks())
     assert len(caught.value.lines) == 1 and said in caught.value.lines[0]
     trackers.refuse(run_config(LLAMA, report_to=["none"], project=project))
+
+
+def test_a_save_is_waited_for_where_a_tracker_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.integrations import MLflowCallback, WandbCallback
+
+    monkeypatch.delenv("WANDB_LOG_MODEL", raising=False)
+    mlflow, wandb = MLflowCallback(), WandbCallback()
+    assert not _reads_saves(mlflow) and not _reads_saves(wandb)
+    mlflow._log_artifacts = True
+    monkeypatch.setenv("WANDB_LOG_MODEL", "checkpoint")
+    assert _reads_saves(mlflow) and _reads_saves(WandbCallback())
 
 
 @pytest.mark.parametrize(("tracker", "asked"), [("wandb", "wandb.init"), ("mlflow", "mlflow.search_experiments")])

@@ -308,5 +308,9 @@ def _reads_saves(callback: TrainerCallback) -> bool:
     kind = type(callback)
     if kind.on_save is TrainerCallback.on_save or kind.on_save.__module__.startswith("trainer."):
         return False
-    uploads = getattr(getattr(callback, "_log_model", None), "value", None) == "checkpoint"
-    return kind.__name__ != "TrackioCallback" and (kind.__name__ != "WandbCallback" or uploads)
+    reads = {
+        "TrackioCallback": False,
+        "WandbCallback": getattr(getattr(callback, "_log_model", None), "value", None) == "checkpoint",
+        "MLflowCallback": getattr(callback, "_log_artifacts", True),
+    }
+    return bool(reads.get(kind.__name__, True))
