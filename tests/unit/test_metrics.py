@@ -111,25 +111,6 @@ def test_numbers_of_the_task_and_of_the_user_from_one_evaluation(
 
 
 @pytest.mark.parametrize(
-    ("result", "said"),
-    [
-        ("{'a': 'b'}", "must return numbers by name, and a is str"),
-        ("3", "must return numbers by name, and the result is int"),
-        ("{'nll_loss': 1}", "returns 'nll_loss', and names that end in loss, tokens, perplexity, runtime, per_second"),
-    ],
-)
-def test_results_that_are_no_numbers_by_name(
-    result: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "mine.py").write_text(f"def compute(p):\n    return {result}\n")
-    monkeypatch.chdir(tmp_path)
-    given = metrics.beside({}, classification(compute_metrics="mine:compute"))
-    with pytest.raises(ConfigError) as caught:
-        given["compute_metrics"](EvalPrediction((np.zeros(1), np.zeros(1)), np.zeros(1)))
-    assert caught.value.lines[0].startswith(f'training.compute_metrics = "mine:compute": {said}')
-
-
-@pytest.mark.parametrize(
     ("name", "said"),
     [
         (
@@ -137,18 +118,25 @@ def test_results_that_are_no_numbers_by_name(
             "nowhere cannot be imported from the folder of the command or by Python: ModuleNotFoundError: No",
         ),
         ("broken:f", "broken cannot be imported from the folder of the command or by Python: ZeroDivisionError: "),
-        ("whole:compute", "whole has no function compute; did you mean 'computes'?"),
-        ("whole:number", "whole has no function number"),
+        ("mine:word", "mine has no function word; did you mean 'words'?"),
+        ("mine:number", "mine has no function number"),
+        ("mine:words", "must return numbers by name, and a is str"),
+        ("mine:one", "must return numbers by name, and the result is int"),
+        ("mine:nll", "returns 'nll_loss', and names that end in loss, tokens, perplexity, runtime, per_second"),
     ],
 )
-def test_functions_that_are_not_there_are_known_before_data_is_read(
-    name: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_refused(name: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is not there before data is read, what is returned at the first evaluation."""
     (tmp_path / "broken.py").write_text("1 / 0\n")
-    (tmp_path / "whole.py").write_text("number = 3\ndef computes(p):\n    return {}\n")
+    functions = {"words": {"a": "b"}, "one": 3, "nll": {"nll_loss": 1}}
+    lines = [f"def {name}(p):\n    return {value!r}\n" for name, value in functions.items()]
+    (tmp_path / "mine.py").write_text("number = 3\n" + "".join(lines))
     monkeypatch.chdir(tmp_path)
+    config = classification(compute_metrics=name)
     with pytest.raises(ConfigError) as caught:
-        refuse_unbuildable(classification(compute_metrics=name), Ranks())
+        refuse_unbuildable(config, Ranks())
+        assert name.partition(":")[2] in functions
+        metrics.beside({}, config)["compute_metrics"](EvalPrediction((np.zeros(1), np.zeros(1)), np.zeros(1)))
     assert len(caught.value.lines) == 1
     assert caught.value.lines[0].startswith(f'training.compute_metrics = "{name}": {said}')
 

@@ -1,7 +1,7 @@
 """One run that reports to trackers in their offline modes, and uploads its export to a hub that notes what it gets."""
 
 from collections.abc import Iterator
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +13,6 @@ from trainer.config.load import load
 from trainer.dist.ranks import Ranks
 from trainer.dist.stopping import Stop
 from trainer.errors import ConfigError, ExitCode
-from trainer.model import hub
 from trainer.run import trackers, upload
 from trainer.run.run import refuse_unbuildable, run
 from trainer.run.trainer import _reads_saves
@@ -22,37 +21,24 @@ VARIABLES = ("WANDB_PROJECT", "WANDB_LOG_MODEL", "WANDB_WATCH", "MLFLOW_EXPERIME
 
 
 class Hub:
-    """What the client's methods do, noted."""
+    """What the client's methods are asked, noted; ``fails`` has the errors of those that fail."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
         self.uploads: list[dict[str, Any]] = []
         self.fails: dict[str, Exception] = {}
-
-    def put_in_place(self, monkeypatch: pytest.MonkeyPatch) -> "Hub":
-        monkeypatch.setattr(hub, "unreachable", lambda: None)
         monkeypatch.setattr(upload, "unreachable", lambda: None)
         for name in ("whoami", "create_repo", "upload_folder"):
-            monkeypatch.setattr(f"huggingface_hub.HfApi.{name}", getattr(self, name))
-        return self
+            monkeypatch.setattr(f"huggingface_hub.HfApi.{name}", partial(self._asked, name))
 
-    def _note(self, name: str) -> None:
+    def _asked(self, name: str, *asked: str, **given: Any) -> SimpleNamespace:
         self.calls.append(name)
         if name in self.fails:
             raise self.fails[name]
-
-    def whoami(self) -> dict[str, str]:
-        self._note("whoami")
-        return {"name": "me"}
-
-    def create_repo(self, name: str, **given: Any) -> SimpleNamespace:
-        self._note("create_repo")
-        assert given == {"private": True, "exist_ok": True}
-        return SimpleNamespace(repo_id=name if "/" in name else f"me/{name}")
-
-    def upload_folder(self, **given: Any) -> None:
-        self._note("upload_folder")
-        self.uploads.append({**given, "files": sorted(path.name for path in Path(given["folder_path"]).iterdir())})
+        if name == "upload_folder":
+            self.uploads.append({**given, "files": sorted(path.name for path in given["folder_path"].iterdir())})
+        assert name != "create_repo" or given["exist_ok"] is True
+        return SimpleNamespace(repo_id=f"owner/{asked[0]}" if asked else None)
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +57,10 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
         patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
         patch.setenv("MLFLOW_TRACKING_URI", f"file:{folder / 'mlruns'}")
         patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-        known = Hub().put_in_place(patch)
+        known = Hub(patch)
         training = {
             "report_to": ["wandb", "mlflow"], "project": "the-project", "run_name": "the-run", "push_to_hub": True,
-            "hub_model_id": "me/mine", "hub_private_repo": True, "hub_revision": "v1", "use_cpu": True,
+            "hub_model_id": "mine", "hub_private_repo": True, "hub_revision": "v1", "use_cpu": True,
             "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2,
             "compute_metrics": "tests.unit.test_metrics:above",
             "preprocess_logits_for_metrics": "tests.unit.test_metrics:most_likely",
@@ -110,7 +96,7 @@ def test_only_the_export_is_uploaded_and_only_at_the_end(told: SimpleNamespace) 
     assert (told.folder / "checkpoint-2").is_dir()
     assert told.hub.calls == ["whoami", "create_repo", "create_repo", "upload_folder"]
     (given,) = told.hub.uploads
-    assert (given["repo_id"], given["folder_path"], given["revision"]) == ("me/mine", export, "v1")
+    assert (given["repo_id"], given["folder_path"], given["revision"]) == ("owner/mine", export, "v1")
     assert given["files"] == sorted(path.name for path in export.iterdir())
     card = (export / "README.md").read_text()
     assert "Settings: learning_rate 0.01, " in card
@@ -123,78 +109,56 @@ def test_an_upload_that_fails_is_made_when_the_run_is_started_again(
 ) -> None:
     config = told.folder.parent / "config.yaml"
     again = ["training.resume_from_checkpoint=auto", "training.report_to=none"]
-    known = Hub().put_in_place(monkeypatch)
+    known = Hub(monkeypatch)
     known.fails["upload_folder"] = OSError("502 Bad Gateway\nmore")
     assert run(load(config, again), Ranks(), Stop()) == ExitCode.FAILED
     export = told.folder / "export"
-    line = f"{export} is whole, and was not uploaded to me/mine: OSError: 502 Bad Gateway; start the run again, or: "
-    assert f"{line}hf upload me/mine {export}\n" in capsys.readouterr().err
+    line = f"{export} is whole, and was not uploaded to owner/mine: OSError: 502 Bad Gateway; start the run again, or: "
+    assert f"{line}hf upload mine {export}\n" in capsys.readouterr().err
     known.fails.clear()
     assert run(load(config, again), Ranks(), Stop()) == ExitCode.FINISHED
-    assert len(known.uploads) == 1 and f"uploaded:   {export}, as me/mine\n" in capsys.readouterr().out
+    assert len(known.uploads) == 1 and f"uploaded:   {export}, as owner/mine\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("fails", "said"),
+    ("fails", "asks", "said"),
     [
-        (None, "training.push_to_hub = true: the hub cannot be reached (no route); leave it out, and upload the export "
-         "when there is one: hf upload mine runs/mine/export"),
-        ("whoami", "training.push_to_hub = true: OSError: 401; log in with `hf auth login`, or set HF_TOKEN"),
+        ("look", upload.refuse, "push_to_hub = true: the hub cannot be reached (no route); leave it out, and upload "
+         "the export when there is one: hf upload mine runs/mine/export"),
+        ("whoami", upload.refuse, "push_to_hub = true: OSError: 401; log in with `hf auth login`, or set HF_TOKEN"),
+        ("create_repo", upload.repository, 'hub_model_id = "mine": there is no such repository, and OSError: 401'),
     ],
 )  # fmt: skip
-def test_a_hub_that_is_not_there_is_known_before_data_is_read(
-    fails: str | None, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known = Hub().put_in_place(monkeypatch)
-    if fails is None:
-        monkeypatch.setattr(upload, "unreachable", lambda: "no route")
-    else:
-        known.fails[fails] = OSError("401")
-    monkeypatch.setattr("trainer.run.order.prepare", lambda *given: pytest.fail("prepared"))
-    config = run_config(LLAMA, output_dir="runs/mine", push_to_hub=True)
+def test_a_hub_that_does_not_let_anybody_in(fails: str, asks: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Hub(monkeypatch).fails[fails] = OSError("401")
+    monkeypatch.setattr(upload, "unreachable", lambda: "no route" if fails == "look" else None)
     with pytest.raises(ConfigError) as caught:
-        upload.refuse(config)
-    assert caught.value.lines == (said,)
-    upload.refuse(run_config(LLAMA, output_dir="runs/mine"))  # nothing is to be uploaded
-
-
-def test_a_repository_that_may_not_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    Hub().put_in_place(monkeypatch).fails["create_repo"] = OSError("403 Forbidden")
-    with pytest.raises(ConfigError, match=r"^training.hub_model_id = \"me/x\": there is .* OSError: 403 Forbidden$"):
-        upload.repository(run_config(LLAMA, push_to_hub=True, hub_model_id="me/x"))
-    assert upload.repository(run_config(LLAMA, hub_model_id="me/x")) is None
+        asks(run_config(LLAMA, output_dir="runs/mine", push_to_hub=True))
+    assert caught.value.lines == (f"training.{said}",)
+    assert asks(run_config(LLAMA, output_dir="runs/mine")) is None  # nothing is to be uploaded
 
 
 @pytest.mark.parametrize(
-    ("report_to", "variables", "said"),
+    ("report_to", "variable", "said"),
     [
-        ("swanlab", {}, 'report_to = "swanlab": the package swanlab is not installed; pip install swanlab, or leave'),
-        (["none", "comet_ml"], {}, "the package comet_ml is not installed; pip install comet-ml, or leave it out"),
-        ("wandb", {"WANDB_PROJECT": "b"}, "training.project = \"a\": WANDB_PROJECT is 'b'; keep one of the two"),
-        (["wandb", "mlflow"], {"MLFLOW_EXPERIMENT_NAME": "b"}, "MLFLOW_EXPERIMENT_NAME is 'b'; keep one of the two"),
-        (
-            "wandb",
-            {"WANDB_LOG_MODEL": "end"},
-            'report_to = "wandb": WANDB_LOG_MODEL=end reads weights where strategies',
-        ),
-        ("wandb", {"WANDB_WATCH": "all"}, "WANDB_WATCH=all reads weights"),
+        ("swanlab", "", 'report_to = "swanlab": the package swanlab is not installed; pip install swanlab, or leave'),
+        (["none", "comet_ml"], "", "the package comet_ml is not installed; pip install comet-ml, or leave it out"),
+        ("wandb", "WANDB_PROJECT=b", "training.project = \"a\": WANDB_PROJECT is 'b'; keep one of the two"),
+        (["wandb", "mlflow"], "MLFLOW_EXPERIMENT_NAME=b", "MLFLOW_EXPERIMENT_NAME is 'b'; keep one of the two"),
+        ("wandb", "WANDB_LOG_MODEL=end", 'report_to = "wandb": WANDB_LOG_MODEL=end reads weights where strategies'),
+        ("wandb", "WANDB_WATCH=all", "WANDB_WATCH=all reads weights"),
     ],
 )
-def test_trackers_that_cannot_work(
-    report_to: Any, variables: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trackers_that_cannot_work(report_to: Any, variable: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    project = None if "swanlab" in report_to or "comet_ml" in report_to else "a"
-    config = run_config(LLAMA, report_to=report_to, project=project)
-    if variables:
+    config = run_config(LLAMA, report_to=report_to, project="a" if variable else None)
+    if variable:
         trackers.refuse(config)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+        monkeypatch.setenv(*variable.split("="))
     with pytest.raises(ConfigError) as caught:
         refuse_unbuildable(config, Ranks())
     assert len(caught.value.lines) == 1 and said in caught.value.lines[0]
-    trackers.refuse(run_config(LLAMA, report_to=["none"], project=project))
 
 
 def test_a_save_is_waited_for_where_a_tracker_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
