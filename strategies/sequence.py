@@ -48,6 +48,7 @@ class Sequence(Strategy):
 
     phase = Phase.WHO
     needs_ranks = True
+    fits_rows_by = "degree"
     excludes = {
         "training.train_sampling_strategy = batch_rebalance": "it gives ranks of one row different rows",
         "training.compute_metrics": "strategies.sequence gives each rank the logits of a slice of every row",

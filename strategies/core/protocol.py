@@ -93,6 +93,8 @@ class Strategy(BaseModel, ABC):
     excludes: ClassVar[Mapping[str, str]] = {}
     # Options with which it makes training fit into less memory, for `launch/plan.py --fit`; None: it does not.
     to_fit: ClassVar[Mapping[str, Any] | None] = None
+    # The option that takes how many ranks of a machine share rows, for `launch/plan.py --fit` where nothing else fits.
+    fits_rows_by: ClassVar[str] = ""
     # Strategies whose questions this one answers itself, where both are on; see ``beside``.
     takes_over: ClassVar[tuple[str, ...]] = ()
     needs_ranks: ClassVar[bool] = False  # it saves memory on several ranks only

@@ -135,6 +135,19 @@ def test_a_config_in_stages_is_compared_with_whole_copies() -> None:
     assert others and not any(row.refused for row in others)
 
 
+def test_rows_too_long_for_a_card_are_divided_over_those_of_a_machine() -> None:
+    """By as many ranks as divide the heads, with all that saves memory; and only where nothing else fits."""
+    long = ["data.max_length=4096", "training.per_device_train_batch_size=1"]
+    config = config_of(None, [*OVERRIDES, *long], accelerated=True)
+    ranks = Ranks(world_size=6, local_world_size=6)
+    given = Fit(config, ranks, card(20 << 20), written=unwritten(config))
+    *others, last = given.rows()
+    assert not any(row.fits for row in others if row.whole and row.ranks == 6)
+    assert last.training == "full + sequence + zero + recompute + offload" and last.fits
+    assert last.write[-1].startswith("strategies: {sequence: {degree: 2}, zero: {stage: 3}, ")
+    assert not any("sequence" in row.training for row in replace(given, machine=card(1 << 36)).rows())
+
+
 def test_a_refusal_ends_with_the_table_and_a_broken_table_hides_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

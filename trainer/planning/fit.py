@@ -1,11 +1,11 @@
 """``launch/plan.py --fit``: plans of a model in several ways of training, and what to write for each, as one table.
 
 All weights, and low-rank adapters; each as it is, with every strategy that saves memory (``Strategy.to_fit``), with all
-of those together, and over more ranks with the strategies that need them. Each row is a plan of a config that can be
-written; if the planner refuses it, the row has the bytes that it said are needed. What fits has its predicted peaks
-within 0.9 of the memory, which is what ``auto`` uses. All plans but that of the config as it is are brief: their steps
-may be some per cent longer than those of runs (``Strategy.briefly``). The table also ends every refusal for memory
-(``explained``).
+of those together, over more ranks with the strategies that need them, and where nothing fits on several ranks with rows
+of data divided over them (``Strategy.fits_rows_by``). Each row is a plan of a config that can be written; if the
+planner refuses it, the row has the bytes that it said are needed. What fits has its predicted peaks within 0.9 of the
+memory, which is what ``auto`` uses. All plans but that of the config as it is are brief: their steps may be some per
+cent longer than those of runs (``Strategy.briefly``). The table also ends every refusal for memory (``explained``).
 """
 
 from __future__ import annotations
@@ -120,7 +120,9 @@ class Fit:
         """All rows; with ``as_given`` the first one is the config as it is, if it has strategies. Raises ConfigError if
         the model cannot be described.
         """
-        return [*self._here(as_given=as_given), *self._over_more_ranks()]
+        rows = [*self._here(as_given=as_given), *self._over_more_ranks()]
+        whole = (row for row in rows if row.whole and row.ranks <= self.ranks.world_size)
+        return rows if any(row.fits for row in whole) else [*rows, *self._rows_divided()]
 
     def heading(self) -> list[str]:
         """Model, machine and its memory, tokens and precision, and how to change them."""
@@ -167,6 +169,20 @@ class Fit:
                     if rows[-1].fits:
                         break
                 yield min(rows, key=lambda row: (not row.fits, bool(row.refused), sum(row.missing.values())))
+
+    def _rows_divided(self) -> Iterator[FitRow]:
+        """All weights, with all that saves memory, and rows divided over the ranks of a machine, or as many of them as
+        the model takes.
+        """
+        way, here = _plain(self.config)[0].using(_saving()), self.ranks.local_world_size
+        for name in (each for each in available() if find(each).fits_rows_by):
+            for degree in (each for each in range(here, 1, -1) if here % each == 0):
+                chosen = {name: {find(name).fits_rows_by: degree}, **way.tree["strategies"]}
+                tree = way.tree | {"strategies": chosen}
+                row = self._row(replace(way, strategies=(name, *way.strategies), tree=tree), self.ranks)
+                if not row.refused:
+                    yield row
+                    break
 
     def _row(self, way: FitRow, ranks: Ranks) -> FitRow:
         """``way`` with what its plan on ``ranks`` needs. Raises ConfigError about the model if no strategy is on."""
