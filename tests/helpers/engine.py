@@ -274,7 +274,7 @@ class Made:
         addresses = place(layout)
         check(layout, addresses, params)
         here = SimpleNamespace(addresses=addresses, debug=debug)
-        return cls(layout, here, SimpleNamespace(run=SimpleNamespace(replicas=ranks), units=()))
+        return cls(layout, here, SimpleNamespace(run=SimpleNamespace(copies=ranks), units=()))
 
     def hosted_bytes(self) -> int:
         """Nothing waits on the host."""
