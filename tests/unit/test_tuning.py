@@ -62,7 +62,7 @@ def test_the_budget_ends_it_and_what_is_left_is_said(fake: Any) -> None:
     """The first shape is measured however small the budget, and each reached one in at least two rounds."""
     fake.each_s, said = 1.0, list[str]()
     found = measure([LARGE, SMALL, replace(SMALL, rows=5)], "cpu", 15.0, said.append)
-    assert list(found) == [str(LARGE), str(SMALL)]  # two rounds of five each
+    assert list(found) == [str(LARGE), str(SMALL)] and fake.calls == PRODUCTS * 4  # two rounds of five each
     assert said[0].startswith("measuring linear layers, 1 of 3: 16 -> 32, 4 tokens, float32; 0 of 15 s")
     assert "1 were not reached and stay native: raise strategies.linear.budget_s" in said[-1]
     assert len(measure([LARGE, SMALL], "cpu", 0.1, said.append)) == 1
