@@ -12,13 +12,11 @@ pytestmark = pytest.mark.ranks
 
 CHATS = [
     [
-        {"role": "user", "content": f"question {i} of a chat"},
-        {"role": "assistant", "content": f"answer {i}"},
-        {"role": "user", "content": "and then?"},
-        {"role": "assistant", "content": "nothing more"},
+        {"role": "user", "content": f"question {i} of a chat"}, {"role": "assistant", "content": f"answer {i}"},
+        {"role": "user", "content": "and then?"}, {"role": "assistant", "content": "nothing more"},
     ]
     for i in range(24)
-]
+]  # fmt: skip
 
 
 def finetuning(folder: Path, pretrained: Path, data: dict[str, Any], **model: Any) -> Path:

@@ -25,16 +25,10 @@ from tests.helpers.sides import both_sides, train
 from trainer.planning.plan_for import plan_for
 
 SHARES = (1.0, 0.6, 0.45, 0.35, 0.25, 0.2)  # of what training takes with everything on the device
-BALANCED = replace(
-    ASSUMED,
-    gemm_fp32_flops_per_s=1e10,
-    up_bytes_per_s=1e9,
-    down_bytes_per_s=1e9,
-    link_latency_s=1e-6,
-    update_fp32_params_per_s=2e8,
-    device_bytes_per_s=1e11,
-    launch_s=0.0,  # the model is so small that nothing else would count
-)
+BALANCED = replace(  # with launches nothing else would count, since the model is so small
+    ASSUMED, gemm_fp32_flops_per_s=1e10, up_bytes_per_s=1e9, down_bytes_per_s=1e9, link_latency_s=1e-6,
+    update_fp32_params_per_s=2e8, device_bytes_per_s=1e11, launch_s=0.0,
+)  # fmt: skip
 MACHINES = {
     "balanced": BALANCED,
     "slow cpu": replace(BALANCED, update_fp32_params_per_s=1e7),

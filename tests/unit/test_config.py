@@ -207,12 +207,8 @@ trees = st.recursive(
 @st.composite
 def config_trees(draw: st.DrawFn) -> dict[str, Any]:
     """Mostly valid sections with a few keys of ours set to anything, and now and then a stranger."""
-    tree: dict[str, Any] = {
-        "model": {"name_or_path": "m"},
-        "data": {"path": "pydoc"},
-        "training": {"output_dir": "r"},
-        "strategies": {},
-    }
+    tree: dict[str, Any] = {"model": {"name_or_path": "m"}, "data": {"path": "pydoc"}}
+    tree |= {"training": {"output_dir": "r"}, "strategies": {}}
     for key in draw(st.lists(st.sampled_from(known_keys()), max_size=4)):
         at: Any = tree
         *sections, name = key.split(".")

@@ -83,19 +83,10 @@ def test_with_offload_the_account_is_near_the_plan(options: dict[str, Any], give
 
 def write(folder: Path, **training: object) -> Path:
     path = folder / "mine.yaml"
-    tree = {
-        "model": {"config": dict(WIDE), "tokenizer": "none"},
-        "data": DATA,
-        "training": {
-            "output_dir": str(folder / "run"),
-            "bf16": True,
-            "gradient_checkpointing": True,
-            "per_device_train_batch_size": 2,
-        }
-        | training,
-        "strategies": {"zero": {"stage": 1}},
-    }
-    path.write_text(yaml.safe_dump(tree))
+    usual = {"bf16": True, "gradient_checkpointing": True, "per_device_train_batch_size": 2}
+    training = {"output_dir": str(folder / "run"), **usual, **training}
+    tree = {"model": {"config": dict(WIDE), "tokenizer": "none"}, "data": DATA, "training": training}
+    path.write_text(yaml.safe_dump(tree | {"strategies": {"zero": {"stage": 1}}}))
     return path
 
 

@@ -18,24 +18,16 @@ from strategies.planner.hybrid.parts import Model, Models
 from strategies.planner.hybrid.search import POLICIES, Answer, Options, hybrid
 from strategies.planner.hybrid.step_seconds import Pricing
 from strategies.planner.pipeline_bytes import boundary_bytes
+from strategies.planner.weight_schedule import ASSUMED
 from tests.helpers.fakes import block, choosing, embedding, facts, head
 from trainer.dist.ranks import Ranks
 from trainer.machine.profiles import profile
 from trainer.planning.hybrid import cluster_of
 
-RATES = Rates(
-    gemm_fp32_flops_per_s=1e12,
-    gemm_bf16_flops_per_s=1e13,
-    up_bytes_per_s=2e10,
-    down_bytes_per_s=2e10,
-    duplex_factor=0.8,
-    link_latency_s=1e-5,
-    dram_bytes_per_s=5e10,
-    update_fp32_params_per_s=1e9,
-    update_bf16_params_per_s=1e9,
-    device_bytes_per_s=1e12,
-    origin="assumed",
-)
+RATES = replace(
+    ASSUMED, gemm_fp32_flops_per_s=1e12, gemm_bf16_flops_per_s=1e13, up_bytes_per_s=2e10, down_bytes_per_s=2e10,
+    dram_bytes_per_s=5e10, update_fp32_params_per_s=1e9, update_bf16_params_per_s=1e9, device_bytes_per_s=1e12,
+)  # fmt: skip
 WIDE = 1 << 50
 KB, MB = 1000, 10**6
 

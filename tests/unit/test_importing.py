@@ -22,44 +22,31 @@ from trainer.errors import ConfigError
 ZERO_3 = {
     "zero_force_ds_cpu_optimizer": False,
     "zero_optimization": {
-        "stage": 3,
-        "offload_optimizer": {"device": "cpu", "pin_memory": True},
-        "offload_param": {"device": "nvme", "nvme_path": "/local_nvme", "buffer_count": 5},
-        "overlap_comm": True,
-        "reduce_bucket_size": "auto",
-        "stage3_param_persistence_threshold": 1e5,
+        "stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "nvme", "nvme_path": "/local_nvme", "buffer_count": 5}, "overlap_comm": True,
+        "reduce_bucket_size": "auto", "stage3_param_persistence_threshold": 1e5,
         "stage3_gather_16bit_weights_on_model_save": True,
     },
-    "bf16": {"enabled": "auto"},
-    "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 12},
+    "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 12},
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
     "scheduler": {
         "type": "WarmupDecayLR",
         "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"},
     },
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "wall_clock_breakdown": False,
-}
+    "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": False,
+}  # fmt: skip
 NATIVE = {
-    "train_batch_size": 32,
-    "train_micro_batch_size_per_gpu": 4,
-    "gradient_accumulation_steps": 2,
+    "train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,
     "steps_per_print": 10,
     "optimizer": {"type": "Adam", "params": {"lr": 8e-4, "betas": [0.9, 0.99], "eps": 1e-7, "weight_decay": 0.005}},
-    "gradient_clipping": 5.0,
-    "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 15},
+    "gradient_clipping": 5.0, "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 15},
     "zero_optimization": {
-        "stage": 2,
-        "cpu_offload": True,
-        "zero_quantized_weights": True,
-        "allgather_bucket_size": 5e8,
+        "stage": 2, "cpu_offload": True, "zero_quantized_weights": True, "allgather_bucket_size": 5e8,
     },
     "activation_checkpointing": {"partition_activations": False, "cpu_checkpointing": False},
     "tensorboard": {"enabled": False, "output_path": "logs"},
-}
+}  # fmt: skip
 ACCELERATE = """
 compute_environment: LOCAL_MACHINE
 debug: false

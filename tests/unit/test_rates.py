@@ -21,13 +21,9 @@ from trainer.planning.facts import machine_facts
 SIZES = [1 << power for power in range(16, 29)]
 HERE: MachineKey = {"device": "card", "cpu": "AMD EPYC 26 2", "cores": 16, "torch": "2.13.0+cu130"}
 TINY = Effort(
-    seconds=0.01,
-    link_seconds=0.002,
-    largest_bytes=1 << 20,
-    num_params=1 << 12,
-    network_bytes=0,
+    seconds=0.01, link_seconds=0.002, largest_bytes=1 << 20, num_params=1 << 12, network_bytes=0,
     shapes=((8, 16, 8), (16, 16, 16)),
-)
+)  # fmt: skip
 
 
 def some_rates(**changes: Any) -> Rates:

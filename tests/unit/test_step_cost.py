@@ -16,24 +16,16 @@ from strategies.planner.estimate import _together
 from strategies.planner.exchanges import gather_rate, leaving, sums_slowdown
 from strategies.planner.step_cost import plan_cost, problem_of, unit_flops
 from strategies.planner.tasks import Resource
+from strategies.planner.weight_schedule import ASSUMED
 from strategies.report import full_report
 from tests.helpers.fakes import GPU
 from tests.helpers.layouts import facts_of
 
-FAST = Rates(
-    gemm_fp32_flops_per_s=1e12,
-    gemm_bf16_flops_per_s=1e12,
-    up_bytes_per_s=1e12,
-    down_bytes_per_s=1e12,
-    duplex_factor=1.0,
-    link_latency_s=0.0,
-    dram_bytes_per_s=1e12,
-    update_fp32_params_per_s=1e15,
-    update_bf16_params_per_s=1e15,
-    device_bytes_per_s=1e18,
-    launch_s=0.0,
-    origin="assumed",
-)
+FAST = replace(
+    ASSUMED, gemm_fp32_flops_per_s=1e12, gemm_bf16_flops_per_s=1e12, up_bytes_per_s=1e12, down_bytes_per_s=1e12,
+    duplex_factor=1.0, link_latency_s=0.0, dram_bytes_per_s=1e12, update_fp32_params_per_s=1e15,
+    update_bf16_params_per_s=1e15, device_bytes_per_s=1e18, launch_s=0.0,
+)  # fmt: skip
 BLOCK = 1 << 20  # elements
 
 

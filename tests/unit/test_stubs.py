@@ -15,16 +15,11 @@ from trainer.model.stubs import fake_tensors, find_alike, materialise
 from trainer.planning.facts import ModelCount, count_model
 
 DEPTH = 7
+LIKE_THE_SECOND = {f"model.layers.{at}": "model.layers.1" for at in range(2, DEPTH - 1)}
 MODELS: Mapping[str, tuple[Mapping[str, Any], dict[str, str]]] = {
-    "llama": (
-        {**LLAMA, "num_hidden_layers": DEPTH},
-        {f"model.layers.{at}": "model.layers.1" for at in range(2, DEPTH - 1)},
-    ),
+    "llama": ({**LLAMA, "num_hidden_layers": DEPTH}, LIKE_THE_SECOND),
     "gpt2": ({**GPT2, "n_layer": DEPTH}, {f"transformer.h.{at}": "transformer.h.1" for at in range(2, DEPTH - 1)}),
-    "mixtral": (
-        {**MIXTRAL, "num_hidden_layers": DEPTH},
-        {f"model.layers.{at}": "model.layers.1" for at in range(2, DEPTH - 1)},
-    ),
+    "mixtral": ({**MIXTRAL, "num_hidden_layers": DEPTH}, LIKE_THE_SECOND),
     "every other one has a window": (
         {**LLAMA, "model_type": "gemma2", "head_dim": 8, "sliding_window": 4, "num_hidden_layers": 8},
         {"model.layers.4": "model.layers.2", "model.layers.5": "model.layers.3"},

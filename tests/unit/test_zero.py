@@ -53,28 +53,16 @@ def test_state_as_published(stage: int, published: float, in_fp32: float) -> Non
 # DeepSpeed's config
 
 GOLDEN: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 2,
-    "gradient_accumulation_steps": 3,
-    "gradient_clipping": 1.0,
-    "bf16": {"enabled": True},
-    "fp16": {"enabled": False},
-    "zero_allow_untested_optimizer": True,
-    "steps_per_print": 1 << 60,
-    "wall_clock_breakdown": False,
+    "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "gradient_clipping": 1.0,
+    "bf16": {"enabled": True}, "fp16": {"enabled": False}, "zero_allow_untested_optimizer": True,
+    "steps_per_print": 1 << 60, "wall_clock_breakdown": False,
     "zero_optimization": {
-        "stage": 3,
-        "reduce_bucket_size": 2000,
-        "allgather_bucket_size": 2000,
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "stage3_prefetch_bucket_size": 2000,
-        "stage3_max_live_parameters": 10_000,
-        "stage3_max_reuse_distance": 2000,
-        "stage3_param_persistence_threshold": 80,
-        "stage3_gather_16bit_weights_on_model_save": True,
-        "memory_efficient_linear": False,
+        "stage": 3, "reduce_bucket_size": 2000, "allgather_bucket_size": 2000, "overlap_comm": True,
+        "contiguous_gradients": True, "stage3_prefetch_bucket_size": 2000, "stage3_max_live_parameters": 10_000,
+        "stage3_max_reuse_distance": 2000, "stage3_param_persistence_threshold": 80,
+        "stage3_gather_16bit_weights_on_model_save": True, "memory_efficient_linear": False,
     },
-}
+}  # fmt: skip
 
 
 def golden_facts(**changes: Any) -> Facts:
