@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from strategies.core.facts import Home, UnitKind
 from strategies.core.plan import Kind
@@ -12,8 +13,11 @@ from trainer.config.load import load
 from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError
 from trainer.machine.probe import probe
+from trainer.model.build import load_config
+from trainer.planning.facts import check_model, counted
 from trainer.planning.from_config import check_options, plan_of
 from trainer.run import order
+from trainer.run.pipeline_trainer import token_losses
 
 CONFIG = """\
 model:
@@ -59,8 +63,11 @@ def test_refused_before_data_is_read(
 
 
 def test_a_model_without_experts_and_a_world_of_other_ranks_are_refused() -> None:
+    counted(run_config(LLAMA))
     with pytest.raises(ConfigError, match=f"degree = 2: llama has no experts; {KINDS}"):
-        plan_of(run_config(LLAMA, strategies={"experts": {"degree": 2}}), Ranks(0, 0, 2, 2), probe())
+        check_model(dense := run_config(LLAMA, strategies={"experts": {"degree": 2}}), load_config(dense.model))
+    with pytest.raises(ConfigError, match="the model has no layers with experts; leave"):
+        plan_of(dense, Ranks(0, 0, 2, 2), probe())  # counted before, so that its configuration is not looked at
     with pytest.raises(ConfigError, match="degree = 2: ranks must be a multiple of it: start 2 or 4, not 3"):
         check_options(run_config(MIXTRAL, strategies={"experts": {"degree": 2}}), 3)
 
@@ -88,3 +95,10 @@ def test_slices_hide_what_fits_behind_products() -> None:
     assert layer_seconds(6.0, 2.0, 0.0, 1) == 10.0
     assert layer_seconds(6.0, 2.0, 0.0, 2) == 8.0  # 1 in, 3 and 3 of products, 1 out
     assert layer_seconds(0.0, 2.0, 0.5, 4) == 8.0  # the network alone: eight pieces of 0.5 + 0.5
+
+
+def test_a_router_s_loss_is_no_token_s() -> None:
+    """Evaluated models with routers give their loss before the logits, and what they routed after."""
+    scores, labels = torch.randn(2, 5, 7), torch.randint(0, 7, (2, 5))
+    others = torch.tensor(0.3), scores, (torch.randn(10, 4), torch.randn(10, 4))
+    assert torch.equal(token_losses(others, labels), token_losses(scores, labels))

@@ -183,9 +183,14 @@ class PipelineTrainer(_Trainer):
         return pipeline_state.gathered(self.pipeline) if cell.replica == 0 else {}
 
 
-def token_losses(logits: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor) -> torch.Tensor:
-    """Per sequence: summed negative log-likelihood and number of predicted tokens. [B, S, V], [B, S] -> [B, 2]."""
-    return losses_of((logits[0] if isinstance(logits, tuple) else logits)[:, :-1], labels[:, 1:])
+def token_losses(logits: torch.Tensor | tuple[Any, ...], labels: torch.Tensor) -> torch.Tensor:
+    """Per sequence: summed negative log-likelihood and number of predicted tokens. [B, S, V], [B, S] -> [B, 2].
+
+    Other outputs may come with them, as a router's loss does, which is before them.
+    """
+    found = logits if isinstance(logits, tuple) else (logits,)
+    scores = next(each for each in found if isinstance(each, torch.Tensor) and each.dim() == 3)
+    return losses_of(scores[:, :-1], labels[:, 1:])
 
 
 def losses_of(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
