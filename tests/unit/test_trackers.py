@@ -126,7 +126,7 @@ def test_an_upload_that_fails_is_made_when_the_run_is_started_again(
         ("look", upload.refuse, "push_to_hub = true: the hub cannot be reached (no route); leave it out, and upload "
          "the export when there is one: hf upload mine runs/mine/export"),
         ("whoami", upload.refuse, "push_to_hub = true: OSError: 401; log in with `hf auth login`, or set HF_TOKEN"),
-        ("create_repo", upload.repository, 'hub_model_id = "mine": there is no such repository, and OSError: 401'),
+        ("create_repo", upload.repository, 'hub_model_id = "mine": the hub does not let it be made: OSError: 401'),
     ],
 )  # fmt: skip
 def test_a_hub_that_does_not_let_anybody_in(fails: str, asks: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:

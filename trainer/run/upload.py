@@ -54,9 +54,8 @@ def repository(config: RunConfig) -> str | None:
     try:
         return str(HfApi().create_repo(_name(config), private=training.hub_private_repo, exist_ok=True).repo_id)
     except Exception as error:
-        raise config.error(
-            "training.hub_model_id", _name(config), f"there is no such repository, and {first_line(error)}"
-        ) from None
+        what = f"the hub does not let it be made: {first_line(error)}"
+        raise config.error("training.hub_model_id", _name(config), what) from None
 
 
 def upload(config: RunConfig) -> str | None:
