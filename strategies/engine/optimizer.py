@@ -271,6 +271,18 @@ class StowOptimizer(torch.optim.Optimizer):
         """Whether each rank has a span of the state. State dicts, ``present``, ``drain``, ``close`` are collectives."""
         return self.engine.ranks.shared
 
+    @contextmanager
+    def scaled_loss(self) -> Iterator[int]:
+        """For the backward of a loss that is divided by the number that this gives: the gradients of ranks are then
+        added, and N ranks have the bits of one process that divides so, for other N than powers of two as well.
+        """
+        ranks = self.engine.ranks
+        ranks.scaled = ranks.shared
+        try:
+            yield ranks.ranks if ranks.shared else 1
+        finally:
+            ranks.scaled = False
+
     @property
     def shares_weights(self) -> bool:
         """Whether of some weights each rank holds a span."""

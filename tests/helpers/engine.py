@@ -7,6 +7,7 @@ applied there, and the masters are rounded into the weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from types import SimpleNamespace
@@ -161,12 +162,14 @@ def stowed(
     device: str = "cpu",
     tasks: Sequence[tuple[bool, int]] | None = None,
     process_group: Any = None,
+    scaled: bool = False,
 ) -> Result:
     """Train ``model`` by the engine, as ``plan`` says. The model has its weights back afterwards.
 
     Args:
         tasks: of a step, as a pipeline's stage has them: whether it is a backward, and the micro-batch.
         process_group: if it is not the default one.
+        scaled: losses are divided by the number of ranks.
     """
     result, losses, norms = Result(), list[Tensor](), list[Tensor]()
     rule = rule or AdamW(lr=LR, weight_decay=DECAY)
@@ -187,7 +190,8 @@ def stowed(
                 continue
             if tasks is not None:
                 optimizer.engine.begin_backward()
-            waiting.pop(number).backward()
+            with optimizer.scaled_loss() if scaled else nullcontext(1) as count:
+                (waiting.pop(number) / count).backward()
         if max_norm:
             norms.append(optimizer.clip_grad_norm_(max_norm).clone())
         optimizer.step()

@@ -113,6 +113,7 @@ def both(ranks: Ranks, row: Row, device: str = "cpu", turn: int = 0, **how: Any)
     plan = plan_of(model, max_norm=norm, groups=groups, ranks=count, moments=len(rule.names), **where)
     how = how or {"transfer": grid.TRANSFERS[case["transfer"]]()}
     how |= {"rule": rule, "max_norm": norm, "groups": groups, "device": device}
+    how |= {"scaled": count & (count - 1) > 0 or turn % 2 == 1}  # by a power of two gradients are divided exactly
     shared = stowed(model, plan, batches[ranks.rank :: count], **how)
     dist.broadcast_object_list(alone, turn % count)
     assert alone[0] is not None
@@ -138,7 +139,7 @@ def everyones(ranks: Ranks, mine: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, 3, *(pytest.param(count, marks=pytest.mark.slow) for count in (4, 6, 7))])
 def test_the_bits_of_one_process(num_ranks: int) -> None:
     """Any two levels meet."""
     assert run_world(num_ranks, train, rows_for(num_ranks)) == []

@@ -14,6 +14,7 @@ out, are completed after the backward of a step.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -115,7 +116,8 @@ class StowAccelerator(Accelerator):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Backward; under DeepSpeed also the step, when gradients are complete."""
         if self.max_grad_norm is None or self.distributed_type is not DistributedType.DEEPSPEED:
-            super().backward(loss, **kwargs)
+            with self.stowed.scaled_loss() if self.stowed is not None else nullcontext(1) as ranks:
+                super().backward(loss / ranks if ranks > 1 else loss, **kwargs)
             if self.experts is not None and self.sync_gradients and not self.experts.is_in_zero:
                 self.experts.complete()
             return

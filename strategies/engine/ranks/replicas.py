@@ -40,8 +40,9 @@ class OneRank:
     the memory of this rank on the host that the others read.
     """
 
-    rank = 0
+    rank, ranks = 0, 1
     many = shared = False
+    scaled = False  # the loss of the backward that begins is divided by the number of ranks
     common: Tensor | None = None
 
     def __init__(self, transfer: Transfer) -> None:

@@ -5,8 +5,9 @@
     sum_to_owners   a whole gradient of each rank becomes, in each rank's span of the slot, the sum of all ranks' spans
 
 Exactness. N ranks have the bits of one process that accumulates N micro-batches: an owner adds the gradients in the
-order of ranks, and an element-wise update of a span has the bits of the update of the whole. Both divide by N first,
-which is exact for powers of two. With ``reduction: fast`` the library adds in an order of its own. The norm of a
+order of ranks, and an element-wise update of a span has the bits of the update of the whole. That process divides its
+losses by N. Where the trainer does so too (``scaled``), gradients are added as they are; else they are divided first,
+which is the same for powers of two. With ``reduction: fast`` the library adds in an order of its own. The norm of a
 parameter needs all its elements in one place: most have one owner; of one that is cut the owner of its first elements
 gets the others' sums, behind its own span in the slot.
 
@@ -78,6 +79,7 @@ class Shares(Replicas):
         self._common_host = CommonHost(size, len(layout.buckets), device) if size else None
         self.common = None if self._common_host is None else self._common_host.weights
         self._counter = Worker(1 if beside and size else None, device)
+        self._scaled = set[bool]()  # of the backwards since the last step
         self._received: Tensor | None = None  # bytes for the largest gradient; None: ``reduction`` is fast
         # What was run and exchanged since the ranks have last compared it: its digest, and the newest of it.
         self._digest, self._path = hashlib.sha256(), deque[str](maxlen=REMEMBERED)
@@ -160,7 +162,10 @@ class Shares(Replicas):
         """
         assert bucket.grad is not None
         self.note("added gradients of", bucket.name)
-        bucket.grad.div_(self.ranks)
+        if len(self._scaled) > 1:
+            raise RuntimeError("of the losses of one step some were divided by the number of ranks, others were not")
+        if True not in self._scaled:
+            bucket.grad.div_(self.ranks)
         self._transfer.wait(Lane.NET, self._transfer.record(Lane.COMPUTE))
         if bucket.sources:  # gradients may take their place, which all ranks have read by then
             self._transfer.wait(Lane.NET, bucket.arrived)
@@ -233,9 +238,12 @@ class Shares(Replicas):
     def begin_forward(self, *, trains: bool, is_last: bool) -> None:
         self.note("began", f"a forward {'with' if trains else 'without'} gradients")
         self._refuse_other_paths()
+        if trains and self._due:
+            self._scaled.clear()
         super().begin_forward(trains=trains, is_last=is_last)
 
     def begin_backward(self) -> None:
+        self._scaled.add(self.scaled)
         self._refuse_other_paths()  # an exchange of gradients would not find its like
 
     def note(self, what: str, module: str) -> None:
