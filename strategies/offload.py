@@ -129,12 +129,12 @@ class Offload(Strategy):
         return brief
 
     def parity(self, run: RunFacts) -> Parity:
-        """Bit for bit in fp32 if one kernel updates everything and at most two ranks share the state; bf16 rounds at
+        """Bit for bit in fp32 if one kernel updates everything and at most two ranks have gradients; bf16 rounds at
         other places than autocast.
         """
         if run.precision is Precision.BF16:
             return Parity(2e-2, _ROUNDING)
-        if self._ways(run) > 2:
+        if run.replicas > 2:
             return Parity(1e-4, _ORDER)
         return Parity(1e-4, _KERNELS) if run.accelerated and self.site in ("auto", "host") else BITWISE
 

@@ -107,14 +107,15 @@ def test_shared_buckets(tmp_path: Path) -> None:
     all_equal(runs[:2])
 
 
-def test_to_four_ranks_and_back(tmp_path: Path) -> None:
-    """Four ranks that share buckets go on with the bits of one process that accumulates, and it goes on with theirs."""
-    alone = run(accumulating(4), tmp_path / "alone", 5)
-    four = run(together(4), tmp_path / "four", 5, tmp_path / "alone" / f"checkpoint-{SAVED}")
-    back = run(accumulating(4), tmp_path / "back", 5, tmp_path / "four" / f"checkpoint-{2 * SAVED}")
-    assert different(alone[f"saved at {SAVED}"], four["start"]) == [] != different(four["start"], four["end"])
-    assert different(four[f"saved at {2 * SAVED}"], back["start"]) == [] != different(back["start"], back["end"])
-    assert different(alone["end"], four["end"]) == [] == different(four["end"], back["end"])
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(count, marks=pytest.mark.slow) for count in (4, 6))])
+def test_to_several_ranks_and_back(ranks: int, tmp_path: Path) -> None:
+    """Ranks that share buckets go on with the bits of one process that accumulates, and it goes on with theirs."""
+    alone = run(accumulating(ranks), tmp_path / "alone", 5)
+    several = run(together(ranks), tmp_path / "several", 5, tmp_path / "alone" / f"checkpoint-{SAVED}")
+    back = run(accumulating(ranks), tmp_path / "back", 5, tmp_path / "several" / f"checkpoint-{2 * SAVED}")
+    assert different(alone[f"saved at {SAVED}"], several["start"]) == [] != different(several["start"], several["end"])
+    assert different(several[f"saved at {2 * SAVED}"], back["start"]) == [] != different(back["start"], back["end"])
+    assert different(alone["end"], several["end"]) == [] == different(several["end"], back["end"])
 
 
 def test_divided_layers(tmp_path: Path) -> None:

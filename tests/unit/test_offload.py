@@ -191,7 +191,9 @@ def test_parity() -> None:
     assert offload().parity(run_facts(precision=Precision.BF16)).tolerance > 0
     shared = offload().beside({"zero": find("zero").model_validate({"stage": 1})})
     assert shared.parity(run_facts(world_size=2)) == BITWISE
-    assert shared.parity(run_facts(world_size=4)).tolerance == 1e-4
+    assert (
+        shared.parity(run_facts(world_size=4)).tolerance == offload().parity(run_facts(world_size=3)).tolerance == 1e-4
+    )
 
 
 def test_a_fast_reduction_needs_no_memory_to_receive_gradients() -> None:
