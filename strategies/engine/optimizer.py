@@ -273,13 +273,14 @@ class StowOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def scaled_loss(self) -> Iterator[int]:
-        """For the backward of a loss that is divided by the number that this gives: the gradients of ranks are then
-        added, and N ranks have the bits of one process that divides so, for other N than powers of two as well.
+        """For the backward of a loss that is divided by the number that this gives: where N ranks share the state and N
+        is no power of two, their gradients are then added, with the bits of one process that divides so. Otherwise the
+        number is 1: they are divided by N afterwards, without rounding.
         """
         ranks = self.engine.ranks
-        ranks.scaled = ranks.shared
+        ranks.scaled = ranks.shared and ranks.ranks & (ranks.ranks - 1) > 0
         try:
-            yield ranks.ranks if ranks.shared else 1
+            yield ranks.ranks if ranks.scaled else 1
         finally:
             ranks.scaled = False
 

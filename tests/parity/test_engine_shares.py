@@ -112,8 +112,7 @@ def both(ranks: Ranks, row: Row, device: str = "cpu", turn: int = 0, **how: Any)
     rule = UpdateRule(kind, **options)
     plan = plan_of(model, max_norm=norm, groups=groups, ranks=count, moments=len(rule.names), **where)
     how = how or {"transfer": grid.TRANSFERS[case["transfer"]]()}
-    how |= {"rule": rule, "max_norm": norm, "groups": groups, "device": device}
-    how |= {"scaled": count & (count - 1) > 0 or turn % 2 == 1}  # by a power of two gradients are divided exactly
+    how |= {"rule": rule, "max_norm": norm, "groups": groups, "device": device, "scaled": True}
     shared = stowed(model, plan, batches[ranks.rank :: count], **how)
     dist.broadcast_object_list(alone, turn % count)
     assert alone[0] is not None

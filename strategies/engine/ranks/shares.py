@@ -6,10 +6,10 @@
 
 Exactness. N ranks have the bits of one process that accumulates N micro-batches: an owner adds the gradients in the
 order of ranks, and an element-wise update of a span has the bits of the update of the whole. That process divides its
-losses by N. Where the trainer does so too (``scaled``), gradients are added as they are; else they are divided first,
-which is the same for powers of two. With ``reduction: fast`` the library adds in an order of its own. The norm of a
-parameter needs all its elements in one place: most have one owner; of one that is cut the owner of its first elements
-gets the others' sums, behind its own span in the slot.
+losses by N. Gradients are divided by N instead, before they are added, which is the same for powers of two; for other N
+losses may be divided here, too (``scaled``), and gradients are added as they are. With ``reduction: fast`` the library
+adds in an order of its own. The norm of a parameter needs all its elements in one place: most have one owner; of one
+that is cut the owner of its first elements gets the others' sums, behind its own span in the slot.
 
 Ordering. All are on the lane NET of one process group, and every rank issues them in the same order, which follows from
 the plan and the model, never from timing. UP before NET: a fetch brings up this rank's span first. COMPUTE before NET:
