@@ -192,7 +192,7 @@ def test_parity() -> None:
     shared = offload().beside({"zero": find("zero").model_validate({"stage": 1})})
     assert shared.parity(run_facts(world_size=2)) == BITWISE
     assert (
-        shared.parity(run_facts(world_size=4)).tolerance == offload().parity(run_facts(world_size=3)).tolerance == 1e-4
+        shared.parity(run_facts(world_size=4)).tolerance == offload().parity(run_facts(world_size=3)).tolerance == 1e-3
     )
 
 
