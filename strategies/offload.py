@@ -31,8 +31,8 @@ from strategies.planner.places import OffloadRequest
 
 _ROUNDING = "the engine computes with bf16 weights and keeps fp32 masters; plain training autocasts fp32 weights"
 _ORDER = (
-    "plain data parallelism adds the gradients of more than two ranks in another order; where those of an element cancel, "
-    "Adam moves it by the learning rate in either direction"
+    "plain data parallelism adds the gradients of more than two ranks in another order; where those of an element "
+    "cancel, Adam moves it by the learning rate in either direction"
 )
 _KERNELS = "the CPU's kernel updates what rests on the host; it differs from the device's in the last bit"
 
