@@ -153,6 +153,7 @@ class StowOptimizer(torch.optim.Optimizer):
         move_buffers(model, device)
         self._quantised = Adopted(model, device)
         self.engine = make_engine(groups=lambda: self.param_groups)
+        self.scaled_loss = self.engine.ranks.scaled_loss  # for a backward of which the loss is divided by what it gives
         self._room = room_of(model) if hosts else None
         if self._room is not None:
             self._room.use(self.engine.arena, transfer_for(device))
@@ -270,19 +271,6 @@ class StowOptimizer(torch.optim.Optimizer):
     def is_shared(self) -> bool:
         """Whether each rank has a span of the state. State dicts, ``present``, ``drain``, ``close`` are collectives."""
         return self.engine.ranks.shared
-
-    @contextmanager
-    def scaled_loss(self) -> Iterator[int]:
-        """For the backward of a loss that is divided by the number that this gives: where N ranks share the state and N
-        is no power of two, their gradients are then added, with the bits of one process that divides so. Otherwise the
-        number is 1: they are divided by N afterwards, without rounding.
-        """
-        ranks = self.engine.ranks
-        ranks.scaled = ranks.shared and ranks.ranks & (ranks.ranks - 1) > 0
-        try:
-            yield ranks.ranks if ranks.scaled else 1
-        finally:
-            ranks.scaled = False
 
     @property
     def shares_weights(self) -> bool:

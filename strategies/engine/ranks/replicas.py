@@ -17,7 +17,8 @@ that it was given. So they have a group of their own, of gloo's collectives, unl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +94,18 @@ class OneRank:
 
     def written(self, bucket: BucketState, after: Event | None = None) -> None:
         """This rank's span on the host has the newest weights, once ``after`` has passed."""
+
+    @contextmanager
+    def scaled_loss(self) -> Iterator[int]:
+        """For the backward of a loss that is divided by the number that this gives: where N ranks share the state and N
+        is no power of two, their gradients are then added, with the bits of one process that divides so. Otherwise the
+        number is 1: they are divided by N afterwards, without rounding.
+        """
+        self.scaled = self.shared and self.ranks & (self.ranks - 1) > 0
+        try:
+            yield self.ranks if self.scaled else 1
+        finally:
+            self.scaled = False
 
     def everywhere(self, flag: bool) -> bool:
         """Whether all ranks that share weights say so."""
