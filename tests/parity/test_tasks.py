@@ -228,3 +228,16 @@ def test_as_the_trainer_that_its_users_know(task: str, model: str, how: str, bas
     assert [name for name, each in expected.items() if not torch.equal(found[name], each)] == []
     before = tensors(Path(base))
     assert any(name not in before or not torch.equal(before[name], each) for name, each in found.items())
+
+
+def test_a_stream_of_declared_rows_trains_as_many(bases: Path, tmp_path: Path) -> None:
+    """The same epochs, schedule and bits as rows that are prepared and taken in their order."""
+    path = str(write_jsonl(tmp_path / "rows.jsonl", [{"text": row["text"]} for row in rows_of("labels")[:13]]))
+    training = SAID | {"max_steps": -1, "num_train_epochs": 2, "train_sampling_strategy": "sequential"}
+    found = []
+    for name, more in (("rows", {}), ("stream", {"streaming": True, "rows": 13})):
+        tree = {"model": {"name_or_path": str(bases / "llama")}, "data": {"path": path, "max_length": LENGTH, **more}}
+        given = load_tree({**tree, "training": {**training, "output_dir": str(tmp_path / name)}, "strategies": {}})
+        assert run(given, Ranks(), Stop()) == 0
+        found.append(tensors(tmp_path / name / "export"))
+    assert all(torch.equal(found[0][name], each) for name, each in found[1].items())

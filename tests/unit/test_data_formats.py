@@ -13,7 +13,7 @@ from datasets import Dataset, DatasetDict, IterableDataset
 
 from trainer.config.sections import DataSection
 from trainer.data import prepare as preparing
-from trainer.data import sample
+from trainer.data import sample, stream
 from trainer.data import tokenizer as tokenizers
 from trainer.data.packing import MASKED
 
@@ -255,8 +255,31 @@ def test_streaming_gives_the_same_rows(packing: bool, tokenizer: Any) -> None:
     assert streamed.eval is not None and list(streamed.eval) == list(plain.eval)
 
 
+@pytest.mark.parametrize(
+    ("rows", "indices", "line"),
+    [
+        (5, [0, 1, 2, 3, 4], None),
+        (4, [0, 1, 2, 3], "data.rows = 4: the data has more; the others are in no pass"),
+        (
+            12,
+            [*range(5), *range(5), 0, 1],
+            "data.rows = 12: the data has 5, so that each pass takes its first rows again",
+        ),
+    ],
+)
+def test_a_stream_of_a_declared_length(rows: int, indices: list[int], line: str | None, tokenizer: Any) -> None:
+    path, said = write("d.jsonl", documents(5)), list[str]()
+    all_rows = list(prepare(tokenizer, path).train)
+    streamed = prepare(tokenizer, path, streaming=True, rows=rows, said=said)
+    for _ in range(2):
+        said.clear()
+        assert list(streamed.train) == [all_rows[index] for index in indices]
+        assert said == ([line] if line else [])
+    assert len(streamed.train) == rows
+
+
 def test_streaming_packs_in_windows(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparing, "_WINDOW", 10)
+    monkeypatch.setattr(stream, "_WINDOW", 10)
     streamed = prepare(tokenizer, write("d.jsonl", documents(35)), packing=True, max_length=64, streaming=True)
     rows = list(streamed.train)
     plain = prepare(tokenizer, "d.jsonl", max_length=64)

@@ -2,8 +2,11 @@
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
+from datasets import Dataset, DatasetInfo
+from datasets.arrow_writer import ArrowWriter
 
 from trainer.config.sections import ModelSection
 from trainer.data import sources, tokenizer
@@ -48,3 +51,26 @@ def test_a_silent_hub_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_folder_is_not_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.get_session", lambda: pytest.fail("asked"))
     assert hub.options(str(tmp_path)) == {}
+
+
+@pytest.mark.parametrize("subset", [None, "default"])
+def test_a_cached_data_set_is_opened_without_asking(
+    subset: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As ``load_dataset`` leaves one: of the owner's name, with a subset, a version and a hash."""
+    home = tmp_path / "owner___one_name" / "default" / "0.0.0" / ("0" * 40)
+    home.mkdir(parents=True)
+    rows = Dataset.from_list([{"text": "one"}, {"text": "two"}])
+    with ArrowWriter(path=str(home / "one_name-train.arrow"), features=rows.features) as writer:
+        writer.write_table(rows.data.table)
+        writer.finalize()
+    splits: Any = [{"name": "train", "num_examples": 2, "dataset_name": "one_name"}]
+    info = DatasetInfo(features=rows.features, splits=splits)
+    info.builder_name, info.dataset_name, info.config_name, info.version = "json", "one_name", "default", "0.0.0"
+    info.write_to_directory(str(home))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path))
+    monkeypatch.setattr("datasets.load_dataset", lambda *args, **more: pytest.fail("asked"))
+    source = sources.open_source("owner/OneName", subset, "train", False)
+    assert [row.values for row in source.rows(["text"])] == [{"text": "one"}, {"text": "two"}]
+    with pytest.raises(DataError, match=r"hub data set owner/OneName cannot be loaded: .*test"):
+        sources.open_source("owner/OneName", subset, "test", False)

@@ -7,6 +7,7 @@ import pytest
 
 from launch import plan as plan_command
 from tests.e2e.commands import write_jsonl
+from tests.helpers.tiny import LLAMA, run_config
 from trainer.config.load import load
 from trainer.dist.ranks import Ranks
 from trainer.dist.stopping import Stop
@@ -137,3 +138,12 @@ def test_the_folder_of_the_run(write: Callable[..., Path], capsys: pytest.Captur
     (path.parent / "run").write_text("a file")
     line = trained(path, capsys)
     assert line.startswith(f'{path}:4: training.output_dir = "') and "is a file" in line
+
+
+def test_one_checkpoint_of_all_machines(tmp_path: Path) -> None:
+    config = run_config(LLAMA, use_cpu=True, save_on_each_node=True)
+    run.refuse_unbuildable(config, Ranks(world_size=2, local_world_size=2))
+    with pytest.raises(
+        ConfigError, match=r"training\.save_on_each_node = true: a checkpoint is one folder, into which"
+    ):
+        run.refuse_unbuildable(config, Ranks(world_size=2, local_world_size=1))

@@ -136,8 +136,10 @@ def _data(d: Values, t: Values) -> Found:
         yield "data.eval_fraction", f"cannot go with data.eval_{'path' if d.eval_path else 'split'}; {KEEP_ONE}"
     if d.streaming and d.num_proc:
         yield "data.num_proc", "cannot go with data.streaming; write training.dataloader_num_workers"
-    if d.streaming and t.max_steps == -1:
-        yield "data.streaming", "a stream has no known length; write training.max_steps"
+    if d.streaming and t.max_steps == -1 and d.rows is None:
+        yield "data.streaming", "a stream has no known length; write data.rows, or training.max_steps"
+    if d.rows and d.streaming in OFF:
+        yield "data.rows", "rows are counted where data.streaming is off; leave it out"
     if d.assistant_only_loss and d.completion_only_loss:
         yield "data.assistant_only_loss", f"cannot go with data.completion_only_loss; {KEEP_ONE}"
     if d.chat_template and d.chat_template_path:

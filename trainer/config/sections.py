@@ -163,7 +163,8 @@ class DataSection(Section):
         "One of chatml, zephyr, vicuna, a .jinja file, or the template itself; not set means the tokenizer's."
     )
     chat_template_path: NonEmpty | None = option("Jinja chat template in a file: TRL's name for chat_template.")
-    streaming: bool = option("Read while training; needs training.max_steps.", False)
+    streaming: bool = option("Read while training; needs rows, or training.max_steps.", False)
+    rows: Count | None = option("streaming: how many rows a pass over the data has, as they are trained on.")
     num_proc: Count | None = option("Processes that prepare the data.")
 
     def parts(self) -> list[DataSection]:

@@ -6,7 +6,8 @@ contents of the files, seed), not over paths, times or versions of libraries; st
 folder is sealed (``strategies/core/sealed.py``); data that is damaged is made anew, with one line that says so.
 
 Documents are split into training and evaluation *before* they are cut or packed, so that none is on both sides. With
-streaming only evaluation data is saved, packing sees a window of documents, and a bad row ends the run when it is read.
+streaming (``stream.py``) only evaluation data is saved, packing sees a window of documents, and a bad row ends the run
+when it is read.
 """
 
 from __future__ import annotations
@@ -16,28 +17,27 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
-from datasets import Dataset, Features, IterableDataset, List, Value, config
+from datasets import Dataset, IterableDataset, config
 from transformers import PreTrainedTokenizerBase
 
 from strategies.core.commit import added_folder, remove
 from strategies.core.sealed import Damaged, damage, digest_of, seal
 from strategies.core.sealed import read as read_manifest
 from trainer.data import packing, report
+from trainer.data.encoding import Part, encoded, fitting
 from trainer.data.formats import Encoder, detect, make_encoder
 from trainer.data.packing import MASKED, Spans, Tokens
-from trainer.data.report import Document, Encoded, Say, Tally
-from trainer.data.sources import Row, Source, open_source
+from trainer.data.report import Say, Tally
+from trainer.data.sources import Source, open_source
+from trainer.data.stream import Stream, stream
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ _BATCH = 256  # rows tokenised in one call
 _SAVED = 1 << 19  # tokens written at once
 _WINDOW = 512  # documents that streaming packs together
 # Keys that decide nothing where they are not set; and those that never do, or whose content is in the fingerprint.
-_LATER = {"excess_length_strategy", "datasets", "limit", "max_target_length"}
+_LATER = {"excess_length_strategy", "datasets", "limit", "max_target_length", "rows"}
 _NOT_CONTENT = {"path", "eval_path", "num_proc", "chat_template", "chat_template_path"}
 
 
@@ -60,7 +60,7 @@ _NOT_CONTENT = {"path", "eval_path", "num_proc", "chat_template", "chat_template
 class Prepared:
     """Rows ready for the Collator. ``sources`` and ``tokenizer`` are hashes of the contents that they were made of."""
 
-    train: Dataset | IterableDataset
+    train: Dataset | IterableDataset | Stream
     eval: Dataset | None
     fingerprint: str
     format: str
@@ -78,15 +78,6 @@ def cache(otherwise: Path) -> Path:
     with suppress(OSError):
         shared.mkdir(parents=True, exist_ok=True)
     return shared if os.access(shared, os.W_OK) else otherwise
-
-
-class Part(NamedTuple):
-    """One of the data sets that are mixed."""
-
-    source: Source
-    encoder: Encoder
-    weight: float = 1.0
-    token_share: float | None = None
 
 
 def prepare(
@@ -128,7 +119,7 @@ def prepare(
                 made.append(_write("train", train, draft, say, section.eval_fraction, seed))
             (draft / REPORT).write_text(json.dumps(report.content(section.max_length, made)))
             seal(draft, KIND, {"fingerprint": key})
-    rows = _stream(train[0].source, encoder) if section.streaming else _open(home / "train.arrow")
+    rows = stream(train[0].source, encoder, say) if section.streaming else _open(home / "train.arrow")
     held = _open(home / "eval.arrow") if (home / "eval.arrow").exists() else None
     named = section.chat_template or section.chat_template_path
     template = encoder.template.text if encoder.template and named else None
@@ -223,7 +214,7 @@ def _write(
     """
     path, options = draft / "documents.arrow", parts[0].encoder.options
     tallies = [_tally(part) for part in parts]
-    good = (tally.documents(_encode(part, options.num_proc), say) for part, tally in zip(parts, tallies, strict=True))
+    good = (tally.documents(encoded(part, options.num_proc), say) for part, tally in zip(parts, tallies, strict=True))
     documents = itertools.chain.from_iterable(good)
     as_arrays = (np.array([each.ids, each.labels], np.int32) for each in documents)  # a tenth of the lists
     _save(path, ({"input_ids": ids, "labels": labels} for ids, labels in as_arrays))
@@ -241,8 +232,8 @@ def _write(
             if len(spans) == 1 and (part.encoder.format.name != "text" or spans[0, 2] < 4):
                 raise DataError(f"data.eval_fraction: {part.source.name} has one row; use data.eval_path")
             spans, held = packing.split(spans, held_out, seed)
-            sides.setdefault("eval", []).append(_pieces(part.encoder, held, read))
-        sides[side].append(_pieces(part.encoder, spans, read))
+            sides.setdefault("eval", []).append(fitting(part.encoder, held, read))
+        sides[side].append(fitting(part.encoder, spans, read))
     lines = []
     if len(parts) > 1 or parts[0].weight != 1:
         sides[side], line = _mixed(parts, sides[side], seed)
@@ -283,22 +274,6 @@ def _tokens(spans: Spans) -> int:
     return int((spans[:, 2] - spans[:, 1]).sum(dtype=np.int64))
 
 
-def _pieces(encoder: Encoder, spans: Spans, read: Callable[[int], tuple[Tokens, Tokens]]) -> Spans:
-    """Spans that fit into a row: cut where documents are to be split, without pieces that nothing is trained on in."""
-    if encoder.excess != "split":
-        return spans
-    pieces, limit = packing.chunk(spans, encoder.options.max_length), encoder.options.max_length
-    if encoder.format.name == "text":
-        return pieces
-    cut = np.isin(pieces[:, 0], spans[spans[:, 2] - spans[:, 1] > limit, 0])
-    useless = [
-        index
-        for index in np.flatnonzero(cut)
-        if (read(pieces[index, 0])[1][pieces[index, 1] + 1 : pieces[index, 2]] == MASKED).all()
-    ]
-    return np.delete(pieces, useless, axis=0)
-
-
 _TOKENS = pa.list_(pa.int32())
 
 
@@ -334,62 +309,3 @@ def _by_tokens(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]
 
 def _open(path: Path) -> Dataset:
     return Dataset.from_file(str(path))
-
-
-def _encode(part: Part, num_proc: int | None) -> Iterator[Encoded]:
-    """One result per row, in order. A fast tokenizer uses all cores; ``num_proc`` is for the others."""
-    encoder = part.encoder
-    rows = part.source.rows(list(encoder.columns.values()))
-    batches = batched(itertools.islice(rows, encoder.options.limit), _BATCH)
-    if num_proc is None or num_proc == 1:
-        yield from itertools.chain.from_iterable(map(encoder.encode, batches))
-        return
-    # Spawned, not forked: a fork of a process that holds threads or a process group can hang.
-    with ProcessPoolExecutor(num_proc, get_context("spawn"), _start_worker, (encoder,)) as pool:
-        try:
-            for group in batched(batches, 4 * num_proc):  # bounds what is read ahead
-                yield from itertools.chain.from_iterable(pool.map(_work, group))
-        except BrokenProcessPool:
-            raise DataError("data.num_proc: a tokenising process died, out of memory?; use fewer") from None
-
-
-_worker: Encoder  # of a worker process, set once by its initializer instead of being sent with every batch
-
-
-def _start_worker(encoder: Encoder) -> None:
-    global _worker
-    _worker = encoder
-
-
-def _work(rows: list[Row]) -> list[Encoded]:
-    return _worker.encode(rows)
-
-
-def _stream(source: Source, encoder: Encoder) -> IterableDataset:
-    names = ["input_ids", "labels", "position_ids"] if encoder.options.packing else ["input_ids", "labels"]
-    features = Features({name: List(Value("int32")) for name in names})
-    arguments = {"source": source, "encoder": encoder}
-    return IterableDataset.from_generator(_stream_rows, features=features, gen_kwargs=arguments)
-
-
-def _stream_rows(source: Source, encoder: Encoder) -> Iterator[dict[str, Tokens]]:
-    """Rows one by one; documents of one window may be packed together."""
-
-    def documents() -> Iterator[tuple[Tokens, Tokens]]:
-        for result in _encode(Part(source, encoder), None):
-            if isinstance(result, str):
-                raise DataError(result)
-            if isinstance(result, Document):
-                yield np.array(result.ids, np.int32), np.array(result.labels, np.int32)
-
-    for window in batched(documents(), _WINDOW if encoder.options.packing else 1):
-        spans = packing.whole([len(ids) for ids, _ in window])
-        pieces = _pieces(encoder, spans, window.__getitem__)
-        yield from packing.rows(pieces, window.__getitem__, encoder.options.max_length, encoder.options.packing)
-
-
-def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Lists of ``size`` items; the last may be shorter."""
-    iterator = iter(items)
-    while batch := list(itertools.islice(iterator, size)):
-        yield batch

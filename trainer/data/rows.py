@@ -20,7 +20,8 @@ from strategies.core.commit import added_folder
 from strategies.core.sealed import digest_of, seal
 from trainer.data import packing
 from trainer.data.chats import find_template
-from trainer.data.prepare import KIND, Prepared, batched, is_whole, open_eval, open_train, tokenizer_content
+from trainer.data.encoding import batched
+from trainer.data.prepare import KIND, Prepared, is_whole, open_eval, open_train, tokenizer_content
 from trainer.data.report import Say
 from trainer.data.sources import Row, Source
 from trainer.errors import DataError, kind, nearest

@@ -294,15 +294,28 @@ def _saved(folder: Path, split: str, key: str) -> Source:
 
 def _hub(path: str, name: str | None, split: str, streaming: bool, key: str) -> Source:
     from datasets import config, load_dataset
+    from datasets.naming import camelcase_to_snakecase
 
-    cached = Path(config.HF_DATASETS_CACHE, path.replace("/", "___")).is_dir() and not streaming
+    owner, _, last = path.rpartition("/")
+    cached = Path(config.HF_DATASETS_CACHE, f"{owner}___{camelcase_to_snakecase(last)}").is_dir() and not streaming
     if not cached and (why := hub.unreachable()):
         what = "is neither here nor in the cache of Hugging Face datasets, and the hub cannot be reached"
         raise DataError(f"{key}path: {path} {what} ({why})")
     try:
-        data = load_dataset(path, name, split=split, streaming=streaming)
+        if cached and hub.unreachable():
+            data = _cached(path, name, split)
+        else:
+            data = load_dataset(path, name, split=split, streaming=streaming)
     except Exception as error:  # the hub client raises many unrelated types
         raise DataError(f"{key}path: hub data set {path} cannot be loaded: {first_line(error)}") from None
     # Download addresses contain the commit, so they identify the content.
     urls = sorted(map(str, getattr(data.info, "download_checksums", None) or ()))
     return _arrow(f"{path}[{split}]", data, [path, str(name), split, *urls])
+
+
+def _cached(path: str, name: str | None, split: str) -> Any:
+    """What ``load_dataset`` takes from its cache in the end, after it has asked the hub for 23 s."""
+    from datasets.packaged_modules.cache.cache import Cache
+
+    last = path.rpartition("/")[2]
+    return Cache(repo_id=path, dataset_name=last, config_name=name, version="auto", hash="auto").as_dataset(split=split)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
@@ -146,7 +147,7 @@ def read_data(
         raise ConfigError(
             f"model.config.vocab_size = {rows}: the tokenizer has {len(words)} tokens; raise it, or leave it out"
         )
-    say = (lambda line: None) if quiet else write_line
+    say = unsaid if quiet else write_line
     opened = partial(resumed.compare_contents, config, hf_config) if resumed else (lambda *hashes: None)
     seed, home, compares = config.training.seed, preparing.cache(folder / "data"), ranks.is_first_local
     if not task.language:
@@ -158,6 +159,10 @@ def read_data(
     if prepared.chat_template is not None:
         words.chat_template = prepared.chat_template  # the exported model is talked to as it was trained
     return words, prepared
+
+
+def unsaid(line: str) -> None:
+    """On ranks that say nothing."""
 
 
 def first_then_all(ranks: Ranks, work: Callable[[], T]) -> T:
@@ -347,7 +352,7 @@ def about(run: Run, model: PreTrainedModel) -> About:
         run.resumed.compare_shapes(shapes)
     as_loaded = build.load_config(run.config.model, facts.vocab_size_of(run.config))  # the run may change its copy
     tree, data = json.loads(json.dumps(run.config.tree()), parse_constant=str), run.prepared
-    rows = len(data.train) if hasattr(data.train, "__len__") else None
+    rows = len(data.train) if isinstance(data.train, Dataset) else None
     return About(
         config=tree,
         config_sha256=digest_of(tree),

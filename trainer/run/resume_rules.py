@@ -44,7 +44,7 @@ _SILENT_TRAINING = """
 _GROUPS: Mapping[str, str] = {
     "data": """data.path data.datasets data.name data.split data.limit data.eval_path data.eval_split
         data.eval_fraction data.columns data.completion_only_loss data.assistant_only_loss
-        data.chat_template data.chat_template_path data.streaming""",
+        data.chat_template data.chat_template_path data.streaming data.rows""",
     "max_length": "data.max_length data.excess_length_strategy data.max_target_length",
     "packing": "data.packing",
     "seed": "training.seed training.data_seed",

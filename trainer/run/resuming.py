@@ -1,6 +1,6 @@
 """Which checkpoint a run goes on from, decided by one rank for all; what it takes over, and what not.
 
-The first rank (with ``training.save_on_each_node`` the first of each machine) puts away what a kill has left, compares
+The first rank puts away what a kill has left, compares
 the checkpoint with its manifest and tells the others: two ranks that do not see the same folder would go on from
 different steps. Then every rank compares the manifest with its config, by the table in ``resume_rules.py``: first the
 config alone, before any data is read; then what was opened. A refusal names each key with its file and line.
@@ -84,12 +84,7 @@ def decide(config: RunConfig, ranks: Ranks) -> Resumed | None:
     A collective. Raise ConfigError if there is none that could be resumed with this config.
     """
     with agreement(ranks, DAY_S) as together:
-        results = together.by_some(_looks(config, ranks), lambda: _look(config))
-    steps = [each.step if each else None for each, _ in results]
-    if len(set(steps)) > 1:
-        what = f"the machines hold different checkpoints (steps {', '.join(map(str, steps))}); name one"
-        raise ConfigError(f"{checkpoint.KEY}: {what}")
-    found, said = results[0]
+        found, said = together.on_first(ranks.rank, lambda: _look(config))
     if found is None:
         return None
     if ranks.is_first:
@@ -106,10 +101,6 @@ def compare(config: RunConfig, world_size: int, found: Found) -> Changes:
     copies = _copies(run.config, run.world_size), _copies(tree, world_size)
     known = Known(run.data.rows, run.model.config)
     return resume_rules.compare(run.config, tree, copies, str(found.path), known)
-
-
-def _looks(config: RunConfig, ranks: Ranks) -> bool:
-    return ranks.is_first or (bool(config.training.save_on_each_node) and ranks.is_first_local)
 
 
 def _look(config: RunConfig) -> tuple[Found | None, list[str]]:
@@ -142,7 +133,7 @@ def set_aside(config: RunConfig, ranks: Ranks, resumed: Resumed | None) -> str:
     that goes back moves the checkpoints of later steps alone.
     """
     folder = Path(config.training.output_dir)
-    if not _looks(config, ranks):
+    if not ranks.is_first:
         return ""
     old = checkpoint.folders(folder)
     if resumed is None:

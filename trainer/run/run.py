@@ -104,6 +104,11 @@ def refuse_unbuildable(config: RunConfig, ranks: Ranks) -> None:
     trackers.refuse(config)
     metrics.refuse(config)
     check_options(config, ranks.world_size)
+    if config.training.save_on_each_node and not ranks.is_local:
+        what = (
+            "a checkpoint is one folder, into which the ranks of all machines write what they hold; leave it out, and"
+        )
+        raise config.error("training.save_on_each_node", True, f"{what} put output_dir where all machines see it")
     if has_engine:
         deepspeed_ops.refuse_what_cannot_be_built()
 
