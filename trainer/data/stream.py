@@ -53,7 +53,8 @@ def _stream_rows(source: Source, encoder: Encoder, say: Say) -> Iterator[dict[st
         before = made
         for row in _rows_once(source, encoder):
             if made == declared:
-                say(f"data.rows = {declared:,}: the data has more; the others are in no pass")
+                if not before:
+                    say(f"data.rows = {declared:,}: the data has more; the others are in no pass")
                 return
             made += 1
             yield row
