@@ -4,6 +4,7 @@ Models are tiny and random, in fp32. Equality is to 1e-5 and not bitwise: see [R
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaConfig, MistralConfig
 
+from trainer.data import mapped, packing
 from trainer.data.collate import Collator, packing_supported
 from trainer.data.packing import MASKED, chunk, pack, rows, split, whole
 
@@ -186,3 +188,26 @@ def test_packing_refused_where_documents_leak() -> None:
     )  # fmt: skip
     reason = packing_supported(tiny(config))
     assert reason is not None and reason.startswith("JambaForCausalLM lets packed documents see each other")
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 4, 9])
+def test_numbers_in_files_are_those_in_memory(size: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Across the borders of blocks, and added to after they were read."""
+    for module in (mapped, packing):
+        monkeypatch.setattr(module, "BLOCK", 3)
+    make = mapped.makes(tmp_path)
+    lengths = np.arange(2, 2 + size)
+    assert np.array_equal(whole(lengths, make), [[index, 0, index + 2] for index in range(size)] or np.empty((0, 3)))
+    if size > 1:
+        assert all(map(np.array_equal, split(whole(lengths, make), 0.4, 7, make), split(whole(lengths), 0.4, 7)))
+    numbers, given = mapped.Numbers(make), [index * 7 % 5 for index in range(size)]
+    seen = list[int]()
+    for part in (given[: size // 2], given[size // 2 :]):
+        for number in part:
+            numbers.append(number)
+        seen = sorted(seen + part)
+        assert numbers.sorted().tolist() == seen
+    ordered = numbers.sorted()
+    assert mapped.twice(ordered) == len(ordered) - len({*ordered.tolist()})
+    assert mapped.among(ordered, [np.array([1, 4]), np.array([], int)]) == sum(each in (1, 4) for each in ordered)
+    assert list(tmp_path.iterdir()) == []

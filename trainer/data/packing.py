@@ -6,7 +6,7 @@ predicts it. So a packed row trains on the same tokens in the same contexts as t
 
 Spans are packed by best-fit decreasing: longest first, each into the fullest row that it fits into. That needs at most
 11/9 of the fewest possible rows (plus one), and on text wastes well under one per cent. Spans are arrays of 12 bytes
-each: of many million documents, which are read one by one, nothing else is in memory.
+each, which may be in a file (``mapped.py``); documents are read one by one.
 """
 
 import bisect
@@ -17,15 +17,19 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.data.mapped import BLOCK, Make, blocks
+
 Tokens = NDArray[np.int32]
 Spans = NDArray[np.int32]  # [number, 3]: a document, and the start and stop of a piece of it
 MASKED = -100  # the label of a token that is not trained on: what torch's cross entropy ignores
 
 
-def whole(lengths: Sequence[int] | NDArray[np.integer]) -> Spans:
+def whole(lengths: Sequence[int] | NDArray[np.integer], make: Make = np.empty) -> Spans:
     """Each document as one span."""
-    spans = np.zeros((len(lengths), 3), np.int32)
-    spans[:, 0], spans[:, 2] = np.arange(len(lengths), dtype=np.int32), lengths
+    spans = make((len(lengths), 3), np.int32)
+    for start, part in zip(range(0, len(lengths), BLOCK), blocks(spans), strict=True):
+        part[:, 0], part[:, 1] = np.arange(start, start + len(part), dtype=np.int32), 0
+        part[:, 2] = lengths[start : start + len(part)]
     return spans
 
 
@@ -48,11 +52,11 @@ def chunk(spans: Spans, max_length: int) -> Spans:
 
 def shuffled(count: int, seed: int) -> NDArray[np.int64]:
     """The numbers below ``count`` in an order of the seed. By a hash, since the shuffle of a library may change."""
-    keys = (hashlib.sha256(f"{seed}:{index}".encode()).digest()[:8] for index in range(count))
-    return np.argsort(np.frombuffer(b"".join(keys), ">u8"), kind="stable")
+    keys = (int.from_bytes(hashlib.sha256(f"{seed}:{index}".encode()).digest()[:8], "big") for index in range(count))
+    return np.argsort(np.fromiter(keys, np.uint64, count), kind="stable")
 
 
-def split(spans: Spans, fraction: float, seed: int) -> tuple[Spans, Spans]:
+def split(spans: Spans, fraction: float, seed: int, make: Make = np.empty) -> tuple[Spans, Spans]:
     """Documents for training and for evaluation, each in order; of a single one the last ``fraction`` is held out."""
     if len(spans) == 1:
         document, start, stop = spans[0].tolist()
@@ -60,7 +64,12 @@ def split(spans: Spans, fraction: float, seed: int) -> tuple[Spans, Spans]:
         return np.array([[document, start, cut]], np.int32), np.array([[document, cut, stop]], np.int32)
     held = np.zeros(len(spans), bool)
     held[shuffled(len(spans), seed)[: min(max(1, round(len(spans) * fraction)), len(spans) - 1)]] = True
-    return spans[~held], spans[held]
+    train, at = make((len(spans) - int(held.sum()), 3), np.int32), 0
+    for part, out in zip(blocks(spans), blocks(held), strict=True):
+        kept = part[~out]
+        train[at : at + len(kept)] = kept
+        at += len(kept)
+    return train, spans[held]
 
 
 def weighted(spans: Spans, weight: float, seed: int) -> Spans:

@@ -34,6 +34,7 @@ from strategies.core.sealed import read as read_manifest
 from trainer.data import packing, report
 from trainer.data.encoding import Part, encoded, fitting
 from trainer.data.formats import Encoder, detect, make_encoder
+from trainer.data.mapped import Make, Numbers, makes
 from trainer.data.packing import MASKED, Spans, Tokens
 from trainer.data.report import Say, Tally
 from trainer.data.sources import Source, open_source
@@ -213,7 +214,8 @@ def _write(
     eval.arrow. What became of their rows, and a line for each file.
     """
     path, options = draft / "documents.arrow", parts[0].encoder.options
-    tallies = [_tally(part) for part in parts]
+    make = makes(draft)
+    tallies = [_tally(part, make) for part in parts]
     good = (tally.documents(encoded(part, options.num_proc), say) for part, tally in zip(parts, tallies, strict=True))
     documents = itertools.chain.from_iterable(good)
     as_arrays = (np.array([each.ids, each.labels], np.int32) for each in documents)  # a tenth of the lists
@@ -226,12 +228,16 @@ def _write(
         return ids[document].values.to_numpy(), labels[document].values.to_numpy()
 
     sides: dict[str, list[Spans]] = {side: []}
-    whole = packing.whole(pa.compute.list_value_length(ids).to_numpy())
+    lengths, at = make((len(ids),), np.int32), 0
+    for chunk in ids.chunks:
+        lengths[at : at + len(chunk)] = pa.compute.list_value_length(chunk).to_numpy()
+        at += len(chunk)
+    whole = packing.whole(lengths, make)
     for part, spans in zip(parts, np.split(whole, np.cumsum([tally.rows for tally in tallies])[:-1]), strict=True):
         if held_out:
             if len(spans) == 1 and (part.encoder.format.name != "text" or spans[0, 2] < 4):
                 raise DataError(f"data.eval_fraction: {part.source.name} has one row; use data.eval_path")
-            spans, held = packing.split(spans, held_out, seed)
+            spans, held = packing.split(spans, held_out, seed, make)
             sides.setdefault("eval", []).append(fitting(part.encoder, held, read))
         sides[side].append(fitting(part.encoder, spans, read))
     lines = []
@@ -249,10 +255,10 @@ def _write(
     return tallies, lines
 
 
-def _tally(part: Part) -> Tally:
+def _tally(part: Part, make: Make) -> Tally:
     options, total = part.encoder.options, part.source.count() if sys.stderr.isatty() else None
     total = options.limit if total is None else min(total, options.limit or total)
-    return Tally(part.source.name, options.max_length, part.encoder.excess, total)
+    return Tally(part.source.name, options.max_length, part.encoder.excess, total, hashes=Numbers(make))
 
 
 def _mixed(parts: Sequence[Part], spans: list[Spans], seed: int) -> tuple[list[Spans], str]:

@@ -1,14 +1,13 @@
 """What became of the rows of each data set: how many, how long, what was dropped and why, what is there twice.
 
 Counted while rows are tokenised, kept with them as ``report.json``, and shown by ``deepstow train --data-report``. What
-is remembered of a row are 8 bytes, by which duplicates are found; lengths are counted to three digits.
+is remembered of a row are 8 bytes in a file, by which duplicates are found; lengths are counted to three digits.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,9 +15,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from tqdm import tqdm
 
+from trainer.data.mapped import Numbers, among, twice
 from trainer.errors import DataError
 
 Say = Callable[[str], None]
@@ -62,7 +61,7 @@ class Tally:
     long: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     lengths: Counter[int] = field(default_factory=Counter)
-    hashes: array[int] = field(default_factory=lambda: array("q"))
+    hashes: Numbers = field(default_factory=Numbers)
 
     def documents(self, results: Iterable[Encoded], say: Say) -> Iterator[Document]:
         """Yield documents; after the first bad row only collect further bad rows, and raise DataError with them."""
@@ -111,9 +110,8 @@ class Tally:
         notes = [f"dropped: {self._dropped()}"] if self.dropped else []
         if self.long and self.how != "drop":
             notes.append(f"{self.long:,} longer than {self.max_length:,} tokens ({self.how})")
-        ordered = np.sort(self.hashes)  # np.unique takes much more memory
-        if twice := int((ordered[1:] == ordered[:-1]).sum()):
-            notes.append(f"{twice:,} duplicates")
+        if again := twice(self.hashes.sorted()):
+            notes.append(f"{again:,} duplicates")
         return "; ".join([f"{self.name}: {self.rows:,} rows tokenised", *notes])
 
 
@@ -122,8 +120,8 @@ def content(max_length: int, made: Iterable[tuple[list[Tally], list[str]]]) -> d
     sides, lines = zip(*made, strict=True)
     sources = [{"line": one.line(), "lengths": dict(sorted(one.lengths.items()))} for side in sides for one in side]
     said = [line for each in lines for line in each]
-    hashes = [np.concatenate([tally.hashes for tally in side]) for side in sides]
-    if len(hashes) == 2 and (both := int(np.isin(hashes[0], hashes[1]).sum())):
+    hashes = [[tally.hashes.sorted() for tally in side] for side in sides]
+    if len(hashes) == 2 and (both := sum(among(each, hashes[1]) for each in hashes[0])):
         said.append(f"data: {both:,} of the evaluation documents are trained on, too")
     return {"max_length": max_length, "sources": sources, "lines": said}
 

@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 from datasets import Dataset
 
@@ -150,13 +151,14 @@ def _write(draft: Path, side: str, rows: Iterable[dict[str, Any]], held_out: flo
     whole = draft / "whole.arrow"
     _save(whole, rows)
     made = Dataset.from_file(str(whole))
-    spans = packing.whole([1] * len(made))
-    sides = {side: spans}
-    if held_out:
-        if len(spans) == 1:
-            raise DataError("data.eval_fraction: the data has one row; use data.eval_path")
-        sides[side], sides["eval"] = packing.split(spans, held_out, seed)
-    for name, chosen in sides.items():
+    if not held_out:
+        whole.rename(draft / f"{side}.arrow")
+        say(f"data: {side}: {len(made):,} rows of {', '.join(made.column_names)}")
+        return
+    if len(made) == 1:
+        raise DataError("data.eval_fraction: the data has one row; use data.eval_path")
+    spans = packing.whole(np.broadcast_to(np.int32(1), len(made)))
+    for name, chosen in zip((side, "eval"), packing.split(spans, held_out, seed), strict=True):
         _save(draft / f"{name}.arrow", made.select(chosen[:, 0]))
         say(f"data: {name}: {len(chosen):,} rows of {', '.join(made.column_names)}")
     whole.unlink()

@@ -1,0 +1,91 @@
+"""Numbers for each row of a data set, in files without a name that are mapped into memory.
+
+Of many million rows even a few bytes each are hundreds of megabytes. Pages of a file are taken from a process where
+memory is short; pages of its own are not. The space is taken at once, so a full disk is an OSError.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from array import array
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+BLOCK = 1 << 18  # numbers that are looked at together
+
+Make = Callable[[tuple[int, ...], Any], NDArray[Any]]  # a new array of a shape and a type, as np.empty is
+
+
+def makes(folder: Path) -> Make:
+    """What makes arrays in files, on the disk of ``folder``."""
+    return partial(_mapped, folder)
+
+
+def _mapped(folder: Path, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+    if not np.prod(shape):
+        return np.empty(shape, dtype)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, int(np.prod(shape)) * np.dtype(dtype).itemsize)
+        return np.memmap(file, dtype, "r+", shape=shape)
+
+
+class Numbers:
+    """Whole numbers of 64 bits that are added one by one, and read in their order of size."""
+
+    def __init__(self, make: Make = np.empty) -> None:
+        self._make, self._new = make, array("q")
+        self._sorted: NDArray[np.int64] = np.empty(0, np.int64)
+        self._blocks: list[NDArray[np.int64]] = []
+
+    def append(self, number: int) -> None:
+        self._new.append(number)
+        if len(self._new) == BLOCK:
+            self._flush()
+
+    def _flush(self) -> None:
+        block = self._make((len(self._new),), np.int64)
+        block[:] = self._new
+        self._blocks.append(block)
+        self._new = array("q")
+
+    def sorted(self) -> NDArray[np.int64]:
+        """All of them."""
+        if self._new:
+            self._flush()
+        if self._blocks:
+            parts = [self._sorted, *self._blocks]
+            self._sorted, at = self._make((sum(map(len, parts)),), np.int64), 0
+            for part in parts:
+                self._sorted[at : at + len(part)] = part
+                at += len(part)
+            self._blocks.clear()
+            self._sorted.sort()
+        return self._sorted
+
+
+def blocks(numbers: NDArray[Any], overlap: int = 0) -> Iterator[NDArray[Any]]:
+    """All numbers in parts, each with the first ``overlap`` of the next."""
+    for start in range(0, len(numbers), BLOCK):
+        yield numbers[start : start + BLOCK + overlap]
+
+
+def twice(numbers: NDArray[np.int64]) -> int:
+    """How many of these numbers, which are sorted, are equal to the one before."""
+    return sum(int((part[1:] == part[:-1]).sum()) for part in blocks(numbers, 1))
+
+
+def among(numbers: NDArray[np.int64], others: list[NDArray[np.int64]]) -> int:
+    """How many of these numbers are in one of the ``others``, which are sorted."""
+    found = 0
+    for part in blocks(numbers):
+        held = np.zeros(len(part), bool)
+        for each in filter(len, others):
+            held |= each[np.minimum(np.searchsorted(each, part), len(each) - 1)] == part
+        found += int(held.sum())
+    return found
