@@ -139,6 +139,10 @@ def write_line(line: str, stream: TextIO | None = None) -> None:
         let_go()
 
 
+def write_nothing(line: str) -> None:
+    """In the place of ``write_line``, on ranks that say nothing."""
+
+
 def let_go() -> None:
     """What is printed goes nowhere from here on, where nobody is at the other end of standard output or error."""
     poll = select.poll()

@@ -44,6 +44,7 @@ class Numbers:
         self._blocks: list[NDArray[np.int64]] = []
 
     def append(self, number: int) -> None:
+        """Add one."""
         self._new.append(number)
         if len(self._new) == BLOCK:
             self._flush()

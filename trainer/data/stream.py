@@ -39,6 +39,7 @@ class Stream(torch.utils.data.IterableDataset[Any]):
 
 
 def stream(source: Source, encoder: Encoder, say: Say) -> IterableDataset | Stream:
+    """The rows of a source, of a declared length if ``data.rows`` has one; what is wrong with it is said."""
     names = ["input_ids", "labels", "position_ids"] if encoder.options.packing else ["input_ids", "labels"]
     features = Features({name: List(Value("int32")) for name in names})
     arguments = {"source": source, "encoder": encoder, "say": say}

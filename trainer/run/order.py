@@ -43,7 +43,7 @@ from trainer.data.packing import MASKED
 from trainer.data.prepare import Prepared
 from trainer.dist.agreement import agreement
 from trainer.dist.ranks import Ranks, name_device
-from trainer.errors import ConfigError, write_line
+from trainer.errors import ConfigError, write_line, write_nothing
 from trainer.machine import block_timing
 from trainer.machine.probe import Machine, probe
 from trainer.machine.profiles import known_rates
@@ -147,7 +147,7 @@ def read_data(
         raise ConfigError(
             f"model.config.vocab_size = {rows}: the tokenizer has {len(words)} tokens; raise it, or leave it out"
         )
-    say = unsaid if quiet else write_line
+    say = write_nothing if quiet else write_line
     opened = partial(resumed.compare_contents, config, hf_config) if resumed else (lambda *hashes: None)
     seed, home, compares = config.training.seed, preparing.cache(folder / "data"), ranks.is_first_local
     if not task.language:
@@ -159,10 +159,6 @@ def read_data(
     if prepared.chat_template is not None:
         words.chat_template = prepared.chat_template  # the exported model is talked to as it was trained
     return words, prepared
-
-
-def unsaid(line: str) -> None:
-    """On ranks that say nothing."""
 
 
 def first_then_all(ranks: Ranks, work: Callable[[], T]) -> T:
