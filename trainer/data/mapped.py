@@ -40,8 +40,7 @@ class Numbers:
 
     def __init__(self, make: Make = np.empty) -> None:
         self._make, self._new = make, array("q")
-        self._sorted: NDArray[np.int64] = np.empty(0, np.int64)
-        self._blocks: list[NDArray[np.int64]] = []
+        self._all, self._count = np.empty(0, np.int64), 0  # an array with room for more, which keeps one file open
 
     def append(self, number: int) -> None:
         """Add one."""
@@ -50,24 +49,20 @@ class Numbers:
             self._flush()
 
     def _flush(self) -> None:
-        block = self._make((len(self._new),), np.int64)
-        block[:] = self._new
-        self._blocks.append(block)
-        self._new = array("q")
+        stop = self._count + len(self._new)
+        if stop > len(self._all):
+            larger = self._make((2 * stop,), np.int64)
+            larger[: self._count] = self._all[: self._count]
+            self._all = larger
+        self._all[self._count : stop] = self._new
+        self._count, self._new = stop, array("q")
 
     def sorted(self) -> NDArray[np.int64]:
         """All of them."""
-        if self._new:
-            self._flush()
-        if self._blocks:
-            parts = [self._sorted, *self._blocks]
-            self._sorted, at = self._make((sum(map(len, parts)),), np.int64), 0
-            for part in parts:
-                self._sorted[at : at + len(part)] = part
-                at += len(part)
-            self._blocks.clear()
-            self._sorted.sort()
-        return self._sorted
+        self._flush()
+        found = self._all[: self._count]
+        found.sort()
+        return found
 
 
 def blocks(numbers: NDArray[Any], overlap: int = 0) -> Iterator[NDArray[Any]]:
