@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
@@ -348,7 +347,7 @@ def about(run: Run, model: PreTrainedModel) -> About:
         run.resumed.compare_shapes(shapes)
     as_loaded = build.load_config(run.config.model, facts.vocab_size_of(run.config))  # the run may change its copy
     tree, data = json.loads(json.dumps(run.config.tree()), parse_constant=str), run.prepared
-    rows = len(data.train) if isinstance(data.train, Dataset) else None
+    rows = None if run.config.data.streaming else len(data.train)  # type: ignore[arg-type]
     return About(
         config=tree,
         config_sha256=digest_of(tree),
