@@ -60,24 +60,6 @@ def test_adapters_on_an_export(server: Server, pretrained: Path, tmp_path: Path)
     assert len(moved) == 4 and all(tensor.abs().max() > 0 for tensor in moved)
 
 
-@pytest.mark.slow
-def test_copies_of_a_quantised_base(server: Server, pretrained: Path, tmp_path: Path) -> None:
-    """Two ranks end with the bits of one process that accumulates, whether the base stays or travels."""
-    four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-    model = {"lora": {"r": 4, "target_modules": "all-linear"}, "quantization_config": four}
-    config = finetuning(tmp_path, pretrained, {"path": "pydoc", "name": "pairs", "limit": 40}, **model)
-    found = []
-    for ranks, more in (
-        (1, ["training.gradient_accumulation_steps=2"]),
-        (2, []),
-        (2, ["strategies.offload={weights: streamed}"]),
-    ):
-        folder = tmp_path / f"run-{len(found)}"
-        server.run(ranks, config, f"training.output_dir={folder}", *more).check().quiet()
-        found.append(digest(folder / "export"))
-    assert found[1:] == found[:1] * 2
-
-
 def test_chats(server: Server, pretrained: Path, tmp_path: Path) -> None:
     data = write_jsonl(tmp_path / "chats.jsonl", [{"messages": chat} for chat in CHATS])
     config = finetuning(tmp_path, pretrained, {"path": str(data), "assistant_only_loss": True})
