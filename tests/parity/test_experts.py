@@ -177,9 +177,9 @@ def in_fp64(ranks: Ranks) -> dict[str, Any]:
     worst, wrapped = 0.0, DistributedDataParallel(model)
     for step in range(STEPS):
         if step == STEPS - 1:
-            for each in (whole, model):
-                for block in each.model.layers:
-                    block.mlp.gate.weight.data[2:] = -1e3 * block.mlp.gate.weight.data[:2]
+            parts.figures()
+            for block in (*whole.model.layers, *model.model.layers):
+                block.mlp.gate.weight.data.zero_()  # all experts are alike, and the first two are taken
         ids = torch.randint(0, VOCAB, (2, 2, 16), generator=torch.Generator().manual_seed(step))
         losses = [whole(input_ids=each, labels=each).loss for each in ids]
         mine = wrapped(input_ids=ids[ranks.rank], labels=ids[ranks.rank]).loss
@@ -199,7 +199,7 @@ def in_fp64(ranks: Ranks) -> dict[str, Any]:
 def test_in_fp64() -> None:
     """What differs in fp32 is rounding; a rank whose experts get no row takes part in every exchange."""
     found = run_world(2, in_fp64)
-    assert found["worst"] < 1e-14 and found["busiest"] > 0.3
+    assert found["worst"] < 1e-14 and found["busiest"] == 0.5
 
 
 @pytest.mark.slow
