@@ -58,6 +58,10 @@ def test_what_does_not_fit_as_it_is_fits_otherwise(tight: list[FitRow]) -> None:
     assert not by_name["full", 1].fits and not by_name["LoRA", 1].fits
     assert by_name["full + recompute + offload", 1].fits and by_name["LoRA + recompute + offload", 1].fits
     assert {row.ranks for row in tight} == {1, 2, 4, 8}
+    lora, qlora = by_name["LoRA", 1], by_name["QLoRA", 1]
+    saved = [row.needed[Home.DEVICE] for row in (lora, qlora)]
+    linears = 2 * (4 * 64 * 64 + 3 * 64 * 128)  # two bytes a weight become half a byte, and scales
+    assert 1.2 * linears < saved[0] - saved[1] < 1.5 * linears
     assert lines(tight)[0].startswith("full fine-tuning fits: full + ")
 
 
@@ -121,8 +125,7 @@ def test_what_the_config_has_is_taken_back() -> None:
     """Checkpointing of Hugging Face's would hide in every row; adapters are not all weights."""
     config = run_config(SIZES, model={"lora": {"r": 4}, "dtype": "bfloat16"}, bf16=True, gradient_checkpointing=True)
     rows = Fit(config, HERE, card(1 << 36)).rows(as_given=True)
-    whole = next(row for row in rows if row.whole)
-    adapters = next(row for row in rows if not row.whole)
+    whole, adapters = (next(row for row in rows if row.kind == kind) for kind in ("full", "LoRA"))
     assert whole.write == ("model: {dtype: float32, lora: null}", "training: {gradient_checkpointing: false}")
     assert adapters.write == ("training: {gradient_checkpointing: false}",)
 

@@ -1,11 +1,12 @@
 """``launch/plan.py --fit``: plans of a model in several ways of training, and what to write for each, as one table.
 
-All weights, and low-rank adapters; each as it is, with every strategy that saves memory (``Strategy.to_fit``), with all
-of those together, over more ranks with the strategies that need them, and where nothing fits on several ranks with rows
-of data divided over them (``Strategy.fits_rows_by``). Each row is a plan of a config that can be written; if the
-planner refuses it, the row has the bytes that it said are needed. What fits has its predicted peaks within 0.9 of the
-memory, which is what ``auto`` uses. All plans but that of the config as it is are brief: their steps may be some per
-cent longer than those of runs (``Strategy.briefly``). The table also ends every refusal for memory (``explained``).
+All weights, low-rank adapters, and these on a base in 4 bits; each as it is, with every strategy that saves memory
+(``Strategy.to_fit``), with all of those together, over more ranks with the strategies that need them, and where nothing
+fits on several ranks with rows of data divided over them (``Strategy.fits_rows_by``). Each row is a plan of a config
+that can be written; if the planner refuses it, the row has the bytes that it said are needed. What fits has its
+predicted peaks within 0.9 of the memory, which is what ``auto`` uses. All plans but that of the config as it is are
+brief: their steps may be some per cent longer than those of runs (``Strategy.briefly``). The table also ends every
+refusal for memory (``explained``).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +32,7 @@ from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError, TooLargeError
 from trainer.planning.facts import precision_of
 from trainer.planning.from_config import plans_of
+from trainer.tasks.table import TASKS
 
 if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
@@ -40,7 +43,8 @@ LORA_SECTION = {"r": 16, "target_modules": "all-linear"}
 # Of a model without a config file. The tokenizer is not read; the vocabulary is the model's.
 ROWS, LENGTH, TOKENIZER = 1, 2048, "the-model's-own"
 HEADER = ("fits", "training", "ranks", "device", "host", "step", "lines, in place of these sections of the config")
-KINDS = ((True, "full fine-tuning"), (False, "LoRA"))
+KINDS = {"full": "full fine-tuning", "LoRA": "LoRA", "QLoRA": "QLoRA"}
+FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 UNKNOWN = "-"
 SAME = 0.1  # relative difference of simulated seconds for which no strategy is worth writing
 Tree = dict[str, Any]
@@ -71,7 +75,7 @@ def unwritten(config: RunConfig) -> Tree:
 class FitRow:
     """One way of training, and what its plan needs."""
 
-    whole: bool = True  # all weights are trained, not adapters
+    kind: str = "full"  # what is trained, one of KINDS
     strategies: tuple[str, ...] = ()  # names of those that save memory
     given: bool = False  # the config as it is, whatever they are
     tree: Tree = field(default_factory=dict)  # the config
@@ -84,7 +88,7 @@ class FitRow:
 
     @property
     def training(self) -> str:
-        return "this config" if self.given else " + ".join(("full" if self.whole else "LoRA", *self.strategies))
+        return "this config" if self.given else " + ".join((self.kind, *self.strategies))
 
     @property
     def fits(self) -> bool:
@@ -121,7 +125,7 @@ class Fit:
         the model cannot be described.
         """
         rows = [*self._here(as_given=as_given), *self._over_more_ranks()]
-        whole = (row for row in rows if row.whole and row.ranks <= self.ranks.world_size)
+        whole = (row for row in rows if row.kind == "full" and row.ranks <= self.ranks.world_size)
         return rows if any(row.fits for row in whole) else [*rows, *self._rows_divided()]
 
     def heading(self) -> list[str]:
@@ -143,7 +147,7 @@ class Fit:
         """Rows on the ranks that were asked for: each way that is not the same as one before it."""
         config, rows = self.config, list[FitRow]()
         if as_given and config.strategies:
-            given = FitRow(whole=config.model.lora is None, tree=config.tree(), given=True)
+            given = FitRow(kind=_kind(config), tree=config.tree(), given=True)
             rows.append(self._row(given, self.ranks))
         names = [name for name in _saving() if not find(name).needs_ranks]
         for plain in _plain(config):
@@ -199,7 +203,7 @@ class Fit:
             home = Home(short.home)
             return replace(row, needed={home: short.needed}, missing={home: short.needed - short.budget})
         except (ConfigError, ValueError) as error:  # pydantic's is a ValueError
-            if isinstance(error, ConfigError) and not row.strategies and not row.given:
+            if isinstance(error, ConfigError) and row.kind != "QLoRA" and not row.strategies and not row.given:
                 raise
             return replace(row, refused=str(error).splitlines()[0])
         needed, missing = {home: plan.peak(home) for home in Home}, _missing(plan)
@@ -222,9 +226,15 @@ def _saving() -> list[str]:
     return sorted(names, key=lambda name: list(Phase).index(find(name).phase))
 
 
-def _plain(config: RunConfig) -> tuple[FitRow, FitRow]:
-    """Training of all weights, and of adapters, without strategies that save memory and what they exclude, and without
-    those that divide one copy of the model over ranks, which ``launch/plan.py --search`` compares.
+def _kind(config: RunConfig) -> str:
+    base = "LoRA" if config.model.quantization_config is None else "QLoRA"
+    return "full" if config.model.lora is None else base
+
+
+def _plain(config: RunConfig) -> list[FitRow]:
+    """Training of all weights, of adapters, and of these on a base in 4 bits or the config's, without strategies that
+    save memory and what they exclude, and without those that divide one copy of the model over ranks, which
+    ``launch/plan.py --search`` compares.
     """
     tree = config.tree()
     dropped = {*_saving(), *(name for name, strategy in config.strategies.items() if strategy.divides())}
@@ -237,10 +247,16 @@ def _plain(config: RunConfig) -> tuple[FitRow, FitRow]:
     own = model.pop("lora", None)
     if own is not None and model["dtype"] == "bfloat16":
         model["dtype"] = "float32"  # bf16 was for the frozen weights
-    model.pop("quantization_config", None)
+    bits = model.pop("quantization_config", None)
     half = {"dtype": "bfloat16"} if config.training.bf16 and own is None else {}
-    adapters = tree["model"] | {"lora": own or LORA_SECTION} | half
-    return FitRow(tree=tree | {"model": model}), FitRow(whole=False, tree=tree | {"model": adapters})
+    adapters = {name: value for name, value in tree["model"].items() if name != "quantization_config"}
+    adapters |= {"lora": own or LORA_SECTION} | half
+    rows = [FitRow(tree=tree | {"model": model}), FitRow(kind="LoRA", tree=tree | {"model": adapters})]
+    if bits is None and (find_spec("bitsandbytes") is None or not TASKS[config.task].language):
+        return rows
+    compute = {"bnb_4bit_compute_dtype": "bfloat16"} if config.training.bf16 else {}
+    packed = tree | {"model": adapters | {"quantization_config": bits or FOUR_BITS | compute}}
+    return [*rows, FitRow(kind="QLoRA", tree=packed)]
 
 
 def _missing(plan: Plan) -> dict[Home, int]:
@@ -294,7 +310,7 @@ def lines(rows: Sequence[FitRow]) -> list[str]:
     common = [line for line in rows[0].write if all(line in row.write for row in rows)]
     cells = [cell for row in rows for cell in _cells(row, common)]
     always = [f"in every row: {line}" for line in common]
-    parts = [(what, [row for row in rows if row.whole is whole]) for whole, what in KINDS]
+    parts = [(what, [row for row in rows if row.kind == kind]) for kind, what in KINDS.items()]
     answers = [_answer(what, some) for what, some in parts if some]
     return [*answers, "", *table(HEADER, cells, {"ranks", "device", "host", "step"}), *always]
 
