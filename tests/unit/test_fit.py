@@ -145,7 +145,7 @@ def test_rows_too_long_for_a_card_are_divided_over_those_of_a_machine() -> None:
     ranks = Ranks(world_size=6, local_world_size=6)
     given = Fit(config, ranks, card(20 << 20), written=unwritten(config))
     *others, last = given.rows()
-    assert not any(row.fits for row in others if row.whole and row.ranks == 6)
+    assert not any(row.fits for row in others if row.kind == "full" and row.ranks == 6)
     assert last.training == "full + sequence + zero + recompute + offload" and last.fits
     assert last.write[-1].startswith("strategies: {sequence: {degree: 2}, zero: {stage: 3}, ")
     assert not any("sequence" in row.training for row in replace(given, machine=card(1 << 36)).rows())
