@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from benchmarks.placements import best_known, instance
 from strategies.core.compose import compose
 from strategies.core.facts import Facts, Home, Precision, Rates
-from strategies.core.layout import Item
+from strategies.core.layout import Item, aligned, needs
 from strategies.core.plan import Plan
 from strategies.core.protocol import Refusal
 from strategies.core.registry import find
@@ -59,6 +59,26 @@ def test_the_sizes_of_a_placement_are_those_of_its_layout(known: Facts, asked: d
             away = only_while_used(made, copies)
             rounded = sum(pool.num_bytes for pool in slot_pools(away) if pool.item is Item.COPY)
             assert sizes.host + sum(copies.values()) + rounded == place(away).num_bytes(Home.HOST)
+
+
+@settings(max_examples=25, deadline=None)
+@given(random_facts(), options)
+def test_the_least_bytes_are_those_of_each_bucket_at_its_smallest_place(known: Facts, asked: dict[str, Any]) -> None:
+    """Without slots, which buckets share; a plan is refused by them before anything is worked out."""
+    places = Places(known, request(**asked))
+    leave = {*places.blocks, *places.offloadable(tuple(choices[-1] for choices in places.choices))}
+
+    def least(index: int) -> int:
+        found = []
+        for choice in places.choices[index]:
+            placement = tuple(choice if at == index else some[0] for at, some in enumerate(places.choices))
+            made = places.layout(placement)
+            for layout in (made, only_while_used(made, [index])) if index in leave else (made,):
+                held = [need for need in needs(layout.buckets[index], layout) if not need.passes]
+                found.append(sum(aligned(need.num_bytes, need.home) for need in held))
+        return min(found)
+
+    assert places.least_bytes == sum(map(least, range(len(places.buckets))))
 
 
 @pytest.mark.parametrize(("accumulation", "max_grad_norm"), [(1, 0.0), (4, 1.0)])
@@ -148,3 +168,18 @@ def test_a_plan_is_close_to_the_best_of_all_placements(seed: int) -> None:
     ours = search.seconds(choose(known, asked))
     best = best_known(search, asked.device_bytes, None, Random(seed))
     assert best * (1 - 1e-6) <= ours <= 1.02 * best
+
+
+@pytest.mark.parametrize(
+    ("seed", "best", "most"),  # seconds of the best that is known, and what the search finds; without a climb, with a
+    [
+        (14, 1.43256, 1.005),  # short one and from no mixes: 1.032, 1.000, 1.009
+        (86, 0.94369, 1.02),  # 1.069, 1.037, 1.000
+        (8, 0.14569, 1.045),  # 1.080, 1.062, 1.359
+    ],
+)
+def test_a_plan_is_close_to_the_best_that_long_climbs_found(seed: int, best: float, most: float) -> None:
+    """Three instances of ``benchmarks/placements.py`` that show when a part of the search does less."""
+    _, known, asked = instance(seed)
+    assert known.machine.rates is not None
+    assert cost_of(known, choose(known, asked), known.machine.rates).seconds <= most * best
