@@ -142,7 +142,7 @@ class Bucket:
     @property
     def cut(self) -> bool:
         """Whether a parameter is in the spans of several ranks."""
-        return any(
+        return self.ways > 1 and any(
             start // self.share != (start + max(size, 1) - 1) // self.share
             for start, size in zip(self.offsets, self.sizes, strict=True)
         )

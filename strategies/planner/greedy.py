@@ -83,7 +83,7 @@ class _Search:
     def __init__(self, problem: Problem, searched: int) -> None:
         self._problem, self._searched, self._evaluated = problem, searched, 0
         self._tried: set[Gaps] = set()
-        self._best, self._cost = frozenset[Gap](), (inf, 0)
+        self._best, self._cost, self._found = frozenset[Gap](), (inf, 0), tuple[Eviction, ...]()
         self._up = [problem.up_seconds(weight.num_bytes) for weight in problem.weights]
         self._index = {gap: index for index, gap in enumerate(problem.gaps)}
 
@@ -92,9 +92,8 @@ class _Search:
         self._try_even()
         while not self._is_done and self._improve():
             pass
-        evictions = issue(self._problem, self._best)
-        assert evictions is not None
-        return evictions
+        assert self._cost[0] < inf
+        return self._found
 
     @property
     def _is_done(self) -> bool:
@@ -116,7 +115,7 @@ class _Search:
         least, bytes_of_best = self._cost
         better = new[0] < least * (1 - SAME) or (new[0] <= least * (1 + SAME) and new[1] < bytes_of_best)
         if better:
-            self._best, self._cost = gaps, new
+            self._best, self._cost, self._found = gaps, new, evictions
         return better
 
     def _bound(self, copies: float) -> float:

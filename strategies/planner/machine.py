@@ -99,15 +99,11 @@ class SimulatedMachine:
                 task = heappop(queue.ready)[2]
                 task.start, queue.busy = now, True
                 latency = self._latency if task.resource in COPIES else 0.0
-                one = _Running(
-                    task,
-                    queue,
-                    now,
-                    latency,
-                    self._number(task.resource, task.seconds, task.num_bytes, task.touched_bytes),
-                )
+                needs = self._number(task.resource, task.seconds, task.num_bytes, task.touched_bytes)
+                one = _Running(task, queue, now, latency, needs)
                 self._running.append(one)
-                self._changed |= one.moving and bool(one.needs)
+                if one.moving and needs:
+                    self._changed = True
         if self._changed:
             self._changed = False
             moving = [one for one in self._running if one.moving and one.needs]
@@ -126,14 +122,17 @@ class SimulatedMachine:
         """The tasks that have ended by ``now``; the cause of each is what it waited for last."""
         done, going = [], []
         for one in self._running:
-            if one.end <= now and not one.moving:
-                one.begin(now)
-                self._changed |= bool(one.needs)
             if one.end > now:
                 going.append(one)
                 continue
+            if one.needs:
+                self._changed = True
+            if not one.moving:
+                one.begin(now)
+                if one.end > now:
+                    going.append(one)
+                    continue
             task, queue = one.task, one.queue
-            self._changed |= bool(one.needs)
             before, cause = queue.previous, task.cause
             if cause is None or (before is not None and before.end > cause.end):
                 task.cause = before
