@@ -188,10 +188,8 @@ class _Search:
 
     def _covers(self, gap: Gap, short: dict[int, int]) -> bool:
         """Whether a weight that leaves in ``gap`` frees what is missing."""
-        if not short:
-            return True
         length, count = gap.before - gap.after - 1, len(self._problem.ticks)
-        enough = max(short.values()) <= self._problem.weights[gap.weight].num_bytes
+        enough = max(short.values(), default=0) <= self._problem.weights[gap.weight].num_bytes
         return enough and all((tick - gap.after - 1) % count < length for tick in short)
 
     def _near(self, gap: Gap, gaps: Gaps) -> list[Gap]:

@@ -35,13 +35,12 @@ Needs: TypeAlias = tuple[tuple[int, float], ...]  # of a task: a medium, and wha
 class _Running:
     """A task in progress: first its latency, then the seconds that it takes at full speed, at a speed that may change.
 
-    ``needs`` is the number of what it needs at full speed, 0 for nothing. ``end`` is when its latency ends, then when
-    it does.
+    ``end`` is when its latency ends, then when it does.
     """
 
     __slots__ = ("end", "moving", "needs", "queue", "speed", "task")
 
-    def __init__(self, task: Task, queue: _Queue, now: float, latency: float, needs: int) -> None:
+    def __init__(self, task: Task, queue: _Queue, now: float, latency: float, needs: Needs) -> None:
         self.task, self.queue, self.needs, self.speed = task, queue, needs, 1.0
         self.moving = not latency
         self.end = now + (latency or task.seconds)
@@ -76,12 +75,8 @@ class SimulatedMachine:
         self._capacity = (link.up, link.down, shared.dram, shared.device, 1.0)
         self._queues: dict[tuple[Resource, int], _Queue] = {}
         self._running: list[_Running] = []
-        # What tasks need at full speed, (medium, units per second) each, numbered; and the speeds of those that run
-        # together, by their numbers: a step has many alike.
-        self._needs: list[Needs] = [()]
-        self._numbers: dict[Needs, int] = {(): 0}
-        self._number = cache(self._number_of)
-        self._speeds: dict[tuple[int, ...], list[float]] = {}
+        self._needs = cache(self._needs_of)
+        self._speeds: dict[tuple[int, ...], list[float]] = {}  # of tasks that run together, by the ids of their needs
         self._changed = False  # whether other tasks use media than those whose speeds are set
 
     def offer(self, task: Task) -> None:
@@ -99,7 +94,7 @@ class SimulatedMachine:
                 task = heappop(queue.ready)[2]
                 task.start, queue.busy = now, True
                 latency = self._latency if task.resource in COPIES else 0.0
-                needs = self._number(task.resource, task.seconds, task.num_bytes, task.touched_bytes)
+                needs = self._needs(task.resource, task.seconds, task.num_bytes, task.touched_bytes)
                 one = _Running(task, queue, now, latency, needs)
                 self._running.append(one)
                 if one.moving and needs:
@@ -107,9 +102,9 @@ class SimulatedMachine:
         if self._changed:
             self._changed = False
             moving = [one for one in self._running if one.moving and one.needs]
-            together = tuple([one.needs for one in moving])
+            together = tuple([id(one.needs) for one in moving])  # a step has many alike
             if together not in self._speeds:
-                self._speeds[together] = self._shared([self._needs[number] for number in together])
+                self._speeds[together] = self._shared([one.needs for one in moving])
             for one, speed in zip(moving, self._speeds[together], strict=True):
                 if speed != one.speed:
                     one.at(speed, now)
@@ -141,21 +136,17 @@ class SimulatedMachine:
         self._running = going
         return done
 
-    def _number_of(self, resource: Resource, seconds: float, num_bytes: int, touched_bytes: int) -> int:
-        """The number of what a task needs of each medium per second at full speed."""
+    def _needs_of(self, resource: Resource, seconds: float, num_bytes: int, touched_bytes: int) -> Needs:
+        """What a task needs of each medium per second at full speed."""
         if not seconds:
-            return 0
+            return ()
         found = [(CORES, 1.0)] if self._cores else []
         if resource in COPIES:
             found.append((UP if resource is Resource.UP else DOWN, num_bytes / seconds))
         if resource is Resource.NET and num_bytes:
             found += [(medium, num_bytes / seconds) for medium in (UP, DOWN)]
         used = media(resource, num_bytes, touched_bytes)
-        needs = tuple(found + [(medium, size / seconds) for medium, size in used if size])
-        number = self._numbers.setdefault(needs, len(self._needs))
-        if number == len(self._needs):
-            self._needs.append(needs)
-        return number
+        return tuple(found + [(medium, size / seconds) for medium, size in used if size])
 
     def _shared(self, tasks: Sequence[Needs]) -> list[float]:
         """The speeds of tasks that run together and need so much; those that need no medium are never slower."""

@@ -210,13 +210,6 @@ class Problem:
         order = sorted(range(len(weights)), key=lambda i: (weights[i].uses, weights[i].num_bytes, weights[i].name))
         return tuple(sorted(range(len(weights)), key=order.__getitem__))
 
-    @cached_property
-    def need(self) -> dict[Gap, int]:
-        """The position of each gap in the order of the ticks, within one iteration, that need the weights back."""
-        count, rank = len(self.ticks), self.rank
-        in_order = sorted(self.gaps, key=lambda gap: (gap.before % count, rank[gap.weight]))
-        return {gap: index for index, gap in enumerate(in_order)}
-
     def up_seconds(self, num_bytes: int) -> float:
         """Seconds of a copy to the device while nothing else moves."""
         return self.link.latency + num_bytes / min(self.link.up, self.shared.dram, self.shared.device)
@@ -239,8 +232,9 @@ class Problem:
 
 
 def need_order(problem: Problem, gaps: Iterable[Gap]) -> list[Gap]:
-    """``gaps`` in the order of ``need``."""
-    return sorted(gaps, key=problem.need.__getitem__)
+    """Gaps in the order of the ticks, within one iteration, that need the weights back."""
+    count, rank = len(problem.ticks), problem.rank
+    return sorted(gaps, key=lambda gap: (gap.before % count, rank[gap.weight]))
 
 
 def memory(problem: Problem, evictions: Iterable[tuple[Gap, int]]) -> list[int]:
