@@ -69,7 +69,7 @@ class Sequence(Strategy):
 
     def parity(self, run: RunFacts) -> Parity:
         if run.precision is not Precision.FP32:
-            return Parity(2e-2, _ROUNDING)
+            return Parity(5e-2, _ROUNDING)
         return Parity(1e-5 if run.optim == "sgd" else 2e-2, _SUMS)
 
     def divides(self) -> Mapping[Axis, int]:

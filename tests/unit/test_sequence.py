@@ -1,6 +1,7 @@
 """Sequence parallelism without ranks: what is refused, one rank's slice in numbers."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from trainer.machine.probe import probe
 from trainer.planning import facts
 from trainer.planning.from_config import check_options, plan_of
 from trainer.run import order
+from trainer.run.training_state import _stream_of
 
 CONFIG = """\
 model:
@@ -72,6 +74,14 @@ def test_the_grid() -> None:
     assert grid.cell(21) == Cell(stage=1, replica=1, tensor=1, slice=1)
     assert Grid(replicas=2, slices=2).groups("slice") == [[0, 1], [2, 3]]
     assert str(Grid(replicas=2, slices=3)) == "data 2 x sequence 3"
+
+
+def test_ranks_of_a_row_draw_the_same_numbers_and_one_writes_their_state() -> None:
+    grid = Grid(replicas=2, slices=2)
+    ranks = [
+        SimpleNamespace(accelerator=SimpleNamespace(grid=grid), args=SimpleNamespace(process_index=n)) for n in range(4)
+    ]
+    assert [_stream_of(rank) for rank in ranks] == [(0, 2, True), (0, 2, False), (1, 2, True), (1, 2, False)]
 
 
 def test_one_ranks_slice() -> None:
