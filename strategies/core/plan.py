@@ -234,6 +234,13 @@ class Plan:
         return self._answer(Stow, RUN).layout if (Stow.__name__, RUN) in self.answers else None
 
     @property
+    def loads_spans(self) -> bool:
+        """Whether ranks share all weights under the memory engine, so that each of them can load its spans."""
+        layout, facts = self.layout, self.facts
+        shared = layout is not None and any(bucket.ways > 1 for bucket in layout.buckets)
+        return shared and facts.run.stages == 1 and facts.num_trainable == facts.num_params
+
+    @property
     def place(self) -> Place | None:
         return self._answer(Place, RUN) if (Place.__name__, RUN) in self.answers else None
 

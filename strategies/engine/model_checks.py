@@ -19,7 +19,7 @@ from strategies.core.facts import Home
 from strategies.core.layout import Layout
 from strategies.core.optimizers import STATE
 from strategies.engine.forward.blocks import around_blocks
-from strategies.engine.tensors.parameters import ACCUMULATED
+from strategies.engine.tensors.parameters import ACCUMULATED, is_placeholder
 from strategies.engine.tensors.quantised import KINDS, complaints
 from strategies.engine.updating.optim import UpdateRule
 
@@ -73,11 +73,15 @@ def _unmovable(model: nn.Module, params: Mapping[str, nn.Parameter]) -> Iterator
     for name, own in params.items():
         if type(own) is not nn.Parameter and (own.requires_grad or type(own).__name__ not in KINDS):
             yield f"{name}: a {type(own).__name__}, which manages its memory itself"
-        if not own.is_contiguous():
+        if not own.is_contiguous() and not is_placeholder(own):
             yield f"{name}: its memory is not in order of rows: build it with .contiguous()"
         if own.requires_grad and getattr(own, "_post_accumulate_grad_hooks", None):
             yield f"{name}: {ACCUMULATED}"
-    places = sorted((own.data_ptr(), own.data_ptr() + own.nbytes, name) for name, own in params.items() if own.numel())
+    places = sorted(
+        (own.data_ptr(), own.data_ptr() + own.nbytes, name)
+        for name, own in params.items()
+        if own.numel() and not is_placeholder(own)
+    )
     for (_, end, first), (begin, _, second) in pairwise(places):
         if begin < end:
             yield f"{first} and {second} share memory and are two parameters: tie them by giving both modules the same"

@@ -6,7 +6,7 @@ rest is the size that the arenas may have.
 
 from __future__ import annotations
 
-from strategies.core.facts import MachineFacts
+from strategies.core.facts import Home, MachineFacts
 from strategies.core.plan import Plan
 from strategies.core.sizes import AUTO, SHARE, parse_bytes
 
@@ -37,6 +37,8 @@ def loading_bytes(plan: Plan) -> int:
     facts = plan.facts
     if not facts.machine.has_accelerator or plan.engine().get("zero_optimization.stage") == 3:
         return 0
+    if plan.loads_spans:  # one parameter after the other, into the arenas
+        return plan.peak(Home.HOST) + facts.run.trained_bytes * facts.run.largest_param
     return facts.loaded_bytes + facts.machine.runtime_host_bytes
 
 

@@ -62,6 +62,24 @@ def loaded(ranks: Ranks, config: RunConfig) -> list[Any]:
     return everyones
 
 
+def stowed(ranks: Ranks, config: RunConfig, small: RunConfig) -> list[Any]:
+    """Of each rank: the growth of its memory until it has its spans, and what of that stays. What libraries take once
+    is taken by a ``small`` run before.
+    """
+    from trainer.run import order
+    from trainer.verify.verify import random_run
+
+    order.make_trainer(random_run(small, ranks)).create_optimizer()
+    run, seen, process = random_run(config, ranks), list[int](), psutil.Process()
+    before = process.memory_full_info().uss
+    with watched(seen):
+        trainer = order.make_trainer(run)
+        trainer.create_optimizer()
+    everyones: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(everyones, (seen[0], process.memory_full_info().uss - before))
+    return everyones
+
+
 def saved(folder: Path) -> None:
     section = run_config(BIG).model
     build(section, load_config(section), seed=0, partitioned=False).save_pretrained(folder, max_shard_size="100MB")
@@ -81,3 +99,18 @@ def test_a_stage_loads_no_more_than_its_part(kind: str, tmp_path: Path) -> None:
     assert sum(held for held, _ in found) == sum(param.nbytes for param in whole.parameters())
     for held, grown in found:
         assert grown < SPARE * held, f"{grown / held:.2f} of its part, which is {held:,} bytes"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["random", "saved"])
+def test_the_engine_loads_no_more_than_spans(kind: str, tmp_path: Path) -> None:
+    """What stays are spans, in pages of 2 MiB, and the slots of weights that do not travel."""
+    make = partial(run_config, strategies={"zero": {"stage": 3}, "offload": {"weights": "streamed", "site": "host"}})
+    config = make(BIG)
+    if kind != "random":
+        in_fork(partial(saved, tmp_path / "saved"))
+        config = make(None, model={"config": None, "name_or_path": str(tmp_path / "saved"), "tokenizer": None})
+    whole = build(config.model, load_config(config.model), seed=0, partitioned=False, on_meta=True)
+    for grown, stays in run_world(4, stowed, config, make(LLAMA)):
+        assert stays < 0.7 * sum(param.nbytes for param in whole.parameters())
+        assert grown < SPARE * stays, f"{grown / stays:.2f} of what stays, which is {stays:,} bytes"

@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 
 from strategies.core.registry import find
-from trainer.run.order import apply_strategies
+from trainer.run.changes import apply_strategies
 
 
 def test_implied_strategies_are_applied_in_the_order_of_deciding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -15,16 +15,16 @@ def test_implied_strategies_are_applied_in_the_order_of_deciding(monkeypatch: py
     for name in ("buffers", "cross_entropy", "offload", "linear"):
         monkeypatch.setattr(find(name), "apply", lambda self, model, plan, name=name: seen.append(name))
     strategies = {name: find(name)() for name in ("offload", "linear")}
-    run: Any = SimpleNamespace(config=SimpleNamespace(strategies=strategies), plan=None)
+    config: Any = SimpleNamespace(strategies=strategies)
     model: Any = nn.Linear(2, 2)
-    apply_strategies(model, run)
+    apply_strategies(model, config, None)  # type: ignore[arg-type]
     assert seen == ["linear", "cross_entropy", "offload", "buffers"]
 
 
 def test_a_strategy_that_drops_a_parameter_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(find("buffers"), "apply", lambda self, model, plan: setattr(model, "bias", None))
     monkeypatch.setattr(find("cross_entropy"), "apply", lambda self, model, plan: None)
-    run: Any = SimpleNamespace(config=SimpleNamespace(strategies={"offload": find("offload")()}), plan=None)
+    config: Any = SimpleNamespace(strategies={"offload": find("offload")()})
     model: Any = nn.Linear(2, 2)
     with pytest.raises(AssertionError, match=r"strategies\.buffers renamed, reordered or dropped"):
-        apply_strategies(model, run)
+        apply_strategies(model, config, None)  # type: ignore[arg-type]

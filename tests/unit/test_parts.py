@@ -38,6 +38,7 @@ def filled(section: ModelSection, front: bool, whole_from: str | None = None) ->
     return why
 
 
+WHOLE = "each rank loads the whole model before it keeps its part: "
 TIES = [(name, tied) for name in MODELS for tied in (False, True)]
 
 
@@ -65,11 +66,11 @@ def test_what_cannot_be_read_by_name_is_built_whole(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     changes = {"config": None, "name_or_path": str(tmp_path), "tokenizer": None}
     section = run_config(None, model=changes).model
-    assert filled(section, True) == "Transformers converts some of its tensors as it loads them"
+    assert filled(section, True) == WHOLE + "Transformers converts some of its tensors as it loads them"
     whole = build(section, load_config(section), seed=5, partitioned=False)
     (tmp_path / parts.WHOLE).unlink()
     torch.save(whole.state_dict(), tmp_path / "pytorch_model.bin")
-    assert filled(section, True) == f"it has no {parts.WHOLE}"
+    assert filled(section, True) == WHOLE + f"it has no {parts.WHOLE}"
 
 
 def test_a_weight_that_two_modules_initialise_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,5 +85,6 @@ def test_a_weight_that_two_modules_initialise_in_turn(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(LlamaPreTrainedModel, "_init_weights", scaled)
     assert (
-        filled(run_config(LLAMA).model, False) == "a weight of model.layers.0.mlp.up_proj is initialised in two turns"
+        filled(run_config(LLAMA).model, False)
+        == WHOLE + "a weight of model.layers.0.mlp.up_proj is initialised in two turns"
     )

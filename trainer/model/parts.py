@@ -1,5 +1,8 @@
 """Give a model without values those of the parameters that a rank holds, so that its host never has the whole model.
 
+    fill    the parameters of a pipeline's stage
+    pour    one parameter after the other into the memory engine, of which a rank takes its spans
+
 Random weights are drawn as ``build`` draws them: Transformers initialises all modules in their order. What is not held
 has memory from the first operator on it until the turn of another module comes, so that the generator goes on as
 always: the bits are those of the whole model. Of a saved model the tensors are read from its safetensors by name, in
@@ -27,11 +30,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from strategies.engine.tensors.nested import tensors_in
+from strategies.engine.tensors.parameters import LATER, is_placeholder, placeholder
 from trainer.model.build import forget_marks, refuse_uninitialised, tensors_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from strategies.engine import StowOptimizer
+
+Give = Callable[[str, Tensor], None]
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 OVERWRITES = ("normal_", "uniform_", "zero_", "fill_", "copy_")  # that need no value from before
 
@@ -41,7 +48,12 @@ class NotInParts(Exception):
 
 
 def fill(
-    model: PreTrainedModel, held: Collection[str], name_or_path: str | None, seed: int, whole: Callable[[], Any]
+    model: PreTrainedModel,
+    held: Collection[str],
+    name_or_path: str | None,
+    seed: int,
+    whole: Callable[[], Any],
+    give: Give = lambda name, value: None,
 ) -> str | None:
     """Give ``model``, which is on the device ``meta``, the parameters ``held`` and all buffers.
 
@@ -49,76 +61,134 @@ def fill(
         name_or_path: of a saved model; None: weights are random.
         seed: of random weights.
         whole: builds the whole model, with the same names.
+        give: is called with each parameter that is not held, once it has its value; a tied one has one name. Of what is
+            given again the last value counts.
 
     Returns:
-        Why the whole model was built; None if it was not.
+        A line that says why the whole model was built; None if it was not.
     """
     tied = model.get_expanded_tied_weights_keys(all_submodels=True)
     wanted = {tied.get(name, name) for name in held}
+
+    def pass_on(name: str, value: Tensor) -> None:
+        if name not in tied:
+            give(name, value)
+
     try:
         if name_or_path is None:
-            _draw(model, wanted, seed)
+            _draw(model, wanted, seed, pass_on)
         else:
-            _read(model, wanted, tied, name_or_path)
+            _read(model, wanted, tied, name_or_path, pass_on)
     except NotInParts as error:
-        _take(model, held, whole())
-        return str(error)
+        _take(model, held, whole(), pass_on)
+        return f"each rank loads the whole model before it keeps its part: {error}"
     model.tie_weights()
     _leave(model, wanted)
     return None
 
 
-def _draw(model: PreTrainedModel, wanted: Collection[str], seed: int) -> None:
-    """Initialise ``wanted`` with random weights. Afterwards other parameters have no memory, or values of no use."""
-    absent: dict[int, tuple[str, int]] = {}
+def hollow(model: PreTrainedModel) -> None:
+    """Put placeholders on the CPU in the place of parameters of ``model``, which is on the device ``meta``."""
+    made: dict[int, nn.Parameter] = {}  # tied ones stay tied
+    for name, param in list(model.named_parameters(remove_duplicate=False)):
+        _put(model, name, made.setdefault(id(param), placeholder(param)))
+    _allocate_buffers(model)
+
+
+def pour(
+    model: PreTrainedModel,
+    make: Callable[..., Any],
+    name_or_path: str | None,
+    seed: int,
+    optimizer: StowOptimizer,
+    *,
+    say: Callable[[str], None],
+) -> None:
+    """Give the ``hollow`` model, which is stowed, all of its values, those that the first rank has; a collective.
+    ``make`` builds the whole model, or one on the device ``meta``.
+    """
+    params = dict(model.named_parameters(remove_duplicate=False))
+    of_first = optimizer.engine.ranks.of_first
+
+    def give(name: str, value: Tensor) -> None:
+        param = params[name]
+        optimizer.access.set_weight(param, of_first(value.detach().to(optimizer.engine.device, param.dtype)))
+        vars(param).pop(LATER, None)
+
+    twin = make(on_meta=True)
+    if line := fill(twin, (), name_or_path, seed, make, give):
+        say(line)
+    left = [name for name, param in params.items() if is_placeholder(param)]
+    assert not left, f"{left[0]} was given no value"
+    for buffer, value in zip(model.buffers(), twin.buffers(), strict=True):
+        buffer.copy_(of_first(value.to(buffer.device)))
+
+
+def _draw(model: PreTrainedModel, wanted: Collection[str], seed: int, give: Give) -> None:
+    """Initialise ``wanted`` with random weights. Afterwards other parameters have no memory."""
+    absent: dict[int, _Absent] = {}
     for name, param in list(model.named_parameters(remove_duplicate=False)):  # tied ones apart: each has its own draw
         made = _put(model, name, nn.Parameter(torch.empty_like(param, device="cpu"), param.requires_grad))
         if name not in wanted:
             made.untyped_storage().resize_(0)
-            absent[made.untyped_storage()._cdata] = (name.rpartition(".")[0], made.nbytes)
+            absent[made.untyped_storage()._cdata] = _Absent(name, made)
     _allocate_buffers(model)
     versions = {name: tensor._version for name, tensor in tensors_of(model)}
     torch.manual_seed(seed)
     forget_marks(model)
-    with _Turns(absent):
+    with _Turns(absent, give) as turns:
         model.initialize_weights()
+    turns.end()
     refuse_uninitialised(model, versions)
 
 
-class _Turns(TorchDispatchMode):
-    """Gives parameters memory while operators of their module run: by storage, the module's name and how many bytes."""
+class _Absent(NamedTuple):
+    name: str
+    param: nn.Parameter
 
-    def __init__(self, absent: Mapping[int, tuple[str, int]]) -> None:
+    @property
+    def owner(self) -> str:
+        return self.name.rpartition(".")[0]
+
+
+class _Turns(TorchDispatchMode):
+    """Gives ``absent`` parameters, by their storages, memory while operators of their module run, and then away."""
+
+    def __init__(self, absent: Mapping[int, _Absent], give: Give) -> None:
         super().__init__()
-        self._absent, self._owner = absent, ""
-        self._present: list[Any] = []  # storages
-        self._seen: set[int] = set()
+        self._absent, self._give = absent, give
+        self._present: list[_Absent] = []  # of one module
+        self._seen: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in tensors_in((args, kwargs)):
             storage = tensor.untyped_storage()
-            owner, num_bytes = self._absent.get(storage._cdata, ("", 0))
-            if storage.nbytes() < num_bytes:
+            found = self._absent.get(storage._cdata)
+            if found is not None and storage.nbytes() < found.param.nbytes:
                 overwrites = func.overloadpacket.__name__ in OVERWRITES and tensor is args[0]
-                if storage._cdata in self._seen and not (overwrites and tensor.nbytes == num_bytes):
-                    raise NotInParts(f"a weight of {owner} is initialised in two turns")
-                self._begin(owner)
-                self._seen.add(storage._cdata)
-                storage.resize_(num_bytes)
-                self._present.append(storage)
+                if found.name in self._seen and not (overwrites and tensor.nbytes == found.param.nbytes):
+                    raise NotInParts(f"a weight of {found.owner} is initialised in two turns")
+                if self._present and self._present[0].owner != found.owner:
+                    self.end()
+                self._seen.add(found.name)
+                storage.resize_(found.param.nbytes)
+                self._present.append(found)
         return func(*args, **(kwargs or {}))
 
-    def _begin(self, owner: str) -> None:
-        if owner != self._owner:
-            for storage in self._present:
-                storage.resize_(0)
-            self._owner, self._present = owner, []
+    def end(self) -> None:
+        """The turn of a module is over."""
+        for name, param in self._present:
+            self._give(name, param)
+            param.untyped_storage().resize_(0)
+        self._present = []
 
 
 # --- saved models ----------------------------------------------------------------------------------------------------
 
 
-def _read(model: PreTrainedModel, wanted: Collection[str], tied: Mapping[str, str], name_or_path: str) -> None:
+def _read(
+    model: PreTrainedModel, wanted: Collection[str], tied: Mapping[str, str], name_or_path: str, give: Give
+) -> None:
     """Read ``wanted`` and buffers from the files of a saved model. Raise NotInParts before anything is read."""
     if getattr(model, "_weight_conversions", None):
         raise NotInParts("Transformers converts some of its tensors as it loads them")
@@ -136,9 +206,12 @@ def _read(model: PreTrainedModel, wanted: Collection[str], tied: Mapping[str, st
     forget_marks(model)
     for name, param in list(model.named_parameters()):
         param._is_hf_initialized = True  # type: ignore[attr-defined]
+        value = saved[name].read().to(param.dtype)
         if name in wanted:
-            made = _put(model, name, nn.Parameter(saved[name].read().to(param.dtype), param.requires_grad))
+            made = _put(model, name, nn.Parameter(value, param.requires_grad))
             made._is_hf_initialized = True
+        else:
+            give(name, value)
     _allocate_buffers(model)
     for name, buffer in model.named_buffers():
         if (at := saved.get(name)) is not None:
@@ -212,8 +285,10 @@ def _leave(model: nn.Module, held: Collection[str]) -> None:
             _put(model, name, made.setdefault(id(param), empty))
 
 
-def _take(model: nn.Module, held: Collection[str], whole: nn.Module) -> None:
+def _take(model: nn.Module, held: Collection[str], whole: nn.Module, give: Give) -> None:
     """Give ``model`` the tensors of the ``whole`` one, parameters that are ``held`` and buffers."""
+    for name, param in whole.named_parameters():
+        give(name, param)
     for name, tensor in tensors_of(whole):
         _put(model, name, tensor)
     _leave(model, held)

@@ -25,12 +25,11 @@ from strategies.backends import deepspeed, stages
 from strategies.backends.stages import Form, Stage
 from strategies.backends.tensor_shards import whole_shape
 from strategies.core.commit import replace_file
-from strategies.core.compose import degrees, in_order
-from strategies.core.facts import Precision
+from strategies.core.compose import degrees
 from strategies.core.plan import Plan
 from strategies.core.protocol import Axis
 from strategies.core.sealed import digest_of
-from strategies.engine.tensors.quantised import is_quantised
+from strategies.engine import StowOptimizer
 from strategies.planner.step_cost import plan_cost, step_flops
 from strategies.report import full_report
 from trainer.config.sections import RunConfig
@@ -51,7 +50,7 @@ from trainer.model.shrink import VOCAB, shrink_model
 from trainer.planning import facts
 from trainer.planning.fit import explained
 from trainer.planning.from_config import advice, plans_of, refuse_impossible
-from trainer.run import checkpoint, metrics, resuming
+from trainer.run import changes, checkpoint, metrics, resuming
 from trainer.run.callbacks import EarlyStopping, Meter, MetricsFile, ProgressLine, SampleText, StepSeen
 from trainer.run.checkpoint import About, DataFacts, ModelFacts
 from trainer.run.plan_check import PlanCheck
@@ -81,6 +80,7 @@ class Run:
     resumed: Resumed | None = None
     form: Form | None = None  # of the architecture's forward, where the model is cut into stages
     stage: Stage | None = None
+    pour: Callable[[StowOptimizer], None] | None = None  # gives the stowed model its values
 
     def say(self, line: str) -> None:
         """Print a line on the first rank."""
@@ -228,18 +228,22 @@ def make_model(run: Run) -> PreTrainedModel:
             setattr(hf_config, name, getattr(run.tokenizer, name))
     partitioned = deepspeed.stage(run.plan) == 3
     make = partial(build.build, section, hf_config, seed=seed, partitioned=partitioned, task=task)
-    weights = make(on_meta=run.form is not None)
+    in_spans = changes.loads_spans(run.config, run.plan)
+    weights = make(on_meta=run.form is not None or in_spans)
     task.name_tokens(weights, run.tokenizer)
     if adapters_follow(run.config):
         return weights
 
     def fill(names: Collection[str]) -> None:
-        if why := parts.fill(weights, names, section.name_or_path, seed, make):
-            run.say(f"each rank loads the whole model before it keeps its part: {why}")
-        to_compute(weights, run)
+        if line := parts.fill(weights, names, section.name_or_path, seed, make):
+            run.say(line)
+        changes.to_compute(weights, run.plan)
 
     if run.form is None:
-        to_compute(weights, run)
+        changes.to_compute(weights, run.plan)
+        if in_spans:
+            parts.hollow(weights)
+            run.pour = partial(parts.pour, weights, make, section.name_or_path, seed, say=run.say)
     else:
         known = run.plan.facts
         assert known.cut is not None
@@ -249,30 +253,8 @@ def make_model(run: Run) -> PreTrainedModel:
         except stages.CannotCut as error:
             line = f"strategies.pipeline: {error}"
             raise ConfigError(run.config.located("strategies.pipeline", line)) from None
-    apply_strategies(weights, run)
+    changes.apply_strategies(weights, run.config, run.plan)
     return weights
-
-
-def to_compute(weights: PreTrainedModel, run: Run) -> None:
-    """Give weights that the engine computes with in bf16 that dtype."""
-    if run.plan.layout is not None and run.plan.facts.run.precision is Precision.BF16:
-        for parameter in weights.parameters():  # one by one; the engine keeps fp32 masters
-            if not is_quantised(parameter):
-                parameter.data = parameter.data.to(torch.bfloat16)
-
-
-def apply_strategies(weights: PreTrainedModel, run: Run) -> None:
-    """Let each strategy and those that it implies change the model, in the order of deciding. Names stay the same."""
-    for name, strategy in in_order(run.config.strategies).items():
-        before = names_of(weights)
-        strategy.apply(weights, run.plan)
-        assert names_of(weights) == before, f"strategies.{name} renamed, reordered or dropped something"
-
-
-def names_of(weights: PreTrainedModel) -> list[str]:
-    """The names of all modules, parameters and buffers, in order."""
-    kinds = (weights.named_modules(), weights.named_parameters(remove_duplicate=False), weights.named_buffers())
-    return [name for kind in kinds for name, _ in kind]
 
 
 def make_trainer(run: Run) -> Trainer:
@@ -302,6 +284,7 @@ def make_trainer(run: Run) -> Trainer:
         **metrics.beside(options(run.config, model, run.tokenizer), run.config),
         meter=meter,
         plan=run.plan,
+        pour=run.pour,
         plan_check=plan_check,
         describe=partial(describe, run),
         lr_ratio=run.config.model.lr_ratio,
@@ -334,8 +317,8 @@ def make_trainer(run: Run) -> Trainer:
 def describe(run: Run, model: PreTrainedModel) -> About:
     """``about`` the model as the Trainer has it; adapters that it has added are part of the plan."""
     if adapters_follow(run.config):
-        to_compute(model, run)
-        apply_strategies(model, run)
+        changes.to_compute(model, run.plan)
+        changes.apply_strategies(model, run.config, run.plan)
     return about(run, model)
 
 

@@ -27,7 +27,7 @@ from transformers.trainer_callback import ExportableState
 from strategies.backends import expert_parts, expert_zero
 from strategies.core.commit import same_modes
 from strategies.core.sealed import Damaged
-from strategies.engine import NonFiniteError
+from strategies.engine import NonFiniteError, StowOptimizer
 from strategies.state.spans import WEIGHT
 from trainer.errors import ConfigError, write_line
 from trainer.model.adapters import loraplus
@@ -48,6 +48,7 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
 
     Args:
         meter, plan_check: also among the ``callbacks``.
+        pour: gives the stowed model its values; None: it has them.
         describe: what every checkpoint says about the run of a model.
         lr_ratio: of LoRA+; None: adapters are trained without it.
     """
@@ -60,12 +61,13 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
         meter: Meter,
         plan: Plan,
         plan_check: PlanCheck | None,
+        pour: Callable[[StowOptimizer], None] | None = None,
         describe: Callable[[Any], checkpoint.About],
         lr_ratio: float | None = None,
         **kwargs: Any,
     ) -> None:
         self.meter, self.plan_check, self.plan, self._describe = meter, plan_check, plan, describe
-        self.lr_ratio = lr_ratio
+        self.lr_ratio, self._pour = lr_ratio, pour
         self._saving: saving.Save | None = None
         self._resumed: str | None = None
         self._trained = False
@@ -103,6 +105,9 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
         made = super().create_optimizer(*args, **kwargs)
         if self.is_deepspeed_enabled and self.accelerator.experts is not None:
             expert_zero.divide_groups(made)
+        if self._pour is not None and self.stowed is not None:
+            pour, self._pour = self._pour, None
+            pour(self.stowed)
         return made
 
     def make_plan(self, groups: list[dict[str, Any]], moments: int) -> Plan:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from strategies.engine.buckets.bucket_state import BucketState
+from strategies.engine.tensors.parameters import is_placeholder
 from strategies.engine.transfer.transfer import Event, Lane, Transfer
 
 if TYPE_CHECKING:
@@ -107,6 +108,10 @@ class OneRank:
         finally:
             self.scaled = False
 
+    def of_first(self, value: Tensor) -> Tensor:
+        """The first rank's ``value``; it may be in the same memory."""
+        return value
+
     def everywhere(self, flag: bool) -> bool:
         """Whether all ranks that share weights say so."""
         return flag
@@ -131,7 +136,7 @@ class Replicas(OneRank):
         dist.all_gather_object(models, mine, group=group)
         if any(other != mine for other in models):
             raise ValueError("the ranks have different models: names, shapes and dtypes of parameters must be the same")
-        self._share((tensor.detach() for _, tensor in tensors), device)
+        self._share((tensor.detach() for _, tensor in tensors if not is_placeholder(tensor)), device)
 
     def begin_forward(self, *, trains: bool, is_last: bool) -> None:
         if trains:
@@ -145,12 +150,15 @@ class Replicas(OneRank):
     @torch.no_grad()
     def _share(self, tensors: Iterable[Tensor], device: torch.device | None = None) -> None:
         """Give all ranks the first one's values, by way of ``device``."""
-        first = dist.get_global_rank(self._group, 0)
         for tensor in tensors:
-            value = tensor.to(device).contiguous()
-            dist.broadcast(value, first, group=self._group)
+            value = self.of_first(tensor.to(device))
             if value is not tensor:
                 tensor.copy_(value)
+
+    def of_first(self, value: Tensor) -> Tensor:
+        value = value.contiguous()
+        dist.broadcast(value, dist.get_global_rank(self._group, 0), group=self._group)
+        return value
 
     def due(self, waiting: Iterable[BucketState], landed: BucketState) -> Sequence[BucketState]:
         """In one order on all ranks, whatever the order in which their gradients land."""

@@ -21,6 +21,7 @@ Embedding tables are not copied: backward does not need them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,7 @@ from strategies.engine.tensors.torch_functions import (
     written,
 )
 
+LATER = "_value_comes_later"  # in the dict of a placeholder
 STOWED = "_stowed"  # in the dict of a model that an optimizer drives
 RAW_DATA: Any = Tensor.data  # torch's own, beneath the properties below
 RAW_GRAD: Any = Tensor.grad
@@ -267,6 +269,17 @@ def put(tensor: Tensor, value: Tensor) -> None:
         Tensor.register_hook(other, _refuse_old_graph)
     tensor.__class__ = given
     set_counts((tensor,), (version,))
+
+
+def placeholder(param: Tensor) -> nn.Parameter:
+    """One NaN in the shape of ``param``, for a model that is given its values after it was stowed."""
+    found = nn.Parameter(torch.full((), math.nan, dtype=param.dtype).expand(param.shape), param.requires_grad)
+    vars(found)[LATER] = True
+    return found
+
+
+def is_placeholder(tensor: Tensor) -> bool:
+    return LATER in vars(tensor)
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -1,0 +1,47 @@
+"""What a run does with a model that was built: it gets the dtype of compute, and strategies change it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from strategies.core.compose import in_order
+from strategies.core.facts import Precision
+from strategies.engine.tensors.quantised import is_quantised
+from trainer.tasks.table import TASKS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from strategies.core.plan import Plan
+    from trainer.config.sections import RunConfig
+
+
+def loads_spans(config: RunConfig, plan: Plan) -> bool:
+    """Whether the memory engine is given weights one by one, of which a rank keeps its spans. Others would look at them
+    before: adapters wrap them, Trainers of preferences copy the model.
+    """
+    return TASKS[config.task].language and config.model.lora is None and plan.loads_spans
+
+
+def to_compute(weights: PreTrainedModel, plan: Plan) -> None:
+    """Give weights that the engine computes with in bf16 that dtype."""
+    if plan.layout is not None and plan.facts.run.precision is Precision.BF16:
+        for parameter in weights.parameters():  # one by one; the engine keeps fp32 masters
+            if not is_quantised(parameter):
+                parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def apply_strategies(weights: PreTrainedModel, config: RunConfig, plan: Plan) -> None:
+    """Let each strategy and those that it implies change the model, in the order of deciding. Names stay the same."""
+    for name, strategy in in_order(config.strategies).items():
+        before = _names_of(weights)
+        strategy.apply(weights, plan)
+        assert _names_of(weights) == before, f"strategies.{name} renamed, reordered or dropped something"
+
+
+def _names_of(weights: PreTrainedModel) -> list[str]:
+    """The names of all modules, parameters and buffers, in order."""
+    kinds = (weights.named_modules(), weights.named_parameters(remove_duplicate=False), weights.named_buffers())
+    return [name for kind in kinds for name, _ in kind]
