@@ -349,13 +349,11 @@ class Facts:
 
     @property
     def loaded_bytes(self) -> int:
-        """Of the weights as they are loaded, before any strategy changes their dtype or divides layers; of a stage its
-        own, and for a moment the largest of all.
+        """Of the weights as they are loaded, before any strategy changes their dtype; where a rank has a part of the
+        model, of that, and for a moment of the largest of all.
         """
-        if self.run.stages > 1:
-            return self.run.trained_bytes * (self.num_params + self.run.largest_param)
         if self.run.model_params:
-            return self.run.trained_bytes * self.run.model_params
+            return self.run.trained_bytes * (self.num_params + self.run.largest_param)
         packed = sum(unit.quantised_bytes for unit in self.units) + self.run.scales_bytes
         frozen = sum(unit.num_params - unit.num_trainable - unit.quantised for unit in self.units)
         return self.run.trained_bytes * self.num_trainable + self.run.frozen_bytes * frozen + packed

@@ -10,7 +10,10 @@ from typing import Any
 import psutil
 import pytest
 import torch.distributed as dist
+from torch import nn
 
+from strategies.backends.autotp import Cut, cut_of
+from strategies.backends.stages import replace
 from tests.helpers.tiny import LLAMA, run_config
 from trainer.config.sections import RunConfig
 from trainer.dist.ranks import Ranks
@@ -59,6 +62,28 @@ def loaded(ranks: Ranks, config: RunConfig) -> list[Any]:
     held = sum(param.nbytes for param in model.parameters())
     everyones: list[Any] = [None] * ranks.world_size
     dist.all_gather_object(everyones, (held, seen[0]))
+    return everyones
+
+
+def divided(ranks: Ranks, config: RunConfig) -> list[Any]:
+    """As ``loaded``, until DeepSpeed's layers have taken their slices and what is whole is the rank's own."""
+    from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
+
+    from trainer.run import order
+    from trainer.verify.verify import random_run
+
+    run, seen = random_run(config, ranks), list[int]()
+    with watched(seen):
+        model = order.make_model(run)
+        for name, module in list(model.named_modules()):
+            cut = cut_of(name, tied=False) if isinstance(module, nn.Linear) else None
+            if cut is not None:
+                kind = LinearAllreduce if cut is Cut.ROWS else LinearLayer
+                replace(model, name, kind(module, dist.group.WORLD))
+        for param in model.parameters():
+            param.data.mul_(1)
+    everyones: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(everyones, (sum(param.nbytes for param in model.parameters()), seen[0]))
     return everyones
 
 
@@ -114,3 +139,18 @@ def test_the_engine_loads_no_more_than_spans(kind: str, tmp_path: Path) -> None:
     for grown, stays in run_world(4, stowed, config, make(LLAMA)):
         assert stays < 0.7 * sum(param.nbytes for param in whole.parameters())
         assert grown < SPARE * stays, f"{grown / stays:.2f} of what stays, which is {stays:,} bytes"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["random", "saved, in 16 bits"])
+def test_a_tensor_rank_takes_no_more_than_its_slices(kind: str, tmp_path: Path) -> None:
+    make = partial(run_config, strategies={"tensor": {"degree": 2}}, output_dir=tmp_path / "run")
+    config = make(BIG)
+    if kind != "random":
+        in_fork(partial(saved, tmp_path / "saved"))
+        section = {"config": None, "name_or_path": str(tmp_path / "saved"), "tokenizer": None}
+        config = make(None, model=section | {"dtype": "bfloat16"})
+    whole = build(config.model, load_config(config.model), seed=0, partitioned=False, on_meta=True)
+    for held, grown in run_world(2, divided, config):
+        assert held < 0.55 * sum(param.nbytes for param in whole.parameters())
+        assert grown < SPARE * held, f"{grown / held:.2f} of its part, which is {held:,} bytes"

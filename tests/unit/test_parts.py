@@ -11,7 +11,9 @@ from torch import nn
 
 from tests.helpers.tiny import GPT2, LLAMA, MIXTRAL, MODELS, OPT, run_config
 from trainer.config.sections import ModelSection
-from trainer.model import parts
+from trainer.dist.agreement import Agreement
+from trainer.errors import ConfigError
+from trainer.model import mapped, parts
 from trainer.model.build import build, load_config, tensors_of
 
 
@@ -88,3 +90,34 @@ def test_a_weight_that_two_modules_initialise_in_turn(monkeypatch: pytest.Monkey
         filled(run_config(LLAMA).model, False)
         == WHOLE + "a weight of model.layers.0.mlp.up_proj is initialised in two turns"
     )
+
+
+# In one file, for all ranks of a machine
+
+
+@pytest.mark.parametrize("base", [{**LLAMA, "tie_word_embeddings": True}, MIXTRAL], ids=["llama", "mixtral"])
+def test_weights_that_are_mapped_from_a_file(base: Mapping[str, Any], tmp_path: Path) -> None:
+    section = run_config(base, model={"dtype": "bfloat16"}).model
+    make = partial(build, section, load_config(section), seed=3, partitioned=False)
+
+    def fill(give: parts.Give) -> Any:
+        twin = make(on_meta=True)
+        assert parts.fill(twin, (), None, 3, make, give) is None
+        return twin
+
+    path, model = tmp_path / "run" / "weights-0.part", make(on_meta=True)
+    mapped.load(model, fill, path, Agreement(), writes=True)
+    expected, found = dict(tensors_of(make())), dict(tensors_of(model))
+    assert all(torch.equal(found[name], expected[name]) for name in expected) and found.keys() == expected.keys()
+    assert len({id(tensor) for tensor in found.values()}) == len({id(tensor) for tensor in expected.values()})
+    for tensor in found.values():  # written to, they are their own
+        tensor.data.mul_(2)
+    assert not path.exists() and list(path.parent.iterdir()) == []
+
+
+def test_a_file_of_weights_that_cannot_be_written(tmp_path: Path) -> None:
+    section = run_config(LLAMA).model
+    make = partial(build, section, load_config(section), seed=3, partitioned=False)
+    (tmp_path / "run").write_text("no folder")
+    with pytest.raises(ConfigError, match=r"weights-0.part: cannot be written \(.+\): the weights need .+ KiB there"):
+        mapped.load(make(on_meta=True), lambda give: make(), tmp_path / "run/weights-0.part", Agreement(), writes=True)

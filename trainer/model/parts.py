@@ -91,7 +91,7 @@ def hollow(model: PreTrainedModel) -> None:
     """Put placeholders on the CPU in the place of parameters of ``model``, which is on the device ``meta``."""
     made: dict[int, nn.Parameter] = {}  # tied ones stay tied
     for name, param in list(model.named_parameters(remove_duplicate=False)):
-        _put(model, name, made.setdefault(id(param), placeholder(param)))
+        put(model, name, made.setdefault(id(param), placeholder(param)))
     _allocate_buffers(model)
 
 
@@ -128,7 +128,7 @@ def _draw(model: PreTrainedModel, wanted: Collection[str], seed: int, give: Give
     """Initialise ``wanted`` with random weights. Afterwards other parameters have no memory."""
     absent: dict[int, _Absent] = {}
     for name, param in list(model.named_parameters(remove_duplicate=False)):  # tied ones apart: each has its own draw
-        made = _put(model, name, nn.Parameter(torch.empty_like(param, device="cpu"), param.requires_grad))
+        made = put(model, name, nn.Parameter(torch.empty_like(param, device="cpu"), param.requires_grad))
         if name not in wanted:
             made.untyped_storage().resize_(0)
             absent[made.untyped_storage()._cdata] = _Absent(name, made)
@@ -208,7 +208,7 @@ def _read(
         param._is_hf_initialized = True  # type: ignore[attr-defined]
         value = saved[name].read().to(param.dtype)
         if name in wanted:
-            made = _put(model, name, nn.Parameter(value, param.requires_grad))
+            made = put(model, name, nn.Parameter(value, param.requires_grad))
             made._is_hf_initialized = True
         else:
             give(name, value)
@@ -261,7 +261,7 @@ def _saved(model: PreTrainedModel, name_or_path: str) -> dict[str, _Saved]:
 # --- places in a model -----------------------------------------------------------------------------------------------
 
 
-def _put(model: nn.Module, name: str, tensor: Any) -> Any:
+def put(model: nn.Module, name: str, tensor: Any) -> Any:
     """``tensor``, which is a parameter or buffer of ``model`` from now on."""
     path, _, key = name.rpartition(".")
     module = model.get_submodule(path)
@@ -271,7 +271,7 @@ def _put(model: nn.Module, name: str, tensor: Any) -> Any:
 
 def _allocate_buffers(model: nn.Module) -> None:
     for name, buffer in list(model.named_buffers(remove_duplicate=False)):
-        _put(model, name, torch.empty_like(buffer, device="cpu"))
+        put(model, name, torch.empty_like(buffer, device="cpu"))
 
 
 def _leave(model: nn.Module, held: Collection[str]) -> None:
@@ -282,7 +282,7 @@ def _leave(model: nn.Module, held: Collection[str]) -> None:
     for name, param in named:
         if id(param) not in stays:
             empty = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
-            _put(model, name, made.setdefault(id(param), empty))
+            put(model, name, made.setdefault(id(param), empty))
 
 
 def _take(model: nn.Module, held: Collection[str], whole: nn.Module, give: Give) -> None:
@@ -290,5 +290,5 @@ def _take(model: nn.Module, held: Collection[str], whole: nn.Module, give: Give)
     for name, param in whole.named_parameters():
         give(name, param)
     for name, tensor in tensors_of(whole):
-        _put(model, name, tensor)
+        put(model, name, tensor)
     _leave(model, held)

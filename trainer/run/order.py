@@ -45,7 +45,7 @@ from trainer.errors import ConfigError, write_line, write_nothing
 from trainer.machine import block_timing
 from trainer.machine.probe import Machine, probe
 from trainer.machine.profiles import known_rates
-from trainer.model import build, parts
+from trainer.model import build, mapped, parts
 from trainer.model.shrink import VOCAB, shrink_model
 from trainer.planning import facts
 from trainer.planning.fit import explained
@@ -228,8 +228,8 @@ def make_model(run: Run) -> PreTrainedModel:
             setattr(hf_config, name, getattr(run.tokenizer, name))
     partitioned = deepspeed.stage(run.plan) == 3
     make = partial(build.build, section, hf_config, seed=seed, partitioned=partitioned, task=task)
-    in_spans = changes.loads_spans(run.config, run.plan)
-    weights = make(on_meta=run.form is not None or in_spans)
+    in_spans, divided = changes.loads_spans(run.config, run.plan), run.plan.facts.run.tensor > 1
+    weights = make(on_meta=run.form is not None or in_spans or divided)
     task.name_tokens(weights, run.tokenizer)
     if adapters_follow(run.config):
         return weights
@@ -239,6 +239,16 @@ def make_model(run: Run) -> PreTrainedModel:
             run.say(line)
         changes.to_compute(weights, run.plan)
 
+    def give_away(give: parts.Give) -> PreTrainedModel:
+        twin = make(on_meta=True)
+        if line := parts.fill(twin, (), section.name_or_path, seed, make, give):
+            write_line(line)
+        return twin
+
+    if divided:
+        first, writes = run.ranks.rank - run.ranks.local_rank, run.ranks.is_first_local
+        with agreement(run.ranks, WEEK_S) as together:
+            mapped.load(weights, give_away, run.folder / f"weights-{first}.part", together, writes=writes)
     if run.form is None:
         changes.to_compute(weights, run.plan)
         if in_spans:

@@ -1,0 +1,98 @@
+"""Load a model whose weights are divided after they are loaded, as DeepSpeed's tensor parallelism does, slice by slice.
+
+The first rank of a machine writes all weights into a file, one by one, and every rank maps each of them by itself:
+their pages are the file's, there once for all ranks, and the kernel may drop them. A rank has memory of its own for
+the slices that are copied, and a mapping ends with its weight. The file loses its name when all ranks have opened it.
+
+It takes as much of the disk of the run's folder as the model is large, for as long as a rank has a weight of it that is
+not divided or copied.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import torch
+from torch import Tensor, nn
+
+from strategies.core.sizes import human
+from trainer.errors import ConfigError
+from trainer.model import parts
+from trainer.model.build import tensors_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from trainer.dist.agreement import Agreement
+
+PIECE_BYTES = 16 << 20
+
+
+def load(
+    model: PreTrainedModel,
+    fill: Callable[[parts.Give], PreTrainedModel],
+    path: Path,
+    together: Agreement,
+    *,
+    writes: bool,
+) -> None:
+    """Give ``model``, which is on the device ``meta``, its values; a collective.
+
+    Args:
+        fill: gives away all parameters of a model of the same kind, and returns it with its buffers.
+        path: of the file; the same for the ranks of a machine, and its own for each machine.
+        writes: whether this rank is its machine's first one.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True)
+    places: dict[str, int] = {}
+    end = 0
+    for name, tensor in tensors_of(model):
+        if name not in tied:
+            places[name], end = end, end + -(-tensor.nbytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+
+    def write() -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                file.truncate(end)
+
+                def give(name: str, value: Tensor) -> None:
+                    file.seek(places[name])
+                    for piece in value.detach().contiguous().view(-1).view(torch.uint8).split(PIECE_BYTES):
+                        file.write(piece.clone().numpy().data)  # memory that numpy has seen cannot be taken back
+
+                for name, buffer in fill(give).named_buffers(remove_duplicate=False):
+                    give(name, buffer)
+        except OSError as error:
+            with suppress(OSError):
+                path.unlink()
+            what = f"the weights need {human(end)} there while they are divided over the ranks"
+            raise ConfigError(f"{path}: cannot be written ({error.strerror or error}): {what}") from None
+
+    together.by_some(writes, write)
+    with path.open("rb") as file:
+        for name, tensor in list(tensors_of(model)):
+            if name in places:
+                value = _map(file, places[name], tensor)
+                is_param = isinstance(tensor, nn.Parameter)
+                parts.put(model, name, nn.Parameter(value, tensor.requires_grad) if is_param else value.clone())
+    model.tie_weights()
+    together.by_some(writes, lambda: None)  # all have opened it
+    if writes:
+        path.unlink()
+
+
+def _map(file: BinaryIO, offset: int, like: Tensor) -> Tensor:
+    """What is at ``offset``, in the shape of ``like``; who writes to it has a copy of the page."""
+    if not like.numel():
+        return torch.empty_like(like, device="cpu")
+    flags: Any = {"flags": mmap.MAP_PRIVATE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
+    memory = mmap.mmap(file.fileno(), like.nbytes, offset=offset, **flags)
+    return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
