@@ -130,7 +130,8 @@ def test_a_stage_loads_no_more_than_its_part(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["random", "saved"])
 def test_the_engine_loads_no_more_than_spans(kind: str, tmp_path: Path) -> None:
     """What stays are spans, in pages of 2 MiB, and the slots of weights that do not travel."""
-    make = partial(run_config, strategies={"zero": {"stage": 3}, "offload": {"weights": "streamed", "site": "host"}})
+    strategies = {"zero": {"stage": 3}, "offload": {"weights": "streamed", "site": "host"}}
+    make = partial(run_config, strategies=strategies, output_dir=tmp_path / "run")
     config = make(BIG)
     if kind != "random":
         in_fork(partial(saved, tmp_path / "saved"))

@@ -51,7 +51,9 @@ def poured(ranks: Ranks, configs: list[RunConfig]) -> list[Any]:
 
 def test_every_weight_and_buffer_arrives(tmp_path: Path) -> None:
     def make(config: Mapping[str, Any] | None, stage: int, offload: Mapping[str, Any], **more: Any) -> RunConfig:
-        return run_config(config, strategies={"zero": {"stage": stage}, "offload": offload}, **more)
+        return run_config(
+            config, strategies={"zero": {"stage": stage}, "offload": offload}, output_dir=tmp_path / "run", **more
+        )
 
     for name, config in (("llama", LLAMA), ("mixtral", MIXTRAL)):
         section = run_config(config).model

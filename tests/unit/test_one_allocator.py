@@ -54,6 +54,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "saving/state_dict.py": {"new_empty": "nothing, in place of what another rank reads"},
     "forward/routed_linear.py": {"empty": "the transposed copy of a weight, which is in the plan"},
     "saving/state_file.py": {"empty": "one weight at a time, while a checkpoint is loaded"},
+    "tensors/parameters.py": {"full": "one NaN per parameter that is given its value later"},
     "updating/updates.py": {"empty": "the CPU update's scratch of fixed size, pageable, allocated once"},
 }
 

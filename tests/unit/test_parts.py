@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.helpers.tiny import GPT2, LLAMA, MIXTRAL, MODELS, OPT, run_config
@@ -60,6 +61,23 @@ def test_saved_weights_are_read_by_name(base: Mapping[str, Any], dtype: str, fro
     saved.save_pretrained(tmp_path, max_shard_size="30KB" if base is LLAMA else "1GB")
     changes = {"config": None, "name_or_path": str(tmp_path), "tokenizer": None, "dtype": dtype}
     assert filled(run_config(None, model=changes).model, front) is None
+
+
+def test_buffers_are_those_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaModel
+
+    section, own = run_config(LLAMA).model, LlamaModel.__init__
+    build(section, load_config(section), seed=5, partitioned=False).save_pretrained(tmp_path)
+    saved = load_file(tmp_path / parts.WHOLE) | {"model.seen": torch.tensor([3.0, 4.0])}
+    save_file(saved, tmp_path / parts.WHOLE, metadata={"format": "pt"})
+
+    def with_buffer(self: Any, config: Any) -> None:
+        own(self, config)
+        self.register_buffer("seen", torch.zeros(2))
+
+    monkeypatch.setattr(LlamaModel, "__init__", with_buffer)
+    changes = {"config": None, "name_or_path": str(tmp_path), "tokenizer": None}
+    assert filled(run_config(None, model=changes).model, True) is None
 
 
 def test_what_cannot_be_read_by_name_is_built_whole(tmp_path: Path) -> None:

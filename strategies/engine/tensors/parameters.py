@@ -279,6 +279,7 @@ def placeholder(param: Tensor) -> nn.Parameter:
 
 
 def is_placeholder(tensor: Tensor) -> bool:
+    """Whether its value comes later."""
     return LATER in vars(tensor)
 
 
