@@ -136,7 +136,7 @@ def test_ranks_that_share_the_engine_declare_its_tolerance() -> None:
         training = config.training.model_copy(update={"max_grad_norm": clip})
         shared = config.model_copy(update={"strategies": {**config.strategies, "zero": zero}, "training": training})
         assert command.declared(shared, 2) == (0.0, "")
-        assert command.declared(shared, 4)[0] == 1e-4
+        assert command.declared(shared, 4)[0] == 1e-3
 
 
 def test_equality_is_not_claimed_of_what_did_not_happen(said: Any) -> None:
