@@ -61,8 +61,8 @@ def fill(
         name_or_path: of a saved model; None: weights are random.
         seed: of random weights.
         whole: builds the whole model, with the same names.
-        give: is called with each parameter that is not held, once it has its value; a tied one has one name. Of what is
-            given again the last value counts.
+        give: where nothing is ``held``, it is called with each parameter once that has its value; a tied one has one
+            name. Of what is given again the last value counts.
 
     Returns:
         A line that says why the whole model was built; None if it was not.
@@ -206,12 +206,11 @@ def _read(
     forget_marks(model)
     for name, param in list(model.named_parameters()):
         param._is_hf_initialized = True  # type: ignore[attr-defined]
-        value = saved[name].read().to(param.dtype)
         if name in wanted:
-            made = put(model, name, nn.Parameter(value, param.requires_grad))
+            made = put(model, name, nn.Parameter(saved[name].read().to(param.dtype), param.requires_grad))
             made._is_hf_initialized = True
-        else:
-            give(name, value)
+        elif not wanted:  # who keeps nothing in the model is given all, and a stage reads no more than its own
+            give(name, saved[name].read().to(param.dtype))
     _allocate_buffers(model)
     for name, buffer in model.named_buffers():
         if (at := saved.get(name)) is not None:
