@@ -1,12 +1,15 @@
 """What ``exit.json`` says when several ranks end, each with its own code, in any order."""
 
 import json
+import os
+import socket
 from pathlib import Path
 
 import pytest
 
 from trainer.dist.exit_file import ExitFile
-from trainer.errors import ExitCode
+from trainer.dist.stopping import started_at
+from trainer.errors import ConfigError, ExitCode
 
 
 def said(folder: Path) -> int | None:
@@ -49,3 +52,24 @@ def test_a_run_that_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.lock").unlink()
     rank(tmp_path, 0, owns=False).write(2)
     assert said(tmp_path) == 2
+
+
+def test_a_lock_that_a_killed_run_has_left_is_nobodys(tmp_path: Path) -> None:
+    host, pid = socket.gethostname(), os.getpid()
+    start = started_at(pid) or 0.0
+    for holder, code in (((host, start), None), (("another", 1.0), None), ((host, start - 1e6), 2)):
+        holds = {"pid": pid, "host": holder[0], "start": holder[1]}
+        (tmp_path / "run.lock").write_text(json.dumps(holds))
+        rank(tmp_path, 0, owns=False).write(2)
+        assert said(tmp_path) == code
+
+
+def test_what_is_in_its_place(tmp_path: Path) -> None:
+    """A folder cannot be removed, which is one line; what cannot be looked at changes nothing."""
+    (tmp_path / "exit.json").mkdir()
+    with pytest.raises(ConfigError, match=r"exit.json: cannot be removed \(Is a directory\)"):
+        rank(tmp_path, 0).clear()
+    (tmp_path / "run.lock").symlink_to("run.lock")
+    rank(tmp_path, 0, owns=False).write(2)
+    rank(tmp_path, 0).write(1)
+    assert {path.name for path in tmp_path.iterdir()} == {"exit.json", "run.lock"}

@@ -122,15 +122,20 @@ def test_numbers_of_the_task_and_of_the_user_from_one_evaluation(
         ("mine:number", "mine has no function number"),
         ("mine:words", "must return numbers by name, and a is str"),
         ("mine:one", "must return numbers by name, and the result is int"),
+        ("mine:several", "must return numbers by name, and a is Tensor"),
+        ("mine:numbered", "must return numbers by name, and 1 is int"),
+        ("exits:f", "exits cannot be imported from the folder of the command or by Python: SystemExit: 0"),
         ("mine:nll", "returns 'nll_loss', and names that end in loss, tokens, perplexity, runtime, per_second"),
     ],
 )
 def test_refused(name: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What is not there before data is read, what is returned at the first evaluation."""
     (tmp_path / "broken.py").write_text("1 / 0\n")
-    functions = {"words": {"a": "b"}, "one": 3, "nll": {"nll_loss": 1}}
+    (tmp_path / "exits.py").write_text("raise SystemExit(0)\n")
+    several = torch.ones(2)
+    functions = {"words": {"a": "b"}, "one": 3, "nll": {"nll_loss": 1}, "several": {"a": several}, "numbered": {1: 2}}
     lines = [f"def {name}(p):\n    return {value!r}\n" for name, value in functions.items()]
-    (tmp_path / "mine.py").write_text("number = 3\n" + "".join(lines))
+    (tmp_path / "mine.py").write_text("from torch import tensor\nnumber = 3\n" + "".join(lines))
     monkeypatch.chdir(tmp_path)
     config = classification(compute_metrics=name)
     with pytest.raises(ConfigError) as caught:
@@ -139,6 +144,19 @@ def test_refused(name: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path
         metrics.beside({}, config)["compute_metrics"](EvalPrediction((np.zeros(1), np.zeros(1)), np.zeros(1)))
     assert len(caught.value.lines) == 1
     assert caught.value.lines[0].startswith(f'training.compute_metrics = "{name}": {said}')
+
+
+def test_functions_of_one_file_share_what_it_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    keep, count = (
+        "def keep(logits, labels):\n    seen.append(1)\n",
+        "def count(p):\n    return {'batches': len(seen)}\n",
+    )
+    (tmp_path / "mine.py").write_text(f"seen = []\n{keep}    return logits\n{count}")
+    monkeypatch.chdir(tmp_path)
+    functions = {"compute_metrics": "mine:count", "preprocess_logits_for_metrics": "mine:keep"}
+    given = metrics.beside({}, classification(**functions))
+    given["preprocess_logits_for_metrics"](None, None)
+    assert given["compute_metrics"](EvalPrediction((np.zeros(1), np.zeros(1)), np.zeros(1))) == {"batches": 1}
 
 
 def test_the_functions_in_the_docs() -> None:

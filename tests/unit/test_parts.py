@@ -93,6 +93,17 @@ def test_what_cannot_be_read_by_name_is_built_whole(tmp_path: Path) -> None:
     assert filled(section, True) == WHOLE + f"it has no {parts.WHOLE}"
 
 
+def test_a_name_with_and_without_its_prefix(tmp_path: Path) -> None:
+    section = run_config(LLAMA).model
+    build(section, load_config(section), seed=5, partitioned=False).save_pretrained(tmp_path)
+    saved = load_file(tmp_path / parts.WHOLE)
+    save_file(
+        saved | {"norm.weight": 2 * saved["model.norm.weight"]}, tmp_path / parts.WHOLE, metadata={"format": "pt"}
+    )
+    changes = {"config": None, "name_or_path": str(tmp_path), "tokenizer": None}
+    assert filled(run_config(None, model=changes).model, False) == WHOLE + "its files have model.norm.weight twice"
+
+
 def test_a_weight_that_two_modules_initialise_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import LlamaPreTrainedModel
 

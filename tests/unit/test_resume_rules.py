@@ -131,7 +131,14 @@ def ranks_and_accumulation(now: dict[str, Any], ranks: tuple[int, int], rows: in
         ({"gradient_accumulation_steps": 2, "max_steps": 5}, (2, 4), 67, {}, "67 rows do not divide evenly"),
         ({"gradient_accumulation_steps": 1}, (2, 8), 40, {}, "40 rows do not divide evenly"),
         ({"gradient_accumulation_steps": 8}, (2, 1), 66, {}, "66 rows do not divide evenly"),
-        ({"gradient_accumulation_steps": 2}, (2, 4), None, {}, "a stream"),
+        ({"gradient_accumulation_steps": 2}, (2, 4), None, {}, "how many rows an epoch has is not known"),
+        (
+            {"gradient_accumulation_steps": 2, "data": {"path": "other"}, "allow_change": ["data"]},
+            (2, 4),
+            64,
+            {},
+            "how many rows",
+        ),
         ({"gradient_accumulation_steps": 2}, (2, 4), 64, {"text": {"attn_pdrop": 0.1}}, "attn_pdrop = 0.1 draws"),
         ({}, (2, 4), 64, {}, "gradient_accumulation_steps = 2 would keep them"),
         ({}, (2, 3), 64, {}, "an update has other rows)"),
@@ -158,6 +165,13 @@ def test_updates_keep_their_rows(
         assert refused.keys() >= changed and all(why in refused[key] for key in changed)
     else:
         assert refused == {} and len(found.said) == 1 and "8 micro-batches" in found.said[0]
+
+
+def test_a_schedule_that_follows_the_loss_needs_the_same_evaluations() -> None:
+    given = {"lr_scheduler_type": "greedy", "eval_strategy": "epoch", "data": {"eval_fraction": 0.1}}
+    trees = [run_config(gradient_accumulation_steps=count, **given).tree() for count in (2, 1)]
+    line, _ = compare(*trees, (1, 2), "c", Known(16)).refused
+    assert "lr_scheduler_type = greedy follows evaluations, whose batches are others on other ranks" in line.what
 
 
 def test_two_micro_batches_are_added_in_one_order() -> None:

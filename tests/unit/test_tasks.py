@@ -75,6 +75,13 @@ PAIR = {"problem_type": "regression", "labels": ["x", "y"]}
         (SEVERAL, ["a"], "field 'label' is a string; every row needs a list"),
         (SEVERAL, [["a", "d"]], "field 'label' is 'd', the labels are a, b, c"),
         (SEVERAL, [[0, 1, 1]], "is [0, 1, 1], with a label twice; for each label whether it is there are 0.0 and 1.0"),
+        (
+            {**SEVERAL, "labels": ["a", "b"]},
+            [[1, 0]],
+            "numbers of both labels or one of them; write names, or 0.0 and 1.0",
+        ),
+        ({"labels": ["1", "2"]}, [0], "field 'label' is 0, the labels are 1, 2"),
+        ({"labels": ["1", "2"]}, [1, "2"], [0, 1]),
         (SEVERAL, [[0.5, 1.0, 1.0]], "field 'label' is a number; every row needs a string or an integer"),
         (NUMBER, ["2"], "field 'label' is '2'; every row needs a number"),
         (NUMBER, [True], "field 'label' is True; every row needs a number"),

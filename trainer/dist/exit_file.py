@@ -6,7 +6,7 @@ where there is none, the run is under way, or its processes were killed.
 
 The cause stays: a rank that ends because of another (13, 15), or with all of them (0, 10, 130), writes where nothing is
 written yet; every other code replaces what is there. A run that was refused because another one has the folder writes
-nothing, and nobody makes a folder for the file.
+nothing, and nobody makes a folder for the file. A lock that a killed run has left is nobody's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from trainer.errors import ExitCode
+from trainer.errors import ConfigError, ExitCode
 
 NAME, LOCK = "exit.json", "run.lock"
 FOLLOWS = (ExitCode.FINISHED, ExitCode.PREEMPTED, ExitCode.WATCHDOG, ExitCode.PEER_DIED, ExitCode.INTERRUPTED)
@@ -49,16 +49,20 @@ class ExitFile:
         self.step: int | None = None
 
     def clear(self) -> None:
-        """Remove the file of an earlier run."""
-        if self.folder is not None:
+        """Remove the file of an earlier run. Raise ConfigError if that cannot be done."""
+        if self.folder is None:
+            return
+        try:
             (self.folder / NAME).unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{self.folder / NAME}: cannot be removed ({error.strerror}); remove it") from None
 
     def write(self, code: int) -> None:
         """This rank ends with ``code``. What cannot be written changes nothing."""
         folder = self.folder
         if folder is None or not os.path.isdir(folder):  # noqa: PTH112 - a name that is too long is no error there
             return
-        if not self.owns and (self._rank > 0 or (folder / LOCK).exists()):
+        if not self.owns and (self._rank > 0 or _in_use(folder / LOCK)):
             return
         about = {
             "code": int(code),
@@ -77,3 +81,16 @@ class ExitFile:
                 draft.replace(path)
         with suppress(OSError):
             draft.unlink(missing_ok=True)
+
+
+def _in_use(lock: Path) -> bool:
+    """Whether the run that has written the lock lives, or may; of another host nothing is known."""
+    from trainer.dist.stopping import lives
+
+    try:
+        if not lock.exists():
+            return False
+        found = json.loads(lock.read_bytes()) if lock.is_file() else {}
+        return bool(found["host"] != socket.gethostname() or lives(found["pid"], found["start"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return True

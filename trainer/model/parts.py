@@ -253,6 +253,8 @@ def _saved(model: PreTrainedModel, name_or_path: str) -> dict[str, _Saved]:
         with safe_open(path, framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118 - it is no dict
                 name = key if key in names else f"{model.base_model_prefix}.{key}"
+                if name in found:
+                    raise NotInParts(f"its files have {name} twice")
                 found[name] = _Saved(path, key, tuple(opened.get_slice(key).get_shape()))
     return found
 

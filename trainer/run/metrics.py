@@ -18,7 +18,10 @@ from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
 
 from trainer.errors import first_line, nearest
 
@@ -33,19 +36,22 @@ TAKEN = ("loss", "tokens", "perplexity", "runtime", "per_second")  # ends of nam
 
 def refuse(config: RunConfig) -> None:
     """Raise ConfigError if a function is not where the config says."""
+    modules: dict[str, ModuleType] = {}
     for key in KEYS:
-        found(config, key)
+        found(config, key, modules)
 
 
-def found(config: RunConfig, key: str) -> Callable[..., Any] | None:
-    """The function that a key of ``training`` names; None if it names none. May raise ConfigError."""
+def found(config: RunConfig, key: str, modules: dict[str, ModuleType]) -> Callable[..., Any] | None:
+    """The function that a key of ``training`` names; None if it names none. May raise ConfigError. ``modules``: those
+    that are imported, since two functions of one file share what it has.
+    """
     given: str | None = getattr(config.training, key)
     if given is None:
         return None
     name, _, function = given.partition(":")
     try:
-        module = imported(name)
-    except Exception as error:
+        module = modules[name] = modules.get(name) or imported(name)
+    except (Exception, SystemExit) as error:
         what = f"{name} cannot be imported from the folder of the command or by Python: {first_line(error)}"
         raise config.error(f"training.{key}", given, what) from None
     work = getattr(module, function, None)
@@ -68,7 +74,8 @@ def imported(name: str) -> ModuleType:
 
 def beside(own: dict[str, Any], config: RunConfig) -> dict[str, Any]:
     """A Trainer's keyword arguments, with the functions of the config beside the task's ``own``."""
-    theirs, keeps = (found(config, key) for key in KEYS)
+    modules: dict[str, ModuleType] = {}
+    theirs, keeps = (found(config, key, modules) for key in KEYS)
     if theirs is None:
         return own
     measure, keep = (own.get(key) for key in KEYS)
@@ -88,10 +95,15 @@ def checked(result: Any, config: RunConfig) -> Mapping[str, Any]:
     """The result of the user's function, if it is numbers under names of their own. May raise ConfigError."""
     names = result if isinstance(result, Mapping) else {"": result}
     what = None
-    if wrong := [name for name, value in names.items() if not (name and isinstance(value, SupportsFloat))]:
+    if wrong := [name for name, value in names.items() if not (name and isinstance(name, str) and _is_number(value))]:
         what = f"must return numbers by name, and {wrong[0] or 'the result'} is {type(names[wrong[0]]).__name__}"
     elif wrong := [name for name in names if name.endswith(TAKEN)]:
         what = f"returns {wrong[0]!r}, and names that end in {', '.join(TAKEN)} are taken; give it another"
     if what is not None:
         raise config.error("training.compute_metrics", config.training.compute_metrics, what)
     return names
+
+
+def _is_number(value: Any) -> bool:
+    """Whether records can have it: Hugging Face's Trainer makes numbers of NumPy's, and of tensors with one element."""
+    return isinstance(value, (int, float, np.number, np.bool_)) or (isinstance(value, Tensor) and value.numel() == 1)

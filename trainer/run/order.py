@@ -309,8 +309,11 @@ def make_trainer(run: Run) -> Trainer:
             meter,
         ],
     )
-    if not task.language and (line := left_out(run.config, len(run.prepared.train), trainer)):
-        run.say(line)
+    if not task.language:
+        if line := left_out(run.config, len(run.prepared.train), trainer):
+            run.say(line)
+        left = trainer.about.data.model_copy(update={"rows": len(trainer.train_dataset)})  # type: ignore[arg-type]
+        trainer.about = trainer.about.model_copy(update={"data": left})  # TRL may have dropped some
     trainer.remove_callback(PrinterCallback)  # our line says more
     if training.profile is not None:
         model_name = run.config.model.name_or_path or type(model).__name__

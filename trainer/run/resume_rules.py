@@ -23,7 +23,7 @@ from transformers import TrainingArguments
 
 from trainer.config.arguments import ALLOWABLE
 from trainer.run import same_rows
-from trainer.run.same_rows import ACCUMULATION, NOT_KNOWN, RANKS, Known
+from trainer.run.same_rows import ACCUMULATION, FOLLOWS_LOSS, NOT_KNOWN, RANKS, Known
 
 SILENT, SAID, NEVER, MOVES = "silent", "said", "never", "moves"
 
@@ -97,7 +97,6 @@ _SHAPES = """
     num_local_experts num_experts moe_intermediate_size num_experts_per_tok
 """
 SHAPES = frozenset(_SHAPES.split())
-FOLLOWS_LOSS = ("reduce_lr_on_plateau", "greedy")
 _EVALUATIONS = """eval_strategy eval_steps eval_delay eval_on_start metric_for_best_model greater_is_better
     compute_metrics preprocess_logits_for_metrics"""
 _FOLLOWED = {f"training.{name}" for name in _EVALUATIONS.split()}
@@ -131,6 +130,8 @@ def compare(
     other_rows = ""
     if ranks[0] != ranks[1]:
         found.append((RANKS, RANKS, *ranks))
+        if any(key.startswith("data.") and rule != SILENT for key, rule, *_ in found):
+            known = known._replace(rows=None)
         other_rows = same_rows.why_not(saved, now, ranks, known)
         if not other_rows:
             found = [each for each in found if each[0] not in (RANKS, ACCUMULATION)]

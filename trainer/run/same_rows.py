@@ -7,7 +7,8 @@ additions depends on the strategy, which is said in docs/exactness.md.
 
 Not so, and therefore refused: rows that do not divide evenly at the end of an epoch, where Accelerate fills the last
 round of N copies with rows from the beginning; samplers that look at N or A; dropout, of which each rank draws its own;
-losses that are means over one rank's tokens, or compare rows across ranks (kto); streams, whose end is not known.
+losses that are means over one rank's tokens, or compare rows across ranks (kto); schedules that follow
+evaluations, whose batches are others; streams, and data that was allowed to change, whose number of rows is not known.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from typing import Any, NamedTuple
 ACCUMULATION, RANKS = "training.gradient_accumulation_steps", "ranks"
 RANDOM = ("drop", "jitter", "noise")  # in keys of Hugging Face's model configs
 IN_ORDER = ("random", "sequential")
+FOLLOWS_LOSS = ("reduce_lr_on_plateau", "greedy")  # schedules
 
 
 class Known(NamedTuple):
-    """Of the checkpoint: rows of an epoch (None: a stream, or not known), and Hugging Face's config of the model."""
+    """Of the checkpoint: rows of an epoch (None: not known), and Hugging Face's config of the model."""
 
     rows: int | None = None
     model: Mapping[str, Any] = {}
@@ -48,12 +50,16 @@ def why_not(saved: Mapping[str, Any], now: Mapping[str, Any], copies: tuple[int,
             return "training.average_tokens_across_devices = false takes means over each rank's own tokens"
         if (order := tree.get("train_sampling_strategy") or IN_ORDER[0]) not in IN_ORDER:
             return f"training.train_sampling_strategy = {order} gives each number of ranks another order"
+        if (schedule := tree.get("lr_scheduler_type")) in FOLLOWS_LOSS:
+            return (
+                f"training.lr_scheduler_type = {schedule} follows evaluations, whose batches are others on other ranks"
+            )
     if now.get("task") == "kto":
         return "kto compares rows across ranks"
     if drawn := next(_random(saved, known.model), None):
         return f"{drawn} draws other numbers on other ranks"
     if known.rows is None:
-        return "how many rows a stream has is not known"
+        return "how many rows an epoch has is not known"
     steps = int(trees[1].get("max_steps") or -1)
     in_one_epoch = 0 < steps * count * size <= known.rows
     if not in_one_epoch and any(known.rows % (size * each) for each in copies):

@@ -115,6 +115,10 @@ def target_of(label: Any, model: PretrainedConfig) -> int | float | list[float] 
         return found if several else found[0]
     if len(values) == count and {*map(type, values)} == {float} and {*values} <= {0.0, 1.0}:
         return list(values)  # for each label, whether the row has it
+    if count == len(values) == 2 and {*map(type, values)} == {int} and {*values} == {0, 1}:
+        return (
+            f"field 'label' is {label!r}, numbers of both labels or one of them; write names, or 0.0 and 1.0 for each"
+        )
     numbers = [number_of(each, model) for each in values]
     if wrong := [each for each in numbers if isinstance(each, str)]:
         return wrong[0]
@@ -130,7 +134,8 @@ def number_of(label: Any, model: PretrainedConfig) -> int | str:
     names = {str(name): number for name, number in (model.label2id or {}).items()}
     if str(label) in names:
         return int(names[str(label)])
-    number = int(label) if str(label).isdecimal() else -1
+    named = any(name.isdecimal() for name in names)  # as stars are, from 1 to 5: a number is a name there
+    number = int(label) if str(label).isdecimal() and not named else -1
     if 0 <= number < len(names):
         return number
     known = ", ".join(list(names)[:20])
