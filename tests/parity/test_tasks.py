@@ -18,6 +18,7 @@ from trainer.data import pydoc_rows
 from trainer.data import tokenizer as tokenizers
 from trainer.dist.ranks import Ranks
 from trainer.dist.stopping import Stop
+from trainer.run import checkpoint
 from trainer.run.run import run
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -241,3 +242,23 @@ def test_a_stream_of_declared_rows_trains_as_many(bases: Path, tmp_path: Path) -
         assert run(given, Ranks(), Stop()) == 0
         found.append(tensors(tmp_path / name / "export"))
     assert all(torch.equal(found[0][name], each) for name, each in found[1].items())
+
+
+def test_a_checkpoint_knows_the_rows_that_trl_has_left(bases: Path, tmp_path: Path) -> None:
+    """What a resume on other ranks divides (``trainer/run/same_rows.py``)."""
+    rows = [{"chosen": "def", "rejected": "class " * (LENGTH if number == 5 else 1)} for number in range(12)]
+    tree = {
+        "task": "reward",
+        "model": {"name_or_path": str(bases / "llama")},
+        "data": {"path": str(write_jsonl(tmp_path / "rows.jsonl", rows)), "max_length": LENGTH},
+        "training": {
+            **SAID,
+            "max_steps": 1,
+            "save_strategy": "steps",
+            "save_steps": 1,
+            "output_dir": str(tmp_path / "r"),
+        },
+        "strategies": {},
+    }
+    assert run(load_tree(tree), Ranks(), Stop()) == 0
+    assert checkpoint.verified(tmp_path / "r" / "checkpoint-1").manifest.run.data.rows == 11
