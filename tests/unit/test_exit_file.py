@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainer.dist.exit_file import ExitFile
-from trainer.dist.stopping import started_at
+from trainer.dist.processes import started_at
 from trainer.errors import ConfigError, ExitCode
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.tiny import LLAMA, run_config
-from trainer.dist import stopping
+from trainer.dist import processes
 from trainer.errors import ConfigError, ExitCode
 from trainer.planning.from_config import WRITTEN
 from trainer.run import lock
@@ -132,10 +132,10 @@ def test_a_file_system_without_locks_is_held_by_the_process_number(
 ) -> None:
     config = run_config(LLAMA, output_dir=tmp_path)
     monkeypatch.setattr(lock, "_lock", lambda handle: False)
-    content = {"pid": pid, "host": socket.gethostname(), "start": (stopping.started_at(pid) or 0.0) + late_s}
+    content = {"pid": pid, "host": socket.gethostname(), "start": (processes.started_at(pid) or 0.0) + late_s}
     (tmp_path / NAME).write_text(json.dumps(content))
     if starts is not None:
-        monkeypatch.setattr(stopping, "started_at", lambda pid: starts)
+        monkeypatch.setattr(processes, "started_at", lambda pid: starts)
     if refuses:
         assert f"process {pid} on" in refused(config)
     else:

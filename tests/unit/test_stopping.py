@@ -16,8 +16,9 @@ import pytest
 
 from tests.helpers.tiny import LLAMA, run_config
 from trainer.dist import stopping
+from trainer.dist.processes import started_at
 from trainer.dist.ranks import Ranks
-from trainer.dist.stopping import LAUNCHER, Phase, Stop, Stopped, is_launcher, launchers, one_is_gone, started_at
+from trainer.dist.stopping import LAUNCHER, Phase, Stop, Stopped, is_launcher, launchers, one_is_gone
 from trainer.errors import ConfigError, ExitCode, write_line
 
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1

@@ -20,6 +20,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
+from trainer.dist.processes import lives
 from trainer.errors import ConfigError, ExitCode
 
 NAME, LOCK = "exit.json", "run.lock"
@@ -85,8 +86,6 @@ class ExitFile:
 
 def _in_use(lock: Path) -> bool:
     """Whether the run that has written the lock lives, or may; of another host nothing is known."""
-    from trainer.dist.stopping import lives
-
     try:
         if not lock.exists():
             return False

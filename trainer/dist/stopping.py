@@ -43,6 +43,7 @@ from typing import Any
 import psutil
 
 from trainer.dist.exit_file import ExitFile
+from trainer.dist.processes import lives
 from trainer.errors import ExitCode, let_go, write_line
 
 # Programs, and modules started with -m. ``accelerate launch`` starts torch's in its own process.
@@ -53,7 +54,6 @@ LONGEST_CHAIN = 4
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 LOOK_S = 0.5  # between two looks at the launcher
 ECHO_S = 2.0  # the same signal, sent on by a launcher
-SAME_START_S = 2.0  # the kernel counts from its boot, and the clock may have been set since
 STUCK_S = 5.0  # for the main thread to leave what it does
 LAUNCHER = "the launcher has ended"
 
@@ -94,23 +94,6 @@ def is_launcher(command: list[str]) -> bool:
             path = PurePath(word)
             return path.name in PROGRAMS or path.as_posix().endswith(FILES)
     return False
-
-
-def started_at(pid: int) -> float | None:
-    """When a process of this machine began (seconds, Unix); None if it has ended. With the pid it is unique."""
-    try:
-        process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
-    except psutil.NoSuchProcess:
-        return None
-    except psutil.AccessDenied:  # it lives and belongs to somebody else
-        return -1.0
-
-
-def lives(pid: int, start: float) -> bool:
-    """Whether the process of this machine that began at ``start`` has not ended, as far as that can be seen."""
-    now = started_at(pid)
-    return now is not None and (now < 0 or abs(now - start) < SAME_START_S)
 
 
 class Phase(Enum):

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from trainer.dist.exit_file import ExitFile
-from trainer.dist.stopping import lives, started_at
+from trainer.dist.processes import lives, started_at
 from trainer.errors import ExitCode
 
 MOST_S, PER_TIMEOUT = 5.0, 8.0  # between two beats: so often per timeout, and at least every 5 s
