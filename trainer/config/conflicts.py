@@ -316,8 +316,11 @@ def _strategies(sections: Mapping[str, Values]) -> Found:
         if name in sections["strategies"]:
             for said, why in find(name).excludes.items():
                 key, _, value = said.partition(" = ")
-                section, _, field = key.partition(".")
-                if (given := sections[section][field]) not in (*OFF, WRONG) and value in ("", given):
+                section, field, *below = key.split(".")
+                given = sections[section][field]
+                for part in below:
+                    given = given.get(part) if isinstance(given, dict) else None
+                if given not in (*OFF, WRONG) and value in ("", given):
                     yield key, f"{why}; {KEEP_ONE}"
             if t.fp16 and m.dtype == "float16" and find(name).requires >= PLANNED:
                 yield "model.dtype", f"strategies.{name} keeps float32 weights under training.fp16; write float32"
