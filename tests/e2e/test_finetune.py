@@ -73,7 +73,9 @@ def test_chats(server: Server, pretrained: Path, tmp_path: Path) -> None:
 
 
 def test_a_stream(server: Server, pretrained: Path, tmp_path: Path) -> None:
-    data = write_jsonl(tmp_path / "rows.jsonl", [{"text": f"row {i} of a stream"} for i in range(30)])
+    data = write_jsonl(
+        tmp_path / "rows.jsonl", [{"text": f"row {i} of a stream" + ", long" * (i % 7)} for i in range(30)]
+    )
     config = finetuning(tmp_path, pretrained, {"path": str(data), "streaming": True})
     server.run(2, config, "strategies.zero={stage: 1}").check().quiet()
     assert [record["step"] for record in metrics(tmp_path / "run") if "loss" in record] == [1, 2, 3, 4]

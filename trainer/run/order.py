@@ -203,7 +203,8 @@ def make_arguments(run: Run) -> TrainingArguments:
         **task.complete(given, run.config),
         deepspeed=deepspeed.ds_config(run.plan) or None,
         logging_nan_inf_filter=False,  # a loss that is not finite is logged as it is
-        accelerator_config={"non_blocking": bool(given["dataloader_pin_memory"])},  # batches are copied beside compute
+        # Batches are copied beside compute. Each rank reads a stream: one that sent batches could send one length only.
+        accelerator_config={"non_blocking": bool(given["dataloader_pin_memory"]), "dispatch_batches": False},
         disable_tqdm=True,
         label_names=["labels"],
     )
