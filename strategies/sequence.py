@@ -52,6 +52,7 @@ class Sequence(Strategy):
     excludes = {
         "training.train_sampling_strategy = batch_rebalance": "it gives ranks of one row different rows",
         "training.compute_metrics": "strategies.sequence gives each rank the logits of a slice of every row",
+        "training.fp16": "gradients of slices are larger, so other steps would be skipped; write training.bf16",
         "training.label_smoothing_factor": "strategies.sequence sums the loss of the model itself over the slices",
         "training.neftune_noise_alpha": "its noise depends on the length of a row, of which a rank has a slice",
         "training.use_liger_kernel": "strategies.sequence has not been compared with Liger's kernels",

@@ -41,6 +41,7 @@ CASES: list[tuple[list[str], str]] = [
     (["training.train_sampling_strategy=batch_rebalance"], "it gives ranks of one row different rows; keep one"),
     (["training.include_num_input_tokens_seen=all"], "gives ranks of a row the same tokens; keep one of the two"),
     (["model.attn_implementation=flash_attention_2"], "attention by torch's scaled_dot_product_attention; leave it"),
+    (["training.fp16=true"], "gradients of slices are larger"),
     (["model.lora.lora_dropout=0.1"], "model.lora.lora_dropout = 0.1: ranks of a row draw the same numbers and would"),
     (["model.trust_remote_code=true"], "replaces attention where a model asks Transformers for it; keep one"),
     (["strategies.sequence.degree=4"], "is 6: each rank computes whole heads; write 2, 3, 6; torch's ring attention"),
