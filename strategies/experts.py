@@ -25,7 +25,7 @@ from pydantic import Field
 from strategies.backends import deepspeed
 from strategies.core.facts import Facts, Param, Precision, RunFacts
 from strategies.core.plan import RUN, Decision, Plan, Reserve
-from strategies.core.protocol import COMPILING, Axis, Parity, Phase, Refusal, Requirement, Strategy
+from strategies.core.protocol import COMPILING, Axis, Parity, Phase, Refusal, Requirement, Strategy, compared_with
 from strategies.planner.expert_slices import Exchanges, exchanges_of
 
 if TYPE_CHECKING:
@@ -78,6 +78,10 @@ class Experts(Strategy):
 
     def divides(self) -> Mapping[Axis, int]:
         return {Axis.EXPERTS: self.degree}
+
+    def check_installed(self) -> None:
+        """Older releases of Transformers scale losses otherwise."""
+        compared_with(KEY, self.degree, "transformers", (5, 23))
 
     def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
         if run.world_size % self.degree:

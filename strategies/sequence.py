@@ -21,7 +21,7 @@ from pydantic import Field
 
 from strategies.core.facts import Facts, Precision, RunFacts
 from strategies.core.plan import RUN, Decision, Plan, Reserve
-from strategies.core.protocol import COMPILING, Axis, Parity, Phase, Refusal, Strategy
+from strategies.core.protocol import COMPILING, Axis, Parity, Phase, Refusal, Strategy, compared_with
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,6 +76,10 @@ class Sequence(Strategy):
 
     def divides(self) -> Mapping[Axis, int]:
         return {Axis.SEQUENCE: self.degree}
+
+    def check_installed(self) -> None:
+        """Older releases of Transformers scale losses otherwise."""
+        compared_with(KEY, self.degree, "transformers", (5, 23))
 
     def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
         for name in _NOT_BESIDE:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
@@ -191,6 +192,15 @@ class Refusal(ValueError):
     def __str__(self) -> str:
         written = str(self.value).lower() if isinstance(self.value, bool) else repr(self.value)
         return f"{self.key} = {written}: {self.cure}"
+
+
+def compared_with(key: str, value: object, package: str, release: tuple[int, int]) -> None:
+    """Raise Refusal if an older release of ``package`` is installed than what was compared with plain training."""
+    installed = version(package)
+    if tuple(int(part) for part in installed.split(".")[:2]) < release:
+        wanted = ".".join(map(str, release))
+        cure = f"was compared with plain training under {package} {wanted}, not {installed}; install {wanted}"
+        raise Refusal(key, value, cure)
 
 
 class MemoryRefusal(Refusal):

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from strategies.backends.ulysses import Ulysses
+from strategies.core import protocol
 from strategies.core.grid import Cell, Grid
 from strategies.core.plan import Kind
+from strategies.experts import Experts
+from strategies.sequence import Sequence
 from tests.helpers.tiny import LLAMA, run_config
 from trainer.config.load import load
 from trainer.dist.ranks import Ranks
@@ -121,3 +124,11 @@ def test_slices_cover_every_token_once() -> None:
     assert all(part["attention_mask"][0, 0].tolist() == documents for part in parts)
     one = Ulysses(2, 0, None).slice_of({"input_ids": ids, "labels": ids})
     assert one["attention_mask"].shape == (1, 1, 0, 3) and one["position_ids"].shape == (2, 5)
+
+
+@pytest.mark.parametrize("strategy", [Sequence(degree=2), Experts(degree=2)])
+def test_releases_that_were_not_compared_are_refused(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy.check_installed()
+    monkeypatch.setattr(protocol, "version", lambda package: "5.22.1")
+    with pytest.raises(protocol.Refusal, match=r"under transformers 5.23, not 5.22.1; install 5.23"):
+        strategy.check_installed()
