@@ -128,6 +128,7 @@ def test_slices_cover_every_token_once() -> None:
 
 @pytest.mark.parametrize("strategy", [Sequence(degree=2), Experts(degree=2)])
 def test_releases_that_were_not_compared_are_refused(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "version", lambda package: "5.23.0")
     strategy.check_installed()
     monkeypatch.setattr(protocol, "version", lambda package: "5.22.1")
     with pytest.raises(protocol.Refusal, match=r"under transformers 5.23, not 5.22.1; install 5.23"):
