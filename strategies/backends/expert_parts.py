@@ -118,7 +118,7 @@ class ExpertParts:
             module.forward.routed = torch.zeros_like(routed[0])
         dist.all_reduce(routed)
         shares = routed.double() / routed.sum(dim=1, keepdim=True).clamp_min(1)
-        return {"experts_busiest": float(shares.max()), "experts_dropped": 0}
+        return {"experts_busiest": float(shares.max())}
 
 
 def of(model: Any) -> ExpertParts | None:

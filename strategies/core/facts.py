@@ -349,9 +349,11 @@ class Facts:
 
     @property
     def loaded_bytes(self) -> int:
-        """Of the weights as they are loaded, before any strategy changes their dtype; where a rank has a part of the
-        model, of that, and for a moment of the largest of all.
+        """Of the weights as they are loaded, before any strategy changes their dtype; where a rank loads a part of the
+        model, of that, and for a moment of the largest of all. Experts are cut out of the whole model.
         """
+        if self.run.apart:
+            return self.run.trained_bytes * self.run.model_params
         if self.run.model_params:
             return self.run.trained_bytes * (self.num_params + self.run.largest_param)
         packed = sum(unit.quantised_bytes for unit in self.units) + self.run.scales_bytes

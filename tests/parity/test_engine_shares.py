@@ -144,6 +144,24 @@ def test_the_bits_of_one_process(num_ranks: int) -> None:
     assert run_world(num_ranks, train, rows_for(num_ranks)) == []
 
 
+def divided_once_of_twice(ranks: Ranks) -> str:
+    """What is said of a step of two micro-batches of which one loss is divided by the number of ranks."""
+    model = build("llama")
+    plan: Any = plan_of(model, ranks=ranks.world_size, accumulation=2)
+    optimizer = stow(model, plan, rule=AdamW(), device="cpu")
+    batch = batches_on("cpu", "llama", 1)[0]
+    with pytest.raises(RuntimeError) as caught:
+        with optimizer.scaled_loss() as count:
+            (model(**batch).loss / count).backward()
+        model(**batch).loss.backward()
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_losses_of_a_step_are_all_divided_or_none() -> None:
+    assert run_world(3, divided_once_of_twice).startswith("of the losses of one step some were divided")
+
+
 @pytest.mark.slow
 def test_any_three_levels() -> None:
     assert run_world(2, train, rows_for(2, strength=3), timeout_s=600) == []

@@ -8,15 +8,14 @@ import torch
 from strategies.core.facts import Home, UnitKind
 from strategies.core.plan import Kind
 from strategies.planner.expert_slices import layer_seconds
+from tests.helpers.refused import lines_of
 from tests.helpers.tiny import LLAMA, MIXTRAL, run_config
-from trainer.config.load import load
 from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError
 from trainer.machine.probe import probe
 from trainer.model.build import load_config
 from trainer.planning.facts import check_model, counted
 from trainer.planning.from_config import check_options, plan_of
-from trainer.run import order
 from trainer.run.pipeline_trainer import token_losses
 
 CONFIG = """\
@@ -53,13 +52,8 @@ CASES: list[tuple[list[str], str]] = [
 def test_refused_before_data_is_read(
     overrides: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # there is no data
-    Path("x.yaml").write_text(CONFIG)
-    with pytest.raises(ConfigError) as caught:
-        config = load(Path("x.yaml"), overrides)
-        check_options(config, 12)
-        order.prepare(config, Ranks())
-    assert any(line in each for each in caught.value.lines), caught.value.lines
+    lines = lines_of(CONFIG, overrides, 12, tmp_path, monkeypatch)
+    assert any(line in each for each in lines), lines
 
 
 def test_a_model_without_experts_and_a_world_of_other_ranks_are_refused() -> None:
@@ -84,6 +78,7 @@ def test_one_ranks_part() -> None:
         gone = experts // 2 if one.kind is UnitKind.BLOCK else 0
         assert (one.num_params - other.num_params, one.saved_bytes) == (gone, other.saved_bytes)
     assert (part.run.model_params, part.run.replicas) == (whole.num_params, 4)
+    assert part.loaded_bytes == whole.loaded_bytes == 4 * whole.num_params, "experts are cut out of the whole model"
     held = {each.owner: each for each in plans[1].reserves(Home.DEVICE)}
     buckets, rows = held["data parallel: buckets"], held["experts: exchanged rows"]
     assert buckets.num_bytes == plans[1].total(Kind.GRAD) - 2 * experts // 2 * 4

@@ -146,15 +146,22 @@ def test_refused(name: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path
     assert caught.value.lines[0].startswith(f'training.compute_metrics = "{name}": {said}')
 
 
-def test_functions_of_one_file_share_what_it_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_file_runs_once_and_its_functions_share_what_it_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A dataclass whose annotations are text looks its module up."""
+    head = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nopen('ran', 'a').write('x')\n"
+        "@dataclass\nclass Kept:\n    number: int = 0\n"
+    )
     keep, count = (
         "def keep(logits, labels):\n    seen.append(1)\n",
         "def count(p):\n    return {'batches': len(seen)}\n",
     )
-    (tmp_path / "mine.py").write_text(f"seen = []\n{keep}    return logits\n{count}")
+    (tmp_path / "mine.py").write_text(f"{head}seen = []\n{keep}    return logits\n{count}")
     monkeypatch.chdir(tmp_path)
     functions = {"compute_metrics": "mine:count", "preprocess_logits_for_metrics": "mine:keep"}
+    metrics.refuse(classification(**functions))
     given = metrics.beside({}, classification(**functions))
+    assert (tmp_path / "ran").read_text() == "x"
     given["preprocess_logits_for_metrics"](None, None)
     assert given["compute_metrics"](EvalPrediction((np.zeros(1), np.zeros(1)), np.zeros(1))) == {"batches": 1}
 

@@ -13,14 +13,13 @@ from strategies.core.grid import Cell, Grid
 from strategies.core.plan import Kind
 from strategies.experts import Experts
 from strategies.sequence import Sequence
+from tests.helpers.refused import lines_of
 from tests.helpers.tiny import LLAMA, run_config
-from trainer.config.load import load
 from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError
 from trainer.machine.probe import probe
 from trainer.planning import facts
 from trainer.planning.from_config import check_options, plan_of
-from trainer.run import order
 from trainer.run.training_state import _stream_of
 
 CONFIG = """\
@@ -59,13 +58,8 @@ CASES: list[tuple[list[str], str]] = [
 def test_refused_before_data_is_read(
     overrides: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # there is no data
-    Path("x.yaml").write_text(CONFIG)
-    with pytest.raises(ConfigError) as caught:
-        config = load(Path("x.yaml"), overrides)
-        check_options(config, 4)
-        order.prepare(config, Ranks())
-    assert line in caught.value.lines[0], caught.value.lines
+    lines = lines_of(CONFIG, overrides, 4, tmp_path, monkeypatch)
+    assert line in lines[0], lines
 
 
 def test_a_world_of_other_ranks_is_refused() -> None:

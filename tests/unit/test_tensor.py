@@ -10,13 +10,11 @@ from torch.utils.checkpoint import checkpoint
 
 from strategies.backends import tensor_shards
 from strategies.core.grid import Grid
+from tests.helpers.refused import lines_of
 from tests.helpers.tiny import GPT2, LLAMA, OPT, run_config
-from trainer.config.load import load
-from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError
 from trainer.planning import facts
 from trainer.planning.from_config import check_options
-from trainer.run import order
 
 CONFIG = """\
 model:
@@ -51,15 +49,10 @@ CASES: list[tuple[list[str], str]] = [
 def test_refused_before_data_is_read(
     overrides: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # there is no data
-    Path("x.yaml").write_text(CONFIG)
-    with pytest.raises(ConfigError) as caught:
-        config = load(Path("x.yaml"), overrides)
-        check_options(config, 4)
-        order.prepare(config, Ranks())
-    assert line in caught.value.lines[0], caught.value.lines
+    lines = lines_of(CONFIG, overrides, 4, tmp_path, monkeypatch)
+    assert line in lines[0], lines
     keys = ("x.yaml:7: strategies.tensor.degree = 2", f"command line: {overrides[0].split('=')[0]} = ")
-    assert caught.value.lines[0].startswith(keys), caught.value.lines
+    assert lines[0].startswith(keys), lines
 
 
 def test_gpt2_and_a_world_of_other_ranks_are_refused() -> None:

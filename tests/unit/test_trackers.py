@@ -28,7 +28,7 @@ class Hub:
         self.uploads: list[dict[str, Any]] = []
         self.fails: dict[str, Exception] = {}
         monkeypatch.setattr(upload, "unreachable", lambda: None)
-        for name in ("whoami", "create_repo", "upload_folder"):
+        for name in ("whoami", "create_repo", "create_branch", "upload_folder"):
             monkeypatch.setattr(f"huggingface_hub.HfApi.{name}", partial(self._asked, name))
 
     def _asked(self, name: str, *asked: str, **given: Any) -> SimpleNamespace:
@@ -37,7 +37,7 @@ class Hub:
             raise self.fails[name]
         if name == "upload_folder":
             self.uploads.append({**given, "files": sorted(path.name for path in given["folder_path"].iterdir())})
-        assert name != "create_repo" or given["exist_ok"] is True
+        assert not name.startswith("create_") or given["exist_ok"] is True
         return SimpleNamespace(repo_id=f"owner/{asked[0]}" if asked else None)
 
 
@@ -94,7 +94,7 @@ def test_trackers_get_what_the_file_gets(told: SimpleNamespace) -> None:
 def test_only_the_export_is_uploaded_and_only_at_the_end(told: SimpleNamespace) -> None:
     export = told.folder / "export"
     assert (told.folder / "checkpoint-2").is_dir()
-    assert told.hub.calls == ["whoami", "create_repo", "create_repo", "upload_folder"]
+    assert told.hub.calls == ["whoami", *["create_repo", "create_branch"] * 2, "upload_folder"]
     (given,) = told.hub.uploads
     assert (given["repo_id"], given["folder_path"], given["revision"]) == ("owner/mine", export, "v1")
     assert given["files"] == sorted(path.name for path in export.iterdir())

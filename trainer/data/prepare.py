@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -44,14 +44,11 @@ from trainer.errors import DataError
 if TYPE_CHECKING:
     from trainer.config.sections import DataSection
 
-T = TypeVar("T")
 
 KIND = "data"  # in the manifest
 REPORT = "report.json"
 _LAYOUT = 1  # raise when the same inputs would give other rows
-_BATCH = 256  # rows tokenised in one call
 _SAVED = 1 << 19  # tokens written at once
-_WINDOW = 512  # documents that streaming packs together
 # Keys that decide nothing where they are not set; and those that never do, or whose content is in the fingerprint.
 _LATER = {"excess_length_strategy", "datasets", "limit", "max_target_length", "rows"}
 _NOT_CONTENT = {"path", "eval_path", "num_proc", "chat_template", "chat_template_path"}

@@ -13,6 +13,7 @@ is taken. What a function itself raises ends the run with its traceback.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
@@ -36,21 +37,18 @@ TAKEN = ("loss", "tokens", "perplexity", "runtime", "per_second")  # ends of nam
 
 def refuse(config: RunConfig) -> None:
     """Raise ConfigError if a function is not where the config says."""
-    modules: dict[str, ModuleType] = {}
     for key in KEYS:
-        found(config, key, modules)
+        found(config, key)
 
 
-def found(config: RunConfig, key: str, modules: dict[str, ModuleType]) -> Callable[..., Any] | None:
-    """The function that a key of ``training`` names; None if it names none. May raise ConfigError. ``modules``: those
-    that are imported, since two functions of one file share what it has.
-    """
+def found(config: RunConfig, key: str) -> Callable[..., Any] | None:
+    """The function that a key of ``training`` names; None if it names none. May raise ConfigError."""
     given: str | None = getattr(config.training, key)
     if given is None:
         return None
     name, _, function = given.partition(":")
     try:
-        module = modules[name] = modules.get(name) or imported(name)
+        module = imported(name)
     except (Exception, SystemExit) as error:
         what = f"{name} cannot be imported from the folder of the command or by Python: {first_line(error)}"
         raise config.error(f"training.{key}", given, what) from None
@@ -62,20 +60,28 @@ def found(config: RunConfig, key: str, modules: dict[str, ModuleType]) -> Callab
 
 
 def imported(name: str) -> ModuleType:
-    """A module by its dotted name: a file below the folder of the command, else what Python finds."""
-    file = Path(*name.split(".")).with_suffix(".py")
-    spec = spec_from_file_location(name, file) if file.is_file() else None
+    """A module by its dotted name: a file below the folder of the command, else what Python finds. Either runs once: a
+    file is known to Python by its path, which hides no other module.
+    """
+    file = Path(*name.split(".")).with_suffix(".py").absolute()
+    known = str(file)
+    if known in sys.modules:
+        return sys.modules[known]
+    spec = spec_from_file_location(known, file) if file.is_file() else None
     if spec is None or spec.loader is None:
         return import_module(name)
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = sys.modules[known] = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[known]
+        raise
     return module
 
 
 def beside(own: dict[str, Any], config: RunConfig) -> dict[str, Any]:
     """A Trainer's keyword arguments, with the functions of the config beside the task's ``own``."""
-    modules: dict[str, ModuleType] = {}
-    theirs, keeps = (found(config, key, modules) for key in KEYS)
+    theirs, keeps = (found(config, key) for key in KEYS)
     if theirs is None:
         return own
     measure, keep = (own.get(key) for key in KEYS)

@@ -43,8 +43,8 @@ def refuse(config: RunConfig) -> None:
 
 
 def repository(config: RunConfig) -> str | None:
-    """The repository, which is made if it is not there; None if nothing is to be uploaded. Raise ConfigError if the
-    user may not make it.
+    """The repository, which is made if it is not there, and so is its branch; None if nothing is to be uploaded. Raise
+    ConfigError if the user may not make them.
     """
     from huggingface_hub import HfApi
 
@@ -52,7 +52,10 @@ def repository(config: RunConfig) -> str | None:
     if not training.push_to_hub:
         return None
     try:
-        return str(HfApi().create_repo(_name(config), private=training.hub_private_repo, exist_ok=True).repo_id)
+        name = str(HfApi().create_repo(_name(config), private=training.hub_private_repo, exist_ok=True).repo_id)
+        if training.hub_revision is not None:
+            HfApi().create_branch(name, branch=training.hub_revision, exist_ok=True)
+        return name
     except Exception as error:
         what = f"the hub does not let it be made: {first_line(error)}"
         raise config.error("training.hub_model_id", _name(config), what) from None

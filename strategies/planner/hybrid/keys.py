@@ -15,7 +15,7 @@ from strategies.core.protocol import Refusal, Strategy
 from strategies.core.registry import available, find
 from strategies.planner.hybrid.degrees import Degrees, Stowed
 
-# Strategies that the search decides, and those that it leaves out.
+# Taken out of the config: what the search decides, and experts, which it does not divide.
 SEARCHED = ("zero", "tensor", "pipeline", "recompute", "offload", "experts")
 CHUNKS = "cross_entropy"
 BUDGETS = ("gpu_memory", "host_memory")  # options that are kept

@@ -1,0 +1,23 @@
+"""What a run says of a config that cannot be trained, before it looks for its data, which is not there."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from trainer.config.load import load
+from trainer.dist.ranks import Ranks
+from trainer.errors import ConfigError
+from trainer.planning.from_config import check_options
+from trainer.run import order
+
+
+def lines_of(text: str, overrides: Sequence[str], ranks: int, folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    """The lines of the refusal of ``text``, which becomes ``x.yaml``, with ``overrides``, on so many ranks."""
+    patch.chdir(folder)
+    Path("x.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        config = load(Path("x.yaml"), list(overrides))
+        check_options(config, ranks)
+        order.prepare(config, Ranks())
+    return list(caught.value.lines)
