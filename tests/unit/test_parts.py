@@ -1,5 +1,6 @@
 """A model that is given some of its parameters: the bits of the whole one, the others without values."""
 
+import errno
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -147,6 +148,12 @@ def test_weights_that_are_mapped_from_a_file(base: Mapping[str, Any], tmp_path: 
 def test_a_file_of_weights_that_cannot_be_written(tmp_path: Path) -> None:
     section = run_config(LLAMA).model
     make = partial(build, section, load_config(section), seed=3, partitioned=False)
-    (tmp_path / "run").write_text("no folder")
-    with pytest.raises(ConfigError, match=r"weights-0.part: cannot be written \(.+\): the weights need .+ KiB there"):
-        mapped.load(make(on_meta=True), lambda give: make(), tmp_path / "run/weights-0.part", Agreement(), writes=True)
+
+    def fill(give: parts.Give) -> Any:
+        give("model.norm.weight", torch.ones(32))
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "run" / "weights-0.part"
+    with pytest.raises(ConfigError, match=r"part: cannot be written \(No space .+\): the weights need .+ KiB there"):
+        mapped.load(make(on_meta=True), fill, path, Agreement(), writes=True)
+    assert list(path.parent.iterdir()) == []
