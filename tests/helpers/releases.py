@@ -1,10 +1,14 @@
 """What the installed releases cannot do, as marks with a reason."""
 
+from collections.abc import Mapping
 from importlib.metadata import version
+from typing import Any
 
 import pytest
 
 from strategies.backends.deepspeed import builds_under_stage_3
+from strategies.core.protocol import Refusal
+from strategies.core.registry import find
 from strategies.pipeline import RETURNS_FROM
 
 needs_stage_3 = pytest.mark.skipif(
@@ -14,3 +18,20 @@ HIGHEST_STAGE = 3 if builds_under_stage_3() else 2
 
 RETURNS = tuple(int(part) for part in version("torch").split(".")[:2]) >= RETURNS_FROM
 needs_to_return = pytest.mark.skipif(not RETURNS, reason="refused with this release of torch")
+
+
+def is_refused(name: str, *examples: Mapping[str, Any]) -> bool:
+    """Whether a strategy is refused under the installed releases, with each of ``examples``, or all of its own."""
+    for options in examples or find(name).examples:
+        try:
+            find(name).model_validate(options).check_installed()
+        except Refusal:
+            continue
+        return False
+    return True
+
+
+def needs(name: str, *examples: Mapping[str, Any]) -> pytest.MarkDecorator:
+    """The mark of what trains with a strategy, or is about what else is refused of it."""
+    reason = f"strategies.{name} is refused under the installed releases"
+    return pytest.mark.skipif(is_refused(name, *examples), reason=reason)

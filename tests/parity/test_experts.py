@@ -17,13 +17,14 @@ from strategies.backends.expert_parts import ExpertParts
 from strategies.core.plan import Home
 from strategies.core.plan import Kind as Bytes
 from tests.helpers.moves import ROWS, SAVED, Kind, different, made, run
+from tests.helpers.releases import needs
 from tests.helpers.tiny import LLAMA, MIXTRAL, VOCAB
 from trainer.config.sections import RunConfig
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
 from trainer.verify.verify import compare, full_weights
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, needs("experts")]
 STEPS, TOLERANCE = 3, 2e-6
 SGD: Mapping[str, Any] = {
     "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.05, "save_strategy": "no", "warmup_steps": 0,

@@ -15,12 +15,13 @@ from strategies.backends import ulysses
 from strategies.core.grid import Grid
 from strategies.sequence import MODELS as NOT_REFUSED
 from tests.helpers.moves import ROWS, Kind, different, far, made, run
+from tests.helpers.releases import needs
 from tests.helpers.tiny import LLAMA, QWEN3, VOCAB
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
 from trainer.verify.verify import compare, full_weights
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, needs("sequence")]
 STEPS, TOLERANCE = 4, 2e-6
 SGD: Mapping[str, Any] = {
     "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.05, "save_strategy": "no", "warmup_steps": 0,

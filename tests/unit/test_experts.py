@@ -9,6 +9,7 @@ from strategies.core.facts import Home, UnitKind
 from strategies.core.plan import Kind
 from strategies.planner.expert_slices import layer_seconds
 from tests.helpers.refused import lines_of
+from tests.helpers.releases import needs
 from tests.helpers.tiny import LLAMA, MIXTRAL, run_config
 from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError
@@ -48,6 +49,7 @@ CASES: list[tuple[list[str], str]] = [
 ]  # fmt: skip
 
 
+@needs("experts")
 @pytest.mark.parametrize(("overrides", "line"), CASES, ids=[overrides[0] for overrides, _ in CASES])
 def test_refused_before_data_is_read(
     overrides: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

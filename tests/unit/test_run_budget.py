@@ -23,7 +23,8 @@ DATA = {"path": "random tokens", "max_length": 64}
 )
 def test_active_parameters_are_those_that_a_token_meets(model: dict[str, object], params: int) -> None:
     facts = gather(run_config(model, stage=0, data=DATA, bf16=True), 1, 1, profile("h100-sxm-pcie5"))
-    assert run_budget.active_params(facts) == params < facts.num_params
+    # Releases of Transformers compute the angles of positions by a product, or not.
+    assert run_budget.active_params(facts) == pytest.approx(params, rel=1e-4) and params < facts.num_params
 
 
 def test_a_run_by_hand() -> None:

@@ -14,6 +14,7 @@ from strategies.core.plan import Kind
 from strategies.experts import Experts
 from strategies.sequence import Sequence
 from tests.helpers.refused import lines_of
+from tests.helpers.releases import needs
 from tests.helpers.tiny import LLAMA, run_config
 from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError
@@ -54,6 +55,7 @@ CASES: list[tuple[list[str], str]] = [
 ]
 
 
+@needs("sequence")
 @pytest.mark.parametrize(("overrides", "line"), CASES, ids=[overrides[0] for overrides, _ in CASES])
 def test_refused_before_data_is_read(
     overrides: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

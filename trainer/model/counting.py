@@ -244,14 +244,14 @@ class Counter(TorchDispatchMode):
         if name in self._entered:
             self._repeated.add(name)
         self._entered.add(name)
+        first = stream_in(args)
+        hidden = first if args else kwargs.get("hidden_states")
+        if self._checkpointed and isinstance(hidden, Tensor) and hidden.requires_grad:
+            self._keep_input(name, hidden)
         if name in self.like:
             return
         self._running.append(name)
-        first = stream_in(args)
         self._forwards[name] = BlockForward(Names(module), self._new([args, kwargs]), first)
-        hidden = first if args else kwargs.get("hidden_states")
-        if self._checkpointed and isinstance(hidden, Tensor) and hidden.requires_grad:
-            self._keep_input(hidden)
 
     def _leave(self, name: str, module: nn.Module, args: object, output: Any) -> None:
         self._running.pop()
@@ -265,14 +265,15 @@ class Counter(TorchDispatchMode):
         self._inputs.update(new)
         return {key: storage.nbytes() for key, storage in new.items()}
 
-    def _keep_input(self, hidden: Tensor) -> None:
+    def _keep_input(self, name: str, hidden: Tensor) -> None:
         """Count a checkpointed block's input in the block; torch (up to 2.12) saves it just before the block runs."""
         storage = hidden.untyped_storage()
         unit, _ = self._saved.get(storage._cdata, ("", None))
         if unit in (EMBEDDING, HEAD):
             self.saved[unit] -= storage.nbytes()
-            del self._saved[storage._cdata]
-        self._save(hidden)
+        if unit in ("", EMBEDDING, HEAD):
+            self._saved[storage._cdata] = name, storage
+            self.saved[name] = self.saved.get(name, 0) + storage.nbytes()
 
     def _save(self, tensor: Tensor) -> None:
         if not _is_dense(tensor):

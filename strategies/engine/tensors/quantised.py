@@ -116,14 +116,14 @@ class Adopted:
         """Give back classes, and to layers of 8 bits what they had before their first forward."""
         if self._device is not None and self._kinds:
             put_scales(self._model, Tensor.cpu)
-        for param, kind in self._kinds:
-            param.__class__ = kind
         for module in self._eight:
             state, weight = module.state, module.weight
             del state._layer
             state.__class__ = type(state).__mro__[1]
             weight.CB, weight.SCB = weight.data, state.SCB
             state.CB = state.SCB = None
+        for param, kind in self._kinds:
+            param.__class__ = kind
 
 
 @contextmanager
