@@ -18,6 +18,7 @@ from trainer.config.sections import RunConfig
 from trainer.data.collate import Collator
 from trainer.data.prepare import Prepared
 from trainer.dist.ranks import Ranks
+from trainer.dist.spawn import run_world
 from trainer.model.adapters import OURS
 from trainer.run import order
 from trainer.run.export import export
@@ -51,10 +52,10 @@ def config_of(base: Path, bits: str | None, lora: Mapping[str, Any] = LORA, **re
     return run_config(None, model=model, output_dir=base / "run", **given)
 
 
-def run_of(config: RunConfig) -> order.Run:
+def run_of(config: RunConfig, ranks: Ranks = Ranks(0, 0, 1, 1)) -> order.Run:
     ids = [[1 + (7 * row + place * place) % 100 for place in range(16)] for row in range(16)]
     rows = Dataset.from_dict({"input_ids": ids, "labels": ids})
-    return run_on(Prepared(rows, None, "rows", "input_ids"), config, Ranks(0, 0, 1, 1))
+    return run_on(Prepared(rows, None, "rows", "input_ids"), config, ranks)
 
 
 def adapted(config: RunConfig) -> Any:
@@ -70,9 +71,11 @@ def adapted(config: RunConfig) -> Any:
     return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **section.lora.model_dump(exclude=OURS)))
 
 
-def by_itself(config: RunConfig, wrap: Callable[[type], type] = lambda base: base) -> Any:
+def by_itself(
+    config: RunConfig, wrap: Callable[[type], type] = lambda base: base, ranks: Ranks = Ranks(0, 0, 1, 1)
+) -> Any:
     """The Trainer with the model, nothing of ours but its arguments and rows, and how ``wrap`` changes it."""
-    run, model = run_of(config.model_copy(update={"strategies": {}})), adapted(config)
+    run, model = run_of(config.model_copy(update={"strategies": {}}), ranks), adapted(config)
     ratio, optimizer = config.model.lora and config.model.lora.loraplus_lr_ratio, None
     if ratio:
         optimizer = create_loraplus_optimizer(
@@ -174,3 +177,24 @@ def test_exported(bits: str | None, merge: bool, base: Path) -> None:
         whole = dequantize_bnb_weight(layer.weight, SimpleNamespace(SCB=getattr(layer.weight, "SCB", None)))
         a, b = (values[f"base_model.model.model.layers.1.mlp.down_proj.lora_{side}.default.weight"] for side in "AB")
         torch.testing.assert_close(again.model.layers[1].mlp.down_proj.weight, whole + 2 * b @ a)
+
+
+UNDROPPED = {**LORA, "lora_dropout": 0.0}
+
+
+def each_way(ranks: Ranks, base: Path) -> list[dict[str, torch.Tensor]]:
+    """What the Trainer alone trains, what ours does, and ours without dropout."""
+    found = [trained(by_itself(config_of(base, "nf4"), ranks=ranks))]
+    for lora, strategies in ((LORA, {}), (LORA, {"offload": TRAVELS}), (UNDROPPED, {})):
+        found.append(trained(order.make_trainer(run_of(config_of(base, "nf4", lora, strategies=strategies), ranks))))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_two_ranks(base: Path) -> None:
+    """One process draws other dropout than two ranks, so it has their bits only without."""
+    theirs, *ours, without = run_world(2, each_way, base)
+    assert [unlike(theirs, each) for each in ours] == [[], []]
+    alone = trained(by_itself(config_of(base, "nf4", UNDROPPED, gradient_accumulation_steps=2)))
+    assert unlike(alone, without) == [] and unlike(theirs, without) != []
