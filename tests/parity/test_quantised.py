@@ -32,6 +32,7 @@ BITS: Mapping[str, Mapping[str, Any]] = {
     "fp4": {"load_in_4bit": True},
     "int8": {"load_in_8bit": True},
 }
+ALONE = Ranks(0, 0, 1, 1)
 STAYS: Mapping[str, Any] = {"weights": "resident"}
 TRAVELS: Mapping[str, Any] = {"site": "host", "weights": "streamed", "prefetch": 0}
 
@@ -52,7 +53,7 @@ def config_of(base: Path, bits: str | None, lora: Mapping[str, Any] = LORA, **re
     return run_config(None, model=model, output_dir=base / "run", **given)
 
 
-def run_of(config: RunConfig, ranks: Ranks = Ranks(0, 0, 1, 1)) -> order.Run:
+def run_of(config: RunConfig, ranks: Ranks = ALONE) -> order.Run:
     ids = [[1 + (7 * row + place * place) % 100 for place in range(16)] for row in range(16)]
     rows = Dataset.from_dict({"input_ids": ids, "labels": ids})
     return run_on(Prepared(rows, None, "rows", "input_ids"), config, ranks)
@@ -71,9 +72,7 @@ def adapted(config: RunConfig) -> Any:
     return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **section.lora.model_dump(exclude=OURS)))
 
 
-def by_itself(
-    config: RunConfig, wrap: Callable[[type], type] = lambda base: base, ranks: Ranks = Ranks(0, 0, 1, 1)
-) -> Any:
+def by_itself(config: RunConfig, wrap: Callable[[type], type] = lambda base: base, ranks: Ranks = ALONE) -> Any:
     """The Trainer with the model, nothing of ours but its arguments and rows, and how ``wrap`` changes it."""
     run, model = run_of(config.model_copy(update={"strategies": {}}), ranks), adapted(config)
     ratio, optimizer = config.model.lora and config.model.lora.loraplus_lr_ratio, None
