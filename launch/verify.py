@@ -10,6 +10,7 @@ import argparse
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -126,10 +127,14 @@ def of_engine(config: RunConfig, real: Plan, num_ranks: int, steps: int) -> int:
 def declared(config: RunConfig, num_ranks: int) -> tuple[float, str]:
     """The tolerance that the strategies declare for comparisons with plain training, and the reasons."""
     from strategies.core.compose import in_order
+    from strategies.core.facts import Precision
     from strategies.engine.memory import accelerator
     from trainer.planning.facts import run_facts
+    from trainer.verify.verify import rounds_to_16_bits
 
     facts = run_facts(config, num_ranks, accelerated=accelerator.kind() is not None)
+    if rounds_to_16_bits(config) and facts.precision is Precision.FP32:
+        facts = replace(facts, precision=Precision.BF16)
     parities = [strategy.parity(facts) for strategy in in_order(config.strategies).values()]
     reasons = "; ".join(parity.reason for parity in parities if parity.reason)
     return max((parity.tolerance for parity in parities), default=0.0), reasons

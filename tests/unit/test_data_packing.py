@@ -3,6 +3,7 @@
 Models are tiny and random, in fp32. Equality is to 1e-5 and not bitwise: see [Rounding] in trainer/data/collate.py.
 """
 
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -211,3 +212,18 @@ def test_numbers_in_files_are_those_in_memory(size: int, monkeypatch: pytest.Mon
     assert mapped.twice(ordered) == len(ordered) - len({*ordered.tolist()})
     assert mapped.among(ordered, [np.array([1, 4]), np.array([], int)]) == sum(each in (1, 4) for each in ordered)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_packing_keeps_nothing_of_a_row_in_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And has the same rows across the borders of blocks."""
+    lengths = np.fromiter((number * 7919 % 61 + 1 for number in range(60_000)), np.int32)
+    expected = list(pack(lengths, 100))
+    for module in (mapped, packing):
+        monkeypatch.setattr(module, "BLOCK", 1000)
+    tracemalloc.start()
+    rows = pack(lengths, 100, mapped.makes(tmp_path))
+    found = [next(rows)]
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [*found, *rows] == expected
+    assert most < 4 * len(lengths), most

@@ -6,7 +6,7 @@ predicts it. So a packed row trains on the same tokens in the same contexts as t
 
 Spans are packed by best-fit decreasing: longest first, each into the fullest row that it fits into. That needs at most
 11/9 of the fewest possible rows (plus one), and on text wastes well under one per cent. Spans are arrays of 12 bytes
-each, which may be in a file (``mapped.py``); documents are read one by one.
+each, which may be in a file (``mapped.py``), as may be all else that is known of each; documents are read one by one.
 """
 
 import bisect
@@ -33,12 +33,20 @@ def whole(lengths: Sequence[int] | NDArray[np.integer], make: Make = np.empty) -
     return spans
 
 
+def lengths_of(spans: Spans, make: Make = np.empty) -> NDArray[np.int32]:
+    """Tokens of each span."""
+    lengths = make((len(spans),), np.int32)
+    for part, out in zip(blocks(spans), blocks(lengths), strict=True):
+        out[:] = part[:, 2] - part[:, 1]
+    return lengths
+
+
 def chunk(spans: Spans, max_length: int) -> Spans:
     """Cut spans so that none is longer than ``max_length`` (at least 3) or has a single token, hence no target."""
     assert max_length >= 3, "two pieces of at least two tokens must fit into max_length + 1"
-    lengths = spans[:, 2] - spans[:, 1]
-    if (lengths <= max_length).all():
+    if all((part[:, 2] - part[:, 1] <= max_length).all() for part in blocks(spans)):
         return spans
+    lengths = spans[:, 2] - spans[:, 1]
     counts = np.maximum(-(-lengths // max_length), 1)
     ends = np.cumsum(counts)
     pieces = np.repeat(spans, counts, axis=0)
@@ -87,46 +95,76 @@ def weights_of(shares: Sequence[float], tokens: Sequence[int]) -> list[float]:
     return [1.0 if abs(weight - 1) < 1e-9 else weight for weight in found]  # not all of it but one row
 
 
-def pack(lengths: Sequence[int] | NDArray[np.integer], capacity: int) -> Iterator[list[int]]:
+def pack(lengths: Sequence[int] | NDArray[np.integer], capacity: int, make: Make = np.empty) -> Iterator[list[int]]:
     """Best-fit decreasing: rows of indices into ``lengths``, each summing to at most ``capacity``; ties by index.
 
-    Rows are ordered by their first index and indices ascend, so neighbours stay near each other. Time is n log n.
+    Rows are ordered by their first index and indices ascend, so neighbours stay near each other. In memory are a few
+    numbers for each room that a row can have; what is known of each span and row is in arrays that ``make`` makes.
     """
-    sizes = np.asarray(lengths)
-    row_of = np.zeros(len(sizes), np.int32)
-    rooms: list[int] = []  # the distinct rooms of open rows, ascending
-    rows_by_room: dict[int, list[int]] = {}
+    sizes = np.asarray(lengths, np.int32)
+    order, _ = _grouped(sizes, capacity + 1, make, largest_first=True)
+    row_of, below = make((len(sizes),), np.int32), make((len(sizes),), np.int32)
+    top = [-1] * capacity  # of the stack of open rows with each room; ``below`` has those under it
+    rooms: list[int] = []  # those of open rows, ascending
     num_rows = 0
-    for index in map(int, np.argsort(-sizes, kind="stable")):
-        length = int(sizes[index])
-        assert 0 < length <= capacity, f"span {index} has {length} tokens, a row has {capacity}"
-        place = bisect.bisect_left(rooms, length)
-        if place < len(rooms):
-            room = rooms[place]
-            row = rows_by_room[room].pop()
-            if not rows_by_room[room]:
-                del rows_by_room[room], rooms[place]
-        else:
-            room, row = capacity, num_rows
-            num_rows += 1
-        row_of[index] = row
-        if room > length:
-            if room - length not in rows_by_room:
-                bisect.insort(rooms, room - length)
-            rows_by_room.setdefault(room - length, []).append(row)
-    rooms.clear()
-    rows_by_room.clear()
-    _, first, counts = np.unique(row_of, return_index=True, return_counts=True)
-    members, starts = np.argsort(row_of, kind="stable"), np.cumsum(counts) - counts
-    for row in np.argsort(first):
-        yield members[starts[row] : starts[row] + counts[row]].tolist()
+    for part in blocks(order):
+        found = []
+        for index, length in zip(part.tolist(), sizes[part].tolist(), strict=True):
+            assert 0 < length <= capacity, f"span {index} has {length} tokens, a row has {capacity}"
+            place = bisect.bisect_left(rooms, length)
+            if place < len(rooms):
+                room = rooms[place]
+                row = top[room]
+                top[room] = int(below[row])
+                if top[room] < 0:
+                    del rooms[place]
+            else:
+                room, row = capacity, num_rows
+                num_rows += 1
+            found.append(row)
+            if left := room - length:
+                if top[left] < 0:
+                    bisect.insort(rooms, left)
+                below[row], top[left] = top[left], row
+        row_of[part] = found
+    members, ends = _grouped(row_of, num_rows, make)
+    for start, rows_of in zip(range(0, len(row_of), BLOCK), blocks(row_of), strict=True):
+        begins = np.where(rows_of > 0, ends[rows_of - 1], 0)
+        for first in np.flatnonzero(members[begins] == np.arange(start, start + len(rows_of))):
+            yield members[begins[first] : ends[rows_of[first]]].tolist()
+
+
+def _grouped(
+    numbers: NDArray[np.int32], kinds: int, make: Make, *, largest_first: bool = False
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """The places of numbers below ``kinds``: those of each number together, ascending; and where those of each end."""
+
+    def keys() -> Iterator[NDArray[np.int32]]:
+        return (kinds - 1 - part if largest_first else part for part in blocks(numbers))
+
+    ends, places = make((kinds,), np.int32), make((len(numbers),), np.int32)
+    ends[:] = 0
+    for part in keys():
+        there, number = np.unique(part, return_counts=True)
+        ends[there] += number.astype(np.int32)
+    total = 0
+    for part in blocks(ends):  # where each begins, until its places are written
+        sums = total + np.cumsum(part)
+        part[:], total = sums - part, int(sums[-1])
+    for start, part in zip(range(0, len(numbers), BLOCK), keys(), strict=True):
+        by = np.argsort(part, kind="stable")
+        there, first, number = np.unique(part[by], return_index=True, return_counts=True)
+        places[np.repeat(ends[there] - first, number) + np.arange(len(by))] = start + by
+        ends[there] += number.astype(np.int32)
+    return places, ends
 
 
 def rows(
-    spans: Spans, read: Callable[[int], tuple[Tokens, Tokens]], max_length: int, packing: bool
+    spans: Spans, read: Callable[[int], tuple[Tokens, Tokens]], max_length: int, packing: bool, make: Make = np.empty
 ) -> Iterator[dict[str, Tokens]]:
     """The rows of a data set, packed (then with ``position_ids``) or one span each; ``read`` gives ids and labels."""
-    for group in pack(spans[:, 2] - spans[:, 1], max_length) if packing else ([index] for index in range(len(spans))):
+    packed = pack(lengths_of(spans, make), max_length, make) if packing else None
+    for group in packed or ([index] for index in range(len(spans))):
         pieces = defaultdict[str, list[Tokens]](list)
         for document, start, stop in spans[group].tolist():
             ids, labels = read(document)

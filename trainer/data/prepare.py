@@ -244,7 +244,7 @@ def _write(
         lines.append(line)
     for name, pieces in sorted(sides.items()):
         spans = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-        made = packing.rows(spans, read, options.max_length, options.packing)
+        made = packing.rows(spans, read, options.max_length, options.packing, make)
         rows, tokens, trained = _save(draft / f"{name}.arrow", made)
         share = f"{trained:,} of {tokens:,} tokens trained on"
         lines.append(f"data: {name}: {rows:,} rows of up to {options.max_length:,} tokens; {share}")

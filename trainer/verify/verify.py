@@ -84,7 +84,7 @@ def shrink(
 ) -> RunConfig:
     """The config of a run on the shrunk copy: ``steps`` optimizer steps, no evaluation, no checkpoints.
 
-    The optimizer is SGD in mixed precision unless ``keep_optimizer`` says that both sides round alike.
+    The optimizer is SGD in 16 bits unless ``keep_optimizer`` says that both sides round alike.
     """
     tree = config.tree()
     same = ("dtype", "attn_implementation", "lora", "quantization_config")
@@ -98,7 +98,7 @@ def shrink(
         rates = hf_config.get_text_config().to_dict().items()
         small |= {key: 0.0 for key, value in rates if "drop" in key and isinstance(value, float)}
     training = {key: value for key, value in tree["training"].items() if key in KEPT}
-    if (config.training.bf16 or config.training.fp16) and not keep_optimizer:
+    if rounds_to_16_bits(config) and not keep_optimizer:
         # Adam divides a gradient by its own size, which turns the rounding of a tiny gradient into a step of full
         # length: a comparison would show Adam and not the strategy. SGD keeps a small difference small.
         training |= {"optim": "sgd", "optim_args": None, "learning_rate": 1.0}
@@ -108,6 +108,11 @@ def shrink(
     data = {"path": "random tokens", "max_length": LENGTH}
     sections = {"model": model, "data": data, "training": training, "strategies": config.strategies}
     return RunConfig.model_validate(sections)
+
+
+def rounds_to_16_bits(config: RunConfig) -> bool:
+    """Whether products and sums are rounded to 16 bits, by the weights if not by mixed precision."""
+    return config.training.bf16 or config.training.fp16 or config.model.dtype != "float32"
 
 
 def without_strategies(config: RunConfig) -> RunConfig:
