@@ -137,6 +137,8 @@ class TorchAo(Trained):
     def __init__(self, work: Work, model: nn.Module, device: torch.device) -> None:
         if importlib.util.find_spec("torchao") is None:
             raise Unavailable("not installed")
+        if device.type not in ("cuda", "xpu"):
+            raise Unavailable("it only supports CUDA and XPU")
         from torchao.optim import CPUOffloadOptimizer
 
         super().__init__(work, device)

@@ -196,11 +196,15 @@ class Refusal(ValueError):
 
 def compared_with(key: str, value: object, package: str, release: tuple[int, int]) -> None:
     """Raise Refusal if an older release of ``package`` is installed than what was compared with plain training."""
-    installed = version(package)
-    if tuple(int(part) for part in installed.split(".")[:2]) < release:
+    if is_older(package, release):
         wanted = ".".join(map(str, release))
-        cure = f"was compared with plain training under {package} {wanted}, not {installed}; install {wanted}"
+        cure = f"was compared with plain training under {package} {wanted}, not {version(package)}; install {wanted}"
         raise Refusal(key, value, cure)
+
+
+def is_older(package: str, release: tuple[int, int]) -> bool:
+    """Whether an older release of ``package`` is installed."""
+    return tuple(int(part) for part in version(package).split(".")[:2]) < release
 
 
 class MemoryRefusal(Refusal):

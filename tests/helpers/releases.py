@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from strategies.backends.deepspeed import builds_under_stage_3
-from strategies.core.protocol import Refusal
+from strategies.core.protocol import Refusal, is_older
 from strategies.core.registry import find
 from strategies.pipeline import RETURNS_FROM
+from trainer.tasks.task import READS_MODULES
 
 needs_stage_3 = pytest.mark.skipif(
     not builds_under_stage_3(), reason="this release of Transformers is refused with ZeRO stage 3"
@@ -18,6 +19,9 @@ HIGHEST_STAGE = 3 if builds_under_stage_3() else 2
 
 RETURNS = tuple(int(part) for part in version("torch").split(".")[:2]) >= RETURNS_FROM
 needs_to_return = pytest.mark.skipif(not RETURNS, reason="refused with this release of torch")
+needs_modules = pytest.mark.skipif(
+    is_older("transformers", READS_MODULES), reason="this release of Transformers is refused with adapters and a head"
+)
 
 
 def is_refused(name: str, *examples: Mapping[str, Any]) -> bool:

@@ -1,7 +1,7 @@
 """Every task, from a config and with weights that travel, ends with the bits of the Trainer that its users know, which
 tokenises the same rows by itself. The models are opened from a folder, as both sides' users do."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -13,6 +13,7 @@ from datasets import Dataset
 from safetensors.torch import load_file
 
 from tests.e2e.commands import write_jsonl
+from tests.helpers.releases import needs_modules
 from trainer.config.load import load_tree
 from trainer.data import pydoc_rows
 from trainer.data import tokenizer as tokenizers
@@ -190,8 +191,8 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: each for path in folder.glob("*.safetensors") for name, each in load_file(path).items()}
 
 
-def slow(*values: str) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
+def slow(*values: str, also: Sequence[Any] = ()) -> Any:
+    return pytest.param(*values, marks=[pytest.mark.slow, *also])
 
 
 CASES = [
@@ -199,8 +200,9 @@ CASES = [
     ("classification", "bert", "regression"), slow("classification", "llama", "regression"),
     slow("classification", "bert", ""), slow("classification", "llama", "multi_label_classification"),
     slow("classification", "bert", "multi_label_classification"),
-    slow("classification", "llama", "lora"), slow("dpo", "llama", "lora"),
-    slow("kto", "llama", ""), slow("orpo", "llama", ""), slow("reward", "llama", "lora"), slow("seq2seq", "t5", "lora"),
+    slow("classification", "llama", "lora", also=[needs_modules]), slow("dpo", "llama", "lora"),
+    slow("kto", "llama", ""), slow("orpo", "llama", ""), slow("reward", "llama", "lora", also=[needs_modules]),
+    slow("seq2seq", "t5", "lora"),
 ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from transformers import EvalPrediction, LlamaConfig
 from strategies.backends.deepspeed import ds_config
 from tests.e2e.commands import write_jsonl
 from tests.helpers.tiny import LLAMA, run_config
-from trainer.config.sections import RunConfig
+from trainer.config.sections import LoraSection, RunConfig
 from trainer.data import rows
 from trainer.data import tokenizer as tokenizers
 from trainer.dist.ranks import Ranks
@@ -22,6 +22,7 @@ from trainer.machine.probe import probe
 from trainer.model.build import load_config, of_head
 from trainer.planning import from_config, hybrid
 from trainer.tasks import preference
+from trainer.tasks import task as tasks
 from trainer.tasks.classification import accuracy_and_f1, likely, mean_error, problem_of, rows_and_f1
 from trainer.tasks.seq2seq import texts_alike
 from trainer.tasks.table import TASKS
@@ -167,6 +168,19 @@ def test_without_trl(monkeypatch: pytest.MonkeyPatch) -> None:
         "task = \"reward\": needs the package trl; install it with: pip install 'deepstow[tasks]'"
     ]
     from_config.check_options(config_of("classification"), 1)
+
+
+def test_adapters_that_a_release_would_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "READS_MODULES", (99, 0))
+    base: dict[str, Any] = {"config": None, "name_or_path": "base"}
+    in_full = LoraSection(modules_to_save=["lm_head"])
+    (line,) = refused(config_of("sft", head=base | {"lora": in_full}))
+    assert line.startswith('model.lora = {"modules_to_save": ["lm_head"]}: Transformers before 5.18 does not load')
+    (line,) = refused(config_of("classification", head=base | {"lora": LoraSection()}))
+    assert "install 5.18, or write export: merged" in line
+    merges = in_full.model_copy(update={"export": "merged"})
+    for fine in (merges, LoraSection()):
+        from_config.check_options(config_of("sft", head=base | {"lora": fine}), 1)
 
 
 def test_labels_are_not_smoothed_where_a_row_has_several() -> None:

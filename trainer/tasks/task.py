@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from strategies.core.protocol import Refusal
+from strategies.core.protocol import Refusal, is_older
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from trainer.config.sections import RunConfig
 
+READS_MODULES = (5, 18)  # the release of Transformers that loads what is trained in full beside adapters
 MULTIPLE = 8  # batches are padded to a multiple of it
 
 
@@ -73,6 +74,13 @@ class Task:
             if strategy.divides() and not self.language:
                 what = f"divides the layers of language models, and cannot train task {self.name}; leave it out"
                 yield Refusal(f"strategies.{name}", strategy.model_dump(exclude_unset=True), what)
+        lora = config.model.lora
+        in_full = lora and (lora.modules_to_save or self.adapters == "SEQ_CLS")
+        if lora and in_full and not config.model.merges and is_older("transformers", READS_MODULES):
+            what = "Transformers before 5.18 does not load the modules that are trained in full beside adapters"
+            yield Refusal(
+                "model.lora", lora.model_dump(exclude_unset=True), f"{what}; install 5.18, or write export: merged"
+            )
 
     def refuses_model(self, config: RunConfig, model: PretrainedConfig) -> Iterator[Refusal]:
         """What cannot work with this model, known from its configuration."""
