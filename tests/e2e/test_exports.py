@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.e2e.commands import Server, metrics, write_config
+from trainer.config.sections import ModelSection
+from trainer.errors import ConfigError
+from trainer.model import build
 
 pytestmark = pytest.mark.ranks
 
@@ -81,10 +85,10 @@ FILES = {"configuration_sum.py": CONFIGURATION, "mixing.py": MIXING, "modeling_s
 AUTO_MAP = {"AutoConfig": "configuration_sum.SumConfig", "AutoModelForCausalLM": "modeling_sum.SumForCausalLM"}
 
 
-def with_its_own_code(folder: Path) -> Path:
+def with_its_own_code(folder: Path, files: Mapping[str, str] = FILES) -> Path:
     """A saved model with random weights and its Python files."""
     folder.mkdir()
-    for name, text in FILES.items():
+    for name, text in files.items():
         (folder / name).write_text(text)
     (folder / "config.json").write_text(json.dumps({"model_type": "running_sum", "auto_map": AUTO_MAP}))
     config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
@@ -119,3 +123,30 @@ def test_a_model_with_its_own_code(server: Server, tmp_path: Path) -> None:
     measured = f"step 2, was {last['eval_loss']:.4f} (perplexity {last['eval_perplexity']:.1f})"
     assert last["step"] == 2 and f"The last evaluation loss, at {measured}." in card.text
     assert f"--config {config} 'strategies.zero={{stage: 2}}'" in card.text
+
+
+@pytest.mark.parametrize("how", ["in __init__", "saved", "in _init_weights as well"])
+def test_a_buffer_that_only_its_code_knows(how: str, tmp_path: Path) -> None:
+    """Transformers loads a model without calling what fills a buffer in ``__init__``."""
+    register = f'self.register_buffer("scale", torch.full((4,), 2.0), persistent={how == "saved"})'
+    mixing = MIXING.replace("    def forward", f"        {register}\n\n    def forward", 1)
+    again = """
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if hasattr(module, "scale"):
+            module.scale.fill_(2.0)
+"""
+    modeling = MODELING + (again if "as well" in how else "")
+    base = with_its_own_code(
+        tmp_path / how.replace(" ", "_"), {**FILES, "mixing.py": mixing, "modeling_sum.py": modeling}
+    )
+    section = ModelSection(name_or_path=str(base), trust_remote_code=True)
+    if how == "in __init__":
+        with pytest.raises(
+            ConfigError, match=r"fills 2 buffers that are not saved \(layers\.0\.scale, \.\.\.\) in __init__"
+        ):
+            build.refuse_lost_buffers(section, build.load_config(section))
+        return
+    build.refuse_lost_buffers(section, build.load_config(section))
+    loaded = AutoModelForCausalLM.from_pretrained(base, trust_remote_code=True)
+    assert all((layer.scale == 2).all() for layer in loaded.layers)

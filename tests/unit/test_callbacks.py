@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import BatchEncoding, TrainerControl, TrainerState
@@ -202,3 +203,11 @@ def test_early_stopping_names_the_metrics_that_there_are() -> None:
         ConfigError, match="evaluations give eval_loss, eval_perplexity; did you mean 'eval_perplexity'"
     ):
         EarlyStopping(2).on_evaluate(args, state(3), TrainerControl(), {"eval_loss": 1.0, "eval_perplexity": 2.7})
+
+
+def test_a_metric_that_is_not_a_number_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    for metric, value in (("f1", math.nan), ("f1", 0.5), (None, math.nan), ("eval_f1", np.float64("nan"))):
+        args = SimpleNamespace(metric_for_best_model=metric)
+        ProgressLine().on_evaluate(args, state(3), TrainerControl(), {"eval_f1": value, "eval_loss": 1.0})
+    line = "eval_f1 is not a number at step 3: this evaluation is never the best"
+    assert capsys.readouterr().out.splitlines() == [line, line]

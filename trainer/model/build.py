@@ -231,6 +231,32 @@ def refuse_uninitialised(model: PreTrainedModel, versions: Mapping[str, int]) ->
         )
 
 
+def refuse_lost_buffers(section: ModelSection, config: PretrainedConfig, task: Task = LANGUAGE) -> None:
+    """Raise ConfigError for a saved model whose own code gives a buffer that is not saved its values in ``__init__``
+    alone: Transformers builds models without values when it loads them, and such a buffer would have any.
+    """
+    if section.name_or_path is None or not section.trust_remote_code:
+        return
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        model: Any = loaded(task.model_class).from_config(deepcopy(config), trust_remote_code=True)
+    before = {name: (buffer, buffer._version) for name, buffer in model.named_non_persistent_buffers()}
+    forget_marks(model)
+    for name, tensor in tensors_of(model):  # as after loading
+        tensor._is_hf_initialized = name not in before
+    try:
+        model.initialize_weights()
+    except RuntimeError:  # it needs values of weights, so what it fills is not known
+        return
+    after = {name: (buffer, buffer._version) for name, buffer in model.named_non_persistent_buffers()}
+    if lost := [name for name, was in before.items() if was[0] is after[name][0] and was[1] == after[name][1]]:
+        raise ConfigError(
+            f"model.name_or_path = {section.name_or_path!r}: its code fills {len(lost)} buffers that are not saved "
+            f"({lost[0]}, ...) in __init__ alone, where Transformers has no values yet; fill them in _init_weights, too"
+        )
+
+
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Parameters and buffers, tied ones under each of their names."""
     yield from model.named_parameters(remove_duplicate=False)

@@ -223,6 +223,12 @@ class ProgressLine(TrainerCallback):
         for line in eval_lines(state.global_step, logs, whole=self._whole):
             write_line(line)
 
+    def on_evaluate(self, args: Any, state: TrainerState, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        name = "eval_" + str(args.metric_for_best_model).removeprefix("eval_")
+        if state.is_world_process_zero and math.isnan((metrics or {}).get(name, 0.0)):
+            what = f"{name} is not a number at step {state.global_step}"
+            write_line(f"{what}: this evaluation is never the best")
+
 
 class MetricsFile(TrainerCallback):
     """Appends every record to ``path`` as a line of JSON: ``step``, ``epoch``, ``time`` (Unix seconds) and all values.

@@ -139,6 +139,7 @@ def read_data(
     hf_config = build.load_config(section, facts.vocab_size_of(config))
     facts.check_model(config, hf_config)
     task = TASKS[config.task]
+    build.refuse_lost_buffers(section, hf_config, task)
     texts = preparing.texts(config.data) if task.language else task_rows.texts(task, config.data)
     words = tokenizers.load(section.tokenizer, section.name_or_path, section.trust_remote_code, folder, texts)
     rows = hf_config.get_text_config().vocab_size
