@@ -243,11 +243,16 @@ class Rates:
     net_latency_s: float = 1e-5  # per hop of a message between ranks of a machine, in addition to its bytes
     net_across_bytes_per_s: float | None = None  # to ranks of other machines; None: unknown
     net_across_latency_s: float = 17e-6  # from where: strategies/planner/hybrid/cluster.py
+    # Of a disk for optimizer state, past the page cache; by default what a drive of PCI Express 4 may sustain.
+    disk_read_bytes_per_s: float = 5e9
+    disk_write_bytes_per_s: float = 2e9
+    disk_overlap: float = 1.0  # of both at once: 1 is either or, 2 each as if it were alone
+    disk_folder: str = ""  # that was measured; empty: assumed
     origin: Literal["measured", "profile", "assumed"]  # on this machine; by name
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if name == "origin" or value is None:
+            if name in ("origin", "disk_folder") or value is None:
                 continue
             if name.endswith(("latency_s", "launch_s")):
                 if not 0 <= value < inf:

@@ -22,6 +22,8 @@ Memory arithmetic, per element of a bucket in a compute dtype of ``e`` bytes, ``
     SCRATCH   fp32 copy of a stretch of bf16 gradient, on the device, one for all buckets
     RECEIVED  on the device, one for all: the gradients of a bucket's span from all ranks, before they are added; only
               if they are added in the order of ranks (``reduction``)
+    WINDOW    4 m, and 4 for a master, on the host, in shared slots: state that rests on the disk (``on_disk``), while
+              it is updated. It takes the place of MOMENTS and, in mixed precision, of MASTER
     SAVED     on the host, one for all: tensors that forward saved and that wait there for backward
 
 Over ranks a bucket may be cut into ``ways`` spans of equal size, one for each rank. WEIGHT and GRAD are whole on every
@@ -98,6 +100,7 @@ class Item(Enum):
     VISIT = "visiting state"
     SCRATCH = "scratch"
     RECEIVED = "received gradients"
+    WINDOW = "state from the disk"
     SAVED = "saved tensors"
 
 
@@ -124,6 +127,7 @@ class Bucket:
     grad_home: Home = Home.DEVICE  # where gradients wait for the norm and for further micro-batches
     grad_split: bool = False  # they wait on the device, each rank's span alone; the whole gradient only passes a slot
     grad_direct: bool = False  # they go down from where backward made them, and backward waits for that; no slot
+    on_disk: bool = False  # its moments, and its masters in mixed precision, rest in a file; updated on the host
 
     @property
     def resident(self) -> bool:
@@ -155,6 +159,10 @@ class Bucket:
     def weight_bytes(self) -> int:
         return self.num_elements * ITEM_BYTES[self.dtype]
 
+    def state_bytes(self, moments: int) -> int:
+        """Bytes of one rank's moments, and of its masters in mixed precision."""
+        return 4 * (moments + self.mixed) * self.share
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
@@ -163,6 +171,7 @@ class Layout:
     Args:
         in_backward: updates start as gradients land, but for those on the device that need copies. These run in forward
             order under the next forward, as all do otherwise, after the norm of all gradients.
+        disk: the folder of the file that has the state of buckets that are ``on_disk``; empty: there is none.
         reduction: how ranks that share a bucket add its gradients. "exact": each owner in the order of ranks; "fast":
             while they are sent, in the order of the library's reduce-scatter.
     """
@@ -175,16 +184,18 @@ class Layout:
     moments: int = 2  # fp32 numbers of optimizer state per element
     grad_slots: int = 2  # for gradients on their way down, and for weights that are rounded on their way up
     visit_slots: int = 2  # for visiting state
+    window_slots: int = 3  # for state from the disk: one is read, one is updated, one is written
     keeps_copies: bool = True  # weights that travel rest on the host in the dtype of compute, even beside their masters
     common_host: bool = False  # the ranks are on one machine, and read weights out of each other's host memory
     reduction: Reduction = "exact"
+    disk: str = ""
 
     @property
     def num_ticks(self) -> int:
         return 2 * len(self.units)
 
     def slots(self, item: Item) -> int:
-        return self.visit_slots if item is Item.VISIT else self.grad_slots
+        return {Item.VISIT: self.visit_slots, Item.WINDOW: self.window_slots}.get(item, self.grad_slots)
 
 
 def ticks_of(units: Sequence[str]) -> dict[str, tuple[int, int]]:
@@ -285,15 +296,32 @@ def needs(bucket: Bucket, layout: Layout) -> Iterator[Need]:
     if grads_leave and layout.accumulation > 1:
         yield Need(name, Item.ARRIVAL, Home.HOST, own, passes=True)
     state_home = Home.DEVICE if bucket.site is Site.DEVICE else Home.HOST
-    if bucket.mixed or (bucket.site is Site.HOST and bucket.resident):
+    if (bucket.mixed and not bucket.on_disk) or (not bucket.mixed and bucket.site is Site.HOST and bucket.resident):
         yield Need(name, Item.MASTER, state_home, 4 * bucket.share)
-    if layout.moments:
+    if bucket.on_disk:
+        yield Need(name, Item.WINDOW, Home.HOST, aligned(bucket.state_bytes(layout.moments), Home.HOST), passes=True)
+    elif layout.moments:
         yield Need(name, Item.MOMENTS, state_home, 4 * layout.moments * bucket.share)
     count_home = Home.HOST if bucket.site is Site.HOST else Home.DEVICE
     yield Need(name, Item.STEPS, count_home, aligned(4 * len(bucket.params)))
     numbers = layout.moments + bucket.mixed
     if bucket.site is Site.STREAMED and numbers:
         yield Need(name, Item.VISIT, Home.DEVICE, 4 * numbers * bucket.share, passes=True)
+
+
+def disk_offsets(layout: Layout) -> dict[str, int]:
+    """Where in the file the state of each bucket that is on the disk begins, by name. Its size is that of WINDOW."""
+    found, end = dict[str, int](), 0
+    for bucket in layout.buckets:
+        if bucket.on_disk:
+            found[bucket.name] = end
+            end += aligned(bucket.state_bytes(layout.moments), Home.HOST)
+    return found
+
+
+def disk_bytes(layout: Layout) -> int:
+    """The size of that file."""
+    return sum(aligned(b.state_bytes(layout.moments), Home.HOST) for b in layout.buckets if b.on_disk)
 
 
 def common_needs(layout: Layout, hosted_bytes: int = 0) -> Iterator[Need]:

@@ -94,6 +94,8 @@ class Strategy(BaseModel, ABC):
     excludes: ClassVar[Mapping[str, str]] = {}
     # Options with which it makes training fit into less memory, for `launch/plan.py --fit`; None: it does not.
     to_fit: ClassVar[Mapping[str, Any] | None] = None
+    # Options that say what the machine has, which `launch/plan.py --fit` keeps as they are written.
+    of_machine: ClassVar[tuple[str, ...]] = ()
     # The option that takes how many ranks of a machine share rows, for `launch/plan.py --fit` where nothing else fits.
     fits_rows_by: ClassVar[str] = ""
     # Strategies whose questions this one answers itself, where both are on; see ``beside``.

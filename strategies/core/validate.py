@@ -63,7 +63,7 @@ def validate(
 
 
 def _settings(layout: Layout) -> Iterator[str]:
-    least = {"accumulation": 1, "moments": 0, "grad_slots": 1, "visit_slots": 1, "max_grad_norm": 0}
+    least = {"accumulation": 1, "moments": 0, "grad_slots": 1, "visit_slots": 1, "window_slots": 1, "max_grad_norm": 0}
     for name, bound in least.items():
         if getattr(layout, name) < bound:
             yield f"{name} = {getattr(layout, name)}: must be at least {bound}"
@@ -125,6 +125,10 @@ def _choices(bucket: Bucket, layout: Layout) -> Iterator[str]:
         yield "ranks share gradients of one micro-batch that wait on the device, and no others"
     if bucket.grad_direct and not (bucket.site is Site.HOST and bucket.grad_home is Home.HOST and bucket.ways == 1):
         yield "its gradients need a slot: only those of one rank that wait on the host for an update there do not"
+    if bucket.on_disk and not (bucket.site is Site.HOST and bucket.ways == 1 and bucket.state_bytes(layout.moments)):
+        yield "only state of one rank that is updated on the host rests on the disk"
+    if bucket.on_disk and not (layout.disk and layout.keeps_copies):
+        yield "state rests on the disk, and there is no folder, or weights are rounded from their masters to be fetched"
 
 
 def _residency(bucket: Bucket, layout: Layout) -> Iterator[str]:

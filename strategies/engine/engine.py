@@ -16,16 +16,17 @@ its work decide how long that takes, never what is found.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from strategies.core.layout import Addresses, Item, Layout
+from strategies.core.layout import Addresses, Item, Layout, disk_bytes
 from strategies.engine.buckets.bucket_state import BucketOf, BucketState, Job, Pending, Scale, find_overlapping
 from strategies.engine.memory.arena import Arena
+from strategies.engine.memory.disk_state import DiskState
 from strategies.engine.module_hooks import ModuleHooks, Scope, find_scopes, unseen
 from strategies.engine.prefetch import Prefetch
 from strategies.engine.ranks.shares import ranks_of
@@ -67,6 +68,7 @@ class Engine(Copied):
         self.groups = groups
         self.ranks = ranks_of(group, model, layout, transfer, device, beside=beside)
         self.arena = Arena(addresses, device, self.ranks.common)
+        self.disk = DiskState(layout, self.arena) if disk_bytes(layout) else None
         self.buckets = list(self._make_buckets(model))
         self.ranks.connect(self.buckets, self.arena)
         self.arena.pin()
@@ -113,7 +115,7 @@ class Engine(Copied):
         for index, spec in enumerate(self.layout.buckets):
             members = [params[name] for name in spec.params]
             nan = nans[members[0].dtype]
-            bucket = BucketState(spec, index, members, self.arena, nan, self.layout, fused, self.ranks.rank)
+            bucket = BucketState(spec, index, members, self.arena, nan, self.layout, fused, self.ranks.rank, self.disk)
             bucket.take_in()
             yield bucket
 
@@ -170,6 +172,7 @@ class Engine(Copied):
     def _update_ready(self) -> None:
         """Without clipping: update the buckets that are complete and that no open scope uses."""
         waiting = [bucket for bucket in self._ready if bucket.open]
+        self._expect(bucket for bucket in self._ready if not bucket.open)
         for bucket in self._ready:
             if not bucket.open:
                 self._submit(bucket, self.clipping.in_backward(bucket))
@@ -204,6 +207,7 @@ class Engine(Copied):
             touched = [bucket for bucket in self.buckets if bucket.grads.touched]
             scale = self.clipping.of_step(touched)
             self.ranks.stop_reading()
+            self._expect(touched)
             for bucket in touched:
                 self._submit(bucket, scale)
         if self.clipping.scale is not None and not self.clipping.of_scaled_loss:
@@ -213,6 +217,11 @@ class Engine(Copied):
         self._used.clear()
         self.prefetch.in_step()
         self.skipped_steps.refuse()
+
+    def _expect(self, buckets: Iterable[BucketState]) -> None:
+        """These are about to be submitted: what of them is on the disk is read ahead."""
+        if self.disk is not None:
+            self.disk.expect(bucket.index for bucket in buckets)
 
     def _submit(self, bucket: BucketState, scale: Scale) -> None:
         number = bucket.spec.group

@@ -109,7 +109,8 @@ class Residency:
     def _round(self, bucket: BucketState) -> None:
         assert bucket.copy is not None and bucket.master is not None
         self._transfer.uses(Lane.HOST, reads=[bucket.master], writes=[bucket.copy])
-        bucket.round_master(bucket.copy, bucket.master)
+        with bucket.at_hand():
+            bucket.round_master(bucket.copy, bucket.master)
 
     @torch.no_grad()
     def _bring_rounded(self, bucket: BucketState) -> None:

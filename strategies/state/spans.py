@@ -18,7 +18,8 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -57,6 +58,7 @@ class Span:
     start: int
     tensor: Tensor
     columns: Columns | None = None  # elements are counted in these alone; there are whole rows, or a part of one row
+    at_hand: Callable[[], AbstractContextManager[None]] = nullcontext  # inside of it the tensor's memory has its values
 
     @property
     def is_whole(self) -> bool:
@@ -103,7 +105,7 @@ def write(path: Path, spans: Sequence[Span], *, hashed: bool = True) -> tuple[in
     digest = hashlib.sha256()
     with path.open("wb", buffering=0) as file:
         start = memoryview(len(text).to_bytes(8, "little") + text)
-        for piece in itertools.chain([start], (piece for span in spans for piece in _pieces(span.tensor))):
+        for piece in itertools.chain([start], (piece for span in spans for piece in _pieces(span))):
             if hashed:
                 digest.update(piece)
             while len(piece):
@@ -111,10 +113,11 @@ def write(path: Path, spans: Sequence[Span], *, hashed: bool = True) -> tuple[in
         return file.tell(), digest.hexdigest() if hashed else None
 
 
-def _pieces(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor in pieces of ``PIECE_BYTES``: views on the host, copies from the device."""
-    for piece in tensor.detach().reshape(-1).split(PIECE_BYTES // tensor.element_size()):
-        yield _bytes(piece.cpu())
+def _pieces(span: Span) -> Iterator[memoryview]:
+    """The bytes of a span in pieces of ``PIECE_BYTES``: views on the host, copies from the device."""
+    with span.at_hand():
+        for piece in span.tensor.detach().reshape(-1).split(PIECE_BYTES // span.tensor.element_size()):
+            yield _bytes(piece.cpu())
 
 
 def _bytes(tensor: Tensor) -> memoryview:

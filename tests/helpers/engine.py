@@ -314,6 +314,7 @@ def plan_of(
     direct: bool = False,
     copies: bool = True,
     visit_slots: int = 2,
+    disk: str = "",
     debug: bool = True,
 ) -> Made:
     """What the planner makes of these wishes; of those it has no word for, its layout changed by hand.
@@ -327,6 +328,7 @@ def plan_of(
             each other's parts of weights; ``reduction``: how they add gradients.
         direct: gradients that wait on the host, for updates there, have no slot.
         copies: weights that travel rest on the host in the dtype of compute, beside their masters.
+        disk: a folder, where the state of all buckets rests that are updated on the host; two slots for it.
     """
     params = groups_of(model, groups)
     size = "auto"
@@ -360,12 +362,15 @@ def plan_of(
         buckets = tuple(replace(b, grad_split=False) for b in buckets)
     if direct:
         buckets = tuple(replace(b, grad_direct=(b.site, b.grad_home) == (Site.HOST, Home.HOST)) for b in buckets)
+    if disk:
+        buckets = tuple(replace(b, on_disk=b.site is Site.HOST and b.state_bytes(moments) > 0) for b in buckets)
     blocks = {unit.name for unit in made.facts.units if unit.kind is UnitKind.BLOCK}
     of_blocks = [index for index, b in enumerate(buckets) if set(b.units) <= blocks]
     moving = {"resident": [], "travelling": of_blocks, "some": of_blocks[::2] + _ends(buckets, made.facts)}[weights]
     assert bool(moving) is (weights != "resident")
     buckets = tuple(replace(b, resident_ticks=()) for b in buckets)
     bare = replace(made.layout, buckets=buckets, keeps_copies=copies, visit_slots=visit_slots)
+    bare = replace(bare, disk=disk, window_slots=2)
     return Made.of(weight_schedule.only_while_used(bare, moving, int(prefetch)), made.facts.params, ranks, debug=debug)
 
 

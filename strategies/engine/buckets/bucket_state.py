@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -40,6 +41,7 @@ from strategies.core.layout import Bucket, Item, Layout, Site, leads, parks_in_c
 from strategies.core.plan import Home
 from strategies.engine.buckets.gradient_state import GradientState
 from strategies.engine.memory.arena import Arena
+from strategies.engine.memory.disk_state import DiskState
 from strategies.engine.tensors.loans import HandedOut
 from strategies.engine.tensors.parameter_views import ParameterViews
 from strategies.engine.tensors.parameters import put
@@ -105,7 +107,8 @@ def pieces_of(spec: Bucket, rank: int) -> Iterator[Piece]:
 class BucketState:
     """Bucket ``spec``, number ``index`` of ``layout``, with flat views of ``arena``, None if the layout needs no such.
     ``weight`` and ``grad`` are of the whole bucket, the others of this rank's span, which is all unless ranks share it.
-    ``nan`` is a single one on the device; ``fused`` has ids of parameters of modules with a fused kernel.
+    ``nan`` is a single one on the device; ``fused`` has ids of parameters of modules with a fused kernel. State that is
+    on the ``disk`` may be read and written inside of ``at_hand`` only: its memory is a slot that others use in turn.
     """
 
     def __init__(
@@ -118,6 +121,7 @@ class BucketState:
         layout: Layout,
         fused: Collection[int],
         rank: int,
+        disk: DiskState | None = None,
     ) -> None:
         def flat(item: Item, of: torch.dtype, numbers: int = 1) -> Tensor | None:
             region = arena.of(spec.name, item, of)
@@ -136,6 +140,11 @@ class BucketState:
         self.master = flat(Item.MASTER, torch.float32)
         moments = flat(Item.MOMENTS, torch.float32, layout.moments)
         self.moments = [] if moments is None else list(moments.view(layout.moments, spec.share))
+        self._disk = disk if spec.on_disk else None
+        window = flat(Item.WINDOW, torch.float32, layout.moments + spec.mixed)
+        if window is not None:
+            state = list(window.view(-1, spec.share))
+            self.master, self.moments = (state[0], state[1:]) if spec.mixed else (self.master, state)
         steps = arena.of(spec.name, Item.STEPS, torch.float32)
         self.steps = None if steps is None else steps[: len(params)]
         self.visit = flat(Item.VISIT, torch.float32, layout.moments + spec.mixed)
@@ -217,9 +226,14 @@ class BucketState:
         """What an update on the device needs besides the weight, in the order of the visit slot."""
         return ([] if self.master is None else [self.master]) + self.moments
 
+    def at_hand(self, *, writes: bool = False, behind: bool = False) -> AbstractContextManager[None]:
+        """Master and moments are in their memory; ``DiskState.held`` has what the options mean."""
+        return nullcontext() if self._disk is None else self._disk.held(self.index, writes=writes, behind=behind)
+
     def rounded(self, piece: Piece) -> Tensor:
         assert self.master is not None
-        return self.master[piece.at : piece.at + piece.size].to(self.weight.dtype)
+        with self.at_hand():
+            return self.master[piece.at : piece.at + piece.size].to(self.weight.dtype)
 
     def round_master(self, target: Tensor, master: Tensor) -> None:
         """Round the masters of this rank's span to compute weights, piece by piece, leaving out the padding."""
@@ -250,9 +264,10 @@ class BucketState:
         if self.copy is None:
             for index, value in values.items():
                 self.part(self.weight, index).copy_(value)
-        for flat in (None if self.given_up else self.copy, self.master):
-            if flat is not None:
-                self.fill(flat, values)
+        with self.at_hand(writes=True):
+            for flat in (None if self.given_up else self.copy, self.master):
+                if flat is not None:
+                    self.fill(flat, values)
         for index, param in enumerate(self.params):
             put(param, self.views.absent(index))
         if self.spec.site is Site.DEVICE:

@@ -96,7 +96,8 @@ class StateAccess(Copied):
         copy = None if bucket.given_up else bucket.copy  # if it is, the gradient stays, and the master is the weight
         for place in (copy, bucket.master if master else None):
             if place is not None:
-                bucket.fill(place, {index: value.reshape(-1)})
+                with bucket.at_hand(writes=True):
+                    bucket.fill(place, {index: value.reshape(-1)})
         if bucket.present and bucket.part(bucket.weight, index).data_ptr() != value.data_ptr():
             bucket.part(bucket.weight, index).copy_(value.reshape(-1))
         loan = lent_value(param)
@@ -133,7 +134,8 @@ class StateAccess(Copied):
         bucket, index = self._settle(param)
         span = bucket.own(bucket.weight) if bucket.copy is None else bucket.copy
         known = param.data.reshape(-1).to("cpu", copy=True)
-        bucket.read_into(known, index, span if bucket.master is None else bucket.master)
+        with bucket.at_hand():
+            bucket.read_into(known, index, span if bucket.master is None else bucket.master)
         return self.engine.ranks.everywhere(same_bits(param.data.reshape(-1).cpu(), known))
 
     def give_back(self, params: Sequence[nn.Parameter]) -> None:
@@ -223,7 +225,7 @@ class StateAccess(Copied):
     # --- optimizer state ---------------------------------------------------------------------------------------------
 
     def state_of(self, param: nn.Parameter) -> dict[str, Tensor]:
-        """Views by torch's names; ``master`` where the weight is in a lower precision."""
+        """Views by torch's names, copies of what is on the disk; ``master`` where the weight has a lower precision."""
         bucket, index = self.engine.bucket_of[id(param)]
         if bucket.is_shared:
             raise RuntimeError(
@@ -231,7 +233,9 @@ class StateAccess(Copied):
                 f"it: save it in a checkpoint of the run"
             )
         state, shape = next(tensors for _, tensors in self.pieces_of(param)), param.shape
-        return {"step": self.count_of(param)} | {name: tensor.view(shape) for name, tensor in state.items()}
+        with bucket.at_hand():
+            found = {n: tensor.clone() if bucket.spec.on_disk else tensor for n, tensor in state.items()}
+        return {"step": self.count_of(param)} | {name: tensor.view(shape) for name, tensor in found.items()}
 
     def count_of(self, param: nn.Parameter) -> Tensor:
         """How many updates ``param`` has had, as a view; on a rank that has a piece of it."""
@@ -240,7 +244,9 @@ class StateAccess(Copied):
         return bucket.steps[index]
 
     def pieces_of(self, param: nn.Parameter) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """What this rank has of the moments and the master: the first element, and flat views by torch's names."""
+        """What this rank has of the moments and the master: the first element, and flat views by torch's names, to be
+        used inside of the bucket's ``at_hand``.
+        """
         bucket, index = self.engine.bucket_of[id(param)]
         flats = dict(zip(self.engine.rule.names, bucket.moments, strict=True))
         if bucket.spec.mixed:
@@ -252,11 +258,14 @@ class StateAccess(Copied):
     @torch.no_grad()
     def set_state(self, param: nn.Parameter, state: Mapping[str, Any]) -> None:
         """Copy ``state`` into the arenas; a master also becomes the weight."""
-        for name, place in self.state_of(param).items():
-            if name in state:
-                place.copy_(torch.as_tensor(state[name]))
-            elif name == "step" and state.keys() & set(self.engine.rule.names):
-                place.fill_(1)  # torch does not count SGD's updates
+        bucket, _ = self.engine.bucket_of[id(param)]
+        places = {"step": self.count_of(param)} | next(tensors for _, tensors in self.pieces_of(param))
+        with bucket.at_hand(writes=True):
+            for name, place in places.items():
+                if name in state:
+                    place.copy_(torch.as_tensor(state[name]).reshape(place.shape))
+                elif name == "step" and state.keys() & set(self.engine.rule.names):
+                    place.fill_(1)  # torch does not count SGD's updates
         if "master" in state:
             self.set_weight(param, self.state_of(param)["master"].to(param.dtype), master=False)
 
@@ -264,10 +273,12 @@ class StateAccess(Copied):
     def forget_state(self, param: nn.Parameter) -> None:
         """As if ``param`` had never been updated; its master stays."""
         self.count_of(param).zero_()
-        for _, state in self.pieces_of(param):
-            for name, place in state.items():
-                if name != "master":
-                    place.zero_()
+        bucket, _ = self.engine.bucket_of[id(param)]
+        with bucket.at_hand(writes=True):
+            for _, state in self.pieces_of(param):
+                for name, place in state.items():
+                    if name != "master":
+                        place.zero_()
 
 
 class State(MutableMapping[nn.Parameter, dict[str, Tensor]]):
@@ -280,8 +291,15 @@ class State(MutableMapping[nn.Parameter, dict[str, Tensor]]):
 
     def __getitem__(self, param: nn.Parameter) -> dict[str, Tensor]:
         self._access.drain()
-        state = self._access.state_of(param)
-        return state if state["step"] > 0 else {}
+        if not self._access.count_of(param) > 0:
+            return {}
+        bucket, index = self._access.engine.bucket_of[id(param)]
+        if bucket.spec.on_disk:
+            raise RuntimeError(
+                f"the optimizer's state of {bucket.spec.params[index]} rests on the disk, and there is no memory for "
+                f"all of it: read it by optimizer.state_of(param), or save it by optimizer.save(folder)"
+            )
+        return self._access.state_of(param)
 
     def __setitem__(self, param: nn.Parameter, state: Mapping[str, Any]) -> None:
         del self[param]

@@ -49,7 +49,7 @@ class EngineState:
                 step = self._access.count_of(param).item()
                 updated = step > 0 or rule.kernel.begins
                 spans = [
-                    Span(name, kind, shape, start, tensor)
+                    Span(name, kind, shape, start, tensor, at_hand=bucket.at_hand)
                     for start, state in pieces
                     for kind, tensor in state.items()
                     if updated or kind == MASTER
@@ -102,10 +102,12 @@ class EngineState:
             access.forget_state(param)
             kept = known.tensors.keys() - {MASTER, WEIGHT}  # of SGD, which torch does not count
             access.count_of(param).fill_(known.numbers.get("step", bool(kept)))
-            for start, places in access.pieces_of(param):
-                for kind in known.tensors:
-                    if kind not in (MASTER, WEIGHT):
-                        saved.store.read(name, kind, start, places[kind])
+            bucket, _ = self._engine.bucket_of[id(param)]
+            with bucket.at_hand(writes=True):
+                for start, places in access.pieces_of(param):
+                    for kind in known.tensors:
+                        if kind not in (MASTER, WEIGHT):
+                            saved.store.read(name, kind, start, places[kind])
 
     def fill_weights(self, weights: Weights) -> None:
         """Take over every weight that was saved, one by one, and its master."""

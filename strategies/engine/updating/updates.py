@@ -15,7 +15,8 @@ Ordering, by memory that two lanes touch:
     visit slot   UP writes after DOWN has stored the slot's former bucket (``stored``, which came after its ``used``);
                  COMPUTE after UP (``arrived``, which came after ``stored`` of overlapping buckets); DOWN after COMPUTE
                  (``used``)
-    host state   UP reads after the DOWN that wrote it (``stored``); the worker's own state is written by nobody else
+    host state   UP reads after the DOWN that wrote it (``stored``); the worker's own state is written by nobody else.
+                 State on the disk is used by the host alone, inside of ``at_hand`` (``memory/disk_state.py``)
     PARKED       the worker reads after DOWN (``sent``); UP reads after the worker (its future, or ``added``); the
                  next DOWN waits for that UP (``arrived``)
     COPY         written by DOWN (``stored``) or the worker (future), read by UP (``arrived``); as a slot, see
@@ -209,9 +210,16 @@ class Updates:
         transfer.host_wait(*waits)
         assert parked is not None
         if self._known_bad(job.scale):
-            if bucket.parks_in_copy:  # the gradient has overwritten the weight
-                self._round_on_host(bucket, parked)
+            with bucket.at_hand():
+                if bucket.parks_in_copy:  # the gradient has overwritten the weight
+                    self._round_on_host(bucket, parked)
             return False
+        with bucket.at_hand(writes=True, behind=True):
+            self._apply_on_host(bucket, job, parked)
+        return True
+
+    def _apply_on_host(self, bucket: BucketState, job: Job, parked: Tensor) -> None:
+        transfer = self._transfer
         master = bucket.master if bucket.master is not None else bucket.copy
         assert master is not None
         transfer.uses(Lane.HOST, reads=[parked], writes=[master, *bucket.moments])
@@ -219,7 +227,6 @@ class Updates:
         self._apply(bucket, job, parked, [master, *bucket.moments], self._host_scratch, factor)
         if bucket.spec.mixed and not bucket.copy_passes:
             self._round_on_host(bucket, parked if bucket.copy is None else bucket.copy)
-        return True
 
     def _round_on_host(self, bucket: BucketState, weight: Tensor) -> None:
         assert bucket.master is not None

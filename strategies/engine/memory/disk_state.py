@@ -1,0 +1,142 @@
+"""The disk tier: optimizer state that rests in a file (``scratch_file.py``) and visits the host for its update.
+
+Each bucket that is ``on_disk`` has a place in the file, and one slot of the window, through which several buckets pass:
+WINDOW of the layout. A slot has a thread, which moves state between the two. What will be updated is ``expect``-ed: it
+is read ahead as soon as its slot is free, and written behind when it was updated, while others are read and updated.
+
+Ordering. Everything that concerns a bucket happens in its one slot, whose thread does what it is given in that order.
+    read, then use          ``held`` waits for all that the slot's thread was given, before it shows the state
+    use, then write         ``held`` gives the write to the thread when it is left; until then the slot's lock keeps
+                            others out, and nothing is read ahead into it
+    write, then reuse       what the slot holds next is read by the same thread, after the write
+    write, then next read   likewise: a bucket never changes its slot
+    then a checkpoint       it reads by way of ``held``, as everybody does
+The first error is kept, and raised by all who come later: what was to be written is lost, whatever is read well.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from heapq import heappush
+
+import torch
+from torch import Tensor
+
+from strategies.core.layout import Item, Layout, disk_bytes, disk_offsets
+from strategies.engine.memory.arena import Arena
+from strategies.engine.memory.scratch_file import ScratchFile
+
+
+def thread() -> Executor:
+    """What does a slot's work, one after the other; test doubles do it as late as it may be."""
+    return ThreadPoolExecutor(1, "stow-disk")
+
+
+class _Slot:
+    """One slot: which bucket's state it holds once its thread is done, and which are to come."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # of whoever uses the state
+        self.thread = thread()
+        self.last: Future[None] | None = None  # what the thread was given last
+        self.holds: int | None = None
+        self.changed = False  # it differs from the file
+        self.users = 0
+        self.expected: list[int] = []  # a heap: updates run in the order of buckets
+
+
+class DiskState:
+    """The state of all buckets of ``layout`` that are on the disk. Raise ValueError if there cannot be such a file."""
+
+    def __init__(self, layout: Layout, arena: Arena) -> None:
+        self._file = ScratchFile(layout.disk, disk_bytes(layout))
+        self._issuing = threading.Lock()  # of what slots hold, and what threads are given; held for moments
+        self._error: Exception | None = None
+        self._written = set[int]()  # buckets of which there is something in the file
+        self._places: dict[int, tuple[_Slot, Tensor, int]] = {}  # slot, memory, offset in the file
+        offsets, slots = disk_offsets(layout), dict[int, _Slot]()
+        for index, spec in enumerate(layout.buckets):
+            memory = arena.of(spec.name, Item.WINDOW, torch.uint8)
+            if memory is not None:
+                at = memory.data_ptr()
+                slots[at] = slot = slots.get(at) or _Slot()
+                self._places[index] = slot, memory, offsets[spec.name]
+        self._slots = list(slots.values())
+
+    def expect(self, buckets: Iterable[int]) -> None:
+        """These buckets, by index, will be updated: read them ahead. Others are none of ours."""
+        with self._issuing:
+            for index in buckets:
+                if index in self._places:
+                    heappush(self._places[index][0].expected, index)
+            for slot in self._slots:
+                self._read_ahead(slot)
+
+    @contextmanager
+    def held(self, index: int, *, writes: bool = False, behind: bool = False) -> Iterator[None]:
+        """The state of bucket ``index`` is in its slot, and nobody else uses that. ``writes``: it may be changed
+        meanwhile; ``behind``: and goes to the file at once, not only when the slot is needed.
+        """
+        slot, *_ = self._places[index]
+        with slot.lock:
+            with self._issuing:
+                assert not slot.users or slot.holds == index, "two buckets of one slot are wanted at the same time"
+                slot.users += 1
+                if index in slot.expected:
+                    slot.expected.remove(index)  # in the order of updates it is the first one, and a heap stays
+                    slot.expected.sort()
+                self._load(slot, index)
+                last = slot.last
+            try:
+                if last is not None:
+                    last.result()
+                if self._error is not None:
+                    raise self._error
+                yield
+            finally:
+                with self._issuing:
+                    slot.users -= 1
+                    slot.changed = slot.changed or writes
+                    if behind:
+                        self._store(slot)
+                    self._read_ahead(slot)
+
+    def _read_ahead(self, slot: _Slot) -> None:
+        if slot.expected and not slot.users:
+            self._load(slot, slot.expected[0])
+
+    def _load(self, slot: _Slot, index: int) -> None:
+        if slot.holds == index:
+            return
+        self._store(slot)
+        _, memory, offset = self._places[index]
+        if index in self._written:
+            self._give(slot, lambda: self._file.read(memory, offset))
+        else:
+            self._give(slot, memory.zero_)
+        slot.holds = index
+
+    def _store(self, slot: _Slot) -> None:
+        if slot.changed and slot.holds is not None:
+            _, memory, offset = self._places[slot.holds]
+            self._give(slot, lambda: self._file.write(memory, offset))
+            self._written.add(slot.holds)
+            slot.changed = False
+
+    def _give(self, slot: _Slot, work: Callable[[], object]) -> None:
+        slot.last = slot.thread.submit(self._run, work)
+
+    def _run(self, work: Callable[[], object]) -> None:
+        if self._error is None:
+            try:
+                work()
+            except Exception as error:
+                self._error = error
+
+    def close(self) -> None:
+        for slot in self._slots:
+            slot.thread.shutdown(wait=True)
+        self._file.close()

@@ -1,0 +1,117 @@
+"""A file for what memory has no room for, which lives as long as this process and leaves nothing behind.
+
+It has no name (``TemporaryFile`` makes it so, or takes the name away at once): whatever ends the process, a kill among
+it, gives the space back, and no two runs can share it. It is scratch, never a checkpoint. All of its space is reserved
+when it is made, so that a disk that others fill cannot end a run. ``O_DIRECT`` goes past the page cache, which would
+take the very memory that the file saves.
+
+Refused, each in one line before anything heavy: a folder that is missing, is none, or cannot be written; a file system
+in memory (it would save nothing) or on the network (a lost connection would stop training); one without ``O_DIRECT``;
+too little space.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+import psutil
+from torch import Tensor
+
+from strategies.core.sizes import human
+
+MOST_BYTES = 64 << 20  # of one call; the system takes less than 2 GiB
+IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
+ON_NETWORK = ("nfs", "cifs", "smb", "ceph", "lustre", "gpfs", "beegfs", "gluster", "afs", "9p", "fuse", "virtiofs")
+NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+class DiskError(RuntimeError):
+    """Reading or writing the file failed; what rests in it is lost."""
+
+
+class ScratchFile:
+    """``num_bytes`` in ``folder``, reserved. Raise ValueError, in one line, if it cannot be."""
+
+    def __init__(self, folder: str | Path, num_bytes: int) -> None:
+        self._folder = Path(folder)
+        if said := unsuitable(self._folder):
+            raise ValueError(said)
+        try:
+            self._file: Any = TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115  closed by ``close``, or the end
+        except OSError as error:
+            raise ValueError(f"no file can be made there: {error.strerror}") from None
+        try:
+            if num_bytes:
+                os.posix_fallocate(self._handle, 0, num_bytes)
+            flags = fcntl.fcntl(self._handle, fcntl.F_GETFL)
+            fcntl.fcntl(self._handle, fcntl.F_SETFL, flags | os.O_DIRECT)
+        except OSError as error:
+            self._file.close()
+            raise ValueError(_why(error, self._folder, num_bytes)) from None
+
+    @property
+    def _handle(self) -> int:
+        return int(self._file.fileno())
+
+    def read(self, memory: Tensor, offset: int) -> None:
+        """Fill ``memory``, bytes that begin and end at pages, from ``offset`` on."""
+        self._move(os.preadv, "read", memory, offset)
+
+    def write(self, memory: Tensor, offset: int) -> None:
+        self._move(os.pwritev, "written", memory, offset)
+
+    def _move(
+        self, call: Callable[[int, Sequence[memoryview], int], int], done: str, memory: Tensor, offset: int
+    ) -> None:
+        data: Any = memory.numpy()
+        left = memoryview(data)
+        while left:
+            try:
+                count = call(self._handle, [left[:MOST_BYTES]], offset)
+                if not count:
+                    raise OSError(errno.EIO, "nothing more came")
+            except OSError as error:
+                what = f"{human(memory.nbytes)} of optimizer state could not be {done}"
+                raise DiskError(f"the disk tier in {self._folder}: {what}: {error.strerror}") from error
+            left, offset = left[count:], offset + count
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def unsuitable(folder: Path) -> str:
+    """Why ``folder`` cannot have the file; empty if nothing is known against it."""
+    if not folder.is_dir():
+        return "not a folder" if folder.exists() else "no such folder"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return "cannot be written"
+    kind = file_system(folder)
+    if kind in IN_MEMORY:
+        return f"is in memory ({kind}), so it would save none; name a folder on a local disk"
+    if kind.startswith(ON_NETWORK):
+        return (
+            f"is on the network or behind a program ({kind}), which may stop answering; name a folder on a local disk"
+        )
+    return ""
+
+
+def file_system(folder: Path) -> str:
+    """The type of the file system that ``folder`` is on."""
+    there = folder.resolve()
+    mounted = [each for each in psutil.disk_partitions(all=True) if there.is_relative_to(each.mountpoint)]
+    return max(mounted, key=lambda each: len(Path(each.mountpoint).parts)).fstype if mounted else ""
+
+
+def _why(error: OSError, folder: Path, num_bytes: int) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        free = human(os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize)
+        return f"{human(num_bytes)} of optimizer state are to be there, and {free} are free ({error.strerror})"
+    if error.errno in NO_DIRECT:
+        return f"its file system ({file_system(folder)}) has no O_DIRECT; name a folder on a local disk"
+    return f"{human(num_bytes)} cannot be reserved there: {error.strerror}"

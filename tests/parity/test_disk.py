@@ -1,0 +1,231 @@
+"""Optimizer state that rests on the disk: the bits of plain training, whatever is late, and one line when it fails."""
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from strategies.core.facts import Home
+from strategies.core.layout import Item, disk_bytes
+from strategies.core.protocol import MemoryRefusal
+from strategies.engine import SGD, AdamW, StowOptimizer, stow
+from strategies.engine.memory import disk_state, scratch_file
+from strategies.engine.memory.arena import Arena
+from strategies.engine.memory.scratch_file import DiskError, ScratchFile
+from strategies.engine.transfer.transfer import Transfer
+from tests.helpers.doubles import Delayed, RaceDetector
+from tests.helpers.engine import LR, differences, plain, plan_of, stowed
+from tests.helpers.late import Late
+from tests.helpers.models import build, tokens
+from tests.helpers.sides import BATCHES, everything, train, unequal
+from tests.memory.test_engine import MODELS, model_of
+from trainer.planning.plan_for import plan_for
+
+BF16, FP32 = torch.bfloat16, torch.float32
+CASES: dict[str, tuple[torch.dtype, dict[str, Any], dict[str, Any]]] = {  # dtype, the loop, the plan
+    "clipped": (FP32, {"max_norm": 0.05}, {"park": "host"}),
+    "travelling": (FP32, {}, {"weights": "travelling", "bucket": "half"}),
+    "in backward": (FP32, {"groups": 2}, {"in_backward": True, "weights": "travelling"}),
+    "accumulated": (BF16, {"accumulation": 2, "max_norm": 0.05}, {"park": "host", "weights": "travelling"}),
+    "masters": (BF16, {"max_norm": 0.05}, {"weights": "travelling", "bucket": "half"}),
+    "masters, in backward": (BF16, {}, {"in_backward": True, "park": "host"}),
+}
+HOST: dict[str, Any] = {"site": "host", "weights": "travelling", "bucket": "half"}
+
+
+@pytest.mark.parametrize("make", [Transfer, Delayed, RaceDetector])
+@pytest.mark.parametrize("case", CASES)
+def test_the_bits_are_those_of_plain_training(
+    case: str, make: Callable[[], Transfer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reads and writes are as late as somebody waits for them; the worker updates, or the caller."""
+    dtype, loop, wished = CASES[case]
+    monkeypatch.setattr(disk_state, "thread", Late)
+    batches = tokens("llama", 4 * loop.get("accumulation", 1))
+    model = build("llama", dtype=dtype)
+    plan = plan_of(model, site="host", disk=str(tmp_path), **wished, **loop)
+    assert sum(b.on_disk for b in plan.layout.buckets) > plan.layout.window_slots
+    expected = plain(build("llama", dtype=dtype), batches, **loop)
+    assert differences(expected, stowed(model, plan, batches, transfer=make(), **loop)) == []
+
+
+def test_momentum_by_threads_in_small_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGD, which has one number per parameter."""
+    monkeypatch.setattr(scratch_file, "MOST_BYTES", 8192)
+    batches, model = tokens("llama", 4), build("llama")
+    make = partial(torch.optim.SGD, lr=LR, momentum=0.9, fused=True)
+    plan = plan_of(model, disk=str(tmp_path), moments=1, **HOST)
+    rule = SGD(lr=LR, momentum=0.9, fused=True)
+    assert differences(plain(build("llama"), batches, make=make), stowed(model, plan, batches, rule=rule)) == []
+
+
+def test_what_is_expected_waits_until_its_slot_is_free(tmp_path: Path) -> None:
+    plan = plan_of(build("llama"), disk=str(tmp_path), **HOST)
+    disk = disk_state.DiskState(plan.layout, arena := Arena(plan.place.addresses, torch.device("cpu")))
+    spots: Any = [arena.of(bucket.name, Item.WINDOW, torch.uint8) for bucket in plan.layout.buckets]
+    first, second = next(
+        (one, other)
+        for one, other in combinations(range(len(spots)), 2)
+        if spots[one] is not None and spots[other] is not None and spots[one].data_ptr() == spots[other].data_ptr()
+    )
+    for index in (first, second):
+        with disk.held(index, writes=True, behind=True):
+            spots[index].fill_(1 + index)
+    with disk.held(first):
+        disk.expect([second])
+        time.sleep(0.1)  # its thread would have read it by now
+        assert spots[first].eq(1 + first).all()
+    with disk.held(second):
+        assert spots[second].eq(1 + second).all()
+    disk.close()
+
+
+def test_weights_that_are_written_reach_the_masters(tmp_path: Path) -> None:
+    """By ``present`` and by ``load_state_dict``, as without the disk."""
+    found = []
+    for folder in ("", str(tmp_path)):
+        model, optimizer = trained(folder, 1)
+        state = {name: tensor * 2 for name, tensor in model.state_dict().items()}
+        model.load_state_dict(state)
+        with optimizer.present(model.parameters()), torch.no_grad():
+            for param in model.parameters():
+                param.add_(0.5)
+        train(model, optimizer, BATCHES[1:2])
+        found.append(everything(model, optimizer))
+        optimizer.close()
+    assert unequal(*found) == []
+
+
+def test_state_of_three_times_the_memory_of_the_host(tmp_path: Path) -> None:
+    """The planner puts there what the host has no room for, and no more; what a refusal names is enough."""
+    sizes = {"num_hidden_layers": 12, "vocab_size": 32, "hidden_size": 96, "intermediate_size": 192}
+    config = MODELS["llama"] | sizes
+
+    def made() -> Any:
+        return model_of(config).to(BF16).train()
+
+    known: Any = {"site": "host", "max_grad_norm": 0.0, "batch": (2, 16), "disk": str(tmp_path)}
+    model = made()
+    state = 12 * sum(param.numel() for param in model.parameters())
+    given: Any = {**known, "disk_memory": "64MiB", "host_memory": state // 3}
+    plan = plan_for(model, **given)
+    assert plan.layout is not None and plan.place is not None
+    assert plan.place.addresses.num_bytes(Home.HOST) <= state // 3
+    assert disk_bytes(plan.layout) > state // 2
+    some = plan_for(model, **given | {"host_memory": state})
+    assert some.layout is not None and some.place is not None
+    largest = max(bucket.state_bytes(2) for bucket in some.layout.buckets if bucket.on_disk)
+    assert state - some.place.addresses.num_bytes(Home.HOST) < 2 * largest, "more is there than has to be"
+    assert disk_bytes(plan_for(model, **given | {"host_memory": 2 * state}).layout) == 0
+    with pytest.raises(MemoryRefusal) as refused:
+        plan_for(model, **given | {"host_memory": 10_000})
+    enough = plan_for(model, **given | {"host_memory": refused.value.needed})
+    assert enough.place is not None and enough.place.addresses.num_bytes(Home.HOST) <= refused.value.needed
+    with pytest.raises(MemoryRefusal):
+        plan_for(model, **given | {"disk_memory": "64KiB"})
+    ids = torch.randint(0, 32, (2, 16), generator=torch.Generator().manual_seed(1))
+    batches = [{"input_ids": ids, "labels": ids}] * 3
+    assert differences(plain(made(), batches), stowed(model, plan, batches)) == []
+
+
+# --- saving ----------------------------------------------------------------------------------------------------------
+
+
+def trained(folder: Path | str, steps: int) -> tuple[nn.Module, StowOptimizer]:
+    model = build("llama", dtype=BF16)
+    plan: Any = plan_of(model, disk=str(folder), **HOST)
+    optimizer = stow(model, plan, rule=AdamW(lr=1e-2), device="cpu")
+    train(model, optimizer, BATCHES[:steps])
+    return model, optimizer
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_saved_from_the_disk_and_loaded_into_it(late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files are those of a plan without the disk; what goes on from them has the bits of what was not saved."""
+    there, before, after = tmp_path / "there", tmp_path / "before", tmp_path / "after"
+    there.mkdir()
+    _, in_memory = trained("", 2)
+    in_memory.save(before)
+    if late:
+        monkeypatch.setattr(disk_state, "thread", Late)
+    model, optimizer = trained(there, 2)
+    optimizer.save(after)
+    for path in before.iterdir():
+        assert path.read_bytes() == (after / path.name).read_bytes(), path.name
+    train(model, optimizer, BATCHES[2:3])
+    fresh, other = trained(there, 1)
+    other.load(before)
+    train(fresh, other, BATCHES[2:3])
+    assert unequal(everything(model, optimizer), everything(fresh, other)) == []
+    optimizer.drain()
+    with pytest.raises(RuntimeError, match=r"rests on the disk.*state_of"):
+        optimizer.state_dict()
+    assert list(there.iterdir()) == []  # two runs at once, and nobody sees a file
+    optimizer.close()
+    other.close()
+
+
+# --- failures --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, 0])
+def test_a_failure_ends_training_and_no_save(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write fails, behind; or (0) a read comes to an early end. Whoever comes next says so, and nothing is saved."""
+    model, optimizer = trained(tmp_path, 2)
+    optimizer.save(tmp_path / "saved")
+    kept = {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()}
+    done = os.pwritev if number else os.preadv
+    calls = []
+
+    def fails(*given: Any) -> int:
+        calls.append(given)
+        if len(calls) == 3:
+            if number:
+                raise OSError(number, os.strerror(number))
+            return 0
+        return done(*given)
+
+    monkeypatch.setattr(os, "pwritev" if number else "preadv", fails)
+    with pytest.raises(DiskError, match=f"the disk tier in {tmp_path}: .* could not be (written|read): "):
+        train(model, optimizer, BATCHES[2:] * 2)
+    assert len(calls) == 3 or not number
+    with pytest.raises(DiskError):
+        optimizer.save(tmp_path / "saved")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()} == kept
+
+
+def test_folders_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+
+    def refused(folder: Path | str, words: str, num_bytes: int = 8192) -> None:
+        with pytest.raises(ValueError, match=words):
+            ScratchFile(folder, num_bytes)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
+
+    refused(tmp_path / "none", "no such folder")
+    refused(tmp_path / "file", "not a folder")
+    refused("/dev/shm", r"is in memory \(tmpfs\), so it would save none")
+    refused(tmp_path, r"of optimizer state are to be there, and .* are free", 1 << 50)
+    with monkeypatch.context() as patched:
+        patched.setattr(scratch_file, "file_system", lambda folder: "nfs4")
+        refused(tmp_path, r"is on the network .*\(nfs4\)")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "access", lambda *_: False)
+        refused(tmp_path, "cannot be written")
+
+    def direct(handle: int, command: int, flags: int = 0) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return 0
+
+    monkeypatch.setattr(fcntl, "fcntl", direct)
+    refused(tmp_path, "has no O_DIRECT")
