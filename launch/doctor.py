@@ -173,15 +173,17 @@ def rates_row(stored: StoredRates) -> Row:
     return checked("rates", f"{one_line(stored.rates)}  ({origin})", cure=cure, warn=stored.others_share > QUIET)
 
 
-def measure_rates(path: Path) -> None:
+def measure_rates(path: Path, disk: Path | None) -> None:
     """Measure and store the rates, printing progress."""
     from trainer.machine import rates
 
     began_s = time.perf_counter()
     try:
-        stored = rates.measure_and_store(path, partial(print, flush=True))
+        stored = rates.measure_and_store(path, partial(print, flush=True), disk)
     except OSError as error:
         raise UserError(f"--out {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"--disk {disk}: {error}") from None
     print(f"\n{rates_row(stored)}\nstored in {path} after {human_duration(time.perf_counter() - began_s)}")
 
 
@@ -295,13 +297,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to this file")
     parser.add_argument("--rates", action="store_true", help="measure how fast this machine is, in under a minute")
     parser.add_argument("--out", type=Path, metavar="PATH", help=f"with --rates: the file (default {stored_at()})")
+    parser.add_argument("--disk", type=Path, metavar="FOLDER", help="with --rates: also the disk, for optimizer state")
     args = parser.parse_args(argv)
     if args.rates:
         if args.build or args.json:
             parser.error("--rates measures and does nothing else; leave out --build and --json")
-        return cli.answered(lambda: measure_rates(args.out or stored_at()))
-    if args.out:
-        parser.error("--out goes with --rates")
+        return cli.answered(lambda: measure_rates(args.out or stored_at(), args.disk))
+    if args.out or args.disk:
+        parser.error(f"{'--out' if args.out else '--disk'} goes with --rates")
     rows = []
     for row in examine(Path("runs"), build=args.build):
         print(row, flush=True)

@@ -5,6 +5,7 @@ Arithmetic, for P parameters in bf16 with Adam; the table in ``strategies/core/l
     host        4 P on the device, 12 P on the host    a gradient goes down (2 P), a weight comes up (2 P) per step
     streamed    4 P on the device, 12 P on the host    the state comes and goes: 24 P per step, no work for the CPU
 Where weights travel, their 2 P on the device shrink to those in use or in flight, and come up twice per micro-batch.
+What of the 12 P of ``host`` has no room there may rest on the disk (``disk``), read and written once per step: 24 P.
 With ``zero`` beside it, the ranks share the state in this engine: see ``strategies/engine/ranks/shares.py``.
 
 Invariant. Copies change no bits: weights equal plain training bit for bit in fp32. Gradients wait for the norm if
@@ -19,7 +20,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import AfterValidator, Field, PrivateAttr
 
 from strategies.core.facts import Facts, Home, Precision, RunFacts
-from strategies.core.layout import Reduction, common_bytes
+from strategies.core.layout import Reduction, common_bytes, disk_bytes
 from strategies.core.optimizers import ELEMENTWISE
 from strategies.core.plan import RUN, Conflict, Decision, EngineSet, Plan, Stow
 from strategies.core.protocol import BITWISE, MemoryRefusal, Parity, Phase, Refusal, Requirement, Strategy
@@ -43,6 +44,11 @@ def _check_size(value: str) -> str:
     return value
 
 
+def _check_disk(value: str) -> str:
+    parse_bytes(value)
+    return value
+
+
 Budget: TypeAlias = Annotated[str | int | float, AfterValidator(check_budget)]
 
 
@@ -58,6 +64,7 @@ class Offload(Strategy):
     implies = {"buffers": {}, "cross_entropy": {}}
     takes_over = ("zero",)
     to_fit = {}
+    of_machine = ("disk", "disk_memory")
     requires = frozenset([Requirement.PARAMETERS, Requirement.COMPUTE_DTYPE, Requirement.BLOCK_TIMES])
     examples = (
         {"site": "device"},
@@ -74,6 +81,14 @@ class Offload(Strategy):
         default=AUTO,
         description="Host memory that all ranks of a machine use together: a size (200GiB), a share (0.8), or auto: "
         "0.9 of the free memory.",
+    )
+    disk: str | None = Field(
+        default=None,
+        description="A folder on a local disk, for optimizer state that the CPU updates and the host has no room for: "
+        "in a file there that ends with the run. Goes with disk_memory.",
+    )
+    disk_memory: Annotated[str, AfterValidator(_check_disk)] | None = Field(
+        default=None, description="How much of that disk may be used, at most: a size (800GiB)."
     )
     bucket_size: Annotated[str, AfterValidator(_check_size)] = Field(
         default=AUTO, description="Bytes that are copied together (64MiB); auto: one block."
@@ -158,6 +173,7 @@ class Offload(Strategy):
             yield self._refusal("update_in_backward", cure)
         if self.gather == "host" and not self._stage:
             yield self._refusal("gather", "ranks have parts of weights with strategies.zero only; leave it out")
+        yield from self._refuses_disk(run)
         if not self.weight_copies and run.precision is not Precision.BF16:
             cure = f"in {run.precision.value} the copy on the host is the master itself; leave it out"
             yield self._refusal("weight_copies", cure)
@@ -180,6 +196,8 @@ class Offload(Strategy):
         yield from keeps
         yield from memory_rows.of_units(facts, layout)
         reason = "only the excess is offloaded, unless offloading more is faster"
+        if on_disk := disk_bytes(layout):
+            reason += f"; {human(on_disk)} of state rest on the disk ({self.disk})"
         if common_bytes(layout):
             reason += "; ranks copy each other's parts of weights up from the host's memory"
         yield Stow(unit=RUN, reason=reason, layout=layout)
@@ -209,6 +227,24 @@ class Offload(Strategy):
             has = f"more than the device has, {human(machine.device_bytes)}; write auto, for 0.9 of it"
             key, size = "strategies.offload.gpu_memory", machine.device_bytes
             raise MemoryRefusal(key, self.gpu_memory, lambda: has, lambda: budget, home=Home.DEVICE, budget=size)
+
+    def _refuses_disk(self, run: RunFacts) -> Iterator[Refusal]:
+        if self.disk is None:
+            if self.disk_memory is not None:
+                yield self._refusal("disk_memory", "of which disk? Write strategies.offload.disk: a folder, beside it")
+            return
+        if self.disk_memory is None:
+            yield self._refusal("disk", "how much of it? Write strategies.offload.disk_memory: a size, beside it")
+        if run.world_size > 1:
+            yield self._refusal("disk", f"is for one rank, and there are {run.world_size}; leave it out")
+        if self.site in ("device", "streamed"):
+            yield self._refusal(
+                "disk", f"is for state that the CPU updates, not with site: {self.site}; write site: auto"
+            )
+        if not self.weight_copies:
+            yield self._refusal(
+                "disk", "has the masters that weight_copies: false rounds for each fetch; leave that out"
+            )
 
     def _common_host(self, facts: Facts) -> bool:
         machine, ways = facts.machine, self._ways(facts.run)
@@ -249,5 +285,7 @@ class Offload(Strategy):
             keeps_copies=self.weight_copies,
             common_host=self._common_host(facts),
             reduction=self.reduction,
+            disk=self.disk or "",
+            disk_bytes=parse_bytes(self.disk_memory) if self.disk and self.disk_memory else 0,
             decided=frozenset(name for name, is_so in decided.items() if is_so),
         )

@@ -25,7 +25,7 @@ class _Load(NamedTuple):
     """What buckets at their places add to a step: seconds of the CPU's updates and the bytes of the host's memory that
     they touch; seconds of the device's updates; bytes of new weights, gradients (of one update) and state that cross
     the link, and of gradients that come up with state; all of one rank. ``exchanged`` and ``gathered``: bytes of
-    gradients, and of new weights, that it gets from the others over the network."""
+    gradients, and of new weights, that it gets from the others over the network. ``disk_s`` are of the disk."""
 
     cpu_s: float = 0.0
     touched: float = 0.0
@@ -36,6 +36,7 @@ class _Load(NamedTuple):
     visiting_grads: float = 0.0
     exchanged: float = 0.0
     gathered: float = 0.0
+    disk_s: float = 0.0
 
 
 class Estimate:
@@ -48,6 +49,8 @@ class Estimate:
         self._forward, self._backward = sum(one[0] for one in times), sum(one[1] for one in times)
         self._gathers = gather_rate(facts, self._rates)
         self._sums = sums_slowdown(facts, self._rates, request.reduction)
+        rates = self._rates
+        self._disk_s = (1 / rates.disk_read_bytes_per_s + 1 / rates.disk_write_bytes_per_s) / rates.disk_overlap
         self._hosted = sum(unit.hosted_bytes for unit in facts.units)
         self._load = cache(self._load_of)
 
@@ -75,6 +78,7 @@ class Estimate:
             visiting_grads=(site is Site.STREAMED and goes_down) * size,
             exchanged=whole - size,
             gathered=whole - coming,
+            disk_s=place.on_disk * bucket.state_bytes(run.moments) * self._disk_s,
         )
 
     def _seconds(self, load: _Load, away: int) -> float:
@@ -95,7 +99,7 @@ class Estimate:
             rising = coming + back_up + again_up
             exchanged = in_before + load.gathered
             copying, moved = self._copies(rising / up, going / down, rising + going, exchanged, load.exchanged)
-            return max(compute, _together(updating, (copying, moved), dram))
+            return max(compute, _together(updating, (copying, moved), dram), load.disk_s)
         first = self._hosted  # saved by the pass under whose forward the updates run
         rising, falling = back_up + again_up, load.grads + saved - first
         computing = passes * backward + (passes - 1) * forward
@@ -103,7 +107,7 @@ class Estimate:
         before = max(computing, _together((0.0, 0.0), copies, dram))
         leaving = load.state + first
         copies = self._copies(coming / up, leaving / down, coming + leaving, load.gathered)
-        after = max(forward + load.kernel_s, _together(updating, copies, dram))
+        after = max(forward + load.kernel_s, _together(updating, copies, dram), load.disk_s)
         return before + after
 
     def _copies(

@@ -93,7 +93,8 @@ def _points(family: Places, home: Home, room: float, key: Key, *, all_leave: boo
     """The points within ``room`` of all placements, and of the same with all host updates of blocks streamed, which may
     need less of the host.
     """
-    plain = family.ladder()
+    on_host = room if home is Home.DEVICE else 0.0  # of the host what there is, or as little as can be
+    plain = [family.spilled(placement, on_host) for placement in family.ladder()]
     if home is Home.DEVICE:
         last = _point(family, plain[-1], family.movable(plain[-1]))
         if last.num_bytes[Home.HOST] <= room:

@@ -9,7 +9,8 @@ of the link. Tasks that run together use the same media:
     DRAM                 copies, one byte per byte; updates of the CPU; gradients that it adds; exchanges by way of the
                          host, which are written and read
     device memory        copies, one byte per byte; updates on the device; such exchanges, likewise
-    cores                everything, where there is no accelerator
+    disk                 reads and writes of state, a part each; of both at once it does ``disk_overlap``
+    cores                everything but that, where there is no accelerator
 
 If the tasks together need more of a medium than it has, all its users slow down by the same factor, so that it is used
 in full and no more. A task that uses several media has the smallest of their factors. Rates change only when a task
@@ -28,7 +29,7 @@ from typing import TypeAlias
 from strategies.planner.problem import Problem
 from strategies.planner.tasks import COPIES, Resource, Task
 
-UP, DOWN, DRAM, DEVICE, CORES = range(5)  # the media
+UP, DOWN, DRAM, DEVICE, CORES, DISK = range(6)  # the media
 Needs: TypeAlias = tuple[tuple[int, float], ...]  # of a task: a medium, and what of it per second at full speed
 
 
@@ -72,7 +73,7 @@ class SimulatedMachine:
     def __init__(self, problem: Problem) -> None:
         link, shared = problem.link, problem.shared
         self._latency, self._duplex, self._cores = link.latency, link.duplex, shared.cores
-        self._capacity = (link.up, link.down, shared.dram, shared.device, 1.0)
+        self._capacity = (link.up, link.down, shared.dram, shared.device, 1.0, shared.disk_overlap)
         self._queues: dict[tuple[Resource, int], _Queue] = {}
         self._running: list[_Running] = []
         self._needs = cache(self._needs_of)
@@ -140,7 +141,8 @@ class SimulatedMachine:
         """What a task needs of each medium per second at full speed."""
         if not seconds:
             return ()
-        found = [(CORES, 1.0)] if self._cores else []
+        found = [(CORES, 1.0)] if self._cores and resource is not Resource.DISK else []
+        found += [(DISK, 1.0)] if resource is Resource.DISK else []
         if resource in COPIES:
             found.append((UP if resource is Resource.UP else DOWN, num_bytes / seconds))
         if resource is Resource.NET and num_bytes:
@@ -169,6 +171,8 @@ def media(resource: Resource, num_bytes: int, touched_bytes: int) -> tuple[tuple
         return (DRAM, num_bytes), (DEVICE, num_bytes)
     if resource is Resource.NET:
         return (DRAM, 2 * num_bytes), (DEVICE, 2 * num_bytes)
+    if resource is Resource.DISK:
+        return ((DRAM, num_bytes),)
     return ((DRAM if resource is Resource.CPU else DEVICE, touched_bytes),)
 
 
@@ -183,10 +187,11 @@ def least_seconds(problem: Problem, tasks: Sequence[Task]) -> dict[str, float]:
             found[Resource.DOWN.value] += task.num_bytes / problem.link.down
         for medium, size in media(task.resource, task.num_bytes, task.touched_bytes):
             bytes_of[medium] += size
+    found[Resource.DISK.value] /= problem.shared.disk_overlap
     found["DRAM"] = bytes_of[DRAM] / problem.shared.dram
     found["device memory"] = bytes_of[DEVICE] / problem.shared.device
     if problem.shared.cores:
-        found["cores"] = sum(found[resource.value] for resource in Resource)
+        found["cores"] = sum(found[resource.value] for resource in Resource if resource is not Resource.DISK)
     return found
 
 

@@ -38,6 +38,7 @@ SHARED: Mapping[Item, tuple[str, str]] = {  # what belongs to no unit: its name 
     Item.SCRATCH: ("scratch", "gradients in fp32, a stretch at a time"),
     Item.PARKED: ("waiting gradients", "gradients for the CPU's update"),
     Item.RECEIVED: ("received gradients", "one bucket's, from all ranks, to be added"),
+    Item.WINDOW: ("slots for state from the disk", "state that is read, updated or written"),
 }
 UPDATES: Mapping[Site, str] = {
     Site.NONE: "frozen",
@@ -86,6 +87,8 @@ def resting(bucket: Bucket, layout: Layout, kind: Kind) -> Resting:
     home = Home.DEVICE if bucket.site is Site.DEVICE else Home.HOST
     own_master = bucket.mixed or (bucket.site is Site.HOST and bucket.resident)
     numbers = layout.moments if kind is Kind.MOMENT else int(own_master)
+    if bucket.on_disk and (kind is Kind.MOMENT or bucket.mixed):
+        return Resting(home, 0, "on the disk, visits the host for the CPU's update", ways)
     return Resting(home, 4 * numbers, UPDATES[bucket.site], ways)
 
 

@@ -63,7 +63,10 @@ class PlacementSearch:
 
     def found(self) -> Layout | None:
         """``best``; None if nothing fits, which takes less time than to say how much would be enough."""
-        if all(places.least_bytes > self._device_room + self._host_room for places in self._everything):
+        if all(
+            places.least_bytes > self._device_room + self._host_room + self._request.disk_bytes
+            for places in self._everything
+        ):
             return None
         if not self._knows_rates:
             return self._first() or self._least_host()
@@ -97,7 +100,7 @@ class PlacementSearch:
         """What moves the least of all that fits as it is; if nothing does, with offloaded weights."""
         tried = ladder = self._usual.ladder()
         if self._request.weights != "streamed":
-            sizes = ((one, self._usual.sizes(one)) for one in ladder)
+            sizes = ((one, self._usual.sizes(self._usual.spilled(one, self._host_room))) for one in ladder)
             fits = (one for one, size in sizes if size.device <= self._device_room and size.host <= self._host_room)
             tried = [*islice(fits, 1), ladder[-1], ladder[0]]
         found = (self._search.worked_out(one, self._device_room) for one in tried)

@@ -8,6 +8,9 @@ the one that moves the least to the one that moves the most:
    one micro-batch per update their gradients wait on the host as well.
 2. gradients of those buckets to the host; last units first.
 
+Where the host has no room for it, and there is a disk, state of blocks that the host updates rests there (``spilled``),
+from the last block on, which the next forward needs last: as little as is enough, since the disk is slower.
+
 Host updates of blocks may be streamed instead: the state visits the device (from "Deep Optimizer States", arXiv
 2410.21316). A bucket whose state rests on the device keeps its weight there too, unless both are forced by options.
 
@@ -18,6 +21,7 @@ then free when the copy is done and not before, so the device waits for it.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,18 +47,21 @@ from strategies.planner.buckets import capacity, form, offloadable
 
 
 class Place(NamedTuple):
-    """Where a bucket's state rests, where its gradient waits, whether each rank then has its span of it alone, and
-    whether it goes there without a slot."""
+    """Where a bucket's state rests, where its gradient waits, whether each rank then has its span of it alone,
+    whether it goes there without a slot, and whether state that the host updates rests on the disk."""
 
     site: Site
     grad_home: Home = Home.DEVICE
     grad_split: bool = False
     grad_direct: bool = False
+    on_disk: bool = False
 
 
 Placement: TypeAlias = tuple[Place, ...]  # one place per bucket
 ON_DEVICE = (Site.DEVICE, Site.STREAMED)
-PASSING: Mapping[Item, Home] = {Item.GRAD: Home.DEVICE, Item.VISIT: Home.DEVICE, Item.ARRIVAL: Home.HOST}  # in slots
+PASSING: Mapping[Item, Home] = {  # in slots
+    Item.GRAD: Home.DEVICE, Item.VISIT: Home.DEVICE, Item.ARRIVAL: Home.HOST, Item.WINDOW: Home.HOST,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +70,9 @@ class OffloadRequest:
 
     ``prefetch`` is how many ticks ahead of its use a weight comes at most; None: as early as memory allows. ``ways`` is
     how many ranks hold a span of each bucket, ``splits_gradients`` whether of gradients on the device as well, and
-    ``reduction`` how they add gradients; ``common_host``: they read weights out of each other's host memory. What is in
-    ``decided`` follows from something else than the options.
+    ``reduction`` how they add gradients; ``common_host``: they read weights out of each other's host memory. ``disk``
+    is a folder for optimizer state, which may take ``disk_bytes`` there; empty: none. What is in ``decided`` follows
+    from something else than the options.
     """
 
     device_bytes: int
@@ -82,6 +90,8 @@ class OffloadRequest:
     splits_gradients: bool = False
     common_host: bool = False
     reduction: Reduction = "exact"
+    disk: str = ""
+    disk_bytes: int = 0
     decided: frozenset[str] = frozenset()
 
 
@@ -168,6 +178,7 @@ class Places:
             keeps_copies=request.keeps_copies,
             common_host=request.common_host,
             reduction=request.reduction,
+            disk=request.disk,
         )
         ticks = ticks_of(self._empty.units)
         self._received = received_bytes(replace(self._empty, buckets=self.buckets))
@@ -180,7 +191,7 @@ class Places:
         ]
         self._bucket = cache(lambda index, place: replace(self.buckets[index], **place._asdict()))
         self._costs = cache(self._cost)
-        self.sizes, self.ladder = cache(self._sizes), cache(self._ladder)
+        self.sizes, self.ladder, self.spilled = cache(self._sizes), cache(self._ladder), cache(self._spilled)
 
     def _is_frozen(self, index: int) -> bool:
         return self.buckets[index].group is None
@@ -217,6 +228,29 @@ class Places:
                     now[index] = to
                     found.append(tuple(now))
         return found
+
+    def _spilled(self, placement: Placement, host_room: float) -> Placement:
+        """``placement`` with as little state on the disk as lets the host have the rest and all copies of weights, or
+        with as much as may be there.
+        """
+        may, left = list[int](), self._request.disk_bytes
+        for index in reversed(range(len(placement))) if self._request.disk else ():
+            size = aligned(self.buckets[index].state_bytes(self._empty.moments), Home.HOST)
+            if placement[index].site is Site.HOST and index in self._of_blocks and 0 < size <= left:
+                may, left = [*may, index], left - size
+
+        def with_some(number: int) -> Placement:
+            some = {*may[:number]}
+            return tuple(place._replace(on_disk=index in some) for index, place in enumerate(placement))
+
+        def fits(number: int) -> bool:
+            sizes = self.sizes(with_some(number))
+            return sizes.host + sizes.copies <= host_room
+
+        # The first ones need slots as large as they are, so they free nothing; each one after them frees its own size.
+        if not may or fits(0):
+            return placement
+        return with_some(bisect_left(range(len(may)), 1, lo=min(len(may), self._empty.window_slots), key=fits))
 
     def streamed(self, placement: Placement) -> Placement:
         """``placement`` with all host updates streamed that may be; gradients wait where they did, if they may."""
@@ -260,7 +294,7 @@ class Places:
 
     @cached_property
     def least_bytes(self) -> int:
-        """Bytes on device and host together that no placement takes less than: those of the state, without slots."""
+        """Bytes of all memories together that no placement takes less than: those of the state, without slots."""
         leaves = {*self.blocks, *self._ends}
         return sum(
             min(self._least_of(index, place, leaves=index in leaves) for place in choices)

@@ -54,6 +54,7 @@ class Update:
         grad_direct: its gradient goes down from where it is made, and compute waits for that.
         copy_slot: the slot on the host that its master is rounded into for each reload. None: the host has a copy.
         from_master: an update on the device makes the weight from its master, and needs no weight before.
+        disk_bytes: of state that rests on the disk: read before the update into ``window_slot``, and written after it.
     """
 
     site: Site
@@ -69,6 +70,8 @@ class Update:
     copy_slot: int | None = None
     exchange_bytes: int = 0
     from_master: bool = False
+    disk_bytes: int = 0
+    window_slot: int | None = None
 
     @property
     def sends_down(self) -> bool:
@@ -146,6 +149,8 @@ class Shared:
         network: bytes per second that a rank sends to others in a gather.
         sums: how many times as long gradients take to their owners as a gather of as many bytes.
         through_host: exchanges cross the links and the host's memory, in both directions.
+        disk: bytes per second that the disk reads and writes, one at a time.
+        disk_overlap: how much of both it does at once: 1 is either, 2 each as if it were alone.
     """
 
     dram: float = inf
@@ -154,6 +159,8 @@ class Shared:
     network: float = inf
     sums: float = 1.0
     through_host: bool = False
+    disk: tuple[float, float] = (inf, inf)
+    disk_overlap: float = 1.0
 
 
 class Gap(NamedTuple):

@@ -69,6 +69,7 @@ class SiteSearch:
 
     def worked_out(self, placement: Placement, device_room: int, searched: int = SEARCHED) -> Layout | None:
         """The layout of ``placement`` with as many weights offloaded as it takes; None if it does not fit."""
+        placement = self.places.spilled(placement, self._host_room)
         sizes = self.places.sizes(placement)
         made = self._scheduled(placement, sizes, device_room, searched)
         surely = self._request.keeps_copies and sizes.host + sizes.copies <= self._host_room
@@ -125,6 +126,7 @@ class SiteSearch:
 
     def _estimated(self, device_room: int, placement: Placement) -> float:
         """Seconds; infinite if the placement certainly does not fit."""
+        placement = self.places.spilled(placement, self._host_room)
         sizes = self.places.sizes(placement)
         away = sizes.weights if self._request.weights == "streamed" else sizes.device - device_room
         fits = sizes.host <= self._host_room and sizes.rest + sizes.largest_unit <= device_room

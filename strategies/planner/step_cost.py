@@ -145,6 +145,8 @@ def problem_of(facts: Facts, layout: Layout, rates: Rates, *, updates: bool = Tr
             network=gather_rate(facts, rates),
             sums=sums_slowdown(facts, rates, layout.reduction),
             through_host=rates.net_bytes_per_s is None,
+            disk=(rates.disk_read_bytes_per_s, rates.disk_write_bytes_per_s),
+            disk_overlap=rates.disk_overlap,
         ),
     )
 
@@ -240,6 +242,8 @@ def _update(
         arrival_slot=slots.get((bucket.name, Item.ARRIVAL)),
         visit_slot=slots.get((bucket.name, Item.VISIT)),
         copy_slot=slots.get((bucket.name, Item.COPY)),
+        disk_bytes=bucket.on_disk * bucket.state_bytes(layout.moments),
+        window_slot=slots.get((bucket.name, Item.WINDOW)),
         from_master=bucket.mixed and bucket.site is not Site.HOST,
         # Spans to their owners; where parameters are cut, sums to the owners of their first elements, for the norm.
         exchange_bytes=bucket.weight_bytes - (1 - bucket.cut) * (bucket.weight_bytes // bucket.ways),

@@ -12,6 +12,8 @@ update      waits for its gradient (``in_backward``), or for all of them, becaus
             runs before the next use of its weight, or ``in_backward`` at once if weight and state never leave. One that
             makes a weight from its master on the device takes the place of the reload before it
 weight      the new weight of a host update goes up; if the weight is away, its reload is that copy
+disk        state that rests there is read once the update is submitted and its slot in the window is free, and written
+            after the update; reads and writes are queues of their own
 visit       state comes up into one of a few slots, is updated, and goes down again
 return      a weight updated on the device goes down if it leaves at all
 exchange    of a bucket that ranks share: a reload, and a new weight, is followed by the other ranks' parts, unless it
@@ -41,6 +43,7 @@ class Resource(Enum):
     DOWN = "link down"
     CPU = "cpu"
     NET = "network"
+    DISK = "disk"
 
 
 COPIES = (Resource.UP, Resource.DOWN)
@@ -282,7 +285,11 @@ class TaskBuilder:
         if info.update.site is not Site.HOST:
             self._due[weight] = waits
             return
+        if info.update.disk_bytes:
+            waits.append(self._disk(info, 0, (gradient, self._slots.get(info.update.window_slot))))
         task = self._task(Resource.CPU, f"update {info.name}", waits)
+        if info.update.disk_bytes:
+            self._occupy(info.update.window_slot, self._disk(info, 1, [task]))
         task.seconds, task.touched_bytes = info.update.seconds, info.update.touched_bytes
         task.priority = (self._at, info.uses[0], self._problem.rank[weight])
         self._weight[weight] = task
@@ -290,6 +297,15 @@ class TaskBuilder:
             sent = self._copy(Resource.UP, f"new weight {info.name}", info.reload_bytes, [task])
             sent.priority = (used_in + 1, info.uses[0], self._problem.rank[weight])
             self._gate.setdefault(weight, []).append(self._gather(info, sent))
+
+    def _disk(self, info: Weight, writes: int, after: Iterable[Task | None]) -> Task:
+        """State is read from the disk, or written to it."""
+        assert info.update is not None
+        task = self._task(Resource.DISK, f"{'write' if writes else 'read'} state {info.name}", after)
+        task.num_bytes, task.stream = info.update.disk_bytes, writes
+        task.seconds = task.num_bytes / self._problem.shared.disk[writes]
+        task.priority = (self._at, info.uses[0], self._problem.rank[self._problem.weights.index(info)])
+        return task
 
     def _update_on_device(self, weight: int, number: int) -> None:
         """The kernel; around it the visit of the state, and after it the copy of the weight to the host."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 
+from strategies.core.layout import disk_bytes
 from strategies.core.plan import NONE, Home, Keep, Kind, Plan
 from strategies.core.sizes import human
 from strategies.planner import gemm_routes
@@ -25,6 +26,7 @@ def text(plan: Plan, cost: StepCost | None, advice: Sequence[str] = (), stages: 
     holds, the state, routes of linear layers, recomputation, the buckets, and what is busy in the step.
     """
     lines = [plan_table.title(plan), *plan_table.summary(plan), *([headline(plan, cost)] if cost else [])]
+    lines += disk_lines(plan, cost)
     lines += ["what would change it most, estimated:", *advice] if advice else []
     grid = [*plan_table.grid_table(plan.facts.run.grid), *plan_table.stage_table(stages)]
     tables = (plan_table.lines(plan), gemm_routes.lines(plan), recompute_lines(plan), plan_table.bucket_lines(plan))
@@ -63,6 +65,20 @@ def headline(plan: Plan, cost: StepCost) -> str:
         f"{step}, of which forward and backward {cost.compute_seconds:.3g} s "
         f"({cost.compute_seconds / cost.seconds:.0%}); {cost.outcome.binds.value} binds; rates: {cost.origin}"
     )
+
+
+def disk_lines(plan: Plan, cost: StepCost | None) -> Iterator[str]:
+    """What rests on the disk, and what a step reads and writes there."""
+    layout, rates = plan.layout, plan.facts.machine.rates
+    if layout is None or not (num_bytes := disk_bytes(layout)):
+        return
+    line = f"on the disk ({layout.disk}): {human(num_bytes)} of optimizer state, read and written once per step"
+    if cost is not None and rates is not None:
+        command = f"assumed; launch/doctor.py --rates --disk {layout.disk} measures"
+        line += f": {num_bytes / cost.seconds * 3600 / 1e12:.3g} TB written per hour; "
+        line += f"read {rates.disk_read_bytes_per_s / 1e9:.3g} GB/s, written {rates.disk_write_bytes_per_s / 1e9:.3g} "
+        line += f"({f'measured on {rates.disk_folder}' if rates.disk_folder else command})"
+    yield line
 
 
 def step_lines(cost: StepCost) -> Iterator[str]:

@@ -27,7 +27,7 @@ from strategies.planner.simulate import Outcome, reload_period, simulate, simula
 from strategies.planner.tasks import Resource
 from tests.unit.planning import blocks, halved, uneven, updated
 
-COMPUTE, UP, DOWN, CPU, NET = Resource
+COMPUTE, UP, DOWN, CPU, NET, DISK = Resource
 FAST = Link(0.0, 1.0, 1.0)  # a byte per second
 
 
@@ -89,7 +89,7 @@ def test_nothing_leaves() -> None:
     found = simulate(two_blocks(), ())
     assert found.period == 6.0
     assert spans(found, COMPUTE) == [("FP 0", 0, 1), ("FP 1", 1, 2), ("BP 1", 2, 4), ("BP 0", 4, 6)]
-    assert found.busy == {COMPUTE: 6.0, UP: 0.0, DOWN: 0.0, CPU: 0.0, NET: 0.0}
+    assert found.busy == {COMPUTE: 6.0, UP: 0.0, DOWN: 0.0, CPU: 0.0, NET: 0.0, DISK: 0.0}
     assert found.binds is COMPUTE
 
 
@@ -101,7 +101,7 @@ def test_a_reload_is_waited_for_and_hides_if_it_is_issued_earlier() -> None:
     assert spans(found, COMPUTE)[-1] == ("BP 0", 7, 9)
     assert found.busy[UP] == 3.0
     assert found.hidden[UP] == 0.0
-    assert found.critical == {COMPUTE: 6.0, UP: 3.0, DOWN: 0.0, CPU: 0.0, NET: 0.0}
+    assert found.critical == {COMPUTE: 6.0, UP: 3.0, DOWN: 0.0, CPU: 0.0, NET: 0.0, DISK: 0.0}
     earlier = simulate(two_blocks(), [Eviction(turn, 2)])
     assert (earlier.period, earlier.hidden[UP]) == (7.0, 2.0)  # two of its three seconds under BP 1
     assert spans(earlier, UP) == [("weight 0", 2, 5)]
@@ -470,3 +470,28 @@ def test_it_crosses_in_every_pass_and_shares_the_link() -> None:
     assert outcome.period == pytest.approx(3 * 9 + 3 * 1)  # each pass waits a second for its way down
     weights = simulate(saving(0), at_need(saving(0).gaps)).busy[UP]
     assert simulate(saving(2), at_need(saving(2).gaps)).busy[UP] == pytest.approx(weights + 2)
+
+
+@pytest.mark.parametrize(
+    ("slots", "overlap", "period", "reads", "writes"),
+    [
+        (1, 1.0, 15.0, [(0, 2), (7, 9)], [(3, 7), (10, 14)]),  # what is read next waits until the slot is written
+        (2, 2.0, 10.0, [(0, 2), (2, 4)], [(3, 7), (7, 11)]),  # reads and writes do not disturb each other
+        (2, 1.0, 12.0, None, None),  # they do: 4 bytes of two weights, at 2 and at 1 byte per second
+    ],
+)
+def test_state_from_the_disk(slots: int, overlap: float, period: float, reads: Any, writes: Any) -> None:
+    """Read into a slot once the update is submitted, updated in a second, written behind."""
+    problem = with_update(two_blocks(), disk_bytes=4, grad_bytes=0)
+    weights = tuple(
+        replace(each, update=each.update and replace(each.update, window_slot=at % slots))
+        for at, each in enumerate(problem.weights)
+    )
+    shared = Shared(disk=(2.0, 1.0), disk_overlap=overlap)
+    found = simulate(replace(problem, weights=weights, shared=shared, link=Link(0.0, 1e9, 1e9)), ())
+    assert round(found.period, 6) == period
+    assert found.least["disk"] == 12 / overlap
+    if reads is not None:
+        spots = {kind: [(a, b) for label, a, b in spans(found, DISK) if label.startswith(kind)] for kind in ("r", "w")}
+        assert spots["r"] == reads
+        assert [one for one in spots["w"] if one[0] > 0] == writes

@@ -21,6 +21,8 @@ Sources of the named cards' rates. Whatever is not marked as published is an ass
     Latency  10 us per copy, assumed.
     DRAM     servers 150 GB/s (8 channels or more, of which 16 to 32 cores reach this much), desktops with two channels
              of DDR5 60 and of DDR4 40, a rented slice of six cores 50; all assumed.
+    Disk     5 GB/s read, 2 GB/s written, one at a time: what a drive of generation 4 sustains once its cache is full,
+             assumed; peaks of data sheets are up to three times as high.
     Launch   10 us of the host per operator, assumed.
     Network  inside a machine NVLink by generation: 300 GB/s each way on A100 SXM and 450 on H100 SXM (data sheets: 600
              and 900 for both), times 0.82: NCCL gets 370 of 450 (published by its authors: nccl-tests, issue 212), and
@@ -265,5 +267,7 @@ def one_line(rates: Rates) -> str:
         f"update fp32 {rates.update_fp32_params_per_s / giga:.3g}, "
         f"bf16 {rates.update_bf16_params_per_s / giga:.3g} G parameters/s"
         + (f"; exchanges {net / giga:.3g} GB/s" if net else "")
+        + (f"; disk read {rates.disk_read_bytes_per_s / giga:.3g}, " if rates.disk_folder else "")
+        + (f"written {rates.disk_write_bytes_per_s / giga:.3g} GB/s" if rates.disk_folder else "")
         + (f", across machines {outside / giga:.3g}" if outside else "")
     )

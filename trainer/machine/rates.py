@@ -7,6 +7,7 @@
     update   the engine's AdamW on host memory, in the engine's chunk size and with its worker's threads
     together the same update while copies run in both directions: what all of them get of DRAM
     launch   one small operator after the other on the device, without waiting for it
+    disk     only of a folder that is named: ``disk_rates.py``
     network  as many ranks as there are devices, or two processes without an accelerator, make the two exchanges of the
              engine (``strategies/engine/ranks/shares.py``). Counted are the bytes that one rank sends while it receives
              as many, of the slower kind. Between machines nothing is measured: one does not know the others.
@@ -43,6 +44,7 @@ from strategies.engine.updating.optim import AdamW, Operands
 from strategies.engine.updating.updates import HOST_CHUNK
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import WorldError, run_world
+from trainer.machine.disk_rates import measure as measure_disk
 from trainer.machine.probe import cores, host_memory, others_cpu_s, probe
 from trainer.machine.profiles import StoredRates, key_of, save
 from trainer.machine.timing import duplex_factor, fit_line, lower_quartile, seconds_per_call, timer
@@ -71,6 +73,7 @@ class Effort:
     largest_bytes: int = 256 * MIB
     num_params: int = 24 * MIB
     network_bytes: int = 64 * MIB
+    disk_seconds: float = 5.0
     shapes: tuple[Shape, ...] = ()  # empty: those that suit the device
 
 
@@ -222,22 +225,31 @@ def shared_dram(alone: float, link: float, update: float, together: float) -> fl
     return together if together < SLOWED * (link + update) else max(alone, together)
 
 
-def measure_and_store(path: Path, say: Say) -> StoredRates:
-    """Measure this machine and its current device and store the rates in ``path``. Raises OSError if it cannot be
-    written, which is tried before measuring.
+def measure_and_store(path: Path, say: Say, disk: Path | None = None) -> StoredRates:
+    """Measure this machine, its current device and the ``disk`` of a folder, and store the rates in ``path``. Raises
+    OSError if it cannot be written, which is tried before measuring; ValueError: the folder is none for the state.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     refuse_unwritable(path)
     key, date = key_of(probe()), time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime())
+    disk_rates = {} if disk is None else disk_rates_of(disk, say)
     others_s, began_s = others_cpu_s(), time.perf_counter()
     rates, points = measure(say, FULL)
     spent_s = (time.perf_counter() - began_s) * cores()[1]
     others_share = max(0.0, (others_cpu_s() - others_s) / spent_s)
     # Ranks are processes of their own, which are not others.
     rates = replace(rates, net_bytes_per_s=measure_network(FULL.network_bytes, FULL.seconds, say))
+    rates = replace(rates, **disk_rates)
     stored = StoredRates(rates, date, others_share, key=key, points=points)
     save(path, stored)
     return stored
+
+
+def disk_rates_of(folder: Path, say: Say) -> dict[str, Any]:
+    """The fields of ``Rates`` about a disk."""
+    read, write, overlap = measure_disk(folder, FULL.disk_seconds, say)
+    found = {"disk_read_bytes_per_s": read, "disk_write_bytes_per_s": write, "disk_overlap": overlap}
+    return {**found, "disk_folder": str(folder)}
 
 
 def measure(say: Say, effort: Effort) -> tuple[Rates, dict[str, Any]]:

@@ -100,8 +100,11 @@ class FitRow:
 
     def using(self, names: Sequence[str]) -> FitRow:
         """The same with these strategies, under the options with which they save memory."""
-        options = {name: dict(find(name).to_fit or {}) for name in names}
-        tree = self.tree | {"strategies": self.tree["strategies"] | options}
+        given, options = self.tree["strategies"], dict[str, Any]()
+        for name in names:
+            kept = {key: value for key, value in (given.get(name) or {}).items() if key in find(name).of_machine}
+            options[name] = {**(find(name).to_fit or {}), **kept}
+        tree = self.tree | {"strategies": given | options}
         return replace(self, strategies=tuple(names), tree=tree)
 
 

@@ -45,7 +45,8 @@ def draw(plan: Plan, cost: StepCost | None, path: Path, *, model: str, budget: i
     """Write the picture of a ``model`` of this name to ``path``. ``budget``: bytes of the device to be used, None:
     all that it has. Raises OSError or ValueError: the file cannot be written, or its suffix is no picture's.
     """
-    shown = [] if cost is None else [each for each in Resource if each is not Resource.NET or cost.outcome.busy[each]]
+    seldom = (Resource.NET, Resource.DISK)
+    shown = [] if cost is None else [each for each in Resource if each not in seldom or cost.outcome.busy[each]]
     height = 2 * (BAR + MARGIN) if cost is None else ROW * len(shown) + CURVE + AXIS + 3 * MARGIN
     image = Image.new("RGB", (WIDTH, TITLE + MARGIN + height), "white")
     pen = ImageDraw.Draw(image)
@@ -107,7 +108,7 @@ def axis(seconds: float) -> list[float]:
 
 
 def _step(pen: Pen, plan: Plan, cost: StepCost, shown: Sequence[Resource], limit: Limit) -> None:
-    """Resources (the network only if it is used), memory, and the time below both."""
+    """Resources (network and disk only if they are used), memory, and the time below both."""
     across = (WIDTH - LEFT - MARGIN) / cost.seconds
 
     def at(seconds: float) -> float:
