@@ -243,8 +243,8 @@ strategies: {zero: {stage: 3}, offload: {}}
             "lr_scheduler_type": "configs/ds.json:1: scheduler.type is in force there",
             "scheduler.params.warmup_type": "logarithm",
             "run_name": "a variable of the shell",
-            "zero_optimization.offload_param.device": "no disk tier",
-            "zero_optimization.offload_param.nvme_path": "no disk tier",
+            "zero_optimization.offload_param.device": "rests in host memory",
+            "zero_optimization.offload_param.nvme_path": "for optimizer state alone",
         },
     ),
     "trl through accelerate": (

@@ -50,7 +50,7 @@ from trainer.model.shrink import VOCAB, shrink_model
 from trainer.planning import facts
 from trainer.planning.fit import explained
 from trainer.planning.from_config import advice, plans_of, refuse_impossible
-from trainer.run import changes, checkpoint, metrics, resuming
+from trainer.run import changes, checkpoint, disk_tier, metrics, resuming
 from trainer.run.callbacks import EarlyStopping, Meter, MetricsFile, ProgressLine, SampleText, StepSeen
 from trainer.run.checkpoint import About, DataFacts, ModelFacts
 from trainer.run.plan_check import PlanCheck
@@ -109,6 +109,7 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
     with explained(config, ranks, machine):
         for each in plans:
             refuse_impossible(each)
+    disk_tier.refuse_without_room(config, plan)
     # Only after the last refusal, so that a refused run leaves the checkpoints of an earlier one in place.
     if aside := resuming.set_aside(config, ranks, resumed):
         run.say(aside)

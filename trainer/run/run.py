@@ -28,6 +28,7 @@ from strategies.core.compose import requirements_of
 from strategies.core.protocol import Requirement
 from strategies.core.sizes import human
 from strategies.engine.memory import accelerator
+from strategies.engine.memory.scratch_file import DiskError
 from trainer.data import report as data_report
 from trainer.data import sample
 from trainer.dist import deepspeed_ops
@@ -37,7 +38,7 @@ from trainer.dist.stopping import Phase, Stop, Stopped
 from trainer.dist.watchdog import Watchdog
 from trainer.errors import ConfigError, ExitCode, UserError, first_line, report, write_line
 from trainer.planning.from_config import check_options, refuse_folder
-from trainer.run import export, lock, metrics, oom, order, resuming, saving, trackers, upload
+from trainer.run import disk_tier, export, lock, metrics, oom, order, resuming, saving, trackers, upload
 from trainer.run.callbacks import SAID, Watched
 from trainer.run.order import Run
 from trainer.run.resume_rules import leaves
@@ -109,6 +110,7 @@ def refuse_unbuildable(config: RunConfig, ranks: Ranks) -> None:
             "a checkpoint is one folder, into which the ranks of all machines write what they hold; leave it out, and"
         )
         raise config.error("training.save_on_each_node", True, f"{what} put output_dir where all machines see it")
+    disk_tier.refuse_folder(config)
     if has_engine:
         deepspeed_ops.refuse_what_cannot_be_built()
 
@@ -171,6 +173,9 @@ def _ended(error: UserError | Stopped | KeyboardInterrupt, ranks: Ranks, stop: S
 def _failed(config: RunConfig, seen: list[Run], stop: Stop, watchdog: Watchdog | None, error: Exception) -> ExitCode:
     """The exit code of an error that is not the user's, after it was printed."""
     code, shown, asked_before = ExitCode.FAILED, True, stop.is_asked
+    if isinstance(error, DiskError):
+        write_line(f"{error}; training.resume_from_checkpoint=auto goes on from the last checkpoint", sys.stderr)
+        code, shown = ExitCode.DISK, False
     if seen and oom.is_shortage(error):
         write_line("\n".join(oom.explain(config, seen[0].plan, error)), sys.stderr)
         code = ExitCode.OUT_OF_MEMORY

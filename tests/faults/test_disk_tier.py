@@ -1,0 +1,70 @@
+"""Runs with optimizer state on the disk: one that is killed, or loses its file, goes on from its checkpoint to the same
+bits, and leaves nothing on the disk.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.commands import Job, Server, digest
+from tests.e2e.interrupted import checkpoints, config_in, ranks_of, start, until
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+
+def config_of(folder: Path, disk: Path, steps: int) -> Path:
+    """The host has no room for the blocks' state."""
+    offload: dict[str, Any] = {
+        "site": "host", "weights": "streamed", "bucket_size": "16KiB", "host_memory": "1900KiB",
+        "disk": str(disk), "disk_memory": "10MiB",
+    }  # fmt: skip
+    return config_in(folder, {"offload": offload}, max_steps=steps, save_steps=4, max_grad_norm=0.5)
+
+
+def file_of(job: Job, disk: Path) -> Path:
+    """The file without a name, by way of the process that has it open."""
+    for process in [job.pid, *ranks_of(job)]:
+        for handle in Path(f"/proc/{process}/fd").iterdir():
+            if str(handle.readlink()).startswith(f"{disk}/") and handle.stat().st_size:
+                return handle
+    raise AssertionError("no rank has a file there")
+
+
+@pytest.mark.parametrize("how", ["killed", "its file is emptied"])
+def test_goes_on_to_the_same_bits(how: str, server: Server, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    steps = 60
+    whole, other = config_of(tmp_path / "whole", disk, steps), config_of(tmp_path / "other", disk, steps)
+    server.run(1, whole).check().quiet()
+    assert "of optimizer state, read and written once per step" in (whole.parent / "run" / "plan.txt").read_text()
+    job = start(server, 1, other)
+    until(lambda: 4 in checkpoints(other), job, "saved", 120.0)
+    assert list(disk.iterdir()) == []
+    if how == "killed":
+        job.kill()
+    else:
+        os.truncate(file_of(job, disk), 0)
+        ended = job.wait()
+        assert ended.code == 14, ended.text
+        (said,) = [line for line in ended.err.splitlines() if "the disk tier" in line]
+        assert "could not be read: nothing more came; training.resume_from_checkpoint=auto goes on" in said
+        assert "Traceback" not in ended.text
+    assert not (other.parent / "run" / "export").exists(), "it was over before"
+    assert list(disk.iterdir()) == []
+    found = server.run(1, other, "training.resume_from_checkpoint=auto").check()
+    assert len(found.lines("resuming from ")) == 1
+    assert digest(other.parent / "run" / "export") == digest(whole.parent / "run" / "export")
+
+
+def test_a_folder_is_refused_before_anything_is_made(server: Server, tmp_path: Path) -> None:
+    config = config_of(tmp_path / "run", tmp_path, 20)
+    for value, words in {
+        f"{tmp_path}/none": "no such folder",
+        "/dev/shm": "is in memory (tmpfs), so it would save none; name a folder on a local disk",
+    }.items():
+        found = server.run(1, config, f"strategies.offload.disk={value}").check(2).quiet()
+        assert f'strategies.offload.disk = "{value}": {words}' in found.err
+    assert not (config.parent / "run").exists()
