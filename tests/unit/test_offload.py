@@ -174,7 +174,7 @@ def test_refusals() -> None:
     with pytest.raises(Refusal, match=r"reduction = 'fast': is about ranks that share the state; write strategies.zer"):
         plan_of(transformer(world_size=2), reduction="fast")
     disk: dict[str, Any] = {"disk": "/fast", "disk_memory": "1GiB"}
-    for words, options, run in (
+    for words, keys, run in (
         ("disk = '/fast': how much of it", {"disk": "/fast"}, {}),
         ("disk_memory = '1GiB': of which disk", {"disk_memory": "1GiB"}, {}),
         ("disk = '/fast': is for one rank, and there are 2", disk, {"world_size": 2}),
@@ -182,7 +182,7 @@ def test_refusals() -> None:
         ("disk = '/fast': has the masters", disk | {"weight_copies": False}, {"precision": Precision.BF16}),
     ):
         with pytest.raises(Refusal, match=words):
-            plan_of(transformer(**run), **options)
+            plan_of(transformer(**run), **keys)
     with pytest.raises(AssertionError, match="do not list them"):
         plan_of(facts(block(0, 10)))
 

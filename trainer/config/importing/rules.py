@@ -71,7 +71,11 @@ def _scheduler(given: Given, draft: Draft) -> dict[str, Any] | str:
 
 
 def _offload(given: Given, draft: Draft) -> dict[str, Any]:
-    lost = {LOST: "rests in host memory; of optimizer state a part may rest in strategies.offload.disk"} if given.value == "nvme" else {}
+    lost = (
+        {LOST: "rests in host memory; of optimizer state a part may rest in strategies.offload.disk"}
+        if given.value == "nvme"
+        else {}
+    )
     return {"strategies.offload": {}} | lost if given.value in ("cpu", "nvme", True) else {}
 
 
