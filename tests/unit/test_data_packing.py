@@ -35,6 +35,19 @@ def test_pack_places_every_span_once_in_few_rows(case: tuple[list[int], int]) ->
     assert sorted(index for row in packed for index in row) == list(range(len(lengths)))
     assert all(sum(lengths[index] for index in row) <= capacity for row in packed)
     assert len(packed) <= 2 * -(-sum(lengths) // capacity)  # any two rows together overfill one
+    assert packed == best_fit(lengths, capacity)
+
+
+def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
+    """The rows as they are defined; of rows with the same room the one that has had it for the shortest time."""
+    rows: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        used = {sum(lengths[each] for each in row): row for row in rows}
+        fits = [each for each in used if each + lengths[index] <= capacity]
+        row = used[max(fits)] if fits else []
+        rows = [*(each for each in rows if each is not row), row]
+        row.append(index)
+    return sorted(map(sorted, rows), key=lambda row: row[0])
 
 
 def test_pack_fills_gaps_best() -> None:

@@ -28,7 +28,7 @@ Columns = Literal[
 ]  # fmt: skip
 TaskName = Literal["sft", "pretrain", "dpo", "orpo", "kto", "reward", "classification", "seq2seq"]
 NOT_BUILT: Mapping[str, str] = {  # tasks that others have
-    "embedding": "not built: its losses are sentence-transformers'; train with its SentenceTransformerTrainer",
+    "embedding": "not built: its model is no PreTrainedModel; in a program stowed(SentenceTransformerTrainer) trains",
     **dict.fromkeys(("ppo", "grpo", "rloo"), "not built: training that generates its own rows"),
 }
 
