@@ -33,49 +33,30 @@ UP, DOWN, DRAM, DEVICE, CORES, DISK = range(6)  # the media
 Needs: TypeAlias = tuple[tuple[int, float], ...]  # of a task: a medium, and what of it per second at full speed
 
 
-class _Running:
-    """A task in progress: first its latency, then the seconds that it takes at full speed, at a speed that may change.
-
-    ``end`` is when its latency ends, then when it does.
-    """
-
-    __slots__ = ("end", "moving", "needs", "queue", "speed", "task")
-
-    def __init__(self, task: Task, queue: _Queue, now: float, latency: float, needs: Needs) -> None:
-        self.task, self.queue, self.needs, self.speed = task, queue, needs, 1.0
-        self.moving = not latency
-        self.end = now + (latency or task.seconds)
-
-    def begin(self, now: float) -> None:
-        """The latency is over."""
-        self.moving, self.end = True, now + self.task.seconds
-
-    def at(self, speed: float, now: float) -> None:
-        """It goes on at another ``speed``."""
-        self.end = now + (self.end - now) * self.speed / speed
-        self.speed = speed
-
-
 class _Queue:
     """Ready tasks in order of priority, whether one runs, and the one that ended last."""
 
-    __slots__ = ("busy", "previous", "ready")
+    __slots__ = ("busy", "latency", "previous", "ready")
 
-    def __init__(self) -> None:
+    def __init__(self, latency: float) -> None:
         self.ready: list[tuple[tuple[int, ...], int, Task]] = []
-        self.busy = False
+        self.busy, self.latency = False, latency
         self.previous: Task | None = None
 
 
 class SimulatedMachine:
-    """Queues of tasks whose waits are over, and the running ones."""
+    """Queues of tasks whose waits are over, and the running ones.
+
+    A running task has first its latency, then the seconds that it takes at full speed, at a speed that may change:
+    ``needs`` is empty until it uses a medium, and ``end`` is when its latency ends, then when it does.
+    """
 
     def __init__(self, problem: Problem) -> None:
         link, shared = problem.link, problem.shared
         self._latency, self._duplex, self._cores = link.latency, link.duplex, shared.cores
         self._capacity = (link.up, link.down, shared.dram, shared.device, 1.0, shared.disk_overlap)
         self._queues: dict[tuple[Resource, int], _Queue] = {}
-        self._running: list[_Running] = []
+        self._running: list[tuple[Task, _Queue]] = []
         self._needs = cache(self._needs_of)
         self._speeds: dict[tuple[int, ...], list[float]] = {}  # of tasks that run together, by the ids of their needs
         self._changed = False  # whether other tasks use media than those whose speeds are set
@@ -85,7 +66,7 @@ class SimulatedMachine:
         key = (task.resource, task.stream)
         queue = self._queues.get(key)
         if queue is None:
-            queue = self._queues[key] = _Queue()
+            queue = self._queues[key] = _Queue(self._latency if task.resource in COPIES else 0.0)
         heappush(queue.ready, (task.priority, task.number, task))
 
     def start(self, now: float) -> None:
@@ -94,41 +75,45 @@ class SimulatedMachine:
             if queue.ready and not queue.busy:
                 task = heappop(queue.ready)[2]
                 task.start, queue.busy = now, True
-                latency = self._latency if task.resource in COPIES else 0.0
-                needs = self._needs(task.resource, task.seconds, task.num_bytes, task.touched_bytes)
-                one = _Running(task, queue, now, latency, needs)
-                self._running.append(one)
-                if one.moving and needs:
-                    self._changed = True
+                self._running.append((task, queue))
+                if queue.latency:
+                    task.end = now + queue.latency
+                else:
+                    self._move(task, now)
         if self._changed:
             self._changed = False
-            moving = [one for one in self._running if one.moving and one.needs]
-            together = tuple([id(one.needs) for one in moving])  # a step has many alike
-            if together not in self._speeds:
-                self._speeds[together] = self._shared([one.needs for one in moving])
-            for one, speed in zip(moving, self._speeds[together], strict=True):
-                if speed != one.speed:
-                    one.at(speed, now)
+            moving = [task for task, _ in self._running if task.needs]
+            together = tuple([id(task.needs) for task in moving])  # a step has many alike
+            speeds = self._speeds.get(together)
+            if speeds is None:
+                speeds = self._speeds[together] = self._shared([task.needs for task in moving])
+            for task, speed in zip(moving, speeds, strict=True):
+                if speed != task.speed:
+                    task.end, task.speed = now + (task.end - now) * task.speed / speed, speed
+
+    def _move(self, task: Task, now: float) -> None:
+        """Its latency is over, if it has one."""
+        task.moving, task.end = True, now + task.seconds
+        task.needs = self._needs(task.resource, task.seconds, task.num_bytes, task.touched_bytes)
+        if task.needs:
+            self._changed = True
 
     def next_time(self) -> float | None:
         """When the next task or latency ends; None if nothing runs."""
-        return min([one.end for one in self._running], default=None)
+        return min([task.end for task, _ in self._running], default=None)
 
     def finish(self, now: float) -> list[Task]:
         """The tasks that have ended by ``now``; the cause of each is what it waited for last."""
         done, going = [], []
         for one in self._running:
-            if one.end > now:
+            task, queue = one
+            if task.end <= now and not task.moving:
+                self._move(task, now)
+            if task.end > now:
                 going.append(one)
                 continue
-            if one.needs:
+            if task.needs:
                 self._changed = True
-            if not one.moving:
-                one.begin(now)
-                if one.end > now:
-                    going.append(one)
-                    continue
-            task, queue = one.task, one.queue
             before, cause = queue.previous, task.cause
             if cause is None or (before is not None and before.end > cause.end):
                 task.cause = before

@@ -217,6 +217,13 @@ class Problem:
         order = sorted(range(len(weights)), key=lambda i: (weights[i].uses, weights[i].num_bytes, weights[i].name))
         return tuple(sorted(range(len(weights)), key=order.__getitem__))
 
+    @cached_property
+    def needed(self) -> dict[Gap, int]:
+        """The position of each gap in the order of the ticks, within one iteration, that need the weights back."""
+        count, rank = len(self.ticks), self.rank
+        order = sorted(self.gaps, key=lambda gap: (gap.before % count, rank[gap.weight]))
+        return {gap: position for position, gap in enumerate(order)}
+
     def up_seconds(self, num_bytes: int) -> float:
         """Seconds of a copy to the device while nothing else moves."""
         return self.link.latency + num_bytes / min(self.link.up, self.shared.dram, self.shared.device)
@@ -240,8 +247,7 @@ class Problem:
 
 def need_order(problem: Problem, gaps: Iterable[Gap]) -> list[Gap]:
     """Gaps in the order of the ticks, within one iteration, that need the weights back."""
-    count, rank = len(problem.ticks), problem.rank
-    return sorted(gaps, key=lambda gap: (gap.before % count, rank[gap.weight]))
+    return sorted(gaps, key=problem.needed.__getitem__)
 
 
 def memory(problem: Problem, evictions: Iterable[tuple[Gap, int]]) -> list[int]:

@@ -59,17 +59,20 @@ class Task:
     """
 
     __slots__ = (
-        "cause", "end", "iteration", "label", "num_bytes", "number", "priority", "resource", "seconds", "start",
-        "stream", "then", "touched_bytes", "waits",
+        "cause", "end", "iteration", "label", "moving", "needs", "num_bytes", "number", "priority", "resource",
+        "seconds", "speed", "start", "stream", "then", "touched_bytes", "waits",
     )  # fmt: skip
 
     def __init__(self, resource: Resource, label: str, number: int, iteration: int) -> None:
         self.resource, self.label, self.number, self.iteration = resource, label, number, iteration
-        self.seconds, self.num_bytes, self.touched_bytes, self.waits, self.stream = 0.0, 0, 0, 0, 0
+        self.seconds = self.start = self.end = 0.0
+        self.num_bytes = self.touched_bytes = self.waits = self.stream = 0
         self.priority: tuple[int, ...] = (number,)
         self.then: list[Task] = []
         self.cause: Task | None = None
-        self.start = self.end = 0.0
+        # Of the machine that runs it: whether its latency is over, what it uses, and how fast it is.
+        self.moving, self.speed = False, 1.0
+        self.needs: tuple[tuple[int, float], ...] = ()
 
 
 class TaskBuilder:
@@ -113,10 +116,12 @@ class TaskBuilder:
     def _task(self, resource: Resource, label: str, after: Iterable[Task | None]) -> Task:
         tasks = self.tasks
         task = Task(resource, label, len(tasks), self._at)
-        for before in {*after}:
+        for before in after:
             if before is not None:
-                before.then.append(task)
-                task.waits += 1
+                then = before.then
+                if not then or then[-1] is not task:  # it may be among them more than once
+                    then.append(task)
+                    task.waits += 1
         tasks.append(task)
         return task
 
