@@ -15,7 +15,7 @@ gathered and added in the order of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -89,9 +89,11 @@ class ExpertParts:
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
         return norm
 
-    def state_dict(self, model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-        """The state dict with all experts, on the CPU, empty unless ``keep``; a collective."""
-        return tensor_shards.state_dict(model, keep=keep, group=self._together)
+    def state_dict(
+        self, model: nn.Module, *, keep: bool, place: Callable[[Tensor], Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """The state dict with all experts, on the CPU, empty unless ``keep``; a collective. ``place``: as there."""
+        return tensor_shards.state_dict(model, keep=keep, group=self._together, place=place)
 
     def state(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> TorchState:
         """The training state of this rank: its experts, and all else, which the first rank writes."""

@@ -6,6 +6,7 @@ groups and shapes are those of the whole model, so that a checkpoint can be load
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,30 +62,34 @@ def _of_all_stages(pipeline: Pipeline, mine: list[list[str]]) -> tuple[list[list
     return groups, {name: shape for name, shape in whole.items() if name in trained}
 
 
-def gathered(pipeline: Pipeline) -> dict[str, torch.Tensor]:
+def gathered(
+    pipeline: Pipeline, place: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
     """The whole model's state dict on the host of the first stage, tied weights as one tensor; empty on others. A
-    collective of one copy's stages, in which tensors come one at a time.
+    collective of one copy's stages, in which tensors come one at a time. ``place``: puts one where it stays.
     """
+    stays = place or (lambda value: value.to("cpu", copy=True))
     stage, group, device = pipeline.stage, pipeline.group, pipeline.device
     whole = stage.whole.state_dict(keep_vars=True)
     first = {id(value): name for name, value in reversed(list(whole.items()))}
     mine = {first[id(whole[name])]: value for name, value in stage.model.state_dict().items()}
     found: dict[str, torch.Tensor] = {}
-    for place in range(pipeline.stages):
+    for at in range(pipeline.stages):
         about = [
             [(name, tuple(value.shape), value.dtype) for name, value in mine.items()]
-            if place == pipeline.position
+            if at == pipeline.position
             else None
         ]
-        dist.broadcast_object_list(about, dist.get_global_rank(group, place), group=group, device=device)
+        dist.broadcast_object_list(about, dist.get_global_rank(group, at), group=group, device=device)
         for name, shape, dtype in about[0] or ():
-            if place == 0 and pipeline.position == 0:
-                found[name] = mine[name].detach().cpu().clone()
+            if at == 0 and pipeline.position == 0:
+                found[name] = stays(mine[name].detach())
             elif pipeline.position == 0:
                 value = torch.empty(shape, dtype=dtype, device=device)
-                dist.recv(value, dist.get_global_rank(group, place), group=group)
-                found.setdefault(name, value.cpu())
-            elif place == pipeline.position:
+                dist.recv(value, dist.get_global_rank(group, at), group=group)
+                if name not in found:
+                    found[name] = stays(value)
+            elif at == pipeline.position:
                 dist.send(mine[name].detach().contiguous(), dist.get_global_rank(group, 0), group=group)
     if device.type != "cpu":  # sends run on the device, and this process may end before they are through
         torch.accelerator.synchronize(device)

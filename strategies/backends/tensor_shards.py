@@ -13,7 +13,7 @@ the same state and draws the same masks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -82,18 +82,23 @@ def group() -> Any:
 
 
 @torch.no_grad()
-def state_dict(model: nn.Module, *, keep: bool, group: Any = None) -> dict[str, Tensor]:
+def state_dict(
+    model: nn.Module, *, keep: bool, group: Any = None, place: Callable[[Tensor], Tensor] | None = None
+) -> dict[str, Tensor]:
     """The state dict, whole and on the CPU, empty unless ``keep``. A collective, one tensor at a time; of the ``group``
-    that has all parts, by default the ranks of this copy of the model.
+    that has all parts, by default the ranks of this copy of the model. ``place``: puts a whole tensor where it stays.
     """
     found: dict[str, Tensor] = {}
     same: dict[int, Tensor] = {}  # a tied weight is gathered once
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in same:
-            whole = _whole(tensor, group).cpu()
-            same[id(tensor)] = whole.clone() if whole.data_ptr() == tensor.data_ptr() else whole
+            whole = _whole(tensor, group)
             if not keep:
                 same[id(tensor)] = torch.empty(0)
+            elif place is not None:
+                same[id(tensor)] = place(whole)
+            else:
+                same[id(tensor)] = whole.to("cpu", copy=whole.data_ptr() == tensor.data_ptr())
         found[name] = same[id(tensor)]
     return found if keep else {}
 

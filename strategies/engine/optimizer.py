@@ -38,7 +38,7 @@ from strategies.engine.forward.checkpointing import room_of
 from strategies.engine.memory.accelerator import device_of
 from strategies.engine.model_checks import mismatches, not_in_kernels, refuse_over_ranks, unlike
 from strategies.engine.saving import state_file
-from strategies.engine.saving.state_dict import State, StateAccess
+from strategies.engine.saving.state_dict import State, StateAccess, without_values
 from strategies.engine.tensors.parameters import STOWED, move_buffers
 from strategies.engine.tensors.quantised import Adopted
 from strategies.engine.transfer.transfer import Transfer, transfer_for
@@ -252,15 +252,11 @@ class StowOptimizer(torch.optim.Optimizer):
         finally:
             self.access.give_back(lent)
 
-    def gathered(self, *, keep: bool) -> dict[str, Any]:
+    def gathered(self, *, keep: bool, place: Callable[[Tensor], Tensor] | None = None) -> dict[str, Any]:
         """The model's state dict, where ranks share the weights: whole on those that ``keep`` it, without values on the
-        others, so that one copy is made and not one per rank. A collective.
+        others, so that one copy is made and not one per rank. A collective. ``place``: puts a weight where it stays.
         """
-        self.access.only_takes_part = not keep
-        try:
-            return self._model.state_dict()
-        finally:
-            self.access.only_takes_part = False
+        return self.access.state_dict(place if keep else without_values)
 
     @property
     def skipped(self) -> int:

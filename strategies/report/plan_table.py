@@ -12,7 +12,7 @@ from strategies.core.grid import Cell, Grid
 from strategies.core.layout import Addresses, Bucket, Item, Layout, Site, largest_shared, leads, ticks_of, uses
 from strategies.core.plan import Home, Kind, Plan, When
 from strategies.core.sizes import human
-from strategies.planner.budget import loading_bytes
+from strategies.planner.budget import loading_bytes, writing_bytes
 from strategies.planner.exchanges import crosses, leaving, sum_bound
 from strategies.planner.memory_rows import UPDATES
 from strategies.report.table import table as aligned
@@ -150,6 +150,8 @@ def summary(plan: Plan) -> Iterator[str]:
         )
     if (loading := loading_bytes(plan)) > plan.peak(Home.HOST):
         yield f"while the model is loaded, per rank, host: up to {human(loading)}"
+    if writing := writing_bytes(plan):
+        yield f"while the model is written, first rank, host: up to {human(writing)}"
 
 
 # --- buckets ---------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Host memory of ranks that load their parts, on real ranks: what no other process shares (USS), at its peak."""
 
-from collections.abc import Iterator, Mapping
+import ctypes
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,20 +25,23 @@ from trainer.model.undisturbed import in_fork
 BIG: Mapping[str, Any] = {  # 430 MiB of fp32
     **LLAMA, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 16, "vocab_size": 1024,
 }  # fmt: skip
+MMAP_THRESHOLD = -3  # glibc's number
 EVERY_S = 0.01
 SPARE = 1.2
 
 
 @contextmanager
-def watched(seen: list[int]) -> Iterator[None]:
+def watched(
+    seen: list[int], size: Callable[[psutil.Process], int] = lambda process: int(process.memory_full_info().uss)
+) -> Iterator[None]:
     """Appends how much the memory of this process alone has grown at most inside."""
     process, over = psutil.Process(), Event()
-    before = process.memory_full_info().uss
+    before = size(process)
     sizes = [before]
 
     def watch() -> None:
         while not over.wait(EVERY_S):
-            sizes.append(process.memory_full_info().uss)
+            sizes.append(size(process))
 
     thread = Thread(target=watch)
     thread.start()
@@ -46,7 +50,7 @@ def watched(seen: list[int]) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-        seen.append(max(*sizes, process.memory_full_info().uss) - before)
+        seen.append(max(*sizes, size(process)) - before)
 
 
 def loaded(ranks: Ranks, config: RunConfig) -> list[Any]:
@@ -105,6 +109,40 @@ def stowed(ranks: Ranks, config: RunConfig, small: RunConfig) -> list[Any]:
     return everyones
 
 
+def written(ranks: Ranks, small: RunConfig, config: RunConfig) -> list[Any]:
+    """Of each rank: how much memory that no file backs it takes to write a checkpoint's model and an export, which is
+    checked by loading it; and whether a ``small`` model has the same bytes as one that is gathered in memory.
+    """
+    from trainer.run import order
+    from trainer.run.export import export
+    from trainer.verify.verify import random_run
+
+    # What malloc keeps of memory that was given back depends on the order of sizes: large tensors have their own here.
+    ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 18)
+    same, seen = [], list[int]()
+    for each in (small, config):
+        run, folder = random_run(each, ranks), Path(each.training.output_dir)
+        trainer = order.make_trainer(run)
+        trainer.train()
+        with watched(seen, not_of_files):
+            trainer.save_model(str(folder / "saved"))
+            export(trainer, run.tokenizer, each)
+        state = trainer.whole_state() if each is small else {}
+        if state and ranks.is_first:
+            trainer.accelerator.unwrap_model(trainer.whole).save_pretrained(folder / "whole", state_dict=state)
+            files = [folder / name / "model.safetensors" for name in ("whole", "saved", "export")]
+            same.append(len({path.read_bytes() for path in files}) == 1)
+    everyones: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(everyones, (seen[1], same))
+    return everyones
+
+
+def not_of_files(process: psutil.Process) -> int:
+    """Memory that the kernel cannot take back."""
+    memory = process.memory_info()
+    return int(memory.rss - memory.shared)
+
+
 def saved(folder: Path) -> None:
     section = run_config(BIG).model
     build(section, load_config(section), seed=0, partitioned=False).save_pretrained(folder, max_shard_size="100MB")
@@ -155,3 +193,26 @@ def test_a_tensor_rank_takes_no_more_than_its_slices(kind: str, tmp_path: Path) 
     for held, grown in run_world(2, divided, config):
         assert held < 0.55 * sum(param.nbytes for param in whole.parameters())
         assert grown < SPARE * held, f"{grown / held:.2f} of its part, which is {held:,} bytes"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["pipeline", "tensor", "spans"])
+def test_who_writes_the_model_does_not_have_all_of_it(kind: str, tmp_path: Path) -> None:
+    """A file has what was gathered, so the first rank takes less than a fifth of its part besides."""
+    strategies: Mapping[str, Mapping[str, Any]] = {
+        "pipeline": {"pipeline": {"stages": 2}},
+        "tensor": {"tensor": {"degree": 2}},
+        "spans": {"zero": {"stage": 3}, "offload": {"weights": "streamed", "site": "host"}},
+    }
+    make = partial(
+        run_config, strategies=strategies[kind], optim="sgd", save_strategy="no", max_steps=1,
+        gradient_accumulation_steps=2,
+    )  # fmt: skip
+    big = make(BIG, output_dir=tmp_path / "run")
+    section = big.model
+    whole = build(section, load_config(section), seed=0, partitioned=False, on_meta=True)
+    part = sum(param.nbytes for param in whole.parameters()) // 2
+    small = make(LLAMA, output_dir=tmp_path / "small")
+    (grown, same), _ = run_world(2, written, small, big)
+    assert same == [True]
+    assert grown < (SPARE - 1) * part, f"{grown / part:.2f} of its part, which is {part:,} bytes"

@@ -37,7 +37,7 @@ def loop(model: Any, *, is_first: bool = True) -> Any:
     trainer: Any = SimpleNamespace(
         logits_of=lambda ids: PipelineTrainer.logits_of(trainer, ids),
         accelerator=SimpleNamespace(unwrap_model=lambda wrapped, keep_torch_compile: wrapped),
-        whole_state=lambda: copies(model),
+        whole_state=lambda place: copies(model),
         model_wrapped=model,
         whole=model,
         pipeline=None,
@@ -117,7 +117,7 @@ def test_a_compiled_model(tmp_path: Path) -> None:
     train = loop(model)
     train.accelerator = Accelerator(cpu=True)
     train.model_wrapped = torch.compile(model, backend="eager")
-    train.whole_state = train.model_wrapped.state_dict
+    train.whole_state = lambda place=None: train.model_wrapped.state_dict()
     assert next(iter(train.whole_state())).startswith("_orig_mod.")
     receipt = export(train, _tokenizer(), run_config(output_dir=tmp_path))
     assert receipt is not None and receipt.num_tensors == len(model.state_dict())

@@ -1,6 +1,7 @@
 """A model that is given some of its parameters: the bits of the whole one, the others without values."""
 
 import errno
+import resource
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -157,3 +158,23 @@ def test_a_file_of_weights_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"part: cannot be written \(No space .+\): the weights need .+ KiB there"):
         mapped.load(make(on_meta=True), fill, path, Agreement(), writes=True)
     assert list(path.parent.iterdir()) == []
+
+
+def test_tensors_that_are_put_into_a_file(tmp_path: Path) -> None:
+    """They come back with their bits. A disk that is full is said when all have come, and nothing stays on it."""
+    given = [torch.randn(700, 3).T, torch.ones(()), torch.empty(0, 4), torch.arange(5, dtype=torch.bfloat16)]
+    spilled = mapped.Spilled(tmp_path / "run")
+    found = [spilled(each) for each in given]
+    spilled.settle()
+    assert all(torch.equal(*each) and each[0].dtype == each[1].dtype for each in zip(found, given, strict=True))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    spilled = mapped.Spilled(tmp_path / "run")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        sizes = [spilled(torch.ones(size)).numel() for size in (10, 1 << 15, 10)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert sizes == [10, 0, 0]
+    with pytest.raises(OSError, match="File too large"):
+        spilled.settle()
+    assert list((tmp_path / "run").iterdir()) == []

@@ -94,7 +94,10 @@ def test_totals_say_what_is_free_or_too_much() -> None:
     device, host, *_ = summary(with_memory(3000, 60))
     assert "3.1 KiB of 2.9 KiB (200 B too much)" in device and "100 B of 60 B (40 B too much)" in host
     stage = Plan.baseline(facts(block(0, 200), stages=2, world_size=2, model_params=1000, largest_param=30))
-    assert list(summary(stage))[-1] == "while the model is loaded, per rank, host: up to 920 B"  # its own, one by one
+    assert list(summary(stage))[-2:] == [
+        "while the model is loaded, per rank, host: up to 920 B",  # its own, one by one
+        "while the model is written, first rank, host: up to 240 B",  # the largest, twice
+    ]
     split = EngineSet(unit=RUN, reason="", key="zero_optimization.stage", value=3)  # as it is made
     assert len(list(summary(with_memory(1 << 20, 1 << 10).amend([split], by="zero")))) == 2
 

@@ -6,11 +6,16 @@ the slices that are copied, and a mapping ends with its weight. The file loses i
 
 It takes as much of the disk of the run's folder as the model is large, for as long as a rank has a weight of it that is
 not divided or copied.
+
+``Spilled`` is the way back: who writes the whole model has its tensors one by one from the ranks that have parts of
+them, and on the disk all others. The file has no name from the beginning, so nothing of it outlives the process.
 """
 
 from __future__ import annotations
 
 import mmap
+import os
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -55,7 +60,7 @@ def load(
     end = 0
     for name, tensor in tensors_of(model):
         if name not in tied:
-            places[name], end = end, end + -(-tensor.nbytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+            places[name], end = end, end + _rounded(tensor.nbytes)
 
     def write() -> None:
         try:
@@ -65,8 +70,7 @@ def load(
 
                 def give(name: str, value: Tensor) -> None:
                     file.seek(places[name])
-                    for piece in value.detach().contiguous().view(-1).view(torch.uint8).split(PIECE_BYTES):
-                        file.write(piece.clone().numpy().data)  # memory that numpy has seen cannot be taken back
+                    _write(file, value)
 
                 for name, buffer in fill(give).named_buffers(remove_duplicate=False):
                     give(name, buffer)
@@ -87,6 +91,53 @@ def load(
     together.by_some(writes, lambda: None)  # all have opened it
     if writes:
         path.unlink()
+
+
+class Spilled:
+    """Puts tensors into a file in ``folder`` and gives them back as they are mapped from there.
+
+    That the disk is full is said by ``settle``: who gathers has to go on meanwhile, since other ranks are sending.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._file, self._error = folder, None, None  # type: Path, Any, OSError | None
+
+    def __call__(self, value: Tensor) -> Tensor:
+        if self._error is None:
+            try:
+                if self._file is None:
+                    self._folder.mkdir(parents=True, exist_ok=True)
+                    self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - what is mapped needs it
+                place = self._file.seek(_rounded(self._file.seek(0, os.SEEK_END)))
+                _write(self._file, value.cpu())
+                self._file.flush()
+                return _map(self._file, place, value)
+            except OSError as error:
+                self._error = error
+                self._close()  # what is not mapped goes back to the disk
+        return torch.empty(0, dtype=value.dtype)
+
+    def settle(self) -> None:
+        """All tensors have come. OSError: some of them could not be written, and are empty."""
+        self._close()
+        if self._error is not None:
+            raise self._error
+
+    def _close(self) -> None:
+        if self._file is not None:
+            with suppress(OSError):  # of what was not written any more
+                self._file.close()
+            self._file = None
+
+
+def _rounded(num_bytes: int) -> int:
+    """Up to where a mapping may begin."""
+    return -(-num_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+
+
+def _write(file: BinaryIO, value: Tensor) -> None:
+    for piece in value.detach().contiguous().view(-1).view(torch.uint8).split(PIECE_BYTES):
+        file.write(piece.clone().numpy().data)  # memory that numpy has seen cannot be taken back
 
 
 def _map(file: BinaryIO, offset: int, like: Tensor) -> Tensor:

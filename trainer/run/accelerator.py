@@ -29,7 +29,7 @@ from strategies.core.grid import Grid
 from strategies.engine import StowOptimizer, stowed_by
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor
 
@@ -130,14 +130,17 @@ class StowAccelerator(Accelerator):
             self._norm = clip(engine.module.parameters(), limit)
             engine.step()
 
-    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
-        """As Accelerate's. Where ranks divide the weights of a copy, only the first has values, and they are whole."""
+    def get_state_dict(self, model: Any, unwrap: bool = True, place: Callable[[Tensor], Tensor] | None = None) -> Any:
+        """As Accelerate's. Where ranks divide the weights of a copy, only the first has values, and they are whole.
+        ``place``: puts one that was gathered where it stays.
+        """
+        keep = self.is_main_process
         if self.stowed is not None and self.stowed.shares_weights:
-            return self.stowed.gathered(keep=self.is_main_process)
+            return self.stowed.gathered(keep=keep, place=place)
         if self.experts is not None:
-            return self.experts.state_dict(self.unwrap_model(model), keep=self.is_main_process)
+            return self.experts.state_dict(self.unwrap_model(model), keep=keep, place=place)
         if self.grid.tensor > 1:
-            return tensor_shards.state_dict(self.unwrap_model(model), keep=self.is_main_process)
+            return tensor_shards.state_dict(self.unwrap_model(model), keep=keep, place=place)
         return super().get_state_dict(model, unwrap)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Any:

@@ -38,6 +38,7 @@ from strategies.engine.tensors.quantised import keep_packing
 from trainer.errors import write_line
 from trainer.model import build, quantise
 from trainer.model.adapters import merged
+from trainer.model.mapped import Spilled
 from trainer.run.callbacks import perplexity
 from trainer.run.checkpoint import move_aside, versions
 from trainer.run.resume_rules import RULES, SILENT
@@ -81,12 +82,15 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, config: RunConf
     rows = trainer.whole.get_input_embeddings().num_embeddings
     probe = task.probe((torch.arange(PROBE_TOKENS) * 7919 % rows).unsqueeze(0))
     logits = trainer.logits_of(probe)
-    gathered = {name.replace("_orig_mod.", ""): tensor for name, tensor in trainer.whole_state().items()}  # compiled
+    spilled = Spilled(Path(config.training.output_dir))
+    # A compiled model has other names.
+    gathered = {name.replace("_orig_mod.", ""): tensor for name, tensor in trainer.whole_state(spilled).items()}
     state, has_adapters = tied_again(model, gathered), hasattr(model, "peft_config")
     if trainer.stowed is not None and has_adapters and merge:
         trainer.stowed.close()  # merging changes weights in place, so they have to be in ordinary memory
     if not trainer.is_world_process_zero():
         return None
+    spilled.settle()
     parities = {name: strategy.parity(trainer.plan.facts.run) for name, strategy in config.strategies.items()}
     card = model_card(config, model.config, trainer.state, sys.argv, trainer.args.world_size, parities)
     eight = any(parameter.dtype is torch.int8 for parameter in model.parameters())

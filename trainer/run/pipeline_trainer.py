@@ -11,7 +11,7 @@ forward. The generators themselves stay as they are, so that samplers and checkp
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -175,12 +175,14 @@ class PipelineTrainer(_Trainer):
         else:
             self.pipeline.step([self.last_inputs], partial(self._loss_of, None))
 
-    def whole_state(self) -> dict[str, torch.Tensor]:
-        """The state dict of the whole model on the first rank, on others nothing or parts of it; a collective."""
+    def whole_state(self, place: Callable[[torch.Tensor], torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+        """The state dict of the whole model on the first rank, on others nothing or parts of it; a collective.
+        ``place``: puts a tensor of which ranks have parts where it stays; by default that is memory.
+        """
         if self.pipeline is None:
-            return dict(self.accelerator.get_state_dict(self.model_wrapped) or {})
+            return dict(self.accelerator.get_state_dict(self.model_wrapped, place=place) or {})
         cell = self.plan.facts.run.grid.cell(self.args.process_index)
-        return pipeline_state.gathered(self.pipeline) if cell.replica == 0 else {}
+        return pipeline_state.gathered(self.pipeline, place) if cell.replica == 0 else {}
 
 
 def token_losses(logits: torch.Tensor | tuple[Any, ...], labels: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ from strategies.engine import NonFiniteError, StowOptimizer
 from strategies.state.spans import WEIGHT
 from trainer.errors import ConfigError, write_line
 from trainer.model.adapters import loraplus
+from trainer.model.mapped import Spilled
 from trainer.run import checkpoint, saving, training_state
 from trainer.run.callbacks import EarlyStopping, Meter
 from trainer.run.nonfinite import DEEPSPEED_SAYS, NonFinite, StopNonFinite, first_not_finite
@@ -216,14 +217,16 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
         Where ranks have parts of the weights they are gathered first, which is a collective in every release.
         """
         folder, stowed = Path(output_dir or self.output_dir), self.stowed
-        if self.pipeline is not None or self.accelerator.experts is not None:
-            state = self.whole_state()
+        spilled = Spilled(folder)
+        if self.pipeline is not None or self.accelerator.experts is not None or self.accelerator.grid.tensor > 1:
+            state = self.whole_state(spilled)
         elif stowed is not None and stowed.shares_weights:
-            state = stowed.gathered(keep=bool(self.args.should_save))
+            state = stowed.gathered(keep=bool(self.args.should_save), place=spilled)
         else:
             super().save_model(str(folder), _internal_call)
             (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
             return
+        spilled.settle()
         if self.args.should_save:
             self.accelerator.unwrap_model(self.whole).save_pretrained(folder, state_dict=state)
             if self.processing_class is not None:

@@ -11,7 +11,7 @@ present             chosen parameters are on loan (``loans.py``), with copies on
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,8 @@ class StateAccess(Copied):
         self.engine, self.model = engine, model
         self._handles: list[Any] = []
         self.out: dict[nn.Parameter, tuple[BucketState, int]] = {}  # parameters on loan
-        self.only_takes_part = False  # state dicts have no values: another rank reads them, with this one's help
+        self._place: Callable[[Tensor], Tensor] | None = None  # puts what a state dict has where it stays
+        self._placed: dict[nn.Parameter, Tensor] = {}  # a tied one stays one
         self._lent_to_modules: dict[int, list[nn.Parameter]] = {}  # while a state dict is made, by id of the module
         # Torch does not swap a tensor that has a weak reference. Without one, ``model.to`` would swap parameters where
         # torch is set to do so, and the new ones would not be in planned memory.
@@ -161,6 +162,14 @@ class StateAccess(Copied):
 
     # --- state dicts -------------------------------------------------------------------------------------------------
 
+    def state_dict(self, place: Callable[[Tensor], Tensor] | None) -> dict[str, Any]:
+        """The model's. ``place`` is given each weight once and puts it where it stays; None: views are handed out."""
+        self._place, self._placed = place, {}
+        try:
+            return self.model.state_dict()
+        finally:
+            self._place, self._placed = None, {}
+
     def _before_state_dict(self, module: nn.Module, *rest: Any) -> None:
         """Make this module's parameters plain ones, with values if the module customizes its state dict."""
         self.engine.refuse_partly_updated()
@@ -195,8 +204,10 @@ class StateAccess(Copied):
 
     def _hand_out(self, param: nn.Parameter) -> Tensor:
         view = alone(self.newest_of(param))
-        if self.only_takes_part:
-            return view.new_empty(0)
+        if self._place is not None:
+            if param not in self._placed:
+                self._placed[param] = self._place(view)
+            return self._placed[param]
         bucket, _ = self.engine.bucket_of[id(param)]
         bucket.hand_out(view)
         return view
@@ -334,3 +345,8 @@ def _customizes_state_dict(module: nn.Module) -> bool:
         getattr(getattr(module, name), "__func__", None) is not getattr(nn.Module, name)
         for name in ("state_dict", "_save_to_state_dict", "get_extra_state")
     )
+
+
+def without_values(weight: Tensor) -> Tensor:
+    """What a state dict has of ``weight`` where another rank reads it, with this one's help."""
+    return weight.new_empty(0)
