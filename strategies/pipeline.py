@@ -9,8 +9,9 @@ another order of sums.
 
 The schedules are those of ``torch.distributed.pipelining``, run by ``strategies/backends/pipelining.py``. With
 ``offload`` beside it, the memory engine trains each stage: it is told when the backward of another micro-batch begins,
-and stages combine the norms of their gradients before any of them updates. Blocks that cannot run apart are refused
-after a trial on a small copy (``strategies/backends/stages.py``).
+and stages combine the norms of their gradients before any of them updates. With ``zero`` of stage 1 alone, copies of a
+stage divide the optimizer's state (``strategies/backends/pipeline_zero.py``), and the bits stay. Blocks that cannot run
+apart are refused after a trial on a small copy (``strategies/backends/stages.py``).
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from strategies.core.facts import Facts, Param, Precision, RunFacts, Unit
-from strategies.core.plan import RUN, Decision, Plan, Reserve, When
+from strategies.core.optimizers import ELEMENTWISE
+from strategies.core.plan import RUN, Decision, Kind, Plan, Reserve, Share, When
 from strategies.core.protocol import COMPILING, Axis, Parity, Phase, Refusal, Requirement, Strategy
 from strategies.planner.cuts import DEPTHS, Schedule, complaint, cut, work
 from strategies.planner.pipeline_bytes import message_bytes, received_bytes
@@ -41,6 +43,7 @@ class Pipeline(Strategy):
     """
 
     phase = Phase.WHO
+    takes_over = ("zero",)
     requires = frozenset([Requirement.PARAMETERS])
     excludes = {
         "model.quantization_config": "strategies.pipeline cuts a model whose weights are all trained",
@@ -63,9 +66,16 @@ class Pipeline(Strategy):
         default=None, description="Blocks in each part; not set means that parts take equally long."
     )
 
+    _zero: int = PrivateAttr(default=0)  # stage of strategies.zero, where no other engine shares the state
+
     @property
     def order(self) -> Schedule:
         return Schedule(self.schedule)
+
+    def beside(self, others: Mapping[str, Strategy]) -> Strategy:
+        shared = self.model_copy()
+        shared._zero = others["zero"].model_dump()["stage"]
+        return shared
 
     def parity(self, run: RunFacts) -> Parity:
         """Bit for bit, unless head and embedding are tied, which is not known here."""
@@ -79,9 +89,14 @@ class Pipeline(Strategy):
 
     def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
         zero, offload = others.get("zero"), "offload" in others
-        if zero is not None and (not offload or zero.model_dump()["stage"] > 1):
-            cure = "leave zero out, or write stage 1 beside strategies.offload, whose engine shares the state of copies"
+        if zero is not None and zero.model_dump()["stage"] > 1:
+            cure = "leave zero out, or write stage 1: copies of a stage share the optimizer's state"
             yield Refusal("strategies.zero", zero.written, f"cannot go with {KEY}; {cure}")
+        if self._zero == 1 and (run.optim not in ELEMENTWISE or run.optim == "adagrad"):
+            fits = (
+                "cannot be divided among the copies of a stage; write adamw_torch_fused, or leave strategies.zero out"
+            )
+            yield Refusal("training.optim", run.optim, f"its state {fits}")
         if "tensor" in others:
             why = "DeepSpeed's engine, which divides the weights, drives no schedule: leave one of the two out"
             yield Refusal("strategies.tensor", others["tensor"].written, f"cannot go with {KEY}; {why}")
@@ -157,10 +172,19 @@ class Pipeline(Strategy):
             num_bytes=received_bytes(run, ends, run.accumulation),
             in_passes=True,
         )
-        if messages := message_bytes(run, facts.num_trainable, run.replicas):
+        shared = self._zero == 1 and run.replicas > 1
+        for unit in facts.units if shared else ():
+            yield Share(
+                unit=unit.name,
+                reason=f"zero stage 1: 1/{run.replicas} per copy of the stage",
+                kind=Kind.MOMENT,
+                ways=run.replicas,
+                element_bytes=plan.share(unit.name, Kind.MOMENT).element_bytes,
+            )
+        if messages := message_bytes(run, facts.num_trainable, run.replicas, shared=shared):
             yield Reserve(
                 unit=RUN,
-                reason="gradients are copied into messages to the other copies",
+                reason=f"gradients{' and weights' * shared} are copied into messages to the other copies",
                 owner="pipeline: messages",
                 num_bytes=messages,
                 when=When.STEP,

@@ -44,7 +44,7 @@ class StageGradients:
         if dist.get_world_size(self._copies) > 1:
             grads = self._used_by_any()
             torch._foreach_div_(grads, dist.get_world_size(self._copies))
-            for part in _messages(grads):
+            for part in messages(grads):
                 flat = _flatten_dense_tensors(part)
                 dist.all_reduce(flat, group=self._copies)
                 torch._foreach_copy_(part, list(_unflatten_dense_tensors(flat, part)))
@@ -93,8 +93,8 @@ class StageGradients:
         return total
 
 
-def _messages(grads: list[Tensor]) -> list[list[Tensor]]:
-    """``grads`` of one dtype, in messages of about ``MESSAGE_BYTES``."""
+def messages(grads: list[Tensor]) -> list[list[Tensor]]:
+    """Gradients or weights of one dtype, in messages of about ``MESSAGE_BYTES``."""
     found: list[list[Tensor]] = []
     filled = 0
     for grad in sorted(grads, key=lambda grad: str(grad.dtype)):

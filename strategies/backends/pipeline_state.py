@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from strategies.backends.pipeline_gradients import StageGradients
+from strategies.backends.pipeline_zero import StateShares
 from strategies.backends.pipelining import Pipeline
 from strategies.engine.saving.state_file import EngineState
 from strategies.state.torch_state import TorchState, whole
@@ -22,15 +23,25 @@ if TYPE_CHECKING:
 
 
 def pipeline_state(
-    optimizer: torch.optim.Optimizer, pipeline: Pipeline, gradients: StageGradients, *, writes: bool
+    optimizer: torch.optim.Optimizer,
+    pipeline: Pipeline,
+    gradients: StageGradients,
+    shares: StateShares | None = None,  # copies of the stage divide the state, and each writes its part
+    *,
+    writes: bool,
 ) -> TorchState:
     """The ``Holder`` of one stage, ``writes``: of the copy of the model that is written. A collective."""
     params = pipeline.stage.names()
     name_of = {id(param): name for name, param in params.items()}
-    mine = [[name_of[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+    updated = [group["params"] for group in optimizer.param_groups] if shares is None else shares.groups
+    mine = [[name_of[id(param)] for param in group] for group in updated]
     groups, shapes = _of_all_stages(pipeline, mine)
     weights = {name: whole(param, name, written=writes and name in gradients.own) for name, param in params.items()}
-    held = [weights[name] for group in mine for name in group]
+    names = [name for group in mine for name in group]
+    if shares is None:
+        held = [weights[name] for name in names]
+    else:
+        held = [each for name in names for each in shares.held(params[name], name, written=name in gradients.own)]
     return TorchState(optimizer, held, groups, shapes, list(weights.values()), divides_weights=True)
 
 

@@ -42,7 +42,7 @@ ORDER = tuple(Phase)
 
 def in_order(strategies: Mapping[str, Strategy]) -> dict[str, Strategy]:
     """``strategies``, and those that they imply, in the order of deciding: by phase and name. Those that another one
-    takes over are not among them.
+    takes over are not among them; where two would, the one that decides last does.
     """
     whole = dict(strategies)
     waiting = list(whole.values())
@@ -51,7 +51,8 @@ def in_order(strategies: Mapping[str, Strategy]) -> dict[str, Strategy]:
             if name not in whole:
                 whole[name] = find(name).model_validate(options)
                 waiting.append(whole[name])
-    for name, strategy in tuple(whole.items()):
+    ordered = sorted(whole.items(), key=lambda item: (ORDER.index(item[1].phase), item[0]))
+    for name, strategy in reversed(ordered):
         if others := {other: whole.pop(other) for other in strategy.takes_over if other in whole}:
             whole[name] = strategy.beside(others)
     return dict(sorted(whole.items(), key=lambda item: (ORDER.index(item[1].phase), item[0])))

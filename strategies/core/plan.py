@@ -211,6 +211,10 @@ class Plan:
     def share(self, unit: str, kind: Kind) -> Share:
         return self._answer(Share, unit, kind.name)
 
+    def divides(self, kind: Kind) -> bool:
+        """Whether ranks divide tensors of this kind."""
+        return any(self.share(unit.name, kind).ways > 1 for unit in self.facts.units)
+
     def num_bytes(self, unit: str, kind: Kind, home: Home | None = None) -> int:
         """Bytes of one kind of one unit's tensors on one rank, at one home or anywhere."""
         share, facts = self.share(unit, kind), self.facts.unit(unit)

@@ -21,11 +21,13 @@ def received_bytes(run: RunFacts, borders: int, micro_batches: int) -> int:
     return borders * micro_batches * boundary_bytes(run)
 
 
-def message_bytes(run: RunFacts, num_trainable: int, copies: int) -> int:
-    """Of what gradients are copied into to be summed over the ``copies`` of the model; none if there is one.
+def message_bytes(run: RunFacts, num_trainable: int, copies: int, *, shared: bool = False) -> int:
+    """Of what gradients are copied into to be summed over the ``copies`` of the model; none if there is one. Where they
+    have ``shared`` the optimizer's state, messages of new weights come later, and beside each the rank's part of it.
 
     A message is closed when it is full, so it can be longer by the largest gradient.
     """
     if copies == 1:
         return 0
-    return min(run.trained_bytes * num_trainable, MESSAGE_BYTES + run.trained_bytes * run.largest_param)
+    whole = min(run.trained_bytes * num_trainable, MESSAGE_BYTES + run.trained_bytes * run.largest_param)
+    return whole + -(-whole // copies) * shared

@@ -136,6 +136,26 @@ def test_stages(tmp_path: Path) -> None:
     assert all(each["seen"][-3:] == runs[0]["seen"][-3:] for each in runs)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("other", [{}, {"optim": "sgd", "optim_args": "momentum=0.9", "bf16": True}], ids=["", "sgd"])
+def test_copies_of_a_stage_share_its_state(other: dict[str, Any], tmp_path: Path) -> None:
+    """Clipped and accumulated: the bits of copies that each update all, and of one process, there and back."""
+    common = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1, "max_grad_norm": 0.05, **other}
+    apart = pipeline(2, 4, **common)
+    shared = replace(apart, strategies={**apart.strategies, "zero": {"stage": 1}})
+    runs = [run(apart, tmp_path / "apart", STEPS), run(shared, tmp_path / "shared", STEPS)]
+    assert different(weights(runs[0]["end"]), weights(runs[1]["end"])) == [] and runs[0]["loss"] == runs[1]["loss"]
+    saved = f"checkpoint-{SAVED}"
+    back = run(apart, tmp_path / "back", STEPS, tmp_path / "shared" / saved)
+    there = run(shared, tmp_path / "there", STEPS, tmp_path / "apart" / saved)
+    assert different(back["start"], runs[0][f"saved at {SAVED}"]) == [] == different(back["end"], runs[0]["end"])
+    assert different(weights(there["end"]), weights(runs[0]["end"])) == []
+
+
+def weights(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in state.items() if name.endswith(" weight")}
+
+
 def test_the_memory_engine_in_stages(tmp_path: Path) -> None:
     """The bits of the engine on the whole model: clipped, accumulated, with fewer micro-batches in the last step."""
     common: dict[str, Any] = {"gradient_accumulation_steps": 5, "per_device_train_batch_size": 1, "max_grad_norm": 0.05}

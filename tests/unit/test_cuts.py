@@ -8,9 +8,10 @@ from random import Random
 
 import pytest
 
+from strategies.core.compose import in_order, refusals
 from strategies.core.facts import Facts, Home, Param, Unit, UnitKind
 from strategies.core.grid import Cell, Grid
-from strategies.core.plan import Plan, Reserve
+from strategies.core.plan import Kind, Plan, Reserve
 from strategies.core.protocol import Refusal, Strategy
 from strategies.core.registry import find
 from strategies.planner.cuts import Schedule, cut, work
@@ -111,6 +112,24 @@ def refused(strategy: Strategy, made: Facts, **others: Strategy) -> list[str]:
     return [str(each) for each in strategy.refusals(made.run, {"pipeline": strategy, **others})]
 
 
+def test_copies_divide_moments_and_the_engine_of_offload_keeps_its_own() -> None:
+    first = find("zero").model_validate({"stage": 1})
+    made = in_order({"pipeline": pipeline(), "zero": first})
+    assert [*made] == ["pipeline"]
+    whole = known(8)
+    facts = replace(whole, run=replace(whole.run, stages=2, world_size=8, accumulation=4))
+    stage = made["pipeline"].narrowed(facts, 0)
+    alone, shared = (
+        Plan.baseline(stage).amend(each.decide(stage, Plan.baseline(stage)), by="pipeline")
+        for each in (pipeline(), made["pipeline"])
+    )
+    assert shared.divides(Kind.MOMENT) and not alone.divides(Kind.MOMENT)
+    assert 4 * shared.total(Kind.MOMENT) - alone.total(Kind.MOMENT) in range(4 * 4 * len(stage.units))
+    assert all(shared.total(kind) == alone.total(kind) for kind in Kind if kind is not Kind.MOMENT)
+    beside = in_order({"pipeline": pipeline(), "zero": first, "offload": find("offload").model_validate({})})
+    assert beside["pipeline"]._zero == 0 and beside["offload"]._stage == 1
+
+
 def test_refusals() -> None:
     zero = find("zero").model_validate({"stage": 2})
     (line,) = refused(pipeline(), known(8), zero=zero)
@@ -119,7 +138,12 @@ def test_refusals() -> None:
     )
     offload = find("offload").model_validate({})
     assert refused(pipeline(), known(8), zero=zero, offload=offload) == [line]
-    assert not refused(pipeline(), known(8), zero=find("zero").model_validate({"stage": 1}), offload=offload)
+    first = find("zero").model_validate({"stage": 1})
+    assert not refused(pipeline(), known(8), zero=first, offload=offload) + refused(pipeline(), known(8), zero=first)
+    run = replace(known(8).run, stages=2, world_size=4, accumulation=4)
+    for optim, count in (("adafactor", 1), ("adagrad", 1), ("adamw_torch", 0)):
+        found = list(refusals({"pipeline": pipeline(), "zero": first}, replace(run, optim=optim)))
+        assert [each.key for each in found] == ["training.optim"] * count
     inside = find("offload").model_validate({"update_in_backward": True})
     hosts = find("recompute").model_validate({"policy": "full", "activation_offloading": True})
     for each, why in ((inside, "agree on a step first"), (hosts, "the host has room for one micro-batch")):

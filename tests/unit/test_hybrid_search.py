@@ -106,6 +106,20 @@ def test_a_stage_has_what_is_in_flight_and_what_it_receives() -> None:
     assert boundary_bytes(whole.run) == 1 * 8 * 64 * 2
 
 
+def test_copies_of_a_stage_hold_a_part_of_its_moments() -> None:
+    whole = model(8)
+    parts, account = Model(whole).parts(2, 4), Account(Models({(1, 1): whole}, {1: whole}))
+    degrees = Degrees(stages=2, data=4, micro_batches=2, last_blocks=4)
+    apart, shared = (
+        [state_bytes(Model(whole).units(parts[0]), whole.run, each, kind, plain=True) for kind in Kind]
+        for each in (degrees, replace(degrees, zero=1))
+    )
+    moments = list(Kind).index(Kind.MOMENT)
+    assert shared[moments] < 0.26 * apart[moments]
+    assert [*shared[:moments], *shared[moments + 1 :]] == [*apart[:moments], *apart[moments + 1 :]]
+    assert account.of(replace(degrees, zero=1)).device < account.of(degrees).device
+
+
 def test_splits_have_every_block_once_and_none_has_a_shorter_longest_stage() -> None:
     """Of all ways to give blocks to stages, where the head takes as long as two of them."""
     for blocks, stages in product((4, 7, 9, 12), (1, 2, 3, 4)):
@@ -203,7 +217,6 @@ REFUSED = (
     (Degrees(tensor=2), "strategies.zero.stage"),
     (Degrees(tensor=2, zero=1, recompute="selective"), "strategies.recompute.policy"),
     (Degrees(tensor=2, zero=1, offload=Stowed.STATE), "strategies.tensor.degree"),
-    (Degrees(stages=2, data=2, zero=1, micro_batches=4), "strategies.zero"),
     (Degrees(stages=4, micro_batches=2), "training.gradient_accumulation_steps"),
 )
 FINE = (
@@ -211,6 +224,7 @@ FINE = (
     Degrees(tensor=2, data=2, zero=2, recompute="full"),
     Degrees(stages=2, data=2, zero=1, micro_batches=4, offload=Stowed.STATE),
     Degrees(stages=2, micro_batches=4, recompute="selective"),
+    Degrees(stages=2, data=2, zero=1, micro_batches=4),
 )
 
 

@@ -22,6 +22,8 @@ from torch.nn.functional import cross_entropy
 
 from strategies.backends import pipeline_state, pipelining
 from strategies.backends.pipeline_gradients import StageGradients
+from strategies.backends.pipeline_zero import StateShares
+from strategies.core.plan import Kind
 from strategies.planner.cuts import Schedule
 from trainer.data.packing import MASKED
 from trainer.run.stowed_trainer import StowedTrainer
@@ -42,6 +44,7 @@ class PipelineTrainer(_Trainer):
 
     stage: Stage | None = None
     pipeline: pipelining.Pipeline | None = None
+    shares: StateShares | None = None  # where copies of the stage divide the optimizer's state
     args: Any
     accelerator: Any
     model: Any
@@ -70,10 +73,12 @@ class PipelineTrainer(_Trainer):
         return {"process_group": self._copies, "total_norm": self.gradients.total_norm}
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """As without a pipeline; the memory engine is told of every backward."""
+        """As without a pipeline; the memory engine is told of every backward, torch's optimizer of its share."""
         optimizer = super().create_optimizer(*args, **kwargs)
         if self.pipeline is not None and self.stowed is not None:
             self.pipeline.before_backward = self.stowed.engine.begin_backward
+        elif self.pipeline is not None and self.shares is None and self.plan.divides(Kind.MOMENT):
+            self.shares = StateShares(optimizer, self._copies)
         return optimizer
 
     @property

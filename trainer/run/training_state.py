@@ -68,7 +68,7 @@ def holder_of(trainer: Any) -> Any:
         writes = trainer.accelerator.grid.cell(trainer.args.process_index).replica == 0
         if isinstance(inner, StowOptimizer):
             return EnginesStage(inner, trainer.pipeline, writes=writes)
-        return pipeline_state(inner, trainer.pipeline, trainer.gradients, writes=writes)
+        return pipeline_state(inner, trainer.pipeline, trainer.gradients, trainer.shares, writes=writes)
     if isinstance(inner, StowOptimizer):
         return state_file.EngineState(inner.access, writes=trainer.args.should_save)
     if trainer.is_deepspeed_enabled:

@@ -144,19 +144,21 @@ def in_chunks(unit: Unit, chunked: Chunked) -> bool:
 
 def state_bytes(units: Sequence[Unit], run: RunFacts, degrees: Degrees, kind: Kind, *, plain: bool = False) -> int:
     """Bytes of one kind of tensor, each unit's rounded up to whole elements per rank. ``plain``: as they are loaded,
-    without masters, as in torch's pipeline.
+    without masters, as in torch's pipeline, whose copies of a stage divide the optimizer's state under ZeRO 1.
     """
+    ways = degrees.data if degrees.zero >= SPLIT_FROM[kind] else 1
     if plain:
         trained = sum(unit.num_trainable for unit in units)
         frozen = sum(unit.num_params for unit in units) - trained
         times = {Kind.MASTER: 0, Kind.MOMENT: run.moments}.get(kind, 1)
+        if kind is Kind.MOMENT:
+            return run.trained_bytes * times * sum(-(-unit.num_trainable // ways) for unit in units)
         return run.trained_bytes * trained * times + run.frozen_bytes * frozen * (kind is Kind.PARAM)
     size = element_bytes(run, degrees.zero)[kind]
-    ways = degrees.data if degrees.zero >= SPLIT_FROM[kind] else 1
     return size * sum(-(-(unit.num_params if kind is Kind.PARAM else unit.num_trainable) // ways) for unit in units)
 
 
 def _messages(facts: Facts, degrees: Degrees) -> Iterator[Buffer]:
     """What a stage of torch's pipeline sets aside to sum gradients over the copies of the model."""
-    if size := message_bytes(facts.run, facts.num_trainable, degrees.data):
+    if size := message_bytes(facts.run, facts.num_trainable, degrees.data, shared=degrees.zero > 0):
         yield Buffer("pipeline: messages", "gradients to the other copies", size, When.STEP)

@@ -119,7 +119,7 @@ class Models:
 
     def plain(self, degrees: Degrees) -> bool:
         """Whether a stage of these degrees trains plainly; others are the memory engine's, or cannot be run here."""
-        alone = degrees.tensor == 1 and degrees.zero == 0 and degrees.offload is Stowed.NOTHING
+        alone = degrees.tensor == 1 and degrees.zero <= 1 and degrees.offload is Stowed.NOTHING
         return degrees.stages > 1 and alone and self.torchs
 
     def of(self, degrees: Degrees) -> Model:

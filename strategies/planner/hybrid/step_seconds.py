@@ -8,7 +8,7 @@ A stage's forward and backward are those of ``step_cost.py``, with what recomput
                 scatters gradients at every micro-batch (M + 1); in a machine a pass takes the longer of compute and
                 exchange, across machines their sum (``cluster.py``). One message per unit: blocks are gathered whole
     ZeRO 0, 1   gradients once per step (2), under the backward of the last micro-batch, but for the last unit's;
-                torch's pipeline sums them after it
+                torch's pipeline sums them after it, and under ZeRO 1 as well (3 with the weights that it gathers)
     offload     gradients down under the last backward; then the CPU's update and the new weights up under the next
                 forward, but never less than an update on the device, so that offload is not proposed where it is not
                 needed. Weights that travel come up twice per micro-batch, under its passes
@@ -157,7 +157,7 @@ class Pricing:
         arriving = max(arriving, self._fetched(degrees, weights))
         seconds = StageSeconds(max(forward, arriving), max(backward, arriving + leaving))
         # The last unit's gradients are made last, and nothing is left to hide them.
-        if degrees.zero == 0:
+        if degrees.zero == 0 or plain:
             once = self._cluster.all_reduce_seconds(grads, degrees.data, degrees.tensor, messages)
         else:
             once = gather(grads) if degrees.zero == 1 else 0.0
