@@ -66,5 +66,5 @@ def test_a_folder_is_refused_before_anything_is_made(server: Server, tmp_path: P
         "/dev/shm": "is in memory (tmpfs), so it would save none; name a folder on a local disk",
     }.items():
         found = server.run(1, config, f"strategies.offload.disk={value}").check(2).quiet()
-        assert f'strategies.offload.disk = "{value}": {words}' in found.err
+        assert "strategies.offload.disk = " in found.err and found.err.rstrip().endswith(words)
     assert not (config.parent / "run").exists()
