@@ -84,6 +84,13 @@ def test_a_row_is_the_plan_of_the_config_that_its_lines_write(tight: list[FitRow
         assert row.needed == {home: plan.peak(home) for home in Home}, row.training
 
 
+def test_what_the_machine_has_is_kept() -> None:
+    rows = rows_of(card(5 << 20), "strategies.offload={disk: /fast, disk_memory: 1GiB, site: host}")
+    here = [row.tree["strategies"]["offload"] for row in rows if row.ranks == 1 and "offload" in row.strategies]
+    assert here and all(each == {"disk": "/fast", "disk_memory": "1GiB"} for each in here)
+    assert not any(row.refused for row in rows if row.ranks == 2)
+
+
 def test_the_table_takes_no_climbs(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for the config as it is, whose plan is the one of a run."""
     climbs = []

@@ -79,6 +79,7 @@ class FitRow:
     strategies: tuple[str, ...] = ()  # names of those that save memory
     given: bool = False  # the config as it is, whatever they are
     tree: Tree = field(default_factory=dict)  # the config
+    kept: Mapping[str, Tree] = field(default_factory=dict)  # options of what saves memory that say what the machine has
     ranks: int = 1
     needed: Mapping[Home, int] = field(default_factory=dict)  # bytes on one rank; a home is left out if not known
     missing: Mapping[Home, int] = field(default_factory=dict)  # bytes beyond what may be used, where any are
@@ -100,11 +101,8 @@ class FitRow:
 
     def using(self, names: Sequence[str]) -> FitRow:
         """The same with these strategies, under the options with which they save memory."""
-        given, options = self.tree["strategies"], dict[str, Any]()
-        for name in names:
-            kept = {key: value for key, value in (given.get(name) or {}).items() if key in find(name).of_machine}
-            options[name] = {**(find(name).to_fit or {}), **kept}
-        tree = self.tree | {"strategies": given | options}
+        options = {name: {**(find(name).to_fit or {}), **self.kept.get(name, {})} for name in names}
+        tree = self.tree | {"strategies": self.tree["strategies"] | options}
         return replace(self, strategies=tuple(names), tree=tree)
 
 
@@ -162,7 +160,7 @@ class Fit:
 
     def _over_more_ranks(self) -> Iterator[FitRow]:
         """All weights over more ranks of this machine: what needs ranks alone if that fits, else with another one."""
-        whole, now = _plain(self.config)[0], self.ranks
+        whole, now = replace(_plain(self.config)[0], kept={}), self.ranks  # a disk is for one rank
         alone = [name for name in _saving() if not find(name).needs_ranks]
         for sharing in (name for name in _saving() if find(name).needs_ranks):
             ways = [whole.using([sharing]), *(whole.using([sharing, name]) for name in alone)]
@@ -239,10 +237,12 @@ def _plain(config: RunConfig) -> list[FitRow]:
     save memory and what they exclude, and without those that divide one copy of the model over ranks, which
     ``launch/plan.py --search`` compares.
     """
-    tree = config.tree()
-    dropped = {*_saving(), *(name for name, strategy in config.strategies.items() if strategy.divides())}
+    tree, saving = config.tree(), _saving()
+    given = {name: tree["strategies"][name] or {} for name in saving if name in tree["strategies"]}
+    kept = {name: {key: some[key] for key in find(name).of_machine if key in some} for name, some in given.items()}
+    dropped = {*saving, *(name for name, strategy in config.strategies.items() if strategy.divides())}
     tree["strategies"] = {name: options for name, options in tree["strategies"].items() if name not in dropped}
-    for key in chain.from_iterable(find(name).excludes for name in _saving()):
+    for key in chain.from_iterable(find(name).excludes for name in saving):
         section, name = key.split(".")
         if section != "model" and tree[section].get(name):
             tree[section] = tree[section] | {name: False}
@@ -254,12 +254,15 @@ def _plain(config: RunConfig) -> list[FitRow]:
     half = {"dtype": "bfloat16"} if config.training.bf16 and own is None else {}
     adapters = {name: value for name, value in tree["model"].items() if name != "quantization_config"}
     adapters |= {"lora": own or LORA_SECTION} | half
-    rows = [FitRow(tree=tree | {"model": model}), FitRow(kind="LoRA", tree=tree | {"model": adapters})]
+    rows = [
+        FitRow(tree=tree | {"model": model}, kept=kept),
+        FitRow(kind="LoRA", tree=tree | {"model": adapters}, kept=kept),
+    ]
     if bits is None and (find_spec("bitsandbytes") is None or not TASKS[config.task].language):
         return rows
     compute = {"bnb_4bit_compute_dtype": "bfloat16"} if config.training.bf16 else {}
     packed = tree | {"model": adapters | {"quantization_config": bits or FOUR_BITS | compute}}
-    return [*rows, FitRow(kind="QLoRA", tree=packed)]
+    return [*rows, FitRow(kind="QLoRA", tree=packed, kept=kept)]
 
 
 def _missing(plan: Plan) -> dict[Home, int]:
