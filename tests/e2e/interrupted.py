@@ -8,12 +8,14 @@ from typing import Any
 
 import psutil
 
-from tests.e2e.commands import Job, Server, digest, metrics, write_config, write_text_data
+from tests.e2e.commands import MODEL, Job, Server, digest, metrics, write_config, write_text_data
 
 STEPS = 42  # of 4 per epoch on one rank, so the last epoch is not whole
 
 
-def config_in(folder: Path, strategies: dict[str, Any] | None = None, **training: Any) -> Path:
+def config_in(
+    folder: Path, strategies: dict[str, Any] | None = None, model: dict[str, Any] = MODEL, **training: Any
+) -> Path:
     """Dropout, shuffling over several epochs, a rate that does not end at 0; a checkpoint when one is asked for."""
     write_text_data(folder / "few.jsonl", num_rows=15)
     usual = {
@@ -22,7 +24,8 @@ def config_in(folder: Path, strategies: dict[str, Any] | None = None, **training
         "resume_from_checkpoint": "auto",
     }  # fmt: skip
     data = {"path": str(folder / "few.jsonl")}
-    return write_config(folder, data=data, training={**usual, **training}, strategies=strategies or {})
+    given = {"model": {"config": model}, "strategies": strategies or {}}
+    return write_config(folder, data=data, training={**usual, **training}, **given)
 
 
 def start(server: Server, num_ranks: int, config: Path, *overrides: str) -> Job:

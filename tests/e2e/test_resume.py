@@ -16,18 +16,22 @@ from safetensors.torch import load_file
 
 from tests.e2e.commands import MODEL, Server, digest, metrics, write_config, write_jsonl
 from tests.e2e.interrupted import checkpoints, config_in, ended, ranks_of, start, until
-from tests.helpers.releases import HIGHEST_STAGE
+from tests.helpers.releases import HIGHEST_STAGE, needs
 
 pytestmark = pytest.mark.ranks
 
 STEPS, SAVE = 8, 4
 STREAMED = {"offload": {"site": "host", "weights": "streamed", "prefetch": 0}}  # its two blocks share one place
 SENT = {"recompute": {"policy": "selective", "activation_offloading": True}}
-STAGES: dict[str, Any] = {"pipeline": {"stages": 2, "schedule": "gpipe"}, "offload": {"site": "host"}}
+STAGES: dict[str, Any] = {"pipeline": {"stages": 2, "schedule": "gpipe"}}
+ON_HOST: dict[str, Any] = {"offload": {"site": "host"}, "zero": {"stage": 1}}
+NO_DROPOUT = MODEL | {"attention_dropout": 0.0}
+MIXTURE = NO_DROPOUT | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
-def case(name: str, num_ranks: int, strategies: dict[str, Any], *, slow: bool = False) -> Any:
-    return pytest.param(num_ranks, strategies, id=name, marks=[pytest.mark.slow] if slow else [])
+def case(name: str, num_ranks: int, strategies: dict[str, Any], *, slow: bool = False, model: Any = MODEL) -> Any:
+    marks = [*([pytest.mark.slow] if slow else []), *map(needs, strategies.keys() & {"sequence", "experts"})]
+    return pytest.param(num_ranks, strategies, model, id=name, marks=marks)
 
 
 CASES = [
@@ -38,23 +42,26 @@ CASES = [
     case("offload on two ranks", 2, STREAMED, slow=True),
     case("offload shared by two ranks, weights too", 2, {**STREAMED, "zero": {"stage": 3}}),
     case("tensor 2 x data 2", 4, {"tensor": {"degree": 2}, "zero": {"stage": 2}}, slow=True),
-    case("pipeline 2 x data 2, offload shared by copies", 4, {**STAGES, "zero": {"stage": 1}}),
+    case("pipeline 2 x data 2, offload shared by copies", 4, {**STAGES, **ON_HOST}),
+    case("pipeline 2 x data 2, divided state", 4, {**STAGES, "zero": {"stage": 1}}, slow=True),
+    case("sequence 2 x data 2", 4, {"sequence": {"degree": 2}, "zero": {"stage": 2}}, slow=True, model=NO_DROPOUT),
+    case("experts 2 x data 2", 4, {"experts": {"degree": 2}}, slow=True, model=MIXTURE),
 ]
 
 
-def config_of(folder: Path, strategies: dict[str, Any]) -> Path:
+def config_of(folder: Path, strategies: dict[str, Any], model: Any) -> Path:
     return config_in(
-        folder, strategies, max_steps=STEPS, save_steps=SAVE, lr_scheduler_type="cosine", max_grad_norm=0.5,
+        folder, strategies, model, max_steps=STEPS, save_steps=SAVE, lr_scheduler_type="cosine", max_grad_norm=0.5,
         learning_rate=1e-2,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("num_ranks", "strategies"), CASES)
+@pytest.mark.parametrize(("num_ranks", "strategies", "model"), CASES)
 def test_killed_and_resumed(
-    num_ranks: int, strategies: dict[str, Any], server: Server, tmp_path_factory: pytest.TempPathFactory
+    num_ranks: int, strategies: dict[str, Any], model: Any, server: Server, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("resume")
-    whole, killed = config_of(folder / "whole", strategies), config_of(folder / "killed", strategies)
+    whole, killed = (config_of(folder / name, strategies, model) for name in ("whole", "killed"))
     server.run(num_ranks, whole).check().quiet()
     job = start(server, num_ranks, killed)
     until((killed.parent / "run" / f"checkpoint-{SAVE}" / "manifest.json").exists, job, "saved", 120.0)
