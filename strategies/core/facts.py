@@ -199,6 +199,7 @@ class RunFacts(ModelNumbers):
     sequences: int = 1  # of a row of data: two where it is a pair
     apart: int = 0  # parameters of this rank that others have, too, but not all copies
     alike: int = 1  # ranks that have the same of these
+    two_level: int = 0  # slices of exchanges in phases inside and across machines; 0: ranks exchange in one ring
 
     @property
     def grid(self) -> Grid:

@@ -150,6 +150,10 @@ class Strategy(BaseModel, ABC):
         """
         return ()
 
+    def refuses_machines(self, firsts: Sequence[int]) -> Iterable[Refusal]:
+        """Why it cannot work on these machines, of several: for each rank the first one of its machine."""
+        return ()
+
     def refuses_model(self, model: Mapping[str, Any]) -> Iterable[Refusal]:
         """Why a model of this configuration (Hugging Face's keys) cannot be trained. Asked as soon as it is known."""
         return ()

@@ -30,6 +30,7 @@ from strategies.engine.memory.disk_state import DiskState
 from strategies.engine.module_hooks import ModuleHooks, Scope, find_scopes, unseen
 from strategies.engine.prefetch import Prefetch
 from strategies.engine.ranks.shares import ranks_of
+from strategies.engine.ranks.two_level import TwoLevel
 from strategies.engine.residency import Residency
 from strategies.engine.tensors.guard import refuse_transforms
 from strategies.engine.tensors.parameters import Copied
@@ -63,10 +64,11 @@ class Engine(Copied):
         total_norm: TotalNorm,
         debug: bool,
         beside: bool,
+        two_level: TwoLevel | None = None,
     ) -> None:
         self.layout, self.device, self.rule, self.transfer = layout, device, rule, transfer
         self.groups = groups
-        self.ranks = ranks_of(group, model, layout, transfer, device, beside=beside)
+        self.ranks = ranks_of(group, model, layout, transfer, device, two_level, beside=beside)
         self.arena = Arena(addresses, device, self.ranks.common)
         self.disk = DiskState(layout, self.arena) if disk_bytes(layout) else None
         self.buckets = list(self._make_buckets(model))

@@ -37,6 +37,7 @@ from strategies.engine.forward import chunked_loss
 from strategies.engine.forward.checkpointing import room_of
 from strategies.engine.memory.accelerator import device_of
 from strategies.engine.model_checks import mismatches, not_in_kernels, refuse_over_ranks, unlike
+from strategies.engine.ranks.two_level import exchange_of
 from strategies.engine.saving import state_file
 from strategies.engine.saving.state_dict import State, StateAccess, without_values
 from strategies.engine.tensors.parameters import STOWED, move_buffers
@@ -102,7 +103,7 @@ def stow(
     engine = partial(
         Engine, model, layout, place.addresses, rule, transfer=transfer or transfer_for(where), device=where,
         group=process_group if ranks > 1 else None, total_norm=total_norm, debug=place.debug,
-        beside=where.type != "cpu" if beside is None else beside,
+        beside=where.type != "cpu" if beside is None else beside, two_level=exchange_of(plan, process_group),
     )  # fmt: skip
     optimizer = StowOptimizer(model, layout, params, rule, where, engine, hosts=hosted_bytes > 0)
     model.__dict__[STOWED] = optimizer

@@ -10,6 +10,8 @@ the way:
     straight   gradients to their owners, who add them (``reduction: exact``). A rank sends each other rank its span,
                so what leaves its machine is (N-R)/N W
 
+    two-level  inside machines and across in turn (``two_level.py``): a sum and a gather send (M-1)/M W/R across each
+
 What a rank sends counts at the rate inside, what leaves at the rate between machines, and the slower of the two is the
 time. That is arithmetic; no network was measured. Where the rate between machines is unknown, all ranks count as if
 they were on one machine.
@@ -21,18 +23,23 @@ from collections.abc import Mapping
 
 from strategies.core.facts import Facts, Rates
 from strategies.core.layout import Reduction
+from strategies.planner.two_level import GATHERS, MESSAGE, SUMS, Machines, machines_of
 
 EPS: Mapping[str, float] = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
 
 
 def gather_rate(facts: Facts, rates: Rates) -> float:
-    """Bytes per second that a rank sends in a ring."""
+    """Bytes per second that a rank sends in a ring, or as if it did where exchanges are two-level."""
+    if (machines := _two_level(facts)) is not None:
+        return _sent(facts) / machines.phases(MESSAGE, facts.run.two_level, GATHERS)
     (_, here), inside, across = spread(facts), rates.exchange_bytes_per_s(), rates.net_across_bytes_per_s
     return min(inside, here * across) if across and crosses(facts) else inside
 
 
 def sums_slowdown(facts: Facts, rates: Rates, reduction: Reduction) -> float:
     """How many times as long a gradient takes to its owners as a gather of as many bytes."""
+    if (machines := _two_level(facts)) is not None:
+        return gather_rate(facts, rates) * machines.phases(MESSAGE, facts.run.two_level, SUMS) / _sent(facts)
     (ranks, here), across = spread(facts), rates.net_across_bytes_per_s
     if reduction == "fast" or not across or not crosses(facts):
         return 1.0
@@ -51,7 +58,18 @@ def leaving(facts: Facts, reduction: Reduction) -> float:
     ranks, here = spread(facts)
     if not crosses(facts):
         return 0.0
+    if facts.run.two_level:
+        return (ranks - here) / ranks / here
     return (ranks - here) / ranks if reduction == "exact" else (ranks - 1) / ranks / here
+
+
+def _two_level(facts: Facts) -> Machines | None:
+    return machines_of(facts) if facts.run.two_level else None
+
+
+def _sent(facts: Facts) -> float:
+    ranks, _ = spread(facts)
+    return (ranks - 1) / ranks * MESSAGE
 
 
 def crosses(facts: Facts) -> bool:

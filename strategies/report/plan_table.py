@@ -152,6 +152,8 @@ def summary(plan: Plan) -> Iterator[str]:
         yield f"while the model is loaded, per rank, host: up to {human(loading)}"
     if writing := writing_bytes(plan):
         yield f"while the model is written, first rank, host: up to {human(writing)}"
+    if plan.facts.run.two_level:
+        yield from (one.reason for one in plan.reserves(Home.DEVICE) if one.owner.startswith("collectives"))
 
 
 # --- buckets ---------------------------------------------------------------------------------------------------------
@@ -186,7 +188,8 @@ def _sums(plan: Plan, layout: Layout) -> Iterator[str]:
             yield "reduction: fast has no effect, since no ranks share a gradient"
         return
     ranks, dtype = shared[0].ways, shared[0].dtype
-    words = f"exact, in the order of ranks; {size} of the device receive them"
+    order = "machine by machine" if plan.facts.run.two_level else "in the order of ranks"
+    words = f"exact, {order}; {size} of the device receive them"
     if fast:
         bound = f"at most {sum_bound(ranks, dtype):.2g} of the sizes of its parts ({dtype})"
         words = f"fast, on their way, which saves {size} of the device; a sum differs from the exact one by "

@@ -45,7 +45,10 @@ ALLOWED: dict[str, dict[str, str]] = {
         "pin_memory": "one number per gradient of a bucket; torch's pinned allocator uses the same block again",
         "zeros": "one number: the norm of no gradients",
     },
-    "ranks/replicas.py": {"tensor": "one number per flag, where ranks agree on who was touched"},
+    "ranks/replicas.py": {
+        "tensor": "one number per flag, where ranks agree on who was touched",
+        "new_empty": "what ranks send of a gradient, machine by machine; in the plan of strategies.collectives",
+    },
     "ranks/shares.py": {
         "empty": "one number per rank: the digest of its path",
         "tensor": "one number: the digest of a path",

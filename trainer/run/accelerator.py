@@ -21,10 +21,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import DistributedType
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.utils._pytree import tree_map_only
 
-from strategies.backends import tensor_shards
+from strategies.backends import tensor_shards, two_level
 from strategies.core.grid import Grid
 from strategies.engine import StowOptimizer, stowed_by
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from strategies.backends.expert_parts import ExpertParts
     from strategies.backends.pipeline_gradients import StageGradients
+    from strategies.engine.ranks.two_level import TwoLevel
 
 
 class StowAccelerator(Accelerator):
@@ -43,6 +45,7 @@ class StowAccelerator(Accelerator):
     stowed: StowOptimizer | None = None
     grid: Grid = Grid()  # of ranks; a plain one says nothing about their number
     gradients: StageGradients | None = None  # of a pipeline's stage
+    two_level: TwoLevel | None = None  # what data parallelism exchanges by, where not by one ring
     experts: ExpertParts | None = None  # where they are divided over ranks
     _of_copies = False  # ``gather`` takes from one rank of each copy of the model
     max_grad_norm: float | None = None  # if set, torch clips here before DeepSpeed steps
@@ -111,7 +114,10 @@ class StowAccelerator(Accelerator):
             device_placement, evaluation_mode = False, True
         if self.gradients is not None:
             evaluation_mode = True  # stages are not wrapped: their ranks hold different weights
-        return super().prepare_model(model, device_placement, evaluation_mode)
+        prepared = super().prepare_model(model, device_placement, evaluation_mode)
+        if self.two_level is not None and isinstance(prepared, DistributedDataParallel):
+            two_level.Hook(self.two_level).hang_on(prepared)
+        return prepared
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Backward; under DeepSpeed also the step, when gradients are complete."""
@@ -123,8 +129,11 @@ class StowAccelerator(Accelerator):
             return
         engine = self.deepspeed_engine_wrapped.engine
         engine.set_gradient_accumulation_boundary(is_boundary=self.sync_gradients)
-        engine.backward(loss, **kwargs)
+        with engine.no_sync() if self.two_level is not None else nullcontext():
+            engine.backward(loss, **kwargs)
         if self.sync_gradients:
+            if self.two_level is not None:
+                two_level.average_gradients(self.two_level, engine.module.parameters())
             limit = self.max_grad_norm or float("inf")  # 0 switches clipping off; the norm is still logged
             clip = tensor_shards.clip_grad_norm_ if self.grid.tensor > 1 else clip_grad_norm_
             self._norm = clip(engine.module.parameters(), limit)

@@ -50,7 +50,7 @@ from trainer.model.shrink import VOCAB, shrink_model
 from trainer.planning import facts
 from trainer.planning.fit import explained
 from trainer.planning.from_config import advice, plans_of, refuse_impossible
-from trainer.run import changes, checkpoint, disk_tier, metrics, resuming
+from trainer.run import changes, checkpoint, disk_tier, machines, metrics, resuming
 from trainer.run.callbacks import EarlyStopping, Meter, MetricsFile, ProgressLine, SampleText, StepSeen
 from trainer.run.checkpoint import About, DataFacts, ModelFacts
 from trainer.run.plan_check import PlanCheck
@@ -95,6 +95,7 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
     if config.model.config is not None:  # a saved model's is found by the first rank, with the data
         facts.check_model(config, build.load_config(config.model, facts.vocab_size_of(config)))
         form = form_of_stages(config)
+    machines.refuse(config, ranks)
     tokenizer, prepared = first_then_all(ranks, lambda: read_data(config, ranks, resumed, quiet=not ranks.is_first))
     machine = probe()
     with explained(config, ranks, machine):

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from strategies.engine.buckets.bucket_state import BucketState
+from strategies.engine.ranks.two_level import TwoLevel
 from strategies.engine.tensors.parameters import is_placeholder
 from strategies.engine.transfer.transfer import Event, Lane, Transfer
 
@@ -125,8 +126,16 @@ class Replicas(OneRank):
 
     many = True
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup, transfer: Transfer, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        transfer: Transfer,
+        device: torch.device,
+        two_level: TwoLevel | None = None,
+    ) -> None:
         super().__init__(transfer)
+        self._two_level = two_level
         self._model, self._group, self._hosts = model, group, hosts_of(group, device)
         self._due = True  # the next forward with gradients shares buffers
         self.ranks = dist.get_world_size(group)
@@ -175,7 +184,10 @@ class Replicas(OneRank):
     def _add_up(self, bucket: BucketState, grad: Tensor) -> None:
         """As torch's data parallelism does it: divide, then sum."""
         grad.div_(self.ranks)
-        dist.all_reduce(grad, group=self._group)
+        if self._two_level is None:
+            dist.all_reduce(grad, group=self._group)
+        else:
+            self._two_level.all_reduce(grad, grad.new_empty(self._two_level.room(grad.numel())))
 
     def end_backward(self, order: Sequence[Place]) -> None:
         mine = (index in bucket.grads.touched for bucket, index in order)

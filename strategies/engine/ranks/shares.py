@@ -8,7 +8,8 @@ Exactness. N ranks have the bits of one process that accumulates N micro-batches
 order of ranks, and an element-wise update of a span has the bits of the update of the whole. That process divides its
 losses by N. Gradients are divided by N instead, before they are added, which is the same for powers of two; for other N
 losses may be divided here, too (``scaled``), and gradients are added as they are. With ``reduction: fast`` the library
-adds in an order of its own. The norm of a parameter needs all its elements in one place: most have one owner; of one
+adds in an order of its own. With ``strategies.collectives`` ranks of a machine are added first, and then machines
+(``two_level.py``). The norm of a parameter needs all its elements in one place: most have one owner; of one
 that is cut the owner of its first elements gets the others' sums, behind its own span in the slot.
 
 Ordering. All are on the lane NET of one process group, and every rank issues them in the same order, which follows from
@@ -52,6 +53,7 @@ from strategies.engine.buckets.bucket_state import BucketState, pieces_of
 from strategies.engine.memory.arena import Arena
 from strategies.engine.memory.common_host import CommonHost
 from strategies.engine.ranks.replicas import OneRank, Place, Replicas
+from strategies.engine.ranks.two_level import TwoLevel
 from strategies.engine.transfer.transfer import Event, Lane, Transfer
 from strategies.engine.transfer.worker import Worker
 
@@ -70,10 +72,11 @@ class Shares(Replicas):
         transfer: Transfer,
         device: torch.device,
         layout: Layout,
+        two_level: TwoLevel | None = None,
         *,
         beside: bool,
     ) -> None:
-        super().__init__(model, group, transfer, device)
+        super().__init__(model, group, transfer, device, two_level)
         self.rank, self._layout = dist.get_rank(group), layout
         size = common_bytes(layout)
         self._common_host = CommonHost(size, len(layout.buckets), device) if size else None
@@ -144,7 +147,10 @@ class Shares(Replicas):
         transfer.wait(Lane.NET, bucket.arrived, bucket.used)
         transfer.uses(Lane.NET, reads=[own], writes=[home[:first], home[first + bucket.spec.share :]])
         with transfer.on(Lane.NET):
-            dist.all_gather_into_tensor(home, own, group=self._group)
+            if self._two_level is None:
+                dist.all_gather_into_tensor(home, own, group=self._group)
+            else:
+                self._two_level.gather(home)
         bucket.arrived = transfer.record(Lane.NET)
 
     # --- gradients ---------------------------------------------------------------------------------------------------
@@ -172,8 +178,10 @@ class Shares(Replicas):
         self._transfer.uses(Lane.NET, reads=[bucket.grad])
         if self._received is None:
             self._add_on_the_way(bucket, bucket.grad)
-        else:
+        elif self._two_level is None:
             self._add_in_order(bucket, bucket.grad, self._received)
+        else:
+            self._add_by_machines(self._two_level, bucket, bucket.grad, self._received)
         if bucket.spec.cut:
             self._complete_the_last(bucket, bucket.grad)
         if bucket.spec.grad_passes or bucket.spec.site is Site.HOST:  # it leaves now; others are asked about later
@@ -191,6 +199,14 @@ class Shares(Replicas):
         own.copy_(first)
         for other in others:
             own.add_(other)
+
+    def _add_by_machines(self, two_level: TwoLevel, bucket: BucketState, grad: Tensor, memory: Tensor) -> None:
+        """Sums are on NET as well, between its messages; they overwrite the spans of other ranks."""
+        received = memory.view(grad.dtype)[: bucket.spec.num_elements]
+        self._transfer.uses(Lane.NET, writes=[received, grad])
+        with self._transfer.on(Lane.NET):
+            two_level.sum_to_owners(grad, received)
+        self._transfer.wait(Lane.COMPUTE, self._transfer.record(Lane.NET))
 
     def _add_on_the_way(self, bucket: BucketState, grad: Tensor) -> None:
         """In place, as NCCL and gloo allow where the result is this rank's span of what is sent."""
@@ -277,15 +293,18 @@ def ranks_of(
     layout: Layout,
     transfer: Transfer,
     device: torch.device,
+    two_level: TwoLevel | None = None,
     *,
     beside: bool,
 ) -> OneRank:
-    """What the ranks of ``group`` do together under ``layout``; None: there is one rank. A collective."""
+    """What the ranks of ``group`` do together under ``layout``; None: there is one rank. A collective. ``two_level``:
+    how they exchange, if not all at once.
+    """
     if group is None:
         return OneRank(transfer)
     if any(bucket.ways > 1 for bucket in layout.buckets):
-        return Shares(model, group, transfer, device, layout, beside=beside)
-    return Replicas(model, group, transfer, device)
+        return Shares(model, group, transfer, device, layout, two_level, beside=beside)
+    return Replicas(model, group, transfer, device, two_level)
 
 
 def _head_of(spec: Bucket, rank: int) -> tuple[int, int]:

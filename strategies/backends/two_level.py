@@ -1,0 +1,92 @@
+"""Gradients of data parallelism, averaged in phases inside and across machines instead of by one ring.
+
+Under torch's DistributedDataParallel that is its communication hook, which is given a bucket when its gradients are
+complete. Buckets are exchanged in one thread, in the order in which they came, which is the same on all ranks, while
+backward goes on. On an accelerator they are exchanged in backward's own stream instead, whose order is all that is
+needed; nothing overlaps then, and no GPU was measured.
+
+DeepSpeed's stage 0 leaves gradients alone in ``no_sync``; they are averaged before they are clipped.
+
+Invariant. As in both libraries gradients are divided by the number of ranks first and then added, in the order of
+``strategies/engine/ranks/two_level.py``.
+"""
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from strategies.core.plan import Plan
+from strategies.engine.ranks import two_level
+from strategies.engine.ranks.two_level import TwoLevel
+
+BUCKET = 25 << 20  # bytes that are averaged together, as DistributedDataParallel does
+
+
+def exchange_of(plan: Plan) -> TwoLevel | None:
+    """What data parallelism exchanges by, where the plan says so and the memory engine does not do it. A collective."""
+    return two_level.exchange_of(plan, dist.group.WORLD) if plan.facts.run.two_level and plan.layout is None else None
+
+
+def averages(exchange: TwoLevel, flat: Tensor) -> Tensor:
+    """``flat`` becomes the mean over the ranks."""
+    flat.div_(exchange.ranks)
+    exchange.all_reduce(flat, flat.new_empty(exchange.room(flat.numel())))
+    return flat
+
+
+class Hook:
+    """The state of the hook of one wrapped model."""
+
+    def __init__(self, exchange: TwoLevel) -> None:
+        self._exchange = exchange
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="stow-exchange")
+
+    def hang_on(self, model: DistributedDataParallel) -> None:
+        model.register_comm_hook(self, _average)
+
+    def average(self, flat: Tensor) -> torch.futures.Future[Tensor]:
+        if flat.device.type != "cpu":
+            future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device])
+            future.set_result(averages(self._exchange, flat))
+            return future
+        future = torch.futures.Future()
+
+        def work() -> None:
+            try:
+                future.set_result(averages(self._exchange, flat))
+            except Exception as error:  # backward raises it
+                future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation says: a result
+
+        self._thread.submit(work)
+        return future
+
+
+def _average(hook: Hook, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+    """Torch looks at these annotations, which are therefore no strings in this file."""
+    return hook.average(bucket.buffer())
+
+
+@torch.no_grad()
+def average_gradients(exchange: TwoLevel, parameters: Iterable[nn.Parameter]) -> None:
+    """Gradients of all that train become their means; where a rank has none it counts as zeros."""
+    waiting: list[Any] = []
+    for param in (param for param in parameters if param.requires_grad):
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+        waiting.append(param.grad)
+        if sum(grad.nbytes for grad in waiting) >= BUCKET:
+            _average_together(exchange, waiting)
+            waiting = []
+    if waiting:
+        _average_together(exchange, waiting)
+
+
+def _average_together(exchange: TwoLevel, grads: list[Tensor]) -> None:
+    flat = averages(exchange, torch.cat([grad.flatten() for grad in grads]))
+    for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(mean.view_as(grad))

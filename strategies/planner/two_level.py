@@ -1,0 +1,74 @@
+"""What exchanges in phases inside and across machines take, in how many slices they take the least. Numbers only.
+
+M machines of g ranks each exchange W bytes. A rank sends inside its machine (g-1)/g W to add them up and as much to
+gather them, and to other machines (M-1)/M W/g each time. A slice is in one phase while others are in the others, but
+one at a time inside and one across, in the order of ``strategies/engine/ranks/two_level.py``, whose host waits for a
+phase before it issues the next one of that slice.
+
+An exchange in one ring sends 2 (N-1)/N W, of which all passes one link between each two machines. As for other
+exchanges (``exchanges.py``) one network card per rank is assumed, and rings over all cards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from strategies.core.facts import Facts
+
+SLICES = (1, 2, 4, 8)  # that are tried
+MESSAGE = (
+    25 << 20
+)  # bytes that are exchanged together: by torch's DistributedDataParallel, unless a parameter is larger
+UNKNOWN = 2  # slices where rates are unknown: the least with which anything overlaps
+Road: TypeAlias = Literal["inside", "across"]
+SUMS: tuple[Road, ...] = ("inside", "across")
+GATHERS: tuple[Road, ...] = ("across", "inside")
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """``count`` machines with ``here`` ranks each; bytes per second that one rank sends, and seconds per message."""
+
+    count: int
+    here: int
+    inside: float
+    across: float
+    inside_latency: float = 0.0
+    across_latency: float = 0.0
+
+    def flat(self, num_bytes: float) -> float:
+        """Seconds of an all-reduce in one ring of all ranks."""
+        ranks = self.count * self.here
+        wire = 2 * (ranks - 1) / ranks * num_bytes / min(self.inside, self.here * self.across)
+        return wire + 2 * (ranks - 1) * self.across_latency
+
+    def phases(self, num_bytes: float, slices: int, roads: Sequence[Road] = SUMS + GATHERS) -> float:
+        """Seconds of ``roads``, one phase after the other for each slice; by default of an all-reduce."""
+        piece = {
+            "inside": (self.here - 1) / self.here * num_bytes / self.inside / slices + self.inside_latency,
+            "across": (self.count - 1) / self.count * num_bytes / self.here / self.across / slices
+            + self.across_latency,
+        }
+        free = {"inside": 0.0, "across": 0.0}
+        arrived, host = [0.0] * slices, 0.0
+        for tick in range(slices + len(roads)):
+            for number, road in enumerate(roads):
+                if 0 <= (part := tick - number) < slices:
+                    host = max(host, arrived[part])
+                    arrived[part] = free[road] = max(free[road], host) + piece[road]
+        return max(arrived)
+
+    def best(self, num_bytes: float) -> int:
+        """How many slices take the least."""
+        return min(SLICES, key=lambda slices: (self.phases(num_bytes, slices), slices))
+
+
+def machines_of(facts: Facts) -> Machines | None:
+    """Those of a run, if all its ranks are on machines with as many of them, and their rates are known."""
+    ranks, here, rates = facts.run.copies, facts.machine.ranks or facts.run.copies, facts.machine.rates
+    if here >= ranks or ranks % here or rates is None or not rates.net_across_bytes_per_s:
+        return None
+    inside, waits = rates.exchange_bytes_per_s(), (rates.net_latency_s, rates.net_across_latency_s)
+    return Machines(ranks // here, here, inside, rates.net_across_bytes_per_s, *waits)

@@ -1,0 +1,100 @@
+"""What exchanges inside and across machines are predicted to take, and what is refused."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from strategies.collectives import Collectives
+from strategies.core.compose import compose
+from strategies.core.facts import Facts, MachineFacts
+from strategies.core.protocol import Refusal
+from strategies.core.registry import find
+from strategies.planner.exchanges import gather_rate, leaving, sums_slowdown
+from strategies.planner.two_level import GATHERS, Machines
+from strategies.report import plan_table
+from tests.helpers.fakes import block, embedding, facts, run_facts
+from tests.unit.test_rates import some_rates
+
+SIZE = 1 << 24
+PAIRS = Machines(count=2, here=2, inside=4e6, across=1e6)
+
+
+def machines(ranks: int, here: int, across: float | None = 1e9) -> Facts:
+    rates = some_rates(net_bytes_per_s=4e9, net_across_bytes_per_s=across)
+    machine = MachineFacts("test gpu", 1 << 40, 1 << 40, rates=rates, ranks=here)
+    return facts(embedding(10_000_000), block(0, 10_000_000), machine=machine, world_size=ranks)
+
+
+def narrowed(known: Facts, **options: Any) -> Facts:
+    return Collectives(**options).narrowed(known, 0)
+
+
+def test_seconds_of_phases() -> None:
+    inside, across = SIZE / 2 / 4e6, SIZE / 2 / 2 / 1e6
+    assert PAIRS.phases(SIZE, 1) == pytest.approx(2 * inside + 2 * across)
+    assert PAIRS.phases(SIZE, 1, GATHERS) == pytest.approx(inside + across)
+    assert PAIRS.flat(SIZE) == pytest.approx(1.5 * SIZE / 2e6)
+    # Two slices: the first one is inside, then always one is across, then the last one is inside.
+    assert PAIRS.phases(SIZE, 2) == pytest.approx(inside / 2 * 2 + 2 * across)
+    many = [PAIRS.phases(SIZE, slices) for slices in (1, 2, 4, 8, 64)]
+    assert many == sorted(many, reverse=True) and many[-1] >= 2 * across
+    assert PAIRS.best(SIZE) == 8
+    assert replace(PAIRS, across_latency=SIZE / 1e6).best(SIZE) == 1
+
+
+def test_the_engine_is_priced_by_the_same_phases() -> None:
+    known = machines(4, 2)
+    flat, here = known, narrowed(known, slices=4)
+    rates = known.machine.rates
+    assert rates is not None
+    assert sums_slowdown(here, rates, "exact") == pytest.approx(1.0, rel=0.2)
+    assert gather_rate(here, rates) / sums_slowdown(here, rates, "exact") > gather_rate(flat, rates) / sums_slowdown(
+        flat, rates, "exact"
+    )
+    assert leaving(flat, "exact") == 0.5 and leaving(here, "exact") == 0.25
+
+
+def test_the_plan_says_what_is_chosen_and_why() -> None:
+    plan = compose({"collectives": Collectives()}, narrowed(machines(4, 2)))
+    (line,) = (each.reason for each, by in plan.answers.values() if by == "collectives")
+    best = plan.facts.run.two_level
+    assert best > 1 and f"then across 2, in {best} slices: all-reduce of" in line and "in one ring" in line
+    assert line in plan_table.summary(plan)
+    unknown = narrowed(machines(4, 2, across=None))
+    assert unknown.run.two_level == 2
+    for idle in (machines(4, 4), machines(4, 1)):
+        assert "collectives" in compose({"collectives": Collectives()}, narrowed(idle)).idle
+
+
+def test_refused() -> None:
+    with pytest.raises(Refusal, match="6 ranks are on machines of 4"):
+        narrowed(machines(6, 4))
+    each = Collectives()
+    assert [str(one) for one in each.refuses_machines([0, 0, 0, 3])] == [
+        "strategies.collectives.hierarchical = true: machines have 3 and 1 ranks; "
+        "start as many on each, or leave it out"
+    ]
+    assert not list(each.refuses_machines([0, 0, 2, 2]))
+    assert "not neighbours" in str(*each.refuses_machines([0, 2, 0, 2]))
+
+
+@pytest.mark.parametrize(
+    ("others", "what"),
+    [
+        ({"zero": {"stage": 2}}, "cannot go with strategies.zero.stage 2"),
+        ({"tensor": {"degree": 2}}, "cannot go with strategies.tensor"),
+        ({"pipeline": {"stages": 2}}, "cannot go with strategies.pipeline"),
+        ({"sequence": {"degree": 2}}, "cannot go with strategies.sequence"),
+        ({"experts": {"degree": 2}}, "cannot go with strategies.experts"),
+        ({"offload": {"reduction": "fast"}, "zero": {"stage": 2}}, "leave reduction out"),
+        ({"zero": {"stage": 2}, "offload": {}}, ""),
+        ({"zero": {"stage": 0}}, ""),
+        ({"offload": {}}, ""),
+    ],
+)
+def test_refused_beside_others(others: dict[str, Any], what: str) -> None:
+    strategies = {name: find(name).model_validate(options) for name, options in others.items()}
+    run = run_facts(world_size=4)
+    found = [str(each) for each in Collectives().refusals(run, strategies)]
+    assert len(found) == bool(what) and all(what in each for each in found)
