@@ -278,7 +278,7 @@ class Made:
         addresses = place(layout)
         check(layout, addresses, params)
         here = SimpleNamespace(addresses=addresses, debug=debug)
-        return cls(layout, here, SimpleNamespace(run=SimpleNamespace(copies=ranks), units=()))
+        return cls(layout, here, SimpleNamespace(run=SimpleNamespace(copies=ranks, two_level=0), units=()))
 
     def hosted_bytes(self) -> int:
         """Nothing waits on the host."""
