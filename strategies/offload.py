@@ -15,6 +15,7 @@ clipping is on, and each weight is updated before it is next read; nothing is st
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, PrivateAttr
@@ -189,6 +190,13 @@ class Offload(Strategy):
 
     def _refusal(self, option: str, cure: str) -> Refusal:
         return Refusal(f"strategies.offload.{option}", getattr(self, option), cure)
+
+    def check_installed(self) -> None:
+        """The folder of ``disk`` can have a file, however large."""
+        from strategies.engine.memory.scratch_file import unsuitable
+
+        if self.disk is not None and (said := unsuitable(Path(self.disk))):
+            raise self._refusal("disk", said)
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
         self._refuse(facts, plan)

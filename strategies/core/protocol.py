@@ -159,7 +159,7 @@ class Strategy(BaseModel, ABC):
         return ()
 
     def check_installed(self) -> None:
-        """Raise Refusal if the strategy does not work with the packages that are installed here."""
+        """Raise Refusal if the strategy does not work with the packages and folders that are here."""
 
     def refuses_weight_copies(self) -> str:
         """Why no strategy may keep second copies of weights; empty if they may."""

@@ -38,7 +38,7 @@ from trainer.dist.stopping import Phase, Stop, Stopped
 from trainer.dist.watchdog import Watchdog
 from trainer.errors import ConfigError, ExitCode, UserError, first_line, report, write_line
 from trainer.planning.from_config import check_options, refuse_folder
-from trainer.run import disk_tier, export, lock, metrics, oom, order, resuming, saving, trackers, upload
+from trainer.run import export, lock, metrics, oom, order, resuming, saving, trackers, upload
 from trainer.run.callbacks import SAID, Watched
 from trainer.run.order import Run
 from trainer.run.resume_rules import leaves
@@ -110,7 +110,6 @@ def refuse_unbuildable(config: RunConfig, ranks: Ranks) -> None:
             "a checkpoint is one folder, into which the ranks of all machines write what they hold; leave it out, and"
         )
         raise config.error("training.save_on_each_node", True, f"{what} put output_dir where all machines see it")
-    disk_tier.refuse_folder(config)
     if has_engine:
         deepspeed_ops.refuse_what_cannot_be_built()
 
