@@ -130,7 +130,7 @@ def test_commands_that_are_tested_elsewhere() -> None:
     assert {script for script, _ in others} == set(ELSEWHERE)
     for script, arguments in others:
         if script == "doctor":
-            assert arguments in ([], ["--rates"])
+            assert arguments in ([], ["--rates"], ["--rates", "--disk", "/fast/folder"])
         elif arguments:
             importlib.import_module(f"launch.{script}").parse(arguments)
 

@@ -10,8 +10,9 @@ import pytest
 
 from tests.e2e.commands import Job, Server, digest
 from tests.e2e.interrupted import checkpoints, config_in, ranks_of, start, until
+from tests.helpers.releases import needs_scratch
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow, needs_scratch]
 
 
 def config_of(folder: Path, disk: Path, steps: int) -> Path:

@@ -1,7 +1,8 @@
-"""What the installed releases cannot do, as marks with a reason."""
+"""What the installed releases, or the machine, cannot do, as marks with a reason."""
 
 from collections.abc import Mapping
 from importlib.metadata import version
+from tempfile import gettempdir
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from strategies.backends.deepspeed import builds_under_stage_3
 from strategies.core.protocol import Refusal, is_older
 from strategies.core.registry import find
+from strategies.engine.memory.scratch_file import ScratchFile
 from strategies.pipeline import RETURNS_FROM
 from trainer.tasks.task import READS_MODULES
 
@@ -22,6 +24,18 @@ needs_to_return = pytest.mark.skipif(not RETURNS, reason="refused with this rele
 needs_modules = pytest.mark.skipif(
     is_older("transformers", READS_MODULES), reason="this release of Transformers is refused with adapters and a head"
 )
+
+
+def _no_scratch() -> str:
+    """Why the folder of temporary files cannot have a file for optimizer state; empty if it can."""
+    try:
+        ScratchFile(gettempdir(), 1 << 20).close()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+needs_scratch = pytest.mark.skipif(bool(_no_scratch()), reason=f"{gettempdir()} cannot have state: {_no_scratch()}")
 
 
 def is_refused(name: str, *examples: Mapping[str, Any]) -> bool:

@@ -26,9 +26,12 @@ from tests.helpers.doubles import Delayed, RaceDetector
 from tests.helpers.engine import LR, differences, plain, plan_of, stowed
 from tests.helpers.late import Late
 from tests.helpers.models import build, tokens
+from tests.helpers.releases import needs_scratch
 from tests.helpers.sides import BATCHES, everything, train, unequal
 from tests.memory.test_engine import MODELS, model_of
 from trainer.planning.plan_for import plan_for
+
+pytestmark = needs_scratch
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CASES: dict[str, tuple[torch.dtype, dict[str, Any], dict[str, Any]]] = {  # dtype, the loop, the plan
