@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--inside", type=float, default=600.0, help="Mbit/s of its loopback")
     parser.add_argument("--mebibytes", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     num_bytes = given.mebibytes * MIB

@@ -24,7 +24,8 @@ from strategies.core.facts import Facts, Precision, RunFacts
 from strategies.core.plan import RUN, Decision, Plan, Reserve
 from strategies.core.protocol import BITWISE, Idle, Parity, Phase, Refusal, Strategy
 from strategies.core.sizes import human
-from strategies.planner.two_level import MESSAGE, SLICES, UNKNOWN, machines_of
+from strategies.planner.pipeline_bytes import MESSAGE_BYTES
+from strategies.planner.two_level import SLICES, UNKNOWN, machines_of
 
 KEY = "strategies.collectives.hierarchical"
 _ORDER = (
@@ -136,11 +137,11 @@ def _slices(many: int) -> str:
 
 def _message_bytes(facts: Facts) -> int:
     """Of gradients that are exchanged together: what is sent at a time, if the model has as many."""
-    return min(MESSAGE, facts.num_trainable * facts.run.trained_bytes)
+    return min(MESSAGE_BYTES, facts.num_trainable * facts.run.trained_bytes)
 
 
 def _received_bytes(facts: Facts) -> int:
     """At most, without ``zero``: a bucket of gradients, which ends with a parameter or is a unit of the model."""
     run, largest = facts.run, max(unit.num_trainable for unit in facts.units)
-    bucket = max(MESSAGE + run.largest_param * run.trained_bytes, largest * run.trained_bytes)
+    bucket = max(MESSAGE_BYTES + run.largest_param * run.trained_bytes, largest * run.trained_bytes)
     return min(bucket, facts.num_trainable * run.trained_bytes)

@@ -83,7 +83,7 @@ class Offload(Strategy):
         description="Host memory that all ranks of a machine use together: a size (200GiB), a share (0.8), or auto: "
         "0.9 of the free memory.",
     )
-    disk: str | None = Field(
+    disk: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
         description="A folder on a local disk, for optimizer state that the CPU updates and the host has no room for: "
         "in a file there that ends with the run. Goes with disk_memory.",

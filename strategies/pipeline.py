@@ -26,7 +26,7 @@ from pydantic import Field, PrivateAttr
 from strategies.core.facts import Facts, Param, Precision, RunFacts, Unit
 from strategies.core.optimizers import ELEMENTWISE
 from strategies.core.plan import RUN, Decision, Kind, Plan, Reserve, Share, When
-from strategies.core.protocol import COMPILING, Axis, Parity, Phase, Refusal, Requirement, Strategy
+from strategies.core.protocol import COMPILING, Axis, Parity, Phase, Refusal, Requirement, Strategy, is_older
 from strategies.planner.cuts import DEPTHS, Schedule, complaint, cut, work
 from strategies.planner.pipeline_bytes import message_bytes, received_bytes
 
@@ -124,9 +124,8 @@ class Pipeline(Strategy):
 
     def check_installed(self) -> None:
         """Releases of torch before 2.13 let a rank with two neighbouring parts send to itself as it sets up."""
-        release = version("torch")
-        if self.order.returns and tuple(int(part) for part in release.split(".")[:2]) < RETURNS_FROM:
-            cure = f"torch {release} cannot set it up; install 2.13, or write interleaved_zero_bubble"
+        if self.order.returns and is_older("torch", RETURNS_FROM):
+            cure = f"torch {version('torch')} cannot set it up; install 2.13, or write interleaved_zero_bubble"
             raise Refusal(f"{KEY}.schedule", self.schedule, cure)
 
     def narrowed(self, facts: Facts, rank: int) -> Facts:

@@ -6,13 +6,13 @@ from the run itself (micro-batch, accumulation, clipping, precision).
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 from strategies.backends import autotp
 from strategies.core.applied import log_applied
 from strategies.core.facts import Facts, Precision, UnitKind
 from strategies.core.plan import Plan
+from strategies.core.protocol import is_older
 from strategies.planner.zero_bytes import bucket_elements, largest_block, live_elements
 
 STAGE_3_FROM = (5, 23)  # releases of Transformers
@@ -104,4 +104,4 @@ def builds_under_stage_3() -> bool:
     """Whether the installed release builds the same model under ``deepspeed.zero.Init``: those before 5.23 round rotary
     frequencies to bf16 there, and lose the draw of a module that initializes its children (GPT-2's projections).
     """
-    return tuple(int(part) for part in version("transformers").split(".")[:2]) >= STAGE_3_FROM
+    return not is_older("transformers", STAGE_3_FROM)

@@ -13,18 +13,17 @@ Invariant. As in both libraries gradients are divided by the number of ranks fir
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
+from strategies.backends.pipeline_gradients import messages
 from strategies.core.plan import Plan
 from strategies.engine.ranks import two_level
 from strategies.engine.ranks.two_level import TwoLevel
-
-BUCKET = 25 << 20  # bytes that are averaged together, as DistributedDataParallel does
 
 
 def exchange_of(plan: Plan) -> TwoLevel | None:
@@ -74,19 +73,10 @@ def _average(hook: Hook, bucket: dist.GradBucket) -> torch.futures.Future[Tensor
 @torch.no_grad()
 def average_gradients(exchange: TwoLevel, parameters: Iterable[nn.Parameter]) -> None:
     """Gradients of all that train become their means; where a rank has none it counts as zeros."""
-    waiting: list[Any] = []
-    for param in (param for param in parameters if param.requires_grad):
+    params = [param for param in parameters if param.requires_grad]
+    for param in params:
         if param.grad is None:
             param.grad = torch.zeros_like(param)
-        waiting.append(param.grad)
-        if sum(grad.nbytes for grad in waiting) >= BUCKET:
-            _average_together(exchange, waiting)
-            waiting = []
-    if waiting:
-        _average_together(exchange, waiting)
-
-
-def _average_together(exchange: TwoLevel, grads: list[Tensor]) -> None:
-    flat = averages(exchange, torch.cat([grad.flatten() for grad in grads]))
-    for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-        grad.copy_(mean.view_as(grad))
+    for part in messages([param.grad for param in params if param.grad is not None]):
+        flat = averages(exchange, _flatten_dense_tensors(part))
+        torch._foreach_copy_(part, list(_unflatten_dense_tensors(flat, part)))

@@ -23,7 +23,8 @@ from collections.abc import Mapping
 
 from strategies.core.facts import Facts, Rates
 from strategies.core.layout import Reduction
-from strategies.planner.two_level import GATHERS, MESSAGE, SUMS, Machines, machines_of
+from strategies.planner.pipeline_bytes import MESSAGE_BYTES
+from strategies.planner.two_level import GATHERS, SUMS, Machines, machines_of
 
 EPS: Mapping[str, float] = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
 
@@ -31,7 +32,7 @@ EPS: Mapping[str, float] = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
 def gather_rate(facts: Facts, rates: Rates) -> float:
     """Bytes per second that a rank sends in a ring, or as if it did where exchanges are two-level."""
     if (machines := _two_level(facts)) is not None:
-        return _sent(facts) / machines.phases(MESSAGE, facts.run.two_level, GATHERS)
+        return _sent(facts) / machines.phases(MESSAGE_BYTES, facts.run.two_level, GATHERS)
     (_, here), inside, across = spread(facts), rates.exchange_bytes_per_s(), rates.net_across_bytes_per_s
     return min(inside, here * across) if across and crosses(facts) else inside
 
@@ -39,7 +40,7 @@ def gather_rate(facts: Facts, rates: Rates) -> float:
 def sums_slowdown(facts: Facts, rates: Rates, reduction: Reduction) -> float:
     """How many times as long a gradient takes to its owners as a gather of as many bytes."""
     if (machines := _two_level(facts)) is not None:
-        return gather_rate(facts, rates) * machines.phases(MESSAGE, facts.run.two_level, SUMS) / _sent(facts)
+        return gather_rate(facts, rates) * machines.phases(MESSAGE_BYTES, facts.run.two_level, SUMS) / _sent(facts)
     (ranks, here), across = spread(facts), rates.net_across_bytes_per_s
     if reduction == "fast" or not across or not crosses(facts):
         return 1.0
@@ -69,7 +70,7 @@ def _two_level(facts: Facts) -> Machines | None:
 
 def _sent(facts: Facts) -> float:
     ranks, _ = spread(facts)
-    return (ranks - 1) / ranks * MESSAGE
+    return (ranks - 1) / ranks * MESSAGE_BYTES
 
 
 def crosses(facts: Facts) -> bool:

@@ -291,10 +291,10 @@ class TaskBuilder:
             self._due[weight] = waits
             return
         if info.update.disk_bytes:
-            waits.append(self._disk(info, 0, (gradient, self._slots.get(info.update.window_slot))))
+            waits.append(self._disk(weight, 0, (gradient, self._slots.get(info.update.window_slot))))
         task = self._task(Resource.CPU, f"update {info.name}", waits)
         if info.update.disk_bytes:
-            self._occupy(info.update.window_slot, self._disk(info, 1, [task]))
+            self._occupy(info.update.window_slot, self._disk(weight, 1, [task]))
         task.seconds, task.touched_bytes = info.update.seconds, info.update.touched_bytes
         task.priority = (self._at, info.uses[0], self._problem.rank[weight])
         self._weight[weight] = task
@@ -303,13 +303,13 @@ class TaskBuilder:
             sent.priority = (used_in + 1, info.uses[0], self._problem.rank[weight])
             self._gate.setdefault(weight, []).append(self._gather(info, sent))
 
-    def _disk(self, info: Weight, writes: int, after: Iterable[Task | None]) -> Task:
+    def _disk(self, weight: int, writes: int, after: Iterable[Task | None]) -> Task:
         """State is read from the disk, or written to it."""
-        assert info.update is not None
+        info, update = self._problem.weights[weight], self._update(weight)
         task = self._task(Resource.DISK, f"{'write' if writes else 'read'} state {info.name}", after)
-        task.num_bytes, task.stream = info.update.disk_bytes, writes
+        task.num_bytes, task.stream = update.disk_bytes, writes
         task.seconds = task.num_bytes / self._problem.shared.disk[writes]
-        task.priority = (self._at, info.uses[0], self._problem.rank[self._problem.weights.index(info)])
+        task.priority = (self._at, info.uses[0], self._problem.rank[weight])
         return task
 
     def _update_on_device(self, weight: int, number: int) -> None:

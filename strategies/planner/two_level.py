@@ -18,9 +18,6 @@ from typing import Literal, TypeAlias
 from strategies.core.facts import Facts
 
 SLICES = (1, 2, 4, 8)  # that are tried
-MESSAGE = (
-    25 << 20
-)  # bytes that are exchanged together: by torch's DistributedDataParallel, unless a parameter is larger
 UNKNOWN = 2  # slices where rates are unknown: the least with which anything overlaps
 Road: TypeAlias = Literal["inside", "across"]
 SUMS: tuple[Road, ...] = ("inside", "across")

@@ -1,7 +1,6 @@
 """What the installed releases, or the machine, cannot do, as marks with a reason."""
 
 from collections.abc import Mapping
-from importlib.metadata import version
 from tempfile import gettempdir
 from typing import Any
 
@@ -19,7 +18,7 @@ needs_stage_3 = pytest.mark.skipif(
 )
 HIGHEST_STAGE = 3 if builds_under_stage_3() else 2
 
-RETURNS = tuple(int(part) for part in version("torch").split(".")[:2]) >= RETURNS_FROM
+RETURNS = not is_older("torch", RETURNS_FROM)
 needs_to_return = pytest.mark.skipif(not RETURNS, reason="refused with this release of torch")
 needs_modules = pytest.mark.skipif(
     is_older("transformers", READS_MODULES), reason="this release of Transformers is refused with adapters and a head"

@@ -111,7 +111,8 @@ def stowed(ranks: Ranks, config: RunConfig, small: RunConfig) -> list[Any]:
 
 def written(ranks: Ranks, small: RunConfig, config: RunConfig) -> list[Any]:
     """Of each rank: how much memory that no file backs it takes to write a checkpoint's model and an export, which is
-    checked by loading it; and whether a ``small`` model has the same bytes as one that is gathered in memory.
+    checked by loading it; whether a ``small`` model has the same bytes as one that is gathered in memory; and how much
+    of the disk the nameless file took.
     """
     from trainer.run import order
     from trainer.run.export import export
@@ -119,13 +120,14 @@ def written(ranks: Ranks, small: RunConfig, config: RunConfig) -> list[Any]:
 
     # What malloc keeps of memory that was given back depends on the order of sizes: large tensors have their own here.
     ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 18)
-    same, seen = [], list[int]()
+    same, seen, spilled = [], list[int](), 0
     for each in (small, config):
         run, folder = random_run(each, ranks), Path(each.training.output_dir)
         trainer = order.make_trainer(run)
         trainer.train()
         with watched(seen, not_of_files):
             trainer.save_model(str(folder / "saved"))
+            spilled = trainer.spilled_bytes
             export(trainer, run.tokenizer, each)
         state = trainer.whole_state() if each is small else {}
         if state and ranks.is_first:
@@ -133,7 +135,7 @@ def written(ranks: Ranks, small: RunConfig, config: RunConfig) -> list[Any]:
             files = [folder / name / "model.safetensors" for name in ("whole", "saved", "export")]
             same.append(len({path.read_bytes() for path in files}) == 1)
     everyones: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(everyones, (seen[1], same))
+    dist.all_gather_object(everyones, (seen[1], same, spilled))
     return everyones
 
 
@@ -213,6 +215,7 @@ def test_who_writes_the_model_does_not_have_all_of_it(kind: str, tmp_path: Path)
     whole = build(section, load_config(section), seed=0, partitioned=False, on_meta=True)
     part = sum(param.nbytes for param in whole.parameters()) // 2
     small = make(LLAMA, output_dir=tmp_path / "small")
-    (grown, same), _ = run_world(2, written, small, big)
+    (grown, same, spilled), _ = run_world(2, written, small, big)
     assert same == [True]
+    assert spilled >= 2 * part, "the room that is looked for before a checkpoint has to be known"
     assert grown < (SPARE - 1) * part, f"{grown / part:.2f} of its part, which is {part:,} bytes"

@@ -108,6 +108,13 @@ def test_weights_that_are_written_reach_the_masters(tmp_path: Path) -> None:
     assert unequal(*found) == []
 
 
+def test_after_close_there_is_no_state_any_more(tmp_path: Path) -> None:
+    model, optimizer = trained(tmp_path, 1)
+    optimizer.close()
+    with pytest.raises(RuntimeError, match="state on the disk ends with close"):
+        optimizer.state_of(next(model.parameters()))
+
+
 def test_state_of_three_times_the_memory_of_the_host(tmp_path: Path) -> None:
     """The planner puts there what the host has no room for, and no more; what a refusal names is enough."""
     sizes = {"num_hidden_layers": 12, "vocab_size": 32, "hidden_size": 96, "intermediate_size": 192}

@@ -10,8 +10,9 @@ import pytest
 from launch import doctor
 from strategies.core.facts import HOST_UPDATE_BYTES, Precision, Rates
 from strategies.planner.weight_schedule import ASSUMED
+from tests.helpers.releases import needs_scratch
 from trainer.errors import ExitCode
-from trainer.machine import profiles, rates
+from trainer.machine import disk_rates, profiles, rates
 from trainer.machine.probe import GIB, cores, probe
 from trainer.machine.profiles import MachineKey, StoredRates, one_line
 from trainer.machine.rates import Effort, measure_network
@@ -198,12 +199,26 @@ def test_the_command_measures_and_stores(
     assert {"gemm", "link", "memory"} == set(json.loads(path.read_text())["points"])
 
 
+@needs_scratch
+def test_the_disk_of_a_folder_is_measured_besides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "FULL", replace(TINY, disk_seconds=0.01))
+    monkeypatch.setattr(rates, "measure", lambda say, effort: (some_rates(), {}))
+    monkeypatch.setattr(disk_rates, "MOST_BYTES", 1)  # the file has two pieces
+    path = tmp_path / "machine.json"
+    assert doctor.main(["--rates", "--out", str(path), "--disk", str(tmp_path)]) == ExitCode.FINISHED
+    found = profiles.load(path, profiles.key_of(probe())).rates
+    assert found is not None and found.disk_folder == str(tmp_path) and 1 <= found.disk_overlap <= 2
+    assert min(found.disk_read_bytes_per_s, found.disk_write_bytes_per_s) > 0
+    assert list(tmp_path.iterdir()) == [path], "the file is gone"
+    assert doctor.main(["--rates", "--out", str(path), "--disk", str(tmp_path / "none")]) == ExitCode.FAILED
+
+
 def test_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     assert doctor.main(["--rates", "--out", str(tmp_path / "file/machine.json")]) == ExitCode.FAILED
     found = capsys.readouterr()
     assert found.out == "" and found.err.startswith(f"--out {tmp_path}/file/machine.json: ")
-    for wrong in (["--rates", "--build"], ["--out", "x"]):
+    for wrong in (["--rates", "--build"], ["--out", "x"], ["--disk", "x"]):
         with pytest.raises(SystemExit):
             doctor.main(wrong)
 

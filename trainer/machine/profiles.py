@@ -267,7 +267,7 @@ def one_line(rates: Rates) -> str:
         f"update fp32 {rates.update_fp32_params_per_s / giga:.3g}, "
         f"bf16 {rates.update_bf16_params_per_s / giga:.3g} G parameters/s"
         + (f"; exchanges {net / giga:.3g} GB/s" if net else "")
+        + (f", across machines {outside / giga:.3g}" if outside else "")
         + (f"; disk read {rates.disk_read_bytes_per_s / giga:.3g}, " if rates.disk_folder else "")
         + (f"written {rates.disk_write_bytes_per_s / giga:.3g} GB/s" if rates.disk_folder else "")
-        + (f", across machines {outside / giga:.3g}" if outside else "")
     )

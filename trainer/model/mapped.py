@@ -101,6 +101,7 @@ class Spilled:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._file, self._error = folder, None, None  # type: Path, Any, OSError | None
+        self.num_bytes = 0  # that the file takes on the disk
 
     def __call__(self, value: Tensor) -> Tensor:
         if self._error is None:
@@ -111,6 +112,7 @@ class Spilled:
                 place = self._file.seek(_rounded(self._file.seek(0, os.SEEK_END)))
                 _write(self._file, value.cpu())
                 self._file.flush()
+                self.num_bytes = self._file.tell()
                 return _map(self._file, place, value)
             except OSError as error:
                 self._error = error

@@ -77,6 +77,7 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
         self.keep, self.args.save_total_limit = self.args.save_total_limit, None
         self.output_dir = Path(str(self.args.output_dir))
         self.newest, self.save_bytes = "", 0  # of this run's newest save: its name, and how much the next one takes
+        self.spilled_bytes = 0  # of that, while the model is written
         self.add_callback(StopNonFinite(self))
 
     @property
@@ -228,6 +229,7 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
             (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
             return
         spilled.settle()
+        self.spilled_bytes = spilled.num_bytes
         if self.args.should_save:
             self.accelerator.unwrap_model(self.whole).save_pretrained(folder, state_dict=state)
             if self.processing_class is not None:
@@ -269,7 +271,8 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
         try:
             for line in saving.together(save.sealing.result):
                 write_line(line)
-            self.newest, self.save_bytes = save.folder.name, saving.size_of(save.folder)
+            self.newest = save.folder.name
+            self.save_bytes = saving.size_of(save.folder) + self.spilled_bytes
         except OSError as error:
             self._not_saved(save.folder, error, save.best)
         self._saving = None  # not before: who interrupts this waits for it in ``train``

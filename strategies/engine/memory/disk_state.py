@@ -55,6 +55,7 @@ class DiskState:
         self._file = ScratchFile(layout.disk, disk_bytes(layout))
         self._issuing = threading.Lock()  # of what slots hold, and what threads are given; held for moments
         self._error: Exception | None = None
+        self._closed = False
         self._written = set[int]()  # buckets of which there is something in the file
         self._places: dict[int, tuple[_Slot, Tensor, int]] = {}  # slot, memory, offset in the file
         offsets, slots = disk_offsets(layout), dict[int, _Slot]()
@@ -80,6 +81,8 @@ class DiskState:
         """The state of bucket ``index`` is in its slot, and nobody else uses that. ``writes``: it may be changed
         meanwhile; ``behind``: and goes to the file at once, not only when the slot is needed.
         """
+        if self._closed:
+            raise RuntimeError("optimizer state on the disk ends with close(); save it, or read it, before")
         slot, *_ = self._places[index]
         with slot.lock:
             with self._issuing:
@@ -140,3 +143,4 @@ class DiskState:
         for slot in self._slots:
             slot.thread.shutdown(wait=True)
         self._file.close()
+        self._closed = True

@@ -71,12 +71,9 @@ def _scheduler(given: Given, draft: Draft) -> dict[str, Any] | str:
 
 
 def _offload(given: Given, draft: Draft) -> dict[str, Any]:
-    lost = (
-        {LOST: "rests in host memory; of optimizer state a part may rest in strategies.offload.disk"}
-        if given.value == "nvme"
-        else {}
-    )
-    return {"strategies.offload": {}} | lost if given.value in ("cpu", "nvme", True) else {}
+    what: Any = {} if given.value in ("cpu", "nvme", True) else None
+    lost = "rests in host memory; of optimizer state a part may rest in strategies.offload.disk"
+    return {"strategies.offload": what, LOST: lost if given.value == "nvme" else None}
 
 
 def _precision(given: Given, draft: Draft) -> dict[str, Any] | str | None:
