@@ -83,10 +83,6 @@ class Tensor(Strategy):
         if stage == 0 and run.precision is not Precision.FP32:
             cure = "DeepSpeed clips it by the norm of one rank's gradients under strategies.tensor; write 1 or 2"
             yield Refusal("strategies.zero.stage", 0, cure)
-        policy = getattr(others.get("recompute"), "policy", "full")
-        if policy in ("selective", "auto"):  # a kept product would be summed over the ranks once more
-            cure = "strategies.tensor sums products over ranks in place, so they cannot be kept; write full"
-            yield Refusal("strategies.recompute.policy", policy, cure)
         if run.optim in _OPTIMIZERS:
             yield Refusal("training.optim", run.optim, f"{_OPTIMIZERS[run.optim]}; write adamw_torch_fused")
 

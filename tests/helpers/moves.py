@@ -115,31 +115,42 @@ Job = tuple[str, RunConfig, str | None]  # a name, the run, and the checkpoint t
 
 
 def in_turn(ranks: Ranks, jobs: Sequence[Job]) -> dict[str, dict[str, Any]]:
-    """``run`` of each job, one behind the other in the same ranks; what libraries keep of a run is dropped after it."""
-    from accelerate.state import AcceleratorState
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
+    """``run`` of each job, one behind the other in the same ranks."""
     found = {}
     for name, config, resume in jobs:
         found[name] = _run(ranks, config, resume)
-        AcceleratorState._reset_state(reset_partial_state=True)
-        unset_hf_deepspeed_config()
-        for variable in [each for each in os.environ if each.startswith("ACCELERATE_")]:
-            del os.environ[variable]
+        forget_run()
     return found
 
 
-def made(ranks: Ranks, config: RunConfig, some: Sequence[Mapping[str, Any]] = ROWS) -> Any:
-    """The trainer of a run on ``some`` rows, which are evaluated on as well if the config evaluates."""
+def forget_run() -> None:
+    """Drop what libraries keep of a run, so that another may follow in the same process."""
+    from accelerate.state import AcceleratorState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    unset_hf_deepspeed_config()
+    for variable in [each for each in os.environ if each.startswith("ACCELERATE_")]:
+        del os.environ[variable]
+
+
+def made_run(ranks: Ranks, config: RunConfig, some: Sequence[Mapping[str, Any]] = ROWS) -> Any:
+    """A run on ``some`` rows, which are evaluated on as well if the config evaluates."""
     from datasets import Dataset
 
     from trainer.data.prepare import Prepared
-    from trainer.run import order
     from trainer.verify.verify import run_on
 
     rows = Dataset.from_list([dict(row) for row in some])
     prepared = Prepared(rows, rows if config.training.eval_strategy != "no" else None, "test", "input_ids")
-    trainer = order.make_trainer(run_on(prepared, config, ranks))
+    return run_on(prepared, config, ranks)
+
+
+def made(ranks: Ranks, config: RunConfig, some: Sequence[Mapping[str, Any]] = ROWS) -> Any:
+    """The trainer of such a run."""
+    from trainer.run import order
+
+    trainer = order.make_trainer(made_run(ranks, config, some))
     return in_fp16(trainer) if config.training.fp16 else trainer
 
 

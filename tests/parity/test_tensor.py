@@ -5,6 +5,7 @@ enlarges rounding. Rows have different numbers of trained tokens, so that losses
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,16 @@ import pytest
 import torch
 
 from strategies.backends import autotp
+from strategies.core.compose import compose
+from strategies.core.plan import Home
 from strategies.core.plan import Kind as Bytes
-from tests.helpers.moves import ROWS, Kind, made
+from strategies.core.registry import find
+from tests.helpers.moves import ROWS, Kind, forget_run, made, made_run
 from tests.helpers.tiny import LLAMA, OPT, QWEN3, VOCAB
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
+from trainer.run import order
+from trainer.run.plan_check import count_saved
 from trainer.verify.verify import compare, full_weights
 
 pytestmark = pytest.mark.ranks
@@ -36,6 +42,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {**LLAMA, "model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": QWEN3,
 }
+LLAMA3 = {**MODELS["llama"], "num_hidden_layers": 3}
 # Adding to all keys what queries multiply alike changes no softmax, so the gradient of OPT's is rounding alone.
 NOISE = "self_attn.k_proj.bias"
 
@@ -96,6 +103,57 @@ def test_two_copies(tmp_path: Path) -> None:
     plain = run_world(2, trained, Kind(2, {}, SGD, OPT).config(tmp_path, STEPS))
     options = {"tensor": {"degree": 2}, "zero": {"stage": 2}, "recompute": {"policy": "full"}}
     same(plain, run_world(4, trained, Kind(4, options, SGD, OPT).config(tmp_path, STEPS)))
+
+
+def kept(ranks: Ranks, configs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Of each config, one behind the other in the same ranks: what it trained, and what its last forward kept."""
+    found = {}
+    for name, config in configs.items():
+        run = made_run(ranks, config, some=UNEVEN)
+        if name == "auto":  # with a device on which about a half of all has to be recomputed
+            ends = [{**config.strategies, "recompute": find("recompute")(policy=each)} for each in ("none", "full")]
+            half = sum(compose(each, run.plan.facts).peak(Home.DEVICE) for each in ends) / 2
+            machine = replace(run.plan.facts.machine, device_bytes=int(half / 0.9))
+            run.plan = compose(config.strategies, replace(run.plan.facts, machine=machine))
+        trainer: Any = order.make_trainer(run)
+        compute_loss, kept = trainer.compute_loss, []
+
+        def counting(model: Any, *args: Any, compute_loss: Any = compute_loss, kept: Any = kept, **given: Any) -> Any:
+            with count_saved(model) as storages:
+                loss = compute_loss(model, *args, **given)
+            kept[:] = [sum(storages.values())]
+            return loss
+
+        trainer.compute_loss = counting
+        trainer.train()
+        keeps = [run.plan.keep(unit.name) for unit in run.plan.facts.units]
+        found[name] = {
+            "weights": full_weights(trainer, ranks),
+            "loss": [record["loss"] for record in trainer.state.log_history if "loss" in record],
+            "kept": kept[0],
+            "planned": sum(run.plan.saved_bytes(unit.name) for unit in run.plan.facts.units),
+            "operators": [len(keep.kept) for keep in keeps if keep.recomputes],
+        }
+        trainer.accelerator.free_memory()
+        forget_run()
+    return found
+
+
+def test_what_is_kept_of_a_block(tmp_path: Path) -> None:
+    """Products that ranks have summed are kept as sums: no bit differs, and as much is kept as the plan says."""
+    options = {"policy": "selective"}
+    policies = {"none": {"policy": "none"}, "selective": options, "auto": {"policy": "auto"}}
+    policies["host"] = {**options, "activation_offloading": True}
+    kinds = {
+        name: Kind(2, {"tensor": {"degree": 2}, "recompute": each}, SGD, LLAMA3) for name, each in policies.items()
+    }
+    found = run_world(2, kept, {name: kind.config(tmp_path / name, 2) for name, kind in kinds.items()})
+    for name, each in found.items():
+        assert each["loss"] == found["none"]["loss"], name
+        assert [one.name for one in compare(found["none"]["weights"], each["weights"])] == [], name
+        assert each["kept"] == pytest.approx(each["planned"], abs=8), name
+    assert found["selective"]["operators"] == [7, 7, 7] and sum(found["auto"]["operators"]) > 0
+    assert found["host"]["kept"] < found["selective"]["kept"] < found["none"]["kept"] > found["auto"]["kept"]
 
 
 def in_fp64(ranks: Ranks) -> dict[str, Any]:

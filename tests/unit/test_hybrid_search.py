@@ -215,13 +215,13 @@ REFUSED = (
     (Degrees(stages=2, tensor=2, micro_batches=4), "strategies.tensor"),
     (Degrees(tensor=2, data=2, zero=3), "strategies.zero.stage"),
     (Degrees(tensor=2), "strategies.zero.stage"),
-    (Degrees(tensor=2, zero=1, recompute="selective"), "strategies.recompute.policy"),
     (Degrees(tensor=2, zero=1, offload=Stowed.STATE), "strategies.tensor.degree"),
     (Degrees(stages=4, micro_batches=2), "training.gradient_accumulation_steps"),
 )
 FINE = (
     Degrees(data=2, zero=3, recompute="selective"),
     Degrees(tensor=2, data=2, zero=2, recompute="full"),
+    Degrees(tensor=2, zero=1, recompute="selective"),
     Degrees(stages=2, data=2, zero=1, micro_batches=4, offload=Stowed.STATE),
     Degrees(stages=2, micro_batches=4, recompute="selective"),
     Degrees(stages=2, data=2, zero=1, micro_batches=4),
@@ -235,7 +235,7 @@ def test_what_cannot_be_run() -> None:
     refused = keys.refused(run, {})
     assert [each.key for degrees, _ in REFUSED if (each := refused(degrees))] == [key for _, key in REFUSED]
     assert [refused(degrees) for degrees in FINE] == [None] * len(FINE)
-    tied = keys.refused(replace(run, tied=True), {})(FINE[2])
+    tied = keys.refused(replace(run, tied=True), {})(FINE[3])
     assert tied is not None and "tied head" in tied.cure
     beside = {"linear": find("linear")()}  # what is left as it is refuses, too
     assert keys.refused(run, beside)(FINE[1]) is not None and keys.refused(run, beside)(FINE[0]) is None

@@ -32,7 +32,6 @@ CASES: list[tuple[list[str], str]] = [
     (["strategies.offload={}"], "write strategies.zero with stage 1 or 2 instead of strategies.offload"),
     (["strategies.linear={}"], "it replaces products of whole layers; leave strategies.linear out"),
     (["strategies.cross_entropy={}"], "it multiplies by the whole head; leave strategies.cross_entropy out"),
-    (["strategies.recompute.policy=auto"], "sums products over ranks in place, so they cannot be kept; write full"),
     (["training.optim=adagrad"], "it makes its state before strategies.tensor divides the weights; write adamw"),
     (["training.optim=adafactor"], "which strategies.tensor divides; write adamw_torch_fused"),
     (["model.lora={r: 2}"], "strategies.tensor divides the layers that adapters are added to; keep one of the two"),

@@ -12,14 +12,18 @@ What is kept is named by kind and number within one forward of a block: "linear 
     scores      any other product of two activations
     softmax     of any size
 
+A product that ranks sum in place at once, as those of divided layers, is kept as the sum, and its replay neither
+multiplies nor sums: the collective has the name of its product.
+
 What waits on the host (``activations.py``) is sent in two ways: the input by saved-tensor hooks around the checkpoint,
 outputs by a dispatch mode beneath the selective one, for which they are not kept; in the replay the same mode returns
 them instead of running the operator.
 
 Exactness. An operator that is not found where it was expected is run again, or kept for nothing, which changes no bit.
 Two kinds of output cannot be kept. One that is written to later would come back changed, so the first forward keeps
-nothing and looks for such outputs. One that draws random numbers would not draw them in the replay, so operators that
-are replayed after it would get other numbers: a fused attention with dropout is run again.
+nothing and looks for such outputs, those that collectives write to in place included. One that draws random numbers
+would not draw them in the replay, so operators that are replayed after it would get other numbers: a fused attention
+with dropout is run again.
 """
 
 from __future__ import annotations
@@ -54,6 +58,9 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 WITH_WEIGHTS = {aten.mm, aten.addmm, aten._addmm_activation, aten.convolution, aten._grouped_mm}
 BATCHED = {aten.bmm, aten.baddbmm}
+SHAPED = {aten.view, aten._unsafe_view, aten.detach}
+SUM = torch.ops.c10d.allreduce_
+OVERWRITING = {SUM, torch.ops.c10d.broadcast_, torch.ops.c10d.reduce_}  # without a new version of the tensor
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
@@ -64,16 +71,24 @@ class Names:
         self._block = block
         self._counts: dict[str, int] = {}
         self._after_softmax = False
+        self._product: str | None = None  # made just now
         self._weights: set[int] | None = None
 
     def of(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
         """The name of this call; None if its output is never kept, or must not be."""
+        if func.overloadpacket in SHAPED:
+            return None
+        product, self._product = self._product, None
+        if func.overloadpacket is SUM:
+            return product
         kind = self._kind(func, args)
         if kind is None:
             return None
         self._after_softmax = kind == "softmax"
         number = self._counts[kind] = self._counts.get(kind, -1) + 1
-        return None if kind == "attention" and draws(func, args, kwargs) else f"{kind} {number}"
+        name = f"{kind} {number}"
+        self._product = name if kind == "linear" else None
+        return None if kind == "attention" and draws(func, args, kwargs) else name
 
     def _kind(self, func: Any, args: tuple[Any, ...]) -> str | None:
         packet = func.overloadpacket
@@ -103,26 +118,37 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 class OutputRecorder(TorchDispatchMode):
-    """Records the outputs of a forward that are named in ``kept``, and whether they were written to afterwards."""
+    """Records the outputs of a forward that are named in ``kept``, and whether they were written to afterwards; one in
+    ``hosted`` is written to by its own sum as well, since it is sent before.
+    """
 
-    def __init__(self, block: nn.Module, kept: Collection[str]) -> None:
+    def __init__(self, block: nn.Module, kept: Collection[str], hosted: Collection[str] = ()) -> None:
         super().__init__()
-        self._names, self._kept = Names(block), kept
+        self._names, self._kept, self._hosted = Names(block), kept, hosted
         self._made: list[tuple[str, Tensor, int]] = []
+        self._overwritten = set[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = self._names.of(func, args, kwargs or {})
-        if name in self._kept:
+        if func.overloadpacket in OVERWRITING:
+            written = {tensor.untyped_storage()._cdata for tensor in tensors_in(args)}
+            for made, tensor, _ in self._made:
+                is_its_sum = made == name and made not in self._hosted
+                if is_its_sum != (tensor.untyped_storage()._cdata in written):
+                    self._overwritten.add(made)
+        elif name in self._kept:
             self._made += [(str(name), tensor, tensor._version) for tensor in tensors_in(out)]
         return out
 
     def tensors_of(self, names: Collection[str]) -> list[Tensor]:
-        return [tensor for name, tensor, version in self._made if name in names and tensor._version == version]
+        names = set(names) - self.written
+        return [tensor for name, tensor, _ in self._made if name in names]
 
     @property
     def written(self) -> frozenset[str]:
-        return frozenset(name for name, tensor, version in self._made if tensor._version != version)
+        changed = (name for name, tensor, version in self._made if tensor._version != version)
+        return frozenset(changed) | self._overwritten
 
 
 class Sending(TorchDispatchMode):
@@ -199,7 +225,7 @@ class Checkpointed:
         args = tuple(map(_copied, args))
         kwargs = {name: _copied(value) for name, value in kwargs.items()}
         looks = self._written is None or self.watch is not None
-        recorder = OutputRecorder(self._block, self._kept) if looks else None
+        recorder = OutputRecorder(self._block, self._kept, self._hosted) if looks else None
         with self._input_sent(args):
             contexts = partial(self._contexts, recorder)
             out = checkpoint(self._run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
