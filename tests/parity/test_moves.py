@@ -141,7 +141,8 @@ def test_stages(tmp_path: Path) -> None:
 def test_copies_of_a_stage_share_its_state(other: dict[str, Any], tmp_path: Path) -> None:
     """Clipped and accumulated: the bits of copies that each update all, and of one process, there and back."""
     common = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1, "max_grad_norm": 0.05, **other}
-    apart = pipeline(2, 4, **common)
+    odd = {"mlp_bias": True, "intermediate_size": 33}  # biases that two copies cannot halve
+    apart = replace(pipeline(2, 4, **common), model=odd)
     shared = replace(apart, strategies={**apart.strategies, "zero": {"stage": 1}})
     runs = [run(apart, tmp_path / "apart", STEPS), run(shared, tmp_path / "shared", STEPS)]
     assert different(weights(runs[0]["end"]), weights(runs[1]["end"])) == [] and runs[0]["loss"] == runs[1]["loss"]

@@ -1,10 +1,13 @@
 """What exchanges inside and across machines are predicted to take, and what is refused."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from strategies.backends.two_level import average_gradients
 from strategies.collectives import Collectives
 from strategies.core.compose import compose
 from strategies.core.facts import Facts, MachineFacts
@@ -98,3 +101,15 @@ def test_refused_beside_others(others: dict[str, Any], what: str) -> None:
     run = run_facts(world_size=4)
     found = [str(each) for each in Collectives().refusals(run, strategies)]
     assert len(found) == bool(what) and all(what in each for each in found)
+
+
+def test_where_a_rank_has_no_gradient_it_gives_zeros() -> None:
+    """Every rank's message has the same length, as under DeepSpeed, whose optimizer updates with zeros."""
+    used, unused, frozen = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
+    used.grad = torch.ones(3)
+    frozen.requires_grad_(False)
+    sizes = list[int]()
+    ring: Any = SimpleNamespace(ranks=2, room=lambda size: size, all_reduce=lambda flat, _: sizes.append(flat.numel()))
+    average_gradients(ring, [used, unused, frozen])
+    assert sizes == [6] and used.grad.eq(0.5).all() and frozen.grad is None
+    assert unused.grad is not None and unused.grad.eq(0).all()
