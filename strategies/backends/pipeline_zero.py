@@ -5,8 +5,9 @@ its part, consecutive elements of each weight, and all gather what the others ha
 is given views: before a step of the part's weights and gradients, so that it makes state for them alone.
 
 Invariant. Weights and state have the bits of copies that each update all: what an element becomes depends on its own
-weight, gradient and state. Refused by ``strategies/pipeline.py``: optimizers of which that is not so, and Adagrad,
-which makes its state before there are parts.
+weight, gradient and state. Torch's CPU kernels round the last elements of a call, fewer than a vector, otherwise than
+others, so weights are cut at multiples of a vector. Refused by ``strategies/pipeline.py``: optimizers of which that
+is not so, and Adagrad, which makes its state before there are parts.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 
 from strategies.backends.pipeline_gradients import messages
 from strategies.state.torch_state import Held, Piece
+
+VECTOR = 64  # elements; no kernel takes more at a time
 
 
 class StateShares:
@@ -41,7 +44,7 @@ class StateShares:
 
     def _of(self, param: Tensor, place: int) -> range:
         """The elements of ``param`` that the rank at ``place`` updates."""
-        size = -(-param.numel() // self._ways)
+        size = -(-param.numel() // (self._ways * VECTOR)) * VECTOR
         return range(param.numel())[place * size : (place + 1) * size]
 
     def _give(self, *about: Any) -> None:
