@@ -1,6 +1,7 @@
 """What the installed releases, or the machine, cannot do, as marks with a reason."""
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from tempfile import gettempdir
 from typing import Any
 
@@ -22,6 +23,11 @@ RETURNS = not is_older("torch", RETURNS_FROM)
 needs_to_return = pytest.mark.skipif(not RETURNS, reason="refused with this release of torch")
 needs_modules = pytest.mark.skipif(
     is_older("transformers", READS_MODULES), reason="this release of Transformers is refused with adapters and a head"
+)
+
+
+needs_embedding = pytest.mark.skipif(
+    find_spec("sentence_transformers") is None, reason="sentence-transformers, an extra, is not installed"
 )
 
 

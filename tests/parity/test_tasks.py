@@ -11,9 +11,10 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
+from torch.utils.data import SequentialSampler
 
 from tests.e2e.commands import write_jsonl
-from tests.helpers.releases import needs_modules
+from tests.helpers.releases import needs_embedding, needs_modules
 from trainer.config.load import load_tree
 from trainer.data import pydoc_rows
 from trainer.data import tokenizer as tokenizers
@@ -31,6 +32,7 @@ SAID: dict[str, Any] = {
 LORA = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "q", "v"]}
 TRL = {"gradient_checkpointing": False, "bf16": False, "max_length": LENGTH}  # what TRL's arguments have otherwise
 LABELS = ["prose", "code", "neither"]
+TRIPLE = {"anchor": "prompt", "positive": "chosen", "negative": "rejected"}
 # What a row's label becomes, and what the loss takes for it.
 PROBLEMS: dict[str, tuple[Callable[[dict[str, Any]], Any], Callable[[Any], Any]]] = {
     "single_label_classification": (lambda row: row["label"], LABELS.index),
@@ -80,6 +82,8 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "bert": transformers.BertForMaskedLM(bert),
     }
     for name, model in models.items():
+        if name == "bert":
+            words.chat_template = None  # as encoders have none; sentence-transformers would wrap each text in it
         model.save_pretrained(home / name)
         words.save_pretrained(home / name)
     return home
@@ -169,7 +173,38 @@ def of_trl(task: str, rows: str, **said: Any) -> Callable[..., Any]:
     return make
 
 
+def in_order(dataset: Any, **given: Any) -> Any:
+    from sentence_transformers.base.sampler import DefaultBatchSampler
+
+    return DefaultBatchSampler(SequentialSampler(dataset), **given)
+
+
+def embedding(base: str, folder: str, lora: Any) -> Any:
+    """With the loss that takes anchors in the same forward, and rows in their order."""
+    from sentence_transformers import (
+        SentenceTransformer,
+        SentenceTransformerTrainer,
+        SentenceTransformerTrainingArguments,
+    )
+    from sentence_transformers.base.losses.merged_forward import embed_columns
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+    from transformers import set_seed
+
+    class AtOnce(MultipleNegativesRankingLoss):
+        def forward(self, sentence_features: Any, labels: Any) -> torch.Tensor:
+            vectors = embed_columns(self.model, sentence_features, separate_first=False)
+            return self.compute_loss_from_embeddings(vectors, labels)
+
+    set_seed(SAID["seed"])
+    model = SentenceTransformer(base, device="cpu")
+    model.max_seq_length = LENGTH
+    given = SentenceTransformerTrainingArguments(folder, **SAID, batch_sampler=in_order)
+    rows = Dataset.from_list([{new: row[old] for new, old in TRIPLE.items()} for row in rows_of("preferences")])
+    return SentenceTransformerTrainer(model, given, train_dataset=rows, loss=AtOnce(model))
+
+
 STOCK: dict[str, tuple[str, Callable[..., Any]]] = {  # rows, and the Trainer
+    "embedding": ("preferences", embedding),
     "classification": ("labels", classification),
     **{f"classification, {name}": ("labels", partial(classification, problem=name)) for name in PROBLEMS},
     "seq2seq": ("pairs", seq2seq),
@@ -198,6 +233,7 @@ def slow(*values: str, also: Sequence[Any] = ()) -> Any:
 CASES = [
     ("classification", "llama", ""), ("seq2seq", "t5", ""), ("dpo", "llama", ""), ("reward", "llama", ""),
     ("classification", "bert", "regression"), slow("classification", "llama", "regression"),
+    pytest.param("embedding", "bert", "", marks=needs_embedding),
     slow("classification", "bert", ""), slow("classification", "llama", "multi_label_classification"),
     slow("classification", "bert", "multi_label_classification"),
     slow("classification", "llama", "lora", also=[needs_modules]), slow("dpo", "llama", "lora"),
@@ -223,8 +259,10 @@ def test_as_the_trainer_that_its_users_know(task: str, model: str, how: str, bas
     given = [row | ({"label": PROBLEMS[how][0](row)} if how in PROBLEMS else {}) for row in rows_of(rows)]
     data = {"path": str(write_jsonl(tmp_path / "rows.jsonl", given)), "max_length": LENGTH}
     data |= {"max_target_length": TARGET} if task == "seq2seq" else {}
+    data |= {"columns": TRIPLE} if task == "embedding" else {}
     travel = {"offload": {"site": "host", "weights": "streamed", "prefetch": 0}}
-    tree = {"task": task, "model": section, "data": data, "training": {**SAID, "output_dir": str(tmp_path / "run")}}
+    said = SAID | ({"train_sampling_strategy": "sequential"} if task == "embedding" else {})
+    tree = {"task": task, "model": section, "data": data, "training": {**said, "output_dir": str(tmp_path / "run")}}
     assert run(load_tree({**tree, "strategies": travel}), Ranks(), Stop()) == 0
     found = tensors(tmp_path / "run" / "export")
     assert found.keys() == expected.keys()

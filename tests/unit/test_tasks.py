@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,10 @@ from trainer.data import tokenizer as tokenizers
 from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError, DataError
 from trainer.machine.probe import probe
+from trainer.model import hub
 from trainer.model.build import load_config, of_head
 from trainer.planning import from_config, hybrid
-from trainer.tasks import preference
+from trainer.tasks import embedding, preference
 from trainer.tasks import task as tasks
 from trainer.tasks.classification import accuracy_and_f1, likely, mean_error, problem_of, rows_and_f1
 from trainer.tasks.seq2seq import texts_alike
@@ -170,6 +173,58 @@ def test_without_trl(monkeypatch: pytest.MonkeyPatch) -> None:
     from_config.check_options(config_of("classification"), 1)
 
 
+def test_without_sentence_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedding, "find_spec", lambda name: None)
+    (line,) = refused(config_of("embedding"))
+    assert line.endswith("needs the package sentence-transformers; install it with: pip install 'deepstow[embedding]'")
+
+
+@pytest.mark.parametrize(
+    ("modules", "pooling", "found"),
+    [
+        (("Transformer", "Pooling", "Normalize"), {"pooling_mode_mean_tokens": True}, ""),
+        (("Transformer", "Pooling"), {"pooling_mode": "mean"}, ""),
+        (("Transformer", "Pooling"), {"pooling_mode": "cls"}, "the pooling cls"),
+        (
+            ("Transformer", "Pooling"),
+            {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True},
+            "the pooling [",
+        ),
+        (("Transformer", "Pooling", "Dense"), {"pooling_mode": "mean"}, "a module Dense"),
+        ((), {}, ""),
+    ],
+)
+def test_parts_of_a_saved_sentence_transformer(
+    modules: tuple[str, ...], pooling: dict[str, Any], found: str, tmp_path: Path
+) -> None:
+    listed = [{"type": f"sentence_transformers.models.{kind}", "path": kind} for kind in modules]
+    (tmp_path / "Pooling").mkdir()
+    (tmp_path / "Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 8, **pooling}))
+    if modules:
+        (tmp_path / "modules.json").write_text(json.dumps(listed))
+    what = embedding.other_part(partial(hub.file_of, str(tmp_path)))
+    assert what.startswith(found) and bool(what) == bool(found)
+
+
+def test_texts_are_as_plain_where_the_export_is_opened(words: Any) -> None:
+    """sentence-transformers wraps them in a chat template that it finds."""
+    words, model = deepcopy(words), torch.nn.Linear(1, 1)
+    words.chat_template = "{{ messages }}"
+    TASKS["embedding"].name_tokens(model, words)
+    assert words.chat_template is None and model.accepts_loss_kwargs is False
+
+
+def test_negatives_are_trained_on_if_they_are_named(words: Any, tmp_path: Path) -> None:
+    triple = {"anchor": "a", "positive": "b", "negative": "c"}
+    with pytest.raises(DataError, match=r"rows have a negative, too; write data.columns: {negative: negative}"):
+        made("embedding", [triple], words, tmp_path)
+    assert made("embedding", [triple], words, tmp_path, columns={"negative": "negative"}).train.column_names == [
+        *triple
+    ]
+    with pytest.raises(DataError, match=r"rows.jsonl:2: field 'positive' has no tokens"):
+        made("embedding", [{"anchor": "a", "positive": "b"}, {"anchor": "a", "positive": ""}], words, tmp_path)
+
+
 def test_adapters_that_a_release_would_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "READS_MODULES", (99, 0))
     base: dict[str, Any] = {"config": None, "name_or_path": "base"}
@@ -204,7 +259,10 @@ def test_other_commands_are_for_language_models() -> None:
 
 def test_a_pair_is_two_sequences_and_one_row_for_deepspeed() -> None:
     plan = from_config.plan_of(config_of("reward", {"zero": {"stage": 1}}), Ranks(world_size=2), probe())
-    assert plan.facts.run.micro_batch == 4
+    assert plan.facts.run.micro_batch == 4 and TASKS["kto"].sequences(config_of("kto")) == 1
+    triples = config_of("embedding")
+    triples = triples.model_copy(update={"data": triples.data.model_copy(update={"columns": {"negative": "n"}})})
+    assert [TASKS["embedding"].sequences(each) for each in (config_of("embedding"), triples)] == [2, 3]
     assert ds_config(plan)["train_micro_batch_size_per_gpu"] == 2
     assert json.dumps(dataclasses.asdict(plan.facts.run)["sequences"]) == "2"
 

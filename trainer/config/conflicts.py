@@ -48,8 +48,9 @@ OF_LANGUAGE = (
     "assistant_only_loss",
     "streaming",
 )
-PREFERENCES = ("dpo", "orpo", "kto", "reward")  # tasks of TRL's trainers, whose losses do not have ...
-NOT_IN_TRL = ("label_smoothing_factor", "use_liger_kernel")
+PREFERENCES = ("dpo", "orpo", "kto", "reward")  # tasks of TRL's trainers
+OWN_LOSS = (*PREFERENCES, "embedding")  # tasks whose losses do not have ...
+NOT_THEIRS = ("label_smoothing_factor", "use_liger_kernel")
 OTHER_PROJECTS = {"comet_ml": "COMET_PROJECT_NAME", "swanlab": "SWANLAB_PROJECT"}
 KEEPS = "preprocess_logits_for_metrics"
 KEEP_ONE = "keep one of the two"
@@ -177,22 +178,23 @@ def _keys_of_tasks(task: Any, sections: Mapping[str, Values]) -> Found:
         yield "model.labels", f"are for task classification, and this is {task}; leave them out"
     if m.problem_type and task != "classification":
         yield "model.problem_type", f"is for task classification, and this is {task}; leave it out"
-    if t.sample_prompts and task in ("classification", "reward", "seq2seq"):
+    if t.sample_prompts and task in ("classification", "reward", "seq2seq", "embedding"):
         yield "training.sample_prompts", f"a model of task {task} continues no text; leave it out"
     if m.quantization_config and task not in LANGUAGE:
         yield "model.quantization_config", f"has not been compared with the stock Trainer for task {task}; leave it out"
-    for key in NOT_IN_TRL:
-        if t[key] and task in PREFERENCES:
-            yield f"training.{key}", f"the loss of task {task} is TRL's and does not take it; leave it out"
+    for key in NOT_THEIRS:
+        if t[key] and task in OWN_LOSS:
+            yield f"training.{key}", f"the loss of task {task} does not take it; leave it out"
     if t.compute_metrics not in (None, WRONG):
-        if task in PREFERENCES:
-            yield "training.compute_metrics", f"evaluations of task {task} are TRL's, and say rewards; leave it out"
+        if task in OWN_LOSS:
+            said = "a loss alone" if task == "embedding" else "TRL's rewards"
+            yield "training.compute_metrics", f"evaluations of task {task} say {said}; leave it out"
         elif task in (*LANGUAGE, "seq2seq") and t.predict_with_generate in OFF and t[KEEPS] is None:
             what = "needs it, or the logits of every word at every position would be kept; write what is, as in"
             yield f"training.{KEEPS}", f"missing; training.compute_metrics {what} my_metrics:most_likely"
     elif t[KEEPS] and t.compute_metrics is None:
         yield f"training.{KEEPS}", "needs training.compute_metrics"
-    if t.train_sampling_strategy in ("group_by_length", "batch_rebalance") and task in PREFERENCES:
+    if t.train_sampling_strategy in ("group_by_length", "batch_rebalance") and task in OWN_LOSS:
         yield (
             "training.train_sampling_strategy",
             f"rows of task {task} have several lengths; write random or sequential",

@@ -25,10 +25,10 @@ Excess = Literal["truncate", "drop", "split"]
 Columns = Literal[
     "text", "prompt", "completion", "messages", "system", "tools", "instruction", "input", "output", "input_ids",
     "labels", "text_pair", "label", "chosen", "rejected", "margin",
+    "anchor", "positive", "negative",
 ]  # fmt: skip
-TaskName = Literal["sft", "pretrain", "dpo", "orpo", "kto", "reward", "classification", "seq2seq"]
+TaskName = Literal["sft", "pretrain", "dpo", "orpo", "kto", "reward", "classification", "seq2seq", "embedding"]
 NOT_BUILT: Mapping[str, str] = {  # tasks that others have
-    "embedding": "not built: its model is no PreTrainedModel; in a program stowed(SentenceTransformerTrainer) trains",
     **dict.fromkeys(("ppo", "grpo", "rloo"), "not built: training that generates its own rows"),
 }
 

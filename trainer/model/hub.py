@@ -37,3 +37,11 @@ def unreachable() -> str | None:
 def options(name: str) -> dict[str, bool]:
     """What ``from_pretrained(name)`` needs besides, so that it does not ask a hub that is not there."""
     return {} if Path(name).exists() or unreachable() is None else {"local_files_only": True}
+
+
+def file_of(name: str | None, file: str) -> Path | None:
+    """A file of a saved model; None if it has none of this name, or there is no saved model."""
+    from transformers.utils.hub import cached_file
+
+    found = name and cached_file(name, file, _raise_exceptions_for_missing_entries=False, **options(name))
+    return Path(found) if found else None

@@ -14,6 +14,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from strategies.core.compose import casts, degrees, requirements_of
@@ -33,7 +34,7 @@ from strategies.core.optimizers import moments_of
 from strategies.core.protocol import Axis, Refusal, Requirement
 from trainer.errors import ConfigError, first_line
 from trainer.machine.profiles import known_rates
-from trainer.model import config_keys
+from trainer.model import config_keys, hub
 from trainer.model.adapters import loraplus_groups
 from trainer.model.build import load_config, with_lora
 from trainer.model.count_cache import cached
@@ -99,7 +100,8 @@ def check_model(config: RunConfig, built: Any) -> None:
         what = f"{built.model_type} models are not for it: Transformers has no {auto.rpartition('.')[2]} of one"
         raise config.error("task", config.task, what)
     keys = built.get_text_config().to_dict()
-    refuse(config, list(TASKS[config.task].refuses_model(config, built)))
+    saved = partial(hub.file_of, config.model.name_or_path)
+    refuse(config, list(TASKS[config.task].refuses_model(config, built, saved)))
     refuse(config, [refused for each in config.strategies.values() for refused in each.refuses_model(keys)])
 
 
@@ -118,7 +120,7 @@ def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) 
     """The facts that follow from the config alone."""
     training, divided = config.training, degrees(config.strategies)
     return RunFacts(
-        micro_batch=training.per_device_train_batch_size * TASKS[config.task].sequences,
+        micro_batch=training.per_device_train_batch_size * TASKS[config.task].sequences(config),
         sequence=config.data.max_length,
         accumulation=training.gradient_accumulation_steps,
         max_grad_norm=training.max_grad_norm,
@@ -128,7 +130,7 @@ def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) 
         optim=training.optim,
         recomputes=training.gradient_checkpointing or bool(training.activation_checkpointing),
         accelerated=accelerated,
-        sequences=TASKS[config.task].sequences,
+        sequences=TASKS[config.task].sequences(config),
         stages=divided.get(Axis.STAGES, 1),
         tensor=divided.get(Axis.TENSOR, 1),
         slices=divided.get(Axis.SEQUENCE, 1),

@@ -44,7 +44,7 @@ from trainer.run.checkpoint import move_aside, versions
 from trainer.run.resume_rules import RULES, SILENT
 from trainer.run.trainer import Trainer
 from trainer.tasks.table import TASKS
-from trainer.tasks.task import Task, loaded
+from trainer.tasks.task import Task, loaded, scores
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, TrainerState
@@ -227,7 +227,7 @@ def compare(
     model.eval()
     model.config.use_cache = False  # as it was for ``logits``
     with torch.no_grad():
-        again = model(**probe).logits.float()
+        again = scores(model(**probe)).float()
         difference = float((again - logits).abs().max() / logits.abs().max().clamp_min(1e-12))
     if not difference <= tolerance:
         raise ExportError(f"export: logits differ by {difference:.2e} of the largest after reloading")

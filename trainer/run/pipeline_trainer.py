@@ -27,6 +27,7 @@ from strategies.core.plan import Kind
 from strategies.planner.cuts import Schedule
 from trainer.data.packing import MASKED
 from trainer.run.stowed_trainer import StowedTrainer
+from trainer.tasks.task import scores
 
 if TYPE_CHECKING:
     import transformers
@@ -154,7 +155,7 @@ class PipelineTrainer(_Trainer):
         model.eval()
         with torch.no_grad(), self.compute_loss_context_manager():
             if self.pipeline is None:
-                logits = model(**inputs).logits
+                logits = scores(model(**inputs))
             else:
                 rows = self.whole.get_output_embeddings().weight.shape[0]
                 logits = self.pipeline.forward(

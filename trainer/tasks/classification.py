@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from strategies.core.protocol import Refusal
 from trainer.errors import kind, nearest
-from trainer.tasks.task import MULTIPLE, Field, Task, takes_no_count
+from trainer.tasks.task import MULTIPLE, Field, Saved, Task, takes_no_count
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +41,7 @@ class Classification(Task):
     adapters = "SEQ_CLS"
     pipeline_tag = "text-classification"
 
-    def refuses_model(self, config: RunConfig, model: PretrainedConfig) -> Iterator[Refusal]:
+    def refuses_model(self, config: RunConfig, model: PretrainedConfig, saved: Saved) -> Iterator[Refusal]:
         if config.training.label_smoothing_factor and (problem := problem_of(model)) != ONE:
             what = f"{problem} has no label whose share could be taken from it; leave it out"
             yield Refusal("training.label_smoothing_factor", config.training.label_smoothing_factor, what)

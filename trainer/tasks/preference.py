@@ -37,6 +37,9 @@ class Preference(Task):
     folder = "trainer"  # of TRL, where its trainer is
     fused = False  # the loss reads the head's weight by itself, through TRL's fused head
 
+    def sequences(self, config: RunConfig) -> int:
+        return 1 + any(field.name == "rejected" for field in self.fields)
+
     def refusals(self, config: RunConfig) -> Iterator[Refusal]:
         yield from super().refusals(config)
         found = find_spec("trl")
@@ -94,7 +97,6 @@ class Dpo(Preference):
     name = "dpo"
     fields = PAIR
     trainer, arguments = "trl.DPOTrainer", "trl.DPOConfig"
-    sequences = 2
     fused = True
 
     def complete(self, given: dict[str, Any], config: RunConfig) -> dict[str, Any]:
@@ -119,7 +121,6 @@ class Reward(Preference):
     model_class = "transformers.AutoModelForSequenceClassification"
     trainer, arguments = "trl.RewardTrainer", "trl.RewardConfig"
     adapters = "SEQ_CLS"
-    sequences = 2
     pipeline_tag = "text-classification"
 
     def targets(self, ids: Tensor, config: RunConfig) -> dict[str, Any]:
@@ -133,7 +134,6 @@ class Orpo(Preference):
     fields = PAIR
     trainer, arguments = "trl.experimental.orpo.ORPOTrainer", "trl.experimental.orpo.ORPOConfig"
     folder = "experimental/orpo"
-    sequences = 2
 
     def complete(self, given: dict[str, Any], config: RunConfig) -> dict[str, Any]:
         return {**super().complete(given, config), "remove_unused_columns": False}

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from trainer.tasks.classification import Classification
+from trainer.tasks.embedding import Embedding
 from trainer.tasks.preference import Dpo, Kto, Orpo, Reward
 from trainer.tasks.seq2seq import Seq2Seq
 from trainer.tasks.task import Pretrain, Task
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 
 LANGUAGE = Task()
 TASKS: Mapping[str, Task] = {
-    task.name: task for task in (LANGUAGE, Pretrain(), Dpo(), Orpo(), Kto(), Reward(), Classification(), Seq2Seq())
+    task.name: task
+    for task in (LANGUAGE, Pretrain(), Dpo(), Orpo(), Kto(), Reward(), Classification(), Seq2Seq(), Embedding())
 }
 
 

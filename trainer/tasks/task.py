@@ -14,6 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from strategies.core.protocol import Refusal, is_older
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 READS_MODULES = (5, 18)  # the release of Transformers that loads what is trained in full beside adapters
 MULTIPLE = 8  # batches are padded to a multiple of it
+
+Saved = Callable[[str], Path | None]  # from the name of a file to the file of the saved model, if it has one
 
 
 class Field(NamedTuple):
@@ -44,7 +47,6 @@ class Task:
         model_class, trainer, arguments: dotted names of classes.
         adapters: peft's name of the task.
         adds_adapters: the Trainer wraps the model in adapters, and not the run.
-        sequences: sequences of a row in one forward.
         pipeline_tag: of the model card.
     """
 
@@ -55,7 +57,6 @@ class Task:
     arguments = "transformers.TrainingArguments"
     adapters = "CAUSAL_LM"
     adds_adapters = False
-    sequences = 1
     pipeline_tag = "text-generation"
 
     @property
@@ -67,6 +68,10 @@ class Task:
     def generates(self) -> bool:
         """Whether the model continues a text."""
         return self.model_class.endswith("CausalLM")
+
+    def sequences(self, config: RunConfig) -> int:
+        """Sequences of a row in one forward."""
+        return 1
 
     def refusals(self, config: RunConfig) -> Iterator[Refusal]:
         """What cannot work, known from the config alone."""
@@ -82,8 +87,8 @@ class Task:
                 "model.lora", lora.model_dump(exclude_unset=True), f"{what}; install 5.18, or write export: merged"
             )
 
-    def refuses_model(self, config: RunConfig, model: PretrainedConfig) -> Iterator[Refusal]:
-        """What cannot work with this model, known from its configuration."""
+    def refuses_model(self, config: RunConfig, model: PretrainedConfig, saved: Saved) -> Iterator[Refusal]:
+        """What cannot work with this model, known from its configuration and other small files of a ``saved`` one."""
         yield from ()
 
     def features(
@@ -138,6 +143,12 @@ def loaded(dotted: str) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "You are importing from 'trl.experimental'")
         return getattr(import_module(module), name)
+
+
+def scores(outputs: Any) -> Tensor:
+    """The logits of a forward; of a model without a head what its last layer says of each token."""
+    found: Tensor = outputs.logits if "logits" in outputs else outputs.last_hidden_state
+    return found
 
 
 def mean_over_tokens(prediction: EvalPrediction) -> dict[str, float]:

@@ -1,0 +1,160 @@
+"""One vector per text, so that texts that belong together are near each other: ``AutoModel``, the mean over tokens, and
+in-batch negatives (``MultipleNegativesRankingLoss``), both by sentence-transformers, with Transformers' Trainer.
+
+A row is an anchor and its positive; the positives of the other rows of a micro-batch are its negatives. If
+``data.columns`` names a ``negative``, a row has that as well. The texts of a micro-batch go through the model at once,
+anchors first, so a plan counts two or three sequences per row. sentence-transformers' own Trainer takes anchors apart,
+a second forward; of a loss that calls its ``embed_columns`` with ``separate_first=False`` a run has the bits.
+
+The model that is trained, saved and exported is Transformers'. ``SentenceTransformer(FOLDER)`` opens the export, with
+the mean over tokens, as it opens any such model.
+
+Refused: saved models of sentence-transformers with other modules than those (another pooling, a dense layer), since
+they would be trained as another model; models with a decoder of their own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import transformers
+
+from strategies.core.protocol import Refusal
+from trainer.tasks.task import Field, Saved, Task, takes_no_count
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from trainer.config.sections import RunConfig
+
+NEGATIVE = "rows have a negative, too; write data.columns: {negative: negative}, so that it is trained on and counted"
+MODULES = ("Transformer", "Pooling", "Normalize")  # of a saved SentenceTransformer; the last changes no cosine
+
+
+class Embedding(Task):
+    """Texts that belong together, near each other."""
+
+    name = "embedding"
+    fields = (Field("anchor", (str,)), Field("positive", (str,)), Field("negative", (str,), required=False))
+    model_class = "transformers.AutoModel"
+    trainer = "trainer.tasks.embedding.EmbeddingTrainer"
+    adapters = "FEATURE_EXTRACTION"
+    pipeline_tag = "sentence-similarity"
+
+    def sequences(self, config: RunConfig) -> int:
+        return 2 + ("negative" in config.data.columns)
+
+    def refusals(self, config: RunConfig) -> Iterator[Refusal]:
+        yield from super().refusals(config)
+        if find_spec("sentence_transformers") is None:
+            what = "needs the package sentence-transformers; install it with: pip install 'deepstow[embedding]'"
+            yield Refusal("task", self.name, what)
+
+    def refuses_model(self, config: RunConfig, model: PretrainedConfig, saved: Saved) -> Iterator[Refusal]:
+        if model.is_encoder_decoder:
+            yield Refusal("task", self.name, f"{model.model_type} has a decoder; take an encoder, or a decoder alone")
+        if found := other_part(saved):
+            what = f"is a SentenceTransformer with {found}, and task {self.name} trains the mean over tokens alone"
+            yield Refusal("model.name_or_path", config.model.name_or_path, what)
+
+    def features(
+        self, rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig, data: Any
+    ) -> list[dict[str, Any] | str]:
+        if "negative" in rows[0] and "negative" not in data.columns:
+            return [NEGATIVE] * len(rows)
+        names = [field.name for field in self.fields if field.name in rows[0]]
+        limits: dict[str, Any] = {"truncation": True, "max_length": data.max_length, "verbose": False}
+        made = [tokenizer([row[name] for row in rows], **limits)["input_ids"] for name in names]
+        pairs = (dict(zip(names, each, strict=True)) for each in zip(*made, strict=True))
+        return [pair if all(pair.values()) else f"field {min(pair, key=pair.get)!r} has no tokens" for pair in pairs]  # type: ignore[arg-type]
+
+    def name_tokens(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+        """A template would have sentence-transformers wrap each text when it opens the export; here texts are plain."""
+        tokenizer.chat_template = None
+        takes_no_count(model)
+
+    def options(self, model: Any, tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> dict[str, Any]:
+        pad = transformers.DataCollatorWithPadding(tokenizer)
+
+        def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+            texts = [{"input_ids": row[name]} for name in rows[0] for row in rows]
+            return {
+                "labels": torch.arange(len(rows)),
+                **pad(texts),
+            }  # first: the Trainer asks it how many rows there are
+
+        return {"data_collator": collate}
+
+    def targets(self, ids: Tensor, config: RunConfig) -> dict[str, Any]:
+        return {"labels": ids[: len(ids) // self.sequences(config), 0]}
+
+    def forward(self, model: Any, config: RunConfig) -> Callable[..., Any]:
+        takes = inspect.signature((model.get_base_model() if config.model.lora else model).forward).parameters
+
+        def run(**inputs: Any) -> dict[str, Any]:
+            if "token_type_ids" in takes:
+                inputs["token_type_ids"] = inputs["input_ids"]  # zeros in both
+            return {"loss": loss_of(model, inputs)}
+
+        return run
+
+
+class EmbeddingTrainer(transformers.Trainer):
+    """Transformers' Trainer with sentence-transformers' loss."""
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, *rest: Any, **more: Any
+    ) -> Any:
+        loss = loss_of(model, inputs)
+        return (loss, {}) if return_outputs else loss
+
+
+def loss_of(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+    """The loss of a micro-batch.
+
+    Args:
+        inputs: ``input_ids`` [C * B, S] of C columns one after the other, ``attention_mask`` where there is padding,
+            and ``labels`` [B], which says how many rows there are.
+    """
+    given = {name: each for name, each in inputs.items() if name != "labels"}
+    tokens = model(**given)[0]
+    ranking, mean = parts(tokens.shape[-1])
+    vectors = mean({"token_embeddings": tokens, **given})["sentence_embedding"]
+    loss: Tensor = ranking.compute_loss_from_embeddings(list(vectors.split(len(inputs["labels"]))), None)
+    return loss
+
+
+@cache
+def parts(width: int) -> tuple[Any, Any]:
+    """Loss and pooling of sentence-transformers."""
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    return MultipleNegativesRankingLoss(cast(Any, None)), Pooling(width, "mean")
+
+
+def other_part(saved: Saved) -> str:
+    """What a saved SentenceTransformer has that is not trained here; empty if there is nothing, or it is none."""
+
+    def read(file: str) -> Any:
+        path = saved(file)
+        return json.loads(path.read_text()) if path else {}
+
+    for module in read("modules.json"):
+        kind = module["type"].rpartition(".")[2]
+        if kind not in MODULES:
+            return f"a module {kind}"
+        if kind == "Pooling":
+            pooled = read(f"{module['path']}/config.json")
+            before = [name for name, value in pooled.items() if name.startswith("pooling_mode_") and value is True]
+            mode = before or pooled.get("pooling_mode", "mean")  # release 6 has one key for all modes
+            if mode not in (["pooling_mode_mean_tokens"], ["mean"], "mean"):
+                return f"the pooling {mode}"
+    return ""
