@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch import cli
+from strategies.core.protocol import LOSSY
 from trainer.config.load import load
 from trainer.errors import ExitCode
 
@@ -145,6 +146,9 @@ def conclude(differences: Sequence[Difference], tolerance: float, reasons: str) 
     for found in differences:
         print(f"{found.name}: {found.num_different:,} of {found.num_elements:,} differ, at most {found.relative:.1e}")
     worst = _worst(differences)
+    if tolerance == LOSSY:
+        print(f"NOT equal, and not meant to be, {worst:.1e} of the largest weight: {reasons}")
+        return ExitCode.FAILED
     if not differences:
         print("bitwise equal")
     elif worst <= tolerance:

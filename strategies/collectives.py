@@ -10,6 +10,10 @@ How they exchange is said in ``strategies/engine/ranks/two_level.py``, what it t
 ``strategies/planner/two_level.py``. Who exchanges: torch's DistributedDataParallel by a communication hook, DeepSpeed's
 stage 0 between its backward and its step (``strategies/backends/two_level.py``), and the memory engine. Refused: what
 exchanges otherwise, such as DeepSpeed's other stages, and machines with different numbers of ranks.
+
+``compress`` makes messages of plain data parallelism smaller instead (``strategies/backends/compressed.py``). It is
+lossy, and no tolerance is declared: what is not sent now is sent later, or never. Refused beside all that exchanges
+gradients otherwise, in phases as well, and where errors that are kept would be of another scale (fp16's loss scale).
 """
 
 from __future__ import annotations
@@ -20,14 +24,20 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from strategies.core.facts import Facts, Precision, RunFacts
+from strategies.core.facts import Compression, Facts, Precision, RunFacts
 from strategies.core.plan import RUN, Decision, Plan, Reserve
-from strategies.core.protocol import BITWISE, Idle, Parity, Phase, Refusal, Strategy
+from strategies.core.protocol import BITWISE, LOSSY, Idle, Parity, Phase, Refusal, Strategy
 from strategies.core.sizes import human
+from strategies.planner.compressed import owed_bytes, words
 from strategies.planner.pipeline_bytes import MESSAGE_BYTES
 from strategies.planner.two_level import SLICES, UNKNOWN, machines_of
 
-KEY = "strategies.collectives.hierarchical"
+KEY, COMPRESS = "strategies.collectives.hierarchical", "strategies.collectives.compress"
+_OPTIONS: Mapping[str, tuple[str, ...]] = {  # the methods that each is of
+    "density": ("topk",),
+    "rank": ("powersgd",),
+    "start": ("powersgd", "topk", "int8"),
+}
 _ORDER = (
     "gradients of more than two ranks are added in another order than by plain data parallelism; where those of an "
     "element cancel, Adam moves it by the learning rate in either direction"
@@ -45,7 +55,8 @@ class Collectives(Strategy):
     """Exchange gradients, and the memory engine's spans, inside each machine first and then across machines.
 
     For several machines with several ranks each, whose network is slower than what is inside them. Machines are those
-    of the launcher, and need as many ranks each.
+    of the launcher, and need as many ranks each. With compress plain data parallelism sends less over slow links, and
+    the result is another one.
     """
 
     phase = Phase.WHO
@@ -58,14 +69,32 @@ class Collectives(Strategy):
         description="Parts of an exchange, of which one travels inside while another travels across; auto: by the "
         "rates, if they are known.",
     )
+    compress: Literal["none", "bf16", "fp16", "powersgd", "topk", "int8"] = Field(
+        default="none", description="Lossy: send gradients in fewer bytes, in plain data parallelism, in one ring."
+    )
+    density: float = Field(default=0.01, gt=0, le=1, description="Part of the elements that topk sends.")
+    rank: int = Field(default=4, ge=1, le=128, description="Rank of the two factors that powersgd sends of a matrix.")
+    start: int = Field(default=10, ge=2, description="Steps before topk, int8 or powersgd begins; they send all.")
+
+    @property
+    def _in_phases(self) -> bool:
+        return self.hierarchical and self.compress == "none"
 
     def parity(self, run: RunFacts) -> Parity:
+        if self.compress != "none":
+            return Parity(LOSSY, f"gradients are exchanged as {self._compression().words}, which loses part of them")
         if run.precision is not Precision.FP32:
             return Parity(2e-2, _ROUNDING)
         return Parity(1e-3, _ORDER) if run.replicas > 2 else BITWISE
 
     def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
-        if not self.hierarchical:
+        for option, methods in _OPTIONS.items():
+            if option in self.written and self.compress not in methods:
+                value, what = self.written[option], f"is of {', '.join(methods)}, not of {self.compress}; leave it out"
+                yield Refusal(f"strategies.collectives.{option}", value, what)
+        if self.compress != "none":
+            yield from self._refuses_compressed(run, others)
+        if not self._in_phases:
             return
         for name, why in _OTHERS.items():
             if name in others:
@@ -79,9 +108,34 @@ class Collectives(Strategy):
             cure = "strategies.collectives adds in an order of its own; leave reduction out"
             yield Refusal("strategies.offload.reduction", "fast", cure)
 
+    def _refuses_compressed(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
+        for name in ("zero", "offload", *_OTHERS):
+            if name in others:
+                what = f"cannot go with strategies.{name}, which exchanges otherwise; leave one of the two out"
+                yield Refusal(COMPRESS, self.compress, what)
+        if {"hierarchical": True}.items() <= self.written.items() or "slices" in self.written:
+            yield Refusal(COMPRESS, self.compress, "messages go in one ring; leave hierarchical and slices out")
+        owes = self._compression().owes
+        if owes and run.precision is Precision.FP16:
+            what = "what is owed has the loss scale of training.fp16, which changes; take bf16: true, or compress: fp16"
+            yield Refusal(COMPRESS, self.compress, what)
+        if run.trained_bytes != 4:
+            what = "gradients have 16 bits already, by model.dtype; leave it out, or train in float32 or bf16: true"
+            yield Refusal(COMPRESS, self.compress, what)
+        if self.compress == "powersgd" and run.recomputes:
+            what = "training.gradient_checkpointing makes torch form buckets anew; take strategies.recompute instead"
+            yield Refusal(COMPRESS, self.compress, what)
+
+    def _compression(self) -> Compression:
+        assert self.compress != "none"
+        return Compression(self.compress, self.density, self.rank, self.start)
+
+    def of_these_ranks(self) -> str:
+        return "" if self.compress == "none" else f"as {self._compression().words}"
+
     def refuses_machines(self, firsts: Sequence[int]) -> Iterator[Refusal]:
         counts = {first: firsts.count(first) for first in firsts}
-        if not self.hierarchical:
+        if not self._in_phases:
             return
         if len(set(counts.values())) > 1:
             what = " and ".join(str(count) for count in counts.values())
@@ -92,7 +146,9 @@ class Collectives(Strategy):
     def narrowed(self, facts: Facts, rank: int) -> Facts:
         """The facts with the number of slices, by which all others see what an exchange takes."""
         ranks, here = facts.run.copies, facts.machine.ranks or facts.run.copies
-        if not self.hierarchical or here >= ranks or here == 1:
+        if self.compress != "none" and ranks > 1:
+            return replace(facts, run=replace(facts.run, compression=self._compression()))
+        if not self._in_phases or here >= ranks or here == 1:
             return facts
         if ranks % here:
             raise Refusal(KEY, True, f"{ranks} ranks are on machines of {here}: start as many on each, or leave it out")
@@ -102,6 +158,15 @@ class Collectives(Strategy):
         return replace(facts, run=replace(facts.run, two_level=slices))
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
+        if facts.run.compression is not None:
+            owed = owed_bytes(facts)
+            yield Reserve(unit=RUN, reason=words(facts), owner="collectives: owed gradients", num_bytes=owed)
+            size = 3 * _received_bytes(facts)  # a bucket, as it is coded and as it is decoded
+            why = "messages of a bucket"
+            yield Reserve(unit=RUN, reason=why, owner="collectives: messages", num_bytes=size, in_passes=True)
+            return
+        if self.compress != "none":
+            raise Idle("there is one rank, so nothing is exchanged")
         if not self.hierarchical:
             raise Idle("hierarchical is false: ranks exchange in one ring")
         if not facts.run.two_level:

@@ -1,25 +1,20 @@
 """Gradients of data parallelism, averaged in phases inside and across machines instead of by one ring.
 
-Under torch's DistributedDataParallel that is its communication hook, which is given a bucket when its gradients are
-complete. Buckets are exchanged in one thread, in the order in which they came, which is the same on all ranks, while
-backward goes on. On an accelerator they are exchanged in backward's own stream instead, whose order is all that is
-needed; nothing overlaps then, and no GPU was measured.
-
-DeepSpeed's stage 0 leaves gradients alone in ``no_sync``; they are averaged before they are clipped.
+Under torch's DistributedDataParallel that is its communication hook (``ddp_hook.py``). DeepSpeed's stage 0 leaves
+gradients alone in ``no_sync``; they are averaged before they are clipped.
 
 Invariant. As in both libraries gradients are divided by the number of ranks first and then added, in the order of
 ``strategies/engine/ranks/two_level.py``.
 """
 
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
-from torch.nn.parallel import DistributedDataParallel
 
+from strategies.backends.ddp_hook import Hook
 from strategies.backends.pipeline_gradients import messages
 from strategies.core.plan import Plan
 from strategies.engine.ranks import two_level
@@ -38,36 +33,9 @@ def averages(exchange: TwoLevel, flat: Tensor) -> Tensor:
     return flat
 
 
-class Hook:
-    """The state of the hook of one wrapped model."""
-
-    def __init__(self, exchange: TwoLevel) -> None:
-        self._exchange = exchange
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="stow-exchange")
-
-    def hang_on(self, model: DistributedDataParallel) -> None:
-        model.register_comm_hook(self, _average)
-
-    def average(self, flat: Tensor) -> torch.futures.Future[Tensor]:
-        if flat.device.type != "cpu":
-            future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device])
-            future.set_result(averages(self._exchange, flat))
-            return future
-        future = torch.futures.Future()
-
-        def work() -> None:
-            try:
-                future.set_result(averages(self._exchange, flat))
-            except Exception as error:  # backward raises it
-                future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation says: a result
-
-        self._thread.submit(work)
-        return future
-
-
-def _average(hook: Hook, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
-    """Torch looks at these annotations, which are therefore no strings in this file."""
-    return hook.average(bucket.buffer())
+def hook_of(exchange: TwoLevel) -> Hook:
+    """What gives DistributedDataParallel such means."""
+    return Hook(lambda bucket: averages(exchange, bucket.buffer()))
 
 
 @torch.no_grad()

@@ -173,6 +173,26 @@ class ModelNumbers:
     experts_per_token: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Compression:
+    """How gradients are exchanged in fewer bytes (``strategies/backends/compressed.py``)."""
+
+    method: Literal["bf16", "fp16", "powersgd", "topk", "int8"]
+    density: float  # the part of the elements that top-k sends
+    rank: int  # of PowerSGD's factors
+    start: int  # steps before that exchange all, where something is owed
+
+    @property
+    def owes(self) -> bool:
+        """Whether ranks keep what they have not sent, and send it later."""
+        return self.method not in ("bf16", "fp16")
+
+    @property
+    def words(self) -> str:
+        options = {"topk": f", density {self.density:g}", "powersgd": f", rank {self.rank}"}
+        return f"{self.method}{options.get(self.method, '')}{f', from step {self.start + 1} on' if self.owes else ''}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts(ModelNumbers):
     """The run as configured: micro-batch in sequences, sequence in tokens, ranks over all nodes.
@@ -200,6 +220,7 @@ class RunFacts(ModelNumbers):
     apart: int = 0  # parameters of this rank that others have, too, but not all copies
     alike: int = 1  # ranks that have the same of these
     two_level: int = 0  # slices of exchanges in phases inside and across machines; 0: ranks exchange in one ring
+    compression: Compression | None = None  # of gradients between ranks
 
     @property
     def grid(self) -> Grid:

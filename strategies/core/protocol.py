@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from importlib.metadata import version
+from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
@@ -66,7 +67,7 @@ class Parity:
     """How far weights trained with a strategy may differ from those of plain training.
 
     ``tolerance`` is the largest difference, relative to the largest weight of the same tensor, after the steps of the
-    parity tests; 0.0 means bit for bit.
+    parity tests; 0.0 means bit for bit, and ``LOSSY`` that no difference is too large: the result is another one.
     """
 
     tolerance: float
@@ -75,7 +76,12 @@ class Parity:
     def __post_init__(self) -> None:
         assert self.tolerance == 0.0 or self.reason, "a tolerance above zero states its reason"
 
+    @property
+    def is_lossy(self) -> bool:
+        return self.tolerance == LOSSY
 
+
+LOSSY = inf
 BITWISE = Parity(0.0, "")
 
 
@@ -135,6 +141,10 @@ class Strategy(BaseModel, ABC):
         """Change the model as the plan says, before an engine gets it; but not names, order or number of parameters,
         buffers and modules, which the caller checks.
         """
+
+    def of_these_ranks(self) -> str:
+        """What has state of each rank that no other way, and no other number of ranks, goes on from; empty: nothing."""
+        return ""
 
     def divides(self) -> Mapping[Axis, int]:
         """Over how many ranks it divides the model along each axis."""

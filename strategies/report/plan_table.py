@@ -154,6 +154,8 @@ def summary(plan: Plan) -> Iterator[str]:
         yield f"while the model is written, first rank, host: up to {human(writing)}"
     if plan.facts.run.two_level:
         yield from (one.reason for one in plan.reserves(Home.DEVICE) if one.owner.startswith("collectives"))
+    if plan.facts.run.compression is not None:
+        yield from (one.reason for one in plan.reserves(Home.DEVICE) if one.owner == "collectives: owed gradients")
 
 
 # --- buckets ---------------------------------------------------------------------------------------------------------

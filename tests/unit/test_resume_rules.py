@@ -15,7 +15,7 @@ from trainer.config.sections import SECTIONS, LoraSection
 from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError
 from trainer.run import resume_rules, resuming
-from trainer.run.resume_rules import MOVES, NEVER, RULES, SAID, SILENT, compare, compare_contents, rule_of
+from trainer.run.resume_rules import COMPRESSION, MOVES, NEVER, RULES, SAID, SILENT, compare, compare_contents, rule_of
 from trainer.run.same_rows import Known
 
 
@@ -27,7 +27,7 @@ def keys() -> Iterator[str]:
 
 def test_every_key_has_a_rule_and_every_rule_a_key() -> None:
     assert {"task", *keys()} == set(RULES)
-    assert set(RULES.values()) == {SILENT, SAID, NEVER, *ALLOWABLE} - {"ranks"}
+    assert set(RULES.values()) == {SILENT, SAID, NEVER, *ALLOWABLE} - {COMPRESSION, "ranks"}
 
 
 def changed(now: dict[str, Any], saved: dict[str, Any] | None = None, ranks: tuple[int, int] = (1, 1)) -> Any:
@@ -112,6 +112,27 @@ def test_the_number_of_ranks() -> None:
     (line,) = changed({}, ranks=(2, 3)).refused
     assert (line.key, line.value) == ("ranks", 3) and "saved with 2" in line.what
     assert changed({"allow_change": ["ranks"]}, ranks=(2, 3)).said == ["ranks = 3 (was 2)"]
+
+
+def compressed(**options: Any) -> dict[str, Any]:
+    return {"strategies": {"collectives": {"compress": "topk", **options}}}
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "ranks", "was"),
+    [
+        ({}, compressed(), (2, 2), "exchanged whole"),
+        (compressed(), {}, (2, 2), "exchanged as topk, density 0.01, from step 11 on by 2 ranks"),
+        (compressed(), compressed(density=0.1), (2, 2), "exchanged as topk, density 0.01"),
+        (compressed(), compressed(), (2, 4), "by 2 ranks"),
+    ],
+)
+def test_compressed_exchanges(saved: dict[str, Any], now: dict[str, Any], ranks: tuple[int, int], was: str) -> None:
+    refused = changed({**now, "allow_change": ["ranks"]}, saved, ranks).refused
+    assert [line.key for line in refused] == ["strategies.collectives"] and was in refused[0].what
+    assert "training.allow_change: [compression]" in refused[0].what
+    assert changed({**now, "allow_change": ["ranks", "compression"]}, saved, ranks).refused == []
+    assert changed(now, now, (2, 2)).refused == []
 
 
 def ranks_and_accumulation(now: dict[str, Any], ranks: tuple[int, int], rows: int | None = 64, **model: Any) -> Any:

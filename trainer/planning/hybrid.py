@@ -201,6 +201,10 @@ class Shares:
         if slices is not None:
             what = "--search and --tokens know nothing of slices of rows; leave it out, or plan without them"
             raise config.error(Axis.SEQUENCE.value, slices, what)
+        for name, strategy in config.strategies.items():
+            if (parity := strategy.parity(run_facts(config, ranks.world_size))).is_lossy:
+                what = f"--search and --tokens offer nothing lossy, and {parity.reason}; leave it out"
+                raise config.error(f"strategies.{name}", strategy.written, what)
         self._config, self._ranks, self._machine, self._say = config, ranks, machine, say
         self._tree = config.tree()
         self.whole = self._gathered(build(keys.without(self._tree)).like(config))

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from strategies.backends.compressed import Compressed
     from strategies.backends.expert_parts import ExpertParts
     from strategies.backends.pipeline_gradients import StageGradients
     from strategies.engine.ranks.two_level import TwoLevel
@@ -46,6 +47,7 @@ class StowAccelerator(Accelerator):
     grid: Grid = Grid()  # of ranks; a plain one says nothing about their number
     gradients: StageGradients | None = None  # of a pipeline's stage
     two_level: TwoLevel | None = None  # what data parallelism exchanges by, where not by one ring
+    compressed: Compressed | None = None  # how it exchanges less
     experts: ExpertParts | None = None  # where they are divided over ranks
     _of_copies = False  # ``gather`` takes from one rank of each copy of the model
     max_grad_norm: float | None = None  # if set, torch clips here before DeepSpeed steps
@@ -115,8 +117,11 @@ class StowAccelerator(Accelerator):
         if self.gradients is not None:
             evaluation_mode = True  # stages are not wrapped: their ranks hold different weights
         prepared = super().prepare_model(model, device_placement, evaluation_mode)
-        if self.two_level is not None and isinstance(prepared, DistributedDataParallel):
-            two_level.Hook(self.two_level).hang_on(prepared)
+        if isinstance(prepared, DistributedDataParallel):
+            if self.two_level is not None:
+                two_level.hook_of(self.two_level).hang_on(prepared)
+            if self.compressed is not None:
+                self.compressed.hang_on(prepared)
         return prepared
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:

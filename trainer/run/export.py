@@ -309,9 +309,11 @@ def _exactness(parities: Mapping[str, Parity]) -> str:
     said += [
         f"{name} to {parity.tolerance:.0e} of the largest weight ({parity.reason})"
         for name, parity in parities.items()
-        if name not in exact
+        if name not in exact and not parity.is_lossy
     ]
-    return f"Training equals plain training: {'; '.join(said)}. " if said else ""
+    lossy = "; ".join(f"{name}: {parity.reason}" for name, parity in parities.items() if parity.is_lossy)
+    equal = f"Training equals plain training: {'; '.join(said)}. " if said and not lossy else ""
+    return f"Training is lossy, and does not equal plain training ({lossy}). " if lossy else equal
 
 
 def _strategies(config: RunConfig) -> str:

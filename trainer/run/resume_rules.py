@@ -8,9 +8,10 @@ Some changes of a config are meant (fewer log lines, another learning rate), som
 * a name, such as ``batch_size``: changes the result; refused unless ``training.allow_change`` has the name;
 * ``NEVER``: the saved state does not fit.
 
-Strategies may change: they decide where state rests and who holds it (``MOVES``); it is said. Ranks and accumulation
-may change together, if updates keep their rows (``same_rows.py``). A key that is in no rule is refused, and a test
-compares the table with the sections of the config.
+Strategies may change: they decide where state rests and who holds it (``MOVES``); it is said. Where ranks have state of
+their own, as of compressed exchanges, other options or another number of ranks are ``compression``. Ranks and
+accumulation may change together, if updates keep their rows (``same_rows.py``). A key that is in no rule is refused,
+and a test compares the table with the sections of the config.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from typing import Any, NamedTuple
 
 from transformers import TrainingArguments
 
+from strategies.core.registry import available, find
 from trainer.config.arguments import ALLOWABLE
 from trainer.run import same_rows
 from trainer.run.same_rows import ACCUMULATION, FOLLOWS_LOSS, NOT_KNOWN, RANKS, Known
 
 SILENT, SAID, NEVER, MOVES = "silent", "said", "never", "moves"
+COMPRESSION = "compression"  # of a strategy, by what it says itself
 
 _SILENT_TRAINING = """
     output_dir logging_strategy logging_steps logging_first_step log_on_each_node log_level log_level_replica
@@ -126,6 +129,7 @@ def compare(
     """
     allowed = now.get("training", {}).get("allow_change", ())
     found = [(key, rule_of(key), old, new) for key, old, new in differences(saved, now)]
+    found += [(key, COMPRESSION, old, new) for key, old, new in _of_ranks(saved, now, ranks)]
     keys, said, refused = changes = Changes(set(), [], [])
     other_rows = ""
     if ranks[0] != ranks[1]:
@@ -196,6 +200,16 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tu
             yield key, before, after
 
 
+def _of_ranks(saved: Mapping[str, Any], now: Mapping[str, Any], ranks: Sequence[int]) -> Iterator[tuple[str, str, str]]:
+    """Strategies whose ranks have state that does not fit, with what it is of in either run."""
+    trees = [tree.get("strategies", {}) for tree in (saved, now)]
+    for name in sorted({name for tree in trees for name in tree} & set(available())):
+        ways = [find(name).model_validate(tree[name]).of_these_ranks() if name in tree else "" for tree in trees]
+        old, new = (f"{way} by {many} ranks" if way else "whole" for way, many in zip(ways, ranks, strict=True))
+        if old != new:
+            yield f"strategies.{name}", f"gradients exchanged {old}", f"gradients exchanged {new}"
+
+
 def rule_of(key: str) -> str:
     """The rule of a dotted key; keys of ``model.config`` by what they are."""
     if key.startswith("strategies."):
@@ -235,4 +249,4 @@ def _shown(value: object) -> str:
     return "not set" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-assert set(ALLOWABLE) == {*_GROUPS, "ranks"}, "training.allow_change names the groups of this table"
+assert set(ALLOWABLE) == {*_GROUPS, COMPRESSION, "ranks"}, "training.allow_change names the groups of this table"

@@ -25,6 +25,7 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
 from strategies.backends import expert_parts, expert_zero, two_level
+from strategies.backends.compressed import compressed_of
 from strategies.core.commit import same_modes
 from strategies.core.sealed import Damaged
 from strategies.engine import NonFiniteError, StowOptimizer
@@ -90,6 +91,7 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
         self.about = self._describe(self.model)  # the first moment at which it has all adapters
         self.accelerator.grid, self.accelerator.experts = self.plan.facts.run.grid, expert_parts.of(self.model)
         self.accelerator.two_level = two_level.exchange_of(self.plan)
+        self.accelerator.compressed = compressed_of(self.plan)
 
     def get_tp_size(self) -> int:
         """How many ranks are given the same rows: all of one replica.

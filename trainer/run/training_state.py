@@ -5,6 +5,7 @@
         optimizer/                                                    counts, moments, masters (state/saved_state.py)
         scheduler.json                                                how far the learning rate's schedule is
         random_state-00000-of-00002.json                              the generators of rank 0 of 2
+        compressed-00000-of-00002.safetensors                         what it owes (strategies/backends/compressed.py)
 
 Hugging Face and DeepSpeed write pickles that fit one strategy and one number of ranks. Here every rank writes spans of
 named parameters, and every rank reads those that it needs, whatever wrote them. Exact weights are masters where there
@@ -38,7 +39,7 @@ from strategies.engine.saving import state_file
 from strategies.state import saved_state
 from strategies.state.saved_state import Holder, Saved, Weights
 from strategies.state.spans import WEIGHT, Span, Store
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, write_line
 
 OPTIMIZER, SCHEDULE = "optimizer", "scheduler.json"
 VERSION = 1  # of files in JSON
@@ -97,6 +98,8 @@ def save(trainer: Any, checkpoint: Path) -> None:
     if is_first:
         saved_state.write_index(folder, holder, args.world_size, _extra(trainer, holder))
         save_schedule(checkpoint / SCHEDULE, trainer.lr_scheduler)
+    if trainer.accelerator.compressed is not None:
+        trainer.accelerator.compressed.save(checkpoint, args.process_index)
 
 
 def opened(trainer: Any, checkpoint: Path, holder: Any = None) -> tuple[Saved, Weights]:
@@ -217,6 +220,10 @@ def load(trainer: Any, checkpoint: Path) -> None:
     """Take over weights, optimizer, loss scale and schedule. A Misfit, if they do not fit, has changed nothing."""
     holder: Any = holder_of(trainer)
     saved, weights = opened(trainer, checkpoint, holder)
+    if trainer.accelerator.compressed is not None:
+        line = trainer.accelerator.compressed.load(checkpoint, trainer.args.process_index)
+        if line and trainer.args.process_index == 0:
+            write_line(line)
     holder.fill(saved)
     _fill_weights(holder, trainer.model, weights)
     scale, steps = saved.extra.get("loss_scale"), int(saved.extra.get("steps", 0))

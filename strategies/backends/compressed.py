@@ -1,0 +1,156 @@
+"""Gradients of DistributedDataParallel, exchanged in fewer bytes. Lossy: no step equals that of plain training.
+
+bf16, fp16 and PowerSGD are torch's own communication hooks, top-k and int8 are in files of their own. What is owed
+(error feedback) is part of the training state: each rank writes its own beside the checkpoint's other files, with
+PowerSGD's factors, random state and iteration, and goes on from it with the same bits.
+
+Invariant. All ranks get the same bits of every mean. Top-k and int8 depend on no bucket; PowerSGD keeps its state by
+bucket, so a bucket with other parameters than before ends the run. (Torch forms buckets anew after the first step
+unless it looks for unused parameters, which Hugging Face's Trainer asks for, but not with gradient checkpointing.)
+
+Collectives of several buckets, and those that torch makes of its own, may be under way at once, so exchanges have a
+group of their own, and one thread (``ddp_hook.py``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+from strategies.backends.codec_int8 import Int8
+from strategies.backends.codec_topk import TopK
+from strategies.backends.ddp_hook import Hook
+
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
+
+    from strategies.core.facts import Compression
+    from strategies.core.plan import Plan
+
+CASTS = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
+EPSILON = 1e-8  # so that a gradient of zeros has no norm of zero to be divided by
+BY_BUCKET = {"error": "error_dict", "p": "p_memory_dict", "q": "q_memory_dict"}  # of PowerSGD's state
+
+
+def compressed_of(plan: Plan) -> Compressed | None:
+    """What compresses, if the plan says so. A collective."""
+    compression = plan.facts.run.compression
+    return None if compression is None else Compressed(compression)
+
+
+class Compressed:
+    """How the ranks of the default group exchange; a collective."""
+
+    def __init__(self, compression: Compression) -> None:
+        self.compression = compression
+        self._group: Any = dist.new_group()
+        self._codec: TopK | Int8 | PowerSGDState | None = None
+        self._steps, self._names, self._buckets = 0, dict[int, str](), dict[int, list[str]]()
+
+    def hang_on(self, model: DistributedDataParallel) -> None:
+        """Exchange what ``model`` trains from now on."""
+        how, group = self.compression, self._group
+        trained = [(name, param) for name, param in model.module.named_parameters() if param.requires_grad]
+        self._names, self._device = {id(param): name for name, param in trained}, trained[0][1].device
+        if how.method == "topk":
+            self._codec = TopK(trained, how.density, group)
+        elif how.method == "int8":
+            self._codec = Int8(trained, group)
+        elif how.method == "powersgd":
+            self._codec = PowerSGDState(
+                group, how.rank, start_powerSGD_iter=how.start, orthogonalization_epsilon=EPSILON
+            )
+        Hook(self._exchange).hang_on(model)
+
+    def _exchange(self, bucket: dist.GradBucket) -> Tensor:  # type: ignore[name-defined]
+        flat: Tensor = bucket.buffer()
+        names = [self._names[id(param)] for param in bucket.parameters()]
+        if self._codec is None:
+            return CASTS[self.compression.method](self._group, bucket).wait()
+        if isinstance(self._codec, PowerSGDState):
+            if (before := self._buckets.setdefault(bucket.index(), names)) != names:
+                what = f"{len(names)} gradients from {names[0]} on, and has had {len(before)} from {before[0]} on"
+                raise RuntimeError(f"bucket {bucket.index()} has {what}: what is owed does not fit")
+            return powerSGD_hook(self._codec, bucket).wait()
+        if self._steps < self.compression.start:
+            dist.all_reduce(flat.div_(self._group.size()), group=self._group)
+        else:
+            self._codec.exchange(names, bucket.gradients())
+        self._steps += bucket.is_last()
+        return flat
+
+    # --- what is owed, in checkpoints ---------------------------------------------------------------------------------
+
+    def save(self, folder: Path, rank: int) -> None:
+        """Write this rank's state into ``folder``; between steps. Raise OSError if that cannot be done."""
+        if self._codec is None:
+            return
+        numbers: dict[str, Any] = {"steps": self._steps, "buckets": self._buckets}
+        if isinstance(self._codec, PowerSGDState):
+            kind, keys, *rest = self._codec.rng.get_state()
+            numbers |= {"steps": self._codec.iter, "random": [kind, np.asarray(keys).tolist(), *rest]}
+        about = {"of": self.compression.words, "numbers": json.dumps(numbers)}
+        tensors = {name: tensor.cpu() for name, tensor in self._state()}
+        save_file(tensors, _path(folder, rank, self._group.size()), about)
+
+    def load(self, folder: Path, rank: int) -> str:
+        """Go on with what this rank owes; why it owes nothing instead, if that is not what ``folder`` has. Raise
+        ValueError, before anything is changed, if a file is damaged.
+        """
+        if self._codec is None:
+            return ""
+        path = _path(folder, rank, self._group.size())
+        if not path.is_file():
+            return f"{folder.name} has no state of compressed exchanges of {self._group.size()} ranks: nothing is owed"
+        try:
+            with safe_open(path, "pt") as file:
+                about = file.metadata() or {}
+                if about["of"] != self.compression.words:
+                    return f"{folder.name} was saved with {about['of']}: nothing is owed"
+                numbers = json.loads(about["numbers"])
+                found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+            self._fill(found, numbers)
+        except (SafetensorError, KeyError, ValueError, TypeError, RuntimeError):
+            raise ValueError(f"{path}: damaged, or of another model") from None
+        return ""
+
+    def _fill(self, found: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+        steps, buckets = int(numbers["steps"]), {int(key): list(names) for key, names in numbers["buckets"].items()}
+        codec = self._codec
+        if isinstance(codec, PowerSGDState):
+            kind, keys, *rest = numbers["random"]
+            codec.rng.set_state((kind, np.array(keys, np.uint32), *rest))
+            for name, tensor in found.items():
+                what, _, index = name.partition(".")
+                getattr(codec, BY_BUCKET[what])[int(index)] = tensor.to(self._device)
+            codec.iter = steps
+        else:
+            assert codec is not None
+            if {name: each.shape for name, each in found.items()} != {n: each.shape for n, each in codec.state.items()}:
+                raise ValueError
+            for name, tensor in found.items():
+                codec.state[name].copy_(tensor)
+        self._steps, self._buckets = steps, buckets
+
+    def _state(self) -> Iterator[tuple[str, Tensor]]:
+        if not isinstance(self._codec, PowerSGDState):
+            assert self._codec is not None
+            yield from self._codec.state.items()
+            return
+        for what, name in BY_BUCKET.items():
+            for index, tensor in getattr(self._codec, name).items():
+                yield f"{what}.{index}", tensor
+
+
+def _path(folder: Path, rank: int, ranks: int) -> Path:
+    return folder / f"compressed-{rank:05}-of-{ranks:05}.safetensors"

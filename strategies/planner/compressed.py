@@ -1,0 +1,76 @@
+"""What compressed exchanges of gradients send, and whether coding takes longer than the link saves. Numbers only.
+
+For P gradients in fp32, on N ranks, in bytes that a rank sends in a step:
+
+    all of them        2 (N-1)/N 4P                      by a ring
+    bf16, fp16         2 (N-1)/N 2P
+    int8               2 (N-1)/N (1 + 4/128) P           to the owners of parts, and from them
+    PowerSGD           2 (N-1)/N 4 r (n + m)             of each n x m matrix, two factors of rank r
+    top-k              (N-1) 8 d P                       a number and its place each; messages are gathered, so this
+                                                         grows with N, and at a density of 1/N nothing is saved
+
+Coding is priced in passes over P numbers of 4 bytes of the device's memory: as the code makes them on an accelerator,
+which nobody has measured; on a CPU as many as it took one core of a Xeon, in times of a pass of a copy (4 M numbers).
+"""
+
+from __future__ import annotations
+
+from strategies.core.facts import Compression, Facts, UnitKind
+from strategies.planner.exchanges import gather_rate
+
+COUNTED = {"bf16": 3, "fp16": 3, "int8": 16, "powersgd": 12, "topk": 20}
+ON_CPU = {"bf16": 5, "fp16": 5, "int8": 95, "powersgd": 105, "topk": 120}
+
+
+def elements_sent(how: Compression, facts: Facts) -> float | None:
+    """Bytes of one rank's message of a step, before it is known how often it travels; None: the model has no width."""
+    count, width = facts.num_trainable, facts.run.hidden_size
+    if how.method == "powersgd":
+        if not width:
+            return None
+        # A matrix has the model's width on one side; blocks are as many as there are squares of it in them.
+        matrices = ((unit.num_trainable, unit.kind is UnitKind.BLOCK) for unit in facts.units)
+        sides = (size / width + width * max(1.0, size / width**2 * in_block) for size, in_block in matrices if size)
+        return min(how.rank * sum(sides), count) * 4
+    return {"topk": 8 * how.density, "int8": 1 + 4 / 128}.get(how.method, 2.0) * count
+
+
+def sent_bytes(facts: Facts) -> tuple[float, float | None]:
+    """What a rank sends in a step without and with compression."""
+    ranks, how = facts.run.copies, facts.run.compression
+    assert how is not None
+    ring = 2 * (ranks - 1) / ranks
+    message = elements_sent(how, facts)
+    times = ranks - 1 if how.method == "topk" else ring
+    return ring * 4 * facts.num_trainable, None if message is None else times * message
+
+
+def owed_bytes(facts: Facts) -> int:
+    """Of the device, of what a rank has not sent, and PowerSGD's factors."""
+    how, count = facts.run.compression, facts.num_trainable
+    if how is None or not how.owes:
+        return 0
+    more = {"int8": count / facts.run.copies, "powersgd": (elements_sent(how, facts) or 4 * count) / 4}
+    return int(4 * (count + more.get(how.method, 0.0)))
+
+
+def words(facts: Facts) -> str:
+    """What is sent, what that gains, and that it is lossy."""
+    how, rates = facts.run.compression, facts.machine.rates
+    assert how is not None
+    whole, less = sent_bytes(facts)
+    if less is None:
+        return f"{how.method}, lossy: each rank sends fewer than {whole / 1e6:.4g} MB per step, how many is unknown"
+    about = "about " if how.method == "powersgd" else ""
+    said = f"{how.method}, lossy: each rank sends {about}{less / 1e6:.4g} MB per step instead of {whole / 1e6:.4g} MB"
+    if how.owes and how.start:
+        said += f" (from step {how.start + 1} on)"
+    if how.method == "topk":
+        said += f", as much at a density of {1 / facts.run.copies:.2g} with {facts.run.copies} ranks"
+    if rates is None:
+        return f"{said}; the link's rate is unknown"
+    saved = (whole - less) / gather_rate(facts, rates)
+    passes = COUNTED if facts.machine.has_accelerator else ON_CPU
+    coding = passes[how.method] * 4 * facts.num_trainable / rates.device_bytes_per_s
+    verdict = "which is more than it saves: leave it out" if coding > saved else "less than it saves"
+    return f"{said}; the link saves {saved * 1e3:.3g} ms, coding takes {coding * 1e3:.3g} ms (estimated), {verdict}"

@@ -1,0 +1,148 @@
+"""Compressed exchanges on real ranks: all get the same bits, nothing that is owed is lost, and a run goes on with it.
+
+There is no plain training to be equal to. Of gradients that are known, what was delivered in all steps and what is
+still owed must add up to what there was, to rounding in fp32.
+"""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from strategies.backends.compressed import Compressed
+from strategies.core.facts import Compression
+from tests.helpers.moves import Kind, different, in_turn
+from trainer.config.sections import RunConfig
+from trainer.dist.ranks import Ranks
+from trainer.dist.spawn import run_world
+
+pytestmark = pytest.mark.ranks
+METHODS = ("topk", "int8", "powersgd", "topk", "int8", "bf16", "fp16")
+SHAPES = ((1,), (3,), (130,), (40, 60), (7, 300), (2, 3, 50), (64, 64))
+START, STEPS = 2, 6
+
+
+class Known(nn.Module):
+    """Its gradients are what it is given; a parameter that is given nothing is not used."""
+
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.params = nn.ParameterList(torch.zeros(shape) for shape in shapes)
+
+    def forward(self, given: list[Tensor | None]) -> Tensor:
+        used = [(param * each).sum() for param, each in zip(self.params, given, strict=True) if each is not None]
+        return torch.stack(used).sum()
+
+
+def _cases(ranks: Ranks, seeds: list[int]) -> dict[str, int]:
+    for seed in seeds:
+        draw = random.Random(seed)
+        method, shapes = METHODS[seed % len(METHODS)], draw.choices(SHAPES, k=draw.randint(1, 6))
+        density = draw.choice((0.01, 0.2, 1.0))
+        model, how = Known(shapes), Compressed(Compression(method, density, draw.choice((1, 2, 4)), START))
+        wrapped = DistributedDataParallel(model, find_unused_parameters=True, bucket_cap_mb=draw.choice((0.005, 1)))
+        how.hang_on(wrapped)
+        whole = [torch.zeros(shape) for shape in shapes]
+        delivered = [torch.zeros(shape) for shape in shapes]
+        for step in range(STEPS):
+            every = _gradients(draw, shapes, ranks.world_size, step, loses=method == "powersgd")
+            wrapped.zero_grad()
+            wrapped(every[ranks.rank]).backward()
+            for number, param in enumerate(model.params):
+                grad = torch.zeros_like(param) if param.grad is None else param.grad
+                _same_on_all(grad, f"case {seed}, {method}, step {step}")
+                delivered[number] += grad
+                parts = [part for each in every if (part := each[number]) is not None]
+                whole[number] += torch.stack(parts).sum(0) / ranks.world_size if parts else 0
+        for number, (expected, found) in enumerate(zip(whole, delivered, strict=True)):
+            scale = float(expected.abs().max()) + 1
+            apart = float((found + _owed(how, model, number) - expected).abs().max())
+            bound = {"bf16": 2**-6, "fp16": 2**-9}.get(method, 1e-5)
+            assert apart <= bound * scale, f"case {seed}, {method}: {apart} of {scale} is lost of {shapes[number]}"
+            if method == "topk" and density == 1:
+                assert float((found - expected).abs().max()) <= 1e-5 * scale
+    return {"cases": len(seeds)}
+
+
+def _gradients(draw: random.Random, shapes: list[Any], ranks: int, step: int, *, loses: bool) -> list[list[Any]]:
+    """Of each rank; some parameters are not used by some ranks, and after the first steps some by none. PowerSGD loses
+    what is owed of those."""
+    generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
+    nobody = {number for number in range(1, len(shapes)) if draw.random() < 0.2 and step and not loses}
+    found: list[list[Any]] = []
+    for rank in range(ranks):
+        unused = {number for number in range(1, len(shapes)) if draw.random() < 0.2 and not (loses and rank == 0)}
+        mine = [torch.randn(shape, generator=generator) * 10 ** draw.uniform(-2, 1) for shape in shapes]
+        found.append([None if number in nobody | unused else each for number, each in enumerate(mine)])
+    return found
+
+
+def _same_on_all(tensor: Tensor, what: str) -> None:
+    every = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, tensor.contiguous())
+    assert all(torch.equal(tensor, other) for other in every), f"{what}: ranks have other bits"
+
+
+def _owed(how: Compressed, model: Known, number: int) -> Tensor:
+    """The mean of what all ranks owe of a parameter, and what its owners do."""
+    state, name = dict(how._state()) if how.compression.owes else {}, f"params.{number}"
+    like, how_many = model.params[number], {key: param.numel() for key, param in model.named_parameters()}
+    owed = torch.zeros(like.shape)
+    if how.compression.method == "powersgd":
+        for index, names in how._buckets.items():
+            sizes = [how_many[each] for each in names]
+            if name in names and f"error.{index}" in state:
+                owed = state[f"error.{index}"].split(sizes)[names.index(name)].clone().view_as(like)
+    elif state:
+        owed = state[f"{name}.owed"].clone().view_as(like)
+    dist.all_reduce(owed)
+    owed /= dist.get_world_size()
+    if f"{name}.owed as owner" in state:
+        mine = state[f"{name}.owed as owner"].contiguous()
+        every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, mine)
+        owed += torch.cat(every).view(-1)[: like.numel()].view_as(like)
+    return owed
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_get_the_same_bits_and_nothing_is_lost(ranks: int) -> None:
+    run_world(ranks, _cases, list(range(100 * ranks, 100 * ranks + 25)), deepspeed=False)
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+def _train(ranks: Ranks, jobs: list[tuple[str, RunConfig, str | None]]) -> dict[str, Any]:
+    found = in_turn(ranks, jobs)
+    for name, each in found.items():
+        every: list[Any] = [None] * ranks.world_size
+        dist.all_gather_object(every, each["end"])
+        assert not any(different(each["end"], other) for other in every), f"{name}: ranks end with other bits"
+    return {name: each["end"] for name, each in found.items()}
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_what_it_owes(tmp_path: Path) -> None:
+    """With clipping and accumulation; casts beside fp16's loss scale, and int8 beside checkpointing."""
+    training = {"per_device_train_batch_size": 1, "max_grad_norm": 0.05, "gradient_accumulation_steps": 2}
+    more = {"topk": {"density": 0.1}, "powersgd": {"rank": 1}}
+    jobs: list[tuple[str, RunConfig, str | None]] = []
+    for method in ("topk", "int8", "powersgd"):
+        options = {"compress": method, "start": START, **more.get(method, {})}
+        again = {"gradient_checkpointing": True} if method == "int8" else {}
+        kind = Kind(4, {"collectives": options}, {**training, **again, "save_steps": 4})
+        folder = tmp_path / method
+        jobs.append((f"{method} whole", kind.config(folder, 6), None))
+        jobs.append((f"{method} resumed", kind.config(folder, 6), str(folder / "checkpoint-4")))
+    for method in ("fp16", "bf16"):
+        kind = Kind(4, {"collectives": {"compress": method}}, {**training, "fp16": True, "save_strategy": "no"})
+        jobs.append((method, kind.config(tmp_path / method, 3), None))
+    found = run_world(4, _train, jobs)
+    for method in ("topk", "int8", "powersgd"):
+        assert different(found[f"{method} whole"], found[f"{method} resumed"]) == [], method

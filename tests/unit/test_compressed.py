@@ -1,0 +1,115 @@
+"""What compressed exchanges are predicted to send, how they are declared, and what is refused; int8's rounding."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from launch.verify import conclude
+from strategies.backends.codec_int8 import BLOCK, decoded, encoded
+from strategies.collectives import Collectives
+from strategies.core.compose import compose
+from strategies.core.facts import Facts, MachineFacts, Precision
+from strategies.core.plan import Home
+from strategies.core.registry import find
+from strategies.report import plan_table
+from tests.helpers.fakes import block, embedding, facts, run_facts
+from tests.unit.test_rates import some_rates
+from trainer.errors import ExitCode
+from trainer.run.export import _exactness
+
+COUNT = 20_000_000
+
+
+def known(method: str, ranks: int, net: float = 1e7, **options: Any) -> Facts:
+    machine = MachineFacts("test gpu", 1 << 40, 1 << 40, rates=some_rates(net_bytes_per_s=net), ranks=ranks)
+    found = facts(embedding(COUNT // 2), block(0, COUNT // 2), machine=machine, world_size=ranks, hidden_size=1000)
+    return Collectives(compress=method, **options).narrowed(found, 0)  # type: ignore[arg-type]
+
+
+def said(about: Facts) -> str:
+    plan = compose({"collectives": Collectives(compress=about.run.compression.method)}, about)  # type: ignore[union-attr]
+    return next(line for line in plan_table.summary(plan) if "lossy" in line)
+
+
+@pytest.mark.parametrize(
+    ("method", "ranks", "megabytes", "whole"),
+    [
+        ("bf16", 2, 40, 80),
+        ("fp16", 4, 60, 120),
+        ("int8", 4, 1.5 * 20 * 132 / 128, 120),
+        ("topk", 2, 1.6, 80),
+        ("topk", 4, 4.8, 120),
+        # The embedding is 1,000 x 10,000; the block ten squares of 1,000: (11,000 + 20,000) x 4 numbers.
+        ("powersgd", 4, 1.5 * 31_000 * 4 * 4 / 1e6, 120),
+    ],
+)
+def test_bytes_that_a_rank_sends(method: str, ranks: int, megabytes: float, whole: float) -> None:
+    assert f"{megabytes:.4g} MB per step instead of {whole:.4g} MB" in said(known(method, ranks))
+
+
+def test_the_plan_says_whether_coding_takes_longer_than_it_saves() -> None:
+    assert "less than it saves" in said(known("int8", 4, net=1e7))
+    assert "which is more than it saves: leave it out" in said(known("int8", 4, net=1e13))
+    assert "as much at a density of 0.25 with 4 ranks" in said(known("topk", 4))
+    alone = known("topk", 1)
+    assert "there is one rank" in compose({"collectives": Collectives(compress="topk")}, alone).idle["collectives"]
+
+
+@pytest.mark.parametrize(("method", "bytes_each"), [("bf16", 0), ("topk", 4), ("int8", 5)])
+def test_what_is_owed_is_planned(method: str, bytes_each: int) -> None:
+    plan = compose({"collectives": Collectives(compress=method)}, known(method, 4))  # type: ignore[arg-type]
+    (owed,) = (each for each in plan.reserves(Home.DEVICE) if each.owner == "collectives: owed gradients")
+    assert owed.num_bytes == bytes_each * COUNT and not owed.in_passes
+
+
+def test_it_is_never_called_equal(capsys: pytest.CaptureFixture[str]) -> None:
+    for method in ("bf16", "topk"):
+        parity = Collectives(compress=method).parity(run_facts(world_size=2))  # type: ignore[arg-type]
+        assert parity.is_lossy and method in parity.reason
+        assert conclude([], parity.tolerance, parity.reason) == ExitCode.FAILED
+        assert "NOT equal, and not meant to be" in capsys.readouterr().out
+        exact = Collectives(slices=2).parity(run_facts(world_size=2))
+        text = _exactness({"collectives": parity, "recompute": exact})
+        assert text.startswith("Training is lossy") and parity.reason in text and "bit for bit" not in text
+
+
+FEEDBACK = "powersgd"
+
+
+@pytest.mark.parametrize(
+    ("options", "others", "run", "what"),
+    [
+        *(({}, {name: each}, {}, f"cannot go with strategies.{name}") for name, each in {
+            "zero": {"stage": 0}, "offload": {}, "tensor": {"degree": 2}, "pipeline": {"stages": 2},
+            "sequence": {"degree": 2}, "experts": {"degree": 2},
+        }.items()),
+        ({"hierarchical": True}, {}, {}, "leave hierarchical and slices out"),
+        ({"slices": 2}, {}, {}, "leave hierarchical and slices out"),
+        ({"density": 0.1}, {}, {}, "density = 0.1: is of topk, not of powersgd"),
+        ({"compress": "none", "start": 5}, {}, {}, "start = 5: is of powersgd, topk, int8, not of none"),
+        ({}, {}, {"precision": Precision.FP16}, "loss scale"),
+        ({}, {}, {"trained_bytes": 2}, "16 bits already"),
+        ({}, {}, {"recomputes": True}, "take strategies.recompute instead"),
+        ({"compress": "topk"}, {}, {"recomputes": True}, ""),
+        ({"compress": "fp16"}, {"recompute": {}}, {"precision": Precision.FP16}, ""),
+        ({"hierarchical": False}, {"recompute": {}}, {"precision": Precision.BF16}, ""),
+    ],
+)  # fmt: skip
+def test_refused(options: dict[str, Any], others: dict[str, Any], run: dict[str, Any], what: str) -> None:
+    strategies = {name: find(name).model_validate(each) for name, each in others.items()}
+    each = Collectives.model_validate({"compress": FEEDBACK, **options})
+    found = [str(one) for one in each.refusals(replace(run_facts(world_size=4), **run), strategies)]
+    assert len(found) == bool(what) and all(what in one for one in found)
+
+
+def test_int8_is_off_by_half_a_level_at_most_and_passes_on_what_is_not_finite() -> None:
+    numbers = torch.randn(50, BLOCK, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 6, 50)[:, None]
+    numbers[3] = 0
+    back, level = decoded(encoded(numbers)), numbers.abs().amax(1, keepdim=True) / 127
+    assert ((back - numbers).abs() <= level * 0.5001).all() and torch.equal(back[3], numbers[3])
+    assert float(back.square().mean()) > 0
+    for bad in (torch.nan, torch.inf):
+        numbers[7, 5] = bad
+        assert not decoded(encoded(numbers))[7, 5].isfinite() and decoded(encoded(numbers))[8].isfinite().all()
