@@ -10,8 +10,9 @@ another order of sums.
 The schedules are those of ``torch.distributed.pipelining``, run by ``strategies/backends/pipelining.py``. With
 ``offload`` beside it, the memory engine trains each stage: it is told when the backward of another micro-batch begins,
 and stages combine the norms of their gradients before any of them updates. With ``zero`` of stage 1 alone, copies of a
-stage divide the optimizer's state (``strategies/backends/pipeline_zero.py``), and the bits stay. Blocks that cannot run
-apart are refused after a trial on a small copy (``strategies/backends/stages.py``).
+stage divide the optimizer's state (``strategies/backends/pipeline_zero.py``), and the bits stay. With ``tensor`` ranks
+divide the layers of each stage, and the bits are those of ``tensor`` alone. Blocks that cannot run apart are refused
+after a trial on a small copy (``strategies/backends/stages.py``).
 """
 
 from __future__ import annotations
@@ -97,9 +98,6 @@ class Pipeline(Strategy):
                 "cannot be divided among the copies of a stage; write adamw_torch_fused, or leave strategies.zero out"
             )
             yield Refusal("training.optim", run.optim, f"its state {fits}")
-        if "tensor" in others:
-            why = "DeepSpeed's engine, which divides the weights, drives no schedule: leave one of the two out"
-            yield Refusal("strategies.tensor", others["tensor"].written, f"cannot go with {KEY}; {why}")
         if offload and self.order.parts_per_stage > 1:
             cure = "gives a stage two parts, and the memory engine trains one; write 1f1b or gpipe"
             yield Refusal(f"{KEY}.schedule", self.schedule, f"cannot go with strategies.offload: it {cure}")
@@ -151,8 +149,8 @@ class Pipeline(Strategy):
                 stage=stage,
                 in_flight=in_flight,
                 forward_flops=int(run.forward_flops * share),
-                model_params=facts.num_params,
-                model_flops=run.forward_flops,
+                model_params=run.model_params or facts.num_params,  # of tensor ranks' parts the whole is known
+                model_flops=run.model_flops or run.forward_flops,
             ),
             params=params,
             linears=tuple(each for each in facts.linears if each.unit in here),

@@ -8,7 +8,8 @@ Invariant. Ranks of one copy are given the same rows and compute the same hidden
 equal on them to the last bit without being sent. The product of a layer divided by rows is summed in another order
 than in plain training, so that a step is equal to rounding only.
 
-DeepSpeed's AutoTP does the work. Which layers it divides is said in ``strategies/backends/autotp.py``, how many bytes
+DeepSpeed's AutoTP does the work, in its engine or, for the stage of a pipeline, alone: the pipeline sums, clips and
+updates then. Which layers it divides is said in ``strategies/backends/autotp.py``, how many bytes
 that leaves on a rank is counted on such a model (``trainer/model/tensor_share.py``), so the other strategies decide
 about one rank's part. What is refused, and why: docs/strategies/tensor.md.
 """
@@ -21,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from strategies.backends import autotp, deepspeed
-from strategies.core.facts import Facts, Precision, RunFacts
-from strategies.core.plan import RUN, Decision, EngineSet, Plan
+from strategies.core.facts import Facts, Precision, RunFacts, UnitKind
+from strategies.core.plan import RUN, Decision, EngineSet, Kind, Plan, Share
 from strategies.core.protocol import COMPILING, Axis, Parity, Phase, Refusal, Requirement, Strategy
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Tensor(Strategy):
     phase = Phase.WHO
     needs_ranks = True
     implies = {"zero": {"stage": 1}}
-    requires = frozenset([Requirement.DEEPSPEED, Requirement.COMPUTE_DTYPE])
+    requires = frozenset([Requirement.DEEPSPEED])  # and what zero requires, unless a pipeline takes that over
     excludes = {
         "training.train_sampling_strategy = batch_rebalance": "it gives ranks of one copy of the model different rows",
         "model.quantization_config": "strategies.tensor divides weights, and quantised ones have no parts",
@@ -75,7 +76,7 @@ class Tensor(Strategy):
         for name, why in _OTHERS.items():
             if name in others:
                 yield Refusal(KEY, self.degree, f"cannot go with strategies.{name}: {why}")
-        stage = getattr(others.get("zero"), "stage", None)
+        stage = None if "pipeline" in others else getattr(others.get("zero"), "stage", None)
         if stage == 3:
             yield Refusal(
                 "strategies.zero.stage", 3, "cannot go with strategies.tensor, which divides weights; write 2"
@@ -83,6 +84,12 @@ class Tensor(Strategy):
         if stage == 0 and run.precision is not Precision.FP32:
             cure = "DeepSpeed clips it by the norm of one rank's gradients under strategies.tensor; write 1 or 2"
             yield Refusal("strategies.zero.stage", 0, cure)
+        policy = getattr(others.get("recompute"), "policy", "full")
+        if "pipeline" in others and policy in ("selective", "auto"):
+            cure = (
+                "sums that are kept were not compared where strategies.tensor divides a pipeline's stages; write full"
+            )
+            yield Refusal("strategies.recompute.policy", policy, cure)
         if run.optim in _OPTIMIZERS:
             yield Refusal("training.optim", run.optim, f"{_OPTIMIZERS[run.optim]}; write adamw_torch_fused")
 
@@ -91,11 +98,20 @@ class Tensor(Strategy):
             yield Refusal(KEY, self.degree, why)
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
-        """The shares are those of one rank's part of the model, which ``zero`` decides about."""
+        """The shares are those of one rank's part of the model, which ``zero`` decides about. A stage of a pipeline is
+        divided without the engine (``apply``).
+        """
         reason = f"attention and MLP divided over {self.degree} ranks"
+        if facts.run.stages > 1:
+            for unit in (each for each in facts.units if each.kind is UnitKind.BLOCK):
+                size = plan.share(unit.name, Kind.PARAM).element_bytes
+                yield Share(unit=unit.name, reason=reason, kind=Kind.PARAM, ways=1, element_bytes=size)
+            return
         yield EngineSet(unit=RUN, reason=reason, key=deepspeed.TENSOR_DEGREE, value=self.degree)
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
         from strategies.backends import tensor_shards
 
+        if plan.facts.run.stages > 1:
+            tensor_shards.divide(model, self.degree, tied=plan.facts.run.tied)
         tensor_shards.apart(model, plan.facts.run.grid)

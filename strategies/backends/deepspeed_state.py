@@ -14,15 +14,13 @@ its tensors are saved and filled in as spans of named parameters. Counts of step
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from strategies.backends.tensor_shards import is_first, shard_of, whole_shape
-from strategies.state.blocks import Columns
+from strategies.backends.tensor_shards import is_first, shard_of, whole_shape, within
 from strategies.state.saved_state import Weights
 from strategies.state.torch_state import Held, Piece, TorchState
 
@@ -102,16 +100,6 @@ class DeepSpeedState(TorchState):
         self._engine.global_samples = steps * self._engine.train_batch_size()
 
 
-def _within(param: Any, start: int) -> tuple[int, Columns | None]:
-    """Where element ``start`` of this rank's part is in the whole parameter: in all of it, or among some columns."""
-    shard = shard_of(param)
-    if shard is None:
-        return start, None
-    if shard.dim == 0:
-        return start + shard.start * math.prod(shard.shape[1:]), None
-    return start, Columns(shard.start, shard.stop, shard.shape[1])
-
-
 def _dtype(param: Any) -> str:
     return str(param.dtype).removeprefix("torch.")
 
@@ -124,7 +112,7 @@ class _Parts:
 
     def _piece(self, param: Any, start: int, offset: int, count: int, *, by_all: bool) -> Piece:
         """``by_all``: every copy writes its own; else the first writes for all."""
-        start, columns = _within(param, start)
+        start, columns = within(param, start)
         alike = len(param.shard.sizes) if hasattr(param, "shard") else 1  # of so many ranks each has other experts
         written = (self._first or shard_of(param) is not None) and (by_all or self._rank < alike)
         return Piece(self.names[id(param)], whole_shape(param), start, offset, count, columns, written)

@@ -1,7 +1,8 @@
 """Gradients after a pipeline's step: ends of a tied weight, copies of the model, and the norm over all stages.
 
 Invariant. The norm is that of ``torch.nn.utils.clip_grad_norm_`` on the whole model, with its bits: each weight's norm
-is taken by the stage that has it, and the norm of norms in the order of ``model.parameters()``.
+is taken by the stage that has it, and the norm of norms in the order of ``model.parameters()``. Where the layers of a
+stage are divided it is that of ``tensor_shards.clip_grad_norm_``, with its bits.
 
 Over copies gradients are averaged as torch's DistributedDataParallel does, each divided by the number of copies before
 they are added. A weight that one copy used and another did not has zeros there; one that none used has no gradient.
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.utils import clip_grads_with_norm_
 
+from strategies.backends import tensor_shards
 from strategies.backends.pipelining import Pipeline
 from strategies.planner.pipeline_bytes import MESSAGE_BYTES
 
@@ -33,6 +35,7 @@ class StageGradients:
         held_by = {name: [place for place, held in enumerate(holders) if name in held] for name in self._order}
         self._tied = {name: places for name, places in held_by.items() if len(places) > 1}
         self._place = pipeline.position
+        self._divided = {name for name, param in self._params.items() if tensor_shards.shard_of(param) is not None}
         self._number = {name: number for number, name in enumerate(self._order)}
         self.own = [name for name in self._params if held_by[name][0] == self._place]
 
@@ -82,15 +85,19 @@ class StageGradients:
 
     def total_norm(self, norms: Mapping[str, Tensor], device: torch.device) -> Tensor:
         """The norm of all gradients of the copy, from the norm of each that this stage owns; a collective."""
-        known = torch.zeros(2, len(self._order), dtype=torch.float64, device=device)  # norms, and which there are
+        known = torch.zeros(3, len(self._order), dtype=torch.float64, device=device)  # norms; which there are; of parts
         if norms:
             numbers = [self._number[name] for name in norms]
             known[0, numbers] = torch.stack(list(norms.values())).double()
             known[1, numbers] = 1
+            known[2, [self._number[name] for name in norms if name in self._divided]] = 1
         dist.all_reduce(known, group=self._group)
         dtype = next((norm.dtype for norm in norms.values()), torch.float32)
-        total: Tensor = torch.linalg.vector_norm(known[0][known[1] > 0].to(dtype), 2.0)
-        return total
+        there, in_parts = known[1] > 0, known[2] > 0
+        of_whole: Tensor = torch.linalg.vector_norm(known[0][there & ~in_parts].to(dtype), 2.0)
+        if not self._divided:
+            return of_whole
+        return tensor_shards.whole_norm(torch.linalg.vector_norm(known[0][in_parts].to(dtype), 2.0), of_whole)
 
 
 def messages(grads: list[Tensor]) -> list[list[Tensor]]:

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from strategies.backends import tensor_shards
 from strategies.backends.pipeline_gradients import StageGradients
 from strategies.backends.pipeline_zero import StateShares
 from strategies.backends.pipelining import Pipeline
+from strategies.backends.tensor_shards import is_first, shard_of, whole_shape, within
 from strategies.engine.saving.state_file import EngineState
-from strategies.state.torch_state import TorchState, whole
+from strategies.state.torch_state import Held, Piece, TorchState
 
 if TYPE_CHECKING:
     from strategies.engine import StowOptimizer
@@ -36,12 +38,14 @@ def pipeline_state(
     updated = [group["params"] for group in optimizer.param_groups] if shares is None else shares.groups
     mine = [[name_of[id(param)] for param in group] for group in updated]
     groups, shapes = _of_all_stages(pipeline, mine)
-    weights = {name: whole(param, name, written=writes and name in gradients.own) for name, param in params.items()}
+    first = is_first(params.values())
+    own = {name for name in gradients.own if first or shard_of(params[name]) is not None}
+    weights = {name: _held(param, name, written=writes and name in own) for name, param in params.items()}
     names = [name for group in mine for name in group]
     if shares is None:
         held = [weights[name] for name in names]
     else:
-        held = [each for name in names for each in shares.held(params[name], name, written=name in gradients.own)]
+        held = [each for name in names for each in shares.held(params[name], name, written=name in own)]
     return TorchState(optimizer, held, groups, shapes, list(weights.values()), divides_weights=True)
 
 
@@ -61,6 +65,13 @@ class EnginesStage(EngineState):
         return self._shapes
 
 
+def _held(param: Any, name: str, *, written: bool) -> Held:
+    """All that this rank has of a weight."""
+    start, columns = within(param, 0)
+    piece = Piece(name, whole_shape(param), start, 0, param.numel(), columns, written)
+    return Held(param, (piece,), str(param.dtype).removeprefix("torch."))
+
+
 def _of_all_stages(pipeline: Pipeline, mine: list[list[str]]) -> tuple[list[list[str]], dict[str, tuple[int, ...]]]:
     """Names in each group, and shapes, of all trained parameters, from the names that each stage has; a collective."""
     everyones: list[Any] = [None] * pipeline.stages
@@ -77,34 +88,40 @@ def gathered(
     pipeline: Pipeline, place: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
     """The whole model's state dict on the host of the first stage, tied weights as one tensor; empty on others. A
-    collective of one copy's stages, in which tensors come one at a time. ``place``: puts one where it stays.
+    collective of one copy's ranks, in which tensors come one at a time. ``place``: puts one where it stays.
+
+    Where the layers of a stage are divided, its ranks put each tensor together, and the first of them sends it.
     """
     stays = place or (lambda value: value.to("cpu", copy=True))
     stage, group, device = pipeline.stage, pipeline.group, pipeline.device
     whole = stage.whole.state_dict(keep_vars=True)
     first = {id(value): name for name, value in reversed(list(whole.items()))}
-    mine = {first[id(whole[name])]: value for name, value in stage.model.state_dict().items()}
+    mine = {first[id(whole[name])]: value for name, value in stage.model.state_dict(keep_vars=True).items()}
+    sends = is_first(stage.model.parameters())
     found: dict[str, torch.Tensor] = {}
     for at in range(pipeline.stages):
         about = [
-            [(name, tuple(value.shape), value.dtype) for name, value in mine.items()]
+            [(name, whole_shape(value), value.dtype) for name, value in mine.items()]
             if at == pipeline.position
             else None
         ]
         dist.broadcast_object_list(about, dist.get_global_rank(group, at), group=group, device=device)
         for name, shape, dtype in about[0] or ():
-            if at == 0 and pipeline.position == 0:
-                found[name] = stays(mine[name].detach())
-            elif pipeline.position == 0:
+            put_together = tensor_shards.gathered(mine[name]) if at == pipeline.position else None
+            if not sends:
+                continue
+            if put_together is None and pipeline.position == 0:
                 value = torch.empty(shape, dtype=dtype, device=device)
                 dist.recv(value, dist.get_global_rank(group, at), group=group)
                 if name not in found:
                     found[name] = stays(value)
-            elif at == pipeline.position:
-                dist.send(mine[name].detach().contiguous(), dist.get_global_rank(group, 0), group=group)
+            elif put_together is not None and pipeline.position == 0:
+                found[name] = stays(put_together)
+            elif put_together is not None:
+                dist.send(put_together.contiguous(), dist.get_global_rank(group, 0), group=group)
     if device.type != "cpu":  # sends run on the device, and this process may end before they are through
         torch.accelerator.synchronize(device)
     dist.barrier(group=group)  # on a device a send is only queued: who leaves now would take it along
-    if pipeline.position != 0:
+    if pipeline.position != 0 or not sends:
         return {}
     return {name: found[first[id(value)]] for name, value in whole.items()}

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from strategies.backends.pipeline_gradients import messages
+from strategies.backends.tensor_shards import whole_shape, within
 from strategies.state.torch_state import Held, Piece
 
 VECTOR = 64  # elements; no kernel takes more at a time
@@ -86,5 +87,6 @@ class StateShares:
         if param not in self._parts:
             return []
         which = self._of(param, self._place)
-        piece = Piece(name, tuple(param.shape), which.start, 0, len(which), written=written)
+        start, columns = within(param, which.start)
+        piece = Piece(name, whole_shape(param), start, 0, len(which), columns, written)
         return [Held(self._parts[param], (piece,), str(param.dtype).removeprefix("torch."))]

@@ -13,16 +13,20 @@ the same state and draws the same masks.
 
 from __future__ import annotations
 
+import io
+import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from strategies.backends import autotp
 from strategies.core.grid import Grid
 from strategies.engine.memory import accelerator
+from strategies.state.blocks import Columns
 
 ATTENTION = "self_attn"
 
@@ -54,6 +58,43 @@ def shard_of(param: Any) -> Shard | None:
     if note is None or note["partition_dim"] is None:
         return None
     return Shard(note["partition_dim"], tuple(note["partition_sizes"]), tensor_rank(), tuple(note["original_shape"]))
+
+
+def within(param: Any, start: int) -> tuple[int, Columns | None]:
+    """Where element ``start`` of this rank's part is in the whole parameter: in all of it, or among some columns."""
+    shard = shard_of(param)
+    if shard is None:
+        return start, None
+    if shard.dim == 0:
+        return start + shard.start * math.prod(shard.shape[1:]), None
+    return start, Columns(shard.start, shard.stop, shard.shape[1])
+
+
+def divide(model: Any, degree: int, *, tied: bool) -> None:
+    """Divide the layers of ``model``, or of the stage that is left of it, over the ranks of a copy as DeepSpeed's
+    engine does, without the engine; a collective. ``tied``: the whole model's head shares its embedding.
+    """
+    from deepspeed.module_inject.auto_tp import AutoTP
+    from deepspeed.module_inject.autotp_config import AutoTPConfig
+    from deepspeed.module_inject.layers import set_autotp_mode
+    from deepspeed.utils import groups
+
+    set_autotp_mode(training=True)
+    groups._init_tp_mesh_device(degree)
+    specs = AutoTPConfig.from_dict(autotp.partition(tied=tied)["partition_config"])
+    rest: dict[str, Any] = {"all_reduce_linears": (), "prefix": "", "state_dict": None, "orig_layer_impl": None}
+    divider = AutoTP(
+        module=model,
+        linear_layer_setting=(nn.Linear, nn.Embedding),
+        partition_config=specs,
+        model_config=model.config,
+        training_mode=True,
+        **rest,
+    )
+    divider.set_tensor_parallel_config(degree, group())
+    with redirect_stdout(io.StringIO()):  # it prints what it finds
+        divider._replace_module(model)
+        divider.register_replicated_grad_hooks(model)
 
 
 def tensor_rank() -> int:
@@ -92,7 +133,7 @@ def state_dict(
     same: dict[int, Tensor] = {}  # a tied weight is gathered once
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in same:
-            whole = _whole(tensor, group)
+            whole = gathered(tensor, group)
             if not keep:
                 same[id(tensor)] = torch.empty(0)
             elif place is not None:
@@ -103,7 +144,8 @@ def state_dict(
     return found if keep else {}
 
 
-def _whole(tensor: Tensor, ranks: Any) -> Tensor:
+def gathered(tensor: Tensor, ranks: Any = None) -> Tensor:
+    """The whole of a ``tensor`` of which this rank may have a part; a collective. ``ranks``: see ``state_dict``."""
     shard = shard_of(tensor)
     if shard is None:
         return tensor.detach()
@@ -122,12 +164,19 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tens
     """As torch's, over all parts of the gradients; a collective. Returns the norm before clipping."""
     params = [param for param in parameters if param.grad is not None]
     device = params[0].device
-    of_parts = norm_of(device, (param.grad for param in params if shard_of(param) is not None)).square()
-    torch.distributed.all_reduce(of_parts, group=group())
-    of_whole = norm_of(device, (param.grad for param in params if shard_of(param) is None)).square()
-    norm = (of_parts + of_whole).sqrt()
+    of_parts = norm_of(device, (param.grad for param in params if shard_of(param) is not None))
+    norm = whole_norm(of_parts, norm_of(device, (param.grad for param in params if shard_of(param) is None)))
     torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
     return norm
+
+
+def whole_norm(of_parts: Tensor, of_whole: Tensor) -> Tensor:
+    """The norm of all gradients of a copy, from that of this rank's parts and that of what all its ranks have; a
+    collective.
+    """
+    squares = of_parts.square()
+    torch.distributed.all_reduce(squares, group=group())
+    return (squares + of_whole.square()).sqrt()
 
 
 def norm_of(device: torch.device, grads: Iterator[Tensor | None]) -> Tensor:

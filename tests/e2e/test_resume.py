@@ -44,6 +44,7 @@ CASES = [
     case("tensor 2 x data 2", 4, {"tensor": {"degree": 2}, "zero": {"stage": 2}}, slow=True),
     case("pipeline 2 x data 2, offload shared by copies", 4, {**STAGES, **ON_HOST}),
     case("pipeline 2 x data 2, divided state", 4, {**STAGES, "zero": {"stage": 1}}, slow=True),
+    case("pipeline 2 x tensor 2", 4, {**STAGES, "tensor": {"degree": 2}}, slow=True),
     case("sequence 2 x data 2", 4, {"sequence": {"degree": 2}, "zero": {"stage": 2}}, slow=True, model=NO_DROPOUT),
     case("experts 2 x data 2", 4, {"experts": {"degree": 2}}, slow=True, model=MIXTURE),
 ]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strategies.backends.autotp import Cut, cut_of
 from tests.helpers.engine import shared_state
 from tests.helpers.tiny import LLAMA, VOCAB, run_config
 from tests.helpers.trainers import in_fp16
@@ -98,6 +99,12 @@ def tensor(stage: int, ranks: int = 2, **training: Any) -> Kind:
 def pipeline(stages: int, ranks: int = 0, schedule: str = "gpipe", **training: Any) -> Kind:
     """As many ranks for each copy of the model; by default one copy."""
     return Kind(ranks or stages, {"pipeline": {"stages": stages, "schedule": schedule}}, training)
+
+
+def in_both(ranks: int, stage: int = 0, **training: Any) -> Kind:
+    """Two stages, the layers of each divided over two ranks."""
+    strategies = {**tensor(stage).strategies, **pipeline(2).strategies}
+    return Kind(ranks, strategies, training)
 
 
 def staged(ranks: int, schedule: str = "gpipe", **training: Any) -> Kind:
@@ -199,7 +206,7 @@ def state_of(trainer: Any) -> dict[str, Tensor]:
         found = of_stages(trainer, found)
     if trainer.accelerator.experts is not None:
         return with_all_experts(trainer.model, found)
-    return joined(trainer.model, found) if trainer.accelerator.grid.tensor > 1 else found
+    return joined(found) if trainer.accelerator.grid.tensor > 1 else found
 
 
 def with_all_experts(model: Any, found: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -222,20 +229,19 @@ def of_stages(trainer: Any, found: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key: value for each in reversed(everyones) for key, value in each.items()}
 
 
-def joined(model: Any, found: dict[str, Tensor]) -> dict[str, Tensor]:
+def joined(found: dict[str, Tensor]) -> dict[str, Tensor]:
     """``found`` on one rank of a copy of the model and its neighbour, put together."""
     from deepspeed.utils import groups
 
     group = groups.get_tensor_model_parallel_group()
     both: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(both, found, group=group)
-    divided = {name for name, param in model.named_parameters() if getattr(param, "tensor_model_parallel", False)}
     whole = {}
     for key, value in found.items():
-        name = key.rpartition(" ")[0]
-        parts = [each[key] for each in both]
-        if name in divided and value.dim():
-            whole[key] = torch.cat(parts, dim=1 if any(each in name for each in ("o_proj", "down_proj")) else 0)
+        layer, _, kind = key.rpartition(" ")[0].rpartition(".")
+        parts, cut = [each[key] for each in both], cut_of(layer, tied=False)
+        if value.dim() and cut is not None and (cut, kind) != (Cut.ROWS, "bias"):
+            whole[key] = torch.cat(parts, dim=int(cut is Cut.ROWS))
         else:
             assert all(torch.equal(parts[0], part) for part in parts), f"{key}: ranks of one copy differ"
             whole[key] = value

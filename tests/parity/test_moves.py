@@ -19,6 +19,7 @@ from tests.helpers.moves import (
     Kind,
     accumulating,
     different,
+    in_both,
     made,
     offload,
     pipeline,
@@ -122,6 +123,27 @@ def test_divided_layers(tmp_path: Path) -> None:
     """Rows and columns of weights, whole or in ZeRO's shares; copies add in another order than one rank."""
     moved(tmp_path, tensor(2, 4), tensor(0), tensor(1))
     moved(tmp_path / "bf16", tensor(1, **BF16), offload(1, **BF16))
+
+
+@pytest.mark.slow
+def test_stages_of_divided_layers(tmp_path: Path) -> None:
+    """To one process, to tensor ranks and to stages alone, back from one, and on as if nothing had happened."""
+    common = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 3, "max_grad_norm": 0.05}
+    both = in_both(4, **common)
+    runs = moved(tmp_path, both, both, tensor(0, 2, **common), plain(1, **common))
+    all_equal(runs[:3])
+    moved(tmp_path / "back", pipeline(2, **common), both)
+
+
+@pytest.mark.slow
+def test_copies_of_a_stage_of_divided_layers_share_its_state(tmp_path: Path) -> None:
+    """Eight ranks: with the bits of copies that each update all, there and back."""
+    common = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1, "max_grad_norm": 0.05}
+    apart, shared = (in_both(8, stage, **common) for stage in (0, 1))
+    there, back = (run(kind, tmp_path / str(number), STEPS) for number, kind in enumerate((apart, shared)))
+    assert different(weights(there["end"]), weights(back["end"])) == [] and there["loss"] == back["loss"]
+    found = run(apart, tmp_path / "back", STEPS, tmp_path / "1" / f"checkpoint-{SAVED}")
+    assert different(there["end"], found["end"]) == []
 
 
 def test_stages(tmp_path: Path) -> None:

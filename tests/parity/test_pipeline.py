@@ -18,6 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 from strategies.backends.pipeline_gradients import StageGradients
 from strategies.backends.pipelining import Pipeline
 from strategies.backends.stages import CannotCut, Stage, form_of
+from strategies.core.grid import Grid
 from strategies.planner.cuts import Schedule
 from tests.helpers.models import causal
 from tests.helpers.releases import needs_to_return
@@ -232,8 +233,10 @@ def test_copies_that_used_other_weights_agree() -> None:
 def test_parts_draw_numbers_of_their_own() -> None:
     """Others on each rank, at each step and in each forward; the generator that samplers use is as it was."""
 
-    def drawn(rank: int, step: int, forwards: int) -> list[float]:
+    def drawn(rank: int, step: int, forwards: int, tensor: int = 1) -> list[float]:
+        grid = Grid(stages=2, tensor=tensor)
         run: Any = SimpleNamespace(
+            plan=SimpleNamespace(facts=SimpleNamespace(run=SimpleNamespace(grid=grid))),
             model=SimpleNamespace(training=True),
             args=SimpleNamespace(seed=1, process_index=rank, device=torch.device("cpu")),
             state=SimpleNamespace(global_step=step),
@@ -249,6 +252,8 @@ def test_parts_draw_numbers_of_their_own() -> None:
     seen = [number for rank in range(2) for step in range(2) for number in drawn(rank, step, 2)]
     assert len({*seen}) == 8
     assert seen[:2] == drawn(0, 0, 2), "the same in a run that is resumed"
+    first, second, *others = (drawn(rank, 0, 1, tensor=2) for rank in range(4))
+    assert first == second != others[0] == others[1], "the same on ranks that divide the layers of a stage"
     assert torch.equal(torch.get_rng_state(), before)
 
 

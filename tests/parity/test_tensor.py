@@ -14,10 +14,13 @@ import torch
 
 from strategies.backends import autotp
 from strategies.core.compose import compose
+from strategies.core.grid import Grid
 from strategies.core.plan import Home
 from strategies.core.plan import Kind as Bytes
 from strategies.core.registry import find
+from strategies.planner.cuts import Schedule
 from tests.helpers.moves import ROWS, Kind, forget_run, made, made_run
+from tests.helpers.releases import needs_to_return
 from tests.helpers.tiny import LLAMA, OPT, QWEN3, VOCAB
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
@@ -27,6 +30,7 @@ from trainer.verify.verify import compare, full_weights
 
 pytestmark = pytest.mark.ranks
 STEPS, TOLERANCE = 4, 2e-6
+STAGES: Mapping[str, Any] = {"pipeline": {"stages": 2}}
 SGD: Mapping[str, Any] = {
     "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.05, "save_strategy": "no", "warmup_steps": 0,
     "gradient_accumulation_steps": 2, "weight_decay": 0.0,
@@ -156,6 +160,20 @@ def test_what_is_kept_of_a_block(tmp_path: Path) -> None:
     assert found["host"]["kept"] < found["selective"]["kept"] < found["none"]["kept"] > found["auto"]["kept"]
 
 
+@pytest.mark.slow
+def test_in_stages(tmp_path: Path) -> None:
+    """Pipeline 2 x tensor 2: the bits of tensor 2, which ``test_as_plain`` compares with plain training."""
+    options = {"tensor": {"degree": 2}, "zero": {"stage": 0}}
+    alone, found = (
+        run_world(ranks, trained, Kind(ranks, strategies, SGD, MODELS["llama"]).config(tmp_path, STEPS))
+        for ranks, strategies in ((2, options), (4, {**options, **STAGES}))
+    )
+    assert compare(alone["weights"], found["weights"]) == []
+    assert all(alone[key] == found[key] for key in ("loss", "grad_norm"))
+    assert found["apart"] == [] and len(found["whole"]) > 3
+    assert sum(found["elements"]) == sum(alone["elements"]) and found["elements"][0] == found["planned"]
+
+
 def in_fp64(ranks: Ranks) -> dict[str, Any]:
     """Layers that DeepSpeed divided, and the same undivided, both with SGD; its engine reduces no fp64 gradients."""
     from copy import deepcopy
@@ -202,6 +220,58 @@ def test_in_fp64() -> None:
     assert found["dtype"] == "torch.float64" and found["worst"] < 1e-14
 
 
+def stages_in_fp64(ranks: Ranks, schedule: str) -> float:
+    """As ``in_fp64``, without DeepSpeed's engine: two stages, the layers of each divided over two ranks; Qwen 3, whose
+    norms of heads are whole and have the gradients of two ranks.
+    """
+    from copy import deepcopy
+
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from strategies.backends import pipelining, tensor_shards
+    from strategies.backends.pipeline_gradients import StageGradients
+    from strategies.backends.pipeline_state import gathered
+    from strategies.backends.stages import Stage, form_of
+
+    config, kind, grid = Qwen3Config(**{**QWEN3, "num_hidden_layers": 4}), Schedule(schedule), Grid(2, 1, 2)
+    torch.manual_seed(0)
+    plain: Any = Qwen3ForCausalLM(config).double()
+    model, small = deepcopy(plain), deepcopy(plain)
+    batches = [{"input_ids": ids, "labels": ids} for ids in torch.arange(96).view(4, 2, 12)]
+    blocks = [f"model.layers.{index}" for index in range(4)]
+    parts = [blocks[:2], blocks[2:]] if kind.parts_per_stage == 1 else [[block] for block in blocks]
+    mine = [part for part in range(len(parts)) if kind.stage_of(part, 2) == grid.cell(ranks.rank).stage]
+    stage = Stage(model, parts, mine, form_of(small, batches[0]))
+    tensor_shards.divide(model, 2, tied=False)
+    group, copies = pipelining.groups(grid)
+    pipeline = pipelining.Pipeline(stage, kind, group, torch.device("cpu"))
+    gradients = StageGradients(pipeline, copies)
+    rules = [torch.optim.SGD(each.parameters(), lr=1.0) for each in (plain, model)]
+    worst = 0.0
+    for _ in range(STEPS):
+        losses = [plain(**batch).loss / len(batches) for batch in batches]
+        for loss in losses:
+            loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        found = pipeline.step(batches, lambda batch: model(**batch).loss / len(batches))
+        gradients.complete()
+        worst = max(worst, float((gradients.clip(0.5) - norm).abs()))
+        assert norm > 0.5 and (found - torch.stack(losses)).abs().max() < 1e-6  # losses travel in fp32
+        for rule in rules:
+            rule.step()
+            rule.zero_grad()
+    weights = gathered(pipeline)  # on the first rank
+    assert weights.keys() == (plain.state_dict().keys() if ranks.is_first else {}.keys())
+    return max([worst, *(float((each - plain.state_dict()[name]).abs().max()) for name, each in weights.items())])
+
+
+@pytest.mark.parametrize(
+    "schedule", [pytest.param("1f1b", marks=pytest.mark.slow), pytest.param("zbv", marks=needs_to_return)]
+)
+def test_stages_in_fp64(schedule: str) -> None:
+    assert run_world(4, stages_in_fp64, schedule) < 1e-14
+
+
 def with_dropout(ranks: Ranks, config: Any) -> dict[str, Any]:
     trainer = made(ranks, config, some=UNEVEN)
     try:
@@ -213,9 +283,12 @@ def with_dropout(ranks: Ranks, config: Any) -> dict[str, Any]:
         trainer.accelerator.free_memory()
 
 
-def test_dropout_keeps_ranks_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "others"), [pytest.param(2, {}), pytest.param(4, STAGES, marks=pytest.mark.slow)], ids=["", "in stages"]
+)
+def test_dropout_keeps_ranks_together(ranks: int, others: Mapping[str, Any], tmp_path: Path) -> None:
     """Between layers and inside attention, recomputed: what is not divided stays equal, and so do the generators."""
     model = {**OPT, "dropout": 0.1, "attention_dropout": 0.3}
-    kind = Kind(2, {"tensor": {"degree": 2}}, {**SGD, "gradient_checkpointing": True}, model)
-    found = run_world(2, with_dropout, kind.config(tmp_path, STEPS))
+    kind = Kind(ranks, {"tensor": {"degree": 2}, **others}, {**SGD, "gradient_checkpointing": True}, model)
+    found = run_world(ranks, with_dropout, kind.config(tmp_path, STEPS))
     assert found["apart"] == [] and found["drawn alike"]

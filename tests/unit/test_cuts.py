@@ -8,11 +8,11 @@ from random import Random
 
 import pytest
 
-from strategies.core.compose import in_order, refusals
+from strategies.core.compose import in_order, refusals, requirements_of
 from strategies.core.facts import Facts, Home, Param, Unit, UnitKind
 from strategies.core.grid import Cell, Grid
 from strategies.core.plan import Kind, Plan, Reserve
-from strategies.core.protocol import Refusal, Strategy
+from strategies.core.protocol import Refusal, Requirement, Strategy
 from strategies.core.registry import find
 from strategies.planner.cuts import Schedule, cut, work
 from strategies.report.plan_table import grid_table
@@ -106,6 +106,18 @@ def test_a_checkpoint_of_stages_takes_as_much_as_one_of_the_whole_model() -> Non
     for rank in (0, 1):
         stage = estimated_bytes(Plan.baseline(pipeline().narrowed(known(8), rank)), adapters=False)
         assert abs(stage - whole) <= 8, "rounded per kind of tensor"
+
+
+def test_stages_of_tensor_ranks() -> None:
+    """Both are counted: of the whole model what it has, and weights in the dtype of plain training."""
+    divided = known(8)
+    divided = replace(divided, run=replace(divided.run, tensor=2, world_size=4, model_params=1000, model_flops=2000))
+    run = pipeline().narrowed(divided, 0).run
+    assert (run.model_params, run.model_flops) == (1000, 2000)
+    chosen = {"pipeline": pipeline(), "tensor": find("tensor").model_validate({"degree": 2})}
+    assert requirements_of(chosen) == {Requirement.PARAMETERS, Requirement.DEEPSPEED}
+    estimated = estimated_bytes(Plan.baseline(pipeline().narrowed(divided, 0)), adapters=False)
+    assert abs(estimated - 1000 * 4 * (1 + divided.run.moments)) <= 8
 
 
 def refused(strategy: Strategy, made: Facts, **others: Strategy) -> list[str]:

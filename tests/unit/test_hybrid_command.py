@@ -1,6 +1,7 @@
 """``launch/plan.py --search``: a tensor rank is counted as a model of its own, and what is printed can be planned."""
 
 import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def test_models_that_tensor_ranks_cannot_share(model: dict[str, object], why: st
 def test_with_offload_the_account_is_near_the_plan(options: dict[str, Any], given: dict[str, str]) -> None:
     degrees = Degrees(**{"recompute": "full", "micro_batch": 2, "offload": Stowed.STATE} | options)
     staged = degrees.stages > 1
-    in_stages = Shares(COUNTED, RANKS, CARD, lambda line: None).in_stages([2]) if staged else None
+    in_stages = Shares(COUNTED, RANKS, CARD, lambda line: None).in_stages([(2, 1)]) if staged else None
     found = Account(Models({(2, 1): parts()[2, 1]}, in_stages)).of(degrees)
     tree = keys.written(degrees, COUNTED.tree(), [3, 3] if staged else None)
     tree["strategies"]["offload"] = {"site": "host", **given}
@@ -127,16 +128,25 @@ def test_a_budget_of_the_config_holds(tmp_path: Path, capsys: pytest.CaptureFixt
     assert most[1] <= 2048 < most[0]
 
 
-@pytest.mark.parametrize(("policy", "micro_batches"), [("none", 4), ("selective", 8), ("full", 4)])
-def test_the_account_of_a_stage_is_its_plan(policy: str, micro_batches: int) -> None:
+@pytest.mark.parametrize(
+    ("policy", "micro_batches", "shape"),
+    [
+        ("none", 4, {"data": 2}),
+        ("selective", 8, {"data": 2}),
+        ("full", 4, {"data": 2}),
+        ("none", 4, {"tensor": 2}),
+        ("full", 4, {"tensor": 2, "data": 4, "zero": 1}),
+    ],
+)
+def test_the_account_of_a_stage_is_its_plan(policy: str, micro_batches: int, shape: dict[str, int]) -> None:
     """But for scalars, which the account leaves out."""
     config = run_config({**WIDE, "tie_word_embeddings": True}, data=DATA, bf16=True, per_device_train_batch_size=2)
-    in_stages = Shares(config, RANKS, CARD, lambda line: None).in_stages([2])
-    account, model = Account(Models({}, in_stages)), Model(in_stages[2])
-    degrees = Degrees(stages=4, data=2, recompute=policy, micro_batch=2, micro_batches=micro_batches, last_blocks=1)
+    degrees = Degrees(stages=4, recompute=policy, micro_batch=2, micro_batches=micro_batches, last_blocks=1, **shape)
+    in_stages = Shares(config, RANKS, CARD, lambda line: None).in_stages([(2, degrees.tensor)])
+    account, model = Account(Models({}, in_stages)), Model(in_stages[2, degrees.tensor])
     cuts = model.parts(4, 1)
     tree = keys.written(degrees, config.tree(), [part.blocks for part in cuts])
-    plans = plans_of(build(tree), RANKS, CARD)
+    plans = plans_of(build(tree), replace(RANKS, world_size=degrees.ranks), CARD)
     for stage, (part, plan) in enumerate(zip(cuts, plans, strict=True)):
         found = account.of_stage(degrees, stage, part)
         assert -SCALARS <= found.device - plan.peak(Home.DEVICE) <= SCALARS, (stage, policy)

@@ -89,7 +89,7 @@ def test_a_stage_has_what_is_in_flight_and_what_it_receives() -> None:
     whole = model(8)
     four = Degrees(stages=4, micro_batches=6, last_blocks=2)
     parts = Model(whole).parts(4, 2)
-    account = Account(Models({(1, 1): whole}, {1: whole}))
+    account = Account(Models({(1, 1): whole}, {(1, 1): whole}))
     middle = [account.of_stage(four, stage, parts[stage]).device for stage in (1, 2)]
     # The same blocks: what one micro-batch saves is there once more.
     assert middle[0] - middle[1] == 2 * 40 * KB
@@ -108,7 +108,7 @@ def test_a_stage_has_what_is_in_flight_and_what_it_receives() -> None:
 
 def test_copies_of_a_stage_hold_a_part_of_its_moments() -> None:
     whole = model(8)
-    parts, account = Model(whole).parts(2, 4), Account(Models({(1, 1): whole}, {1: whole}))
+    parts, account = Model(whole).parts(2, 4), Account(Models({(1, 1): whole}, {(1, 1): whole}))
     degrees = Degrees(stages=2, data=4, micro_batches=2, last_blocks=4)
     apart, shared = (
         [state_bytes(Model(whole).units(parts[0]), whole.run, each, kind, plain=True) for kind in Kind]
@@ -141,7 +141,7 @@ def nothing_refused(degrees: Degrees) -> None:
 
 
 def priced(whole: Facts, on: Cluster, options: Options, sequences: int = 32) -> Answer:
-    return hybrid(known(whole), on, sequences, options, {size: share(whole, size, 1) for size in (1, 2)})
+    return hybrid(known(whole), on, sequences, options, known(whole))
 
 
 @pytest.mark.parametrize("rate", [1e9, 1e7])
@@ -202,7 +202,7 @@ def test_every_row_uses_all_ranks_and_the_whole_batch_and_is_refused_by_nobody()
             more = POLICIES.index(found.recompute) - POLICIES.index(other.recompute)
             levels = list(Stowed)
             assert more * (levels.index(found.offload) - levels.index(other.offload)) < 0
-    assert {each.refusal.key for each in answer.left} >= {"strategies.tensor", "strategies.zero.stage"}
+    assert {each.refusal.key for each in answer.left} >= {"strategies.tensor.degree", "strategies.zero.stage"}
 
 
 IMPOSSIBLE = (
@@ -212,7 +212,7 @@ IMPOSSIBLE = (
     Degrees(zero=3, offload=Stowed.STATE),
 )
 REFUSED = (
-    (Degrees(stages=2, tensor=2, micro_batches=4), "strategies.tensor"),
+    (Degrees(stages=2, tensor=2, micro_batches=4, recompute="selective"), "strategies.recompute.policy"),
     (Degrees(tensor=2, data=2, zero=3), "strategies.zero.stage"),
     (Degrees(tensor=2), "strategies.zero.stage"),
     (Degrees(tensor=2, zero=1, offload=Stowed.STATE), "strategies.tensor.degree"),
@@ -225,6 +225,7 @@ FINE = (
     Degrees(stages=2, data=2, zero=1, micro_batches=4, offload=Stowed.STATE),
     Degrees(stages=2, micro_batches=4, recompute="selective"),
     Degrees(stages=2, data=2, zero=1, micro_batches=4),
+    Degrees(stages=2, tensor=2, micro_batches=4, recompute="full"),
 )
 
 
@@ -314,6 +315,10 @@ def test_offload_is_for_what_does_not_fit_otherwise() -> None:
     [
         (Degrees(data=8, zero=3, recompute="full"), {"zero": {"stage": 3}, "recompute": {"policy": "full"}}),
         (Degrees(stages=4), {"pipeline": {"stages": 4, "schedule": "1f1b"}}),
+        (
+            Degrees(stages=4, tensor=2),
+            {"pipeline": {"stages": 4, "schedule": "1f1b"}, "tensor": {"degree": 2}, "zero": {"stage": 0}},
+        ),
         (Degrees(tensor=2, zero=1), {"zero": {"stage": 1}, "tensor": {"degree": 2}}),
         (Degrees(offload=Stowed.STATE), {"offload": {"gpu_memory": "20GiB"}}),
     ],

@@ -125,8 +125,8 @@ def test_a_key_of_another_section(write: Callable[..., Path], capsys: pytest.Cap
 def test_what_the_file_says(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     """A strategy is shown as it was written, and nothing is advised about what another one decides."""
     twice = "  gradient_accumulation_steps: 2"
-    path = write("  pipeline: {stages: 2}\n  tensor: {degree: 2}", twice)
-    assert f'{path}:9: strategies.tensor = {{"degree": 2}}: cannot' in planned(path, capsys, "--world-size", "4")
+    path = write("  pipeline: {stages: 2}\n  zero: {stage: 2}", twice)
+    assert f'{path}:9: strategies.zero = {{"stage": 2}}: cannot' in planned(path, capsys, "--world-size", "4")
     path = write("  zero: {stage: 2}\n  offload: {gpu_memory: 1e-9, site: host}", twice)
     line = planned(path, capsys, "--world-size", "2")
     assert line.endswith("or leave strategies.offload.site at auto")

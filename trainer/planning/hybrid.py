@@ -23,8 +23,8 @@ from strategies.planner.cuts import Schedule, cut
 from strategies.planner.hybrid import keys
 from strategies.planner.hybrid.cluster import Cluster, Wire
 from strategies.planner.hybrid.degrees import Degrees
-from strategies.planner.hybrid.parts import Model, Models
-from strategies.planner.hybrid.search import Known, Options, hybrid
+from strategies.planner.hybrid.parts import Known, Model, Models
+from strategies.planner.hybrid.search import Options, hybrid
 from strategies.planner.hybrid.step_seconds import Pricing
 from strategies.planner.step_cost import plan_cost, step_flops
 from strategies.report import hybrid_table, run_budget
@@ -75,7 +75,7 @@ def search(
     began = time.process_time()
     shares = Shares(config, ranks, machine, say)
     known, no_tensor = shares.by_tensor(sequences)
-    in_stages = shares.in_stages(sorted({size for size, _ in known}))
+    in_stages = shares.in_stages(sorted(known))
     counted_at = time.process_time()
     facts = next(iter(known.values()))
     budgets = (strategy.budget(facts) for strategy in config.strategies.values())
@@ -103,7 +103,7 @@ def search(
         origin=rates.origin,
     )
     best = answer.best[0].degrees
-    write = changes(tree, keys.written(best, tree, _blocks(best, in_stages[best.micro_batch])))
+    write = changes(tree, keys.written(best, tree, _blocks(best, in_stages.get((best.micro_batch, best.tensor)))))
     lines = [*heading(config, ranks, machine, cluster, sequences), ""]
     lines += hybrid_table.lines(
         answer, scale, write, [*no_tensor, SLICES, *([EXPERTS] if facts.run.num_experts else [])]
@@ -179,9 +179,9 @@ def cluster_of(rates: Rates, ranks: Ranks, gigabits: float | None) -> Cluster:
     return Cluster(ranks.world_size, ranks.local_world_size, inside, outside)
 
 
-def _blocks(degrees: Degrees, facts: Facts) -> list[int] | None:
+def _blocks(degrees: Degrees, facts: Facts | None) -> list[int] | None:
     """The blocks of each stage, where they are not those that the pipeline would choose."""
-    if degrees.stages == 1:
+    if degrees.stages == 1 or facts is None:
         return None
     model = Model(facts)
     found = [part.blocks for part in model.parts(degrees.stages, degrees.last_blocks)]
@@ -213,7 +213,7 @@ class Shares:
         """What ranks of these degrees run, with the config's own micro-batch."""
         size, tensor = degrees.micro_batch, degrees.tensor
         share = self.whole if tensor == 1 else self._share(keys.without(self._tree, tensor), size)
-        return Models({(size, tensor): share}, self.in_stages([size]) if degrees.stages > 1 else None)
+        return Models({(size, tensor): share}, self.in_stages([(size, tensor)]) if degrees.stages > 1 else None)
 
     def by_tensor(self, sequences: int) -> tuple[Known, list[str]]:
         """Facts by micro-batch and tensor degree, and why degrees are not tried."""
@@ -230,11 +230,11 @@ class Shares:
                 refused.append(str(error).splitlines()[0] if isinstance(error, ConfigError) else first_line(error))
         return found, refused
 
-    def in_stages(self, sizes: Sequence[int]) -> dict[int, Facts]:
-        """Facts of a model in torch's pipeline, by micro-batch; none where it cannot be cut."""
+    def in_stages(self, sizes: Sequence[tuple[int, int]]) -> Known:
+        """Facts of a model in torch's pipeline, by micro-batch and tensor degree; none where it cannot be cut."""
         if sum(unit.kind is UnitKind.BLOCK for unit in self.whole.units) < 2:
             return {}
-        return {size: self._share(keys.staged(self._tree), size) for size in sizes}
+        return {(size, degree): self._share(keys.staged(self._tree, degree), size) for size, degree in sizes}
 
     def _share(self, tree: dict[str, Any], micro_batch: int) -> Facts:
         """The facts of a rank's share of ``tree``'s model for another micro-batch."""
@@ -242,7 +242,7 @@ class Shares:
         config = build(tree).like(self._config)
         divided = degrees_of(config.strategies)
         degree = divided.get(Axis.TENSOR, 1)
-        where = "in stages" if Axis.STAGES in divided else f"on one of {degree} tensor rank{'s' * (degree > 1)}"
+        where = f"on one of {degree} tensor rank{'s' * (degree > 1)}{' in stages' * (Axis.STAGES in divided)}"
         self._say(f"counting a micro-batch of {micro_batch} {where}")
         return self._gathered(config)
 

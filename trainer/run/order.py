@@ -239,7 +239,7 @@ def make_model(run: Run) -> PreTrainedModel:
         return weights
 
     def fill(names: Collection[str]) -> None:
-        if line := parts.fill(weights, names, section.name_or_path, seed, make):
+        if not divided and (line := parts.fill(weights, names, section.name_or_path, seed, make)):
             run.say(line)
         changes.to_compute(weights, run.plan)
 

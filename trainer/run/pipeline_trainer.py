@@ -5,7 +5,8 @@ stage has logits and losses. So the schedule runs all of them when the loop asks
 their losses one by one: sums, logs, callbacks and the order of the data are as without a pipeline.
 
 What a part draws in training, as for dropout, comes from a sequence of its own that follows from seed, rank, step and
-forward. The generators themselves stay as they are, so that samplers and checkpoints of stages agree.
+forward; ranks that divide the layers of a stage draw the same. The generators themselves stay as they are, so that
+samplers and checkpoints of stages agree.
 """
 
 from __future__ import annotations
@@ -124,12 +125,16 @@ class PipelineTrainer(_Trainer):
 
     @contextmanager
     def _own_numbers(self) -> Iterator[None]:
-        """Inside, training draws from a sequence of this rank, this step and this forward; outside nothing is drawn."""
+        """Inside, training draws from a sequence of this rank, this step and this forward; outside nothing is drawn.
+        Of ranks that divide a stage's layers it is the first one's, see [Note: dropout] in ``tensor_shards.py``.
+        """
         if not self.model.training:
             yield
             return
         self._drawn += 1
-        place = (self.args.seed, self.args.process_index, self.state.global_step, self._drawn)
+        grid = self.plan.facts.run.grid
+        first = grid.rank(grid.cell(self.args.process_index)._replace(tensor=0))
+        place = (self.args.seed, first, self.state.global_step, self._drawn)
         kind = self.args.device.type
         with torch.random.fork_rng([] if kind == "cpu" else [self.args.device], device_type=kind):
             torch.manual_seed(int.from_bytes(hashlib.sha256(repr(place).encode()).digest()[:7], "little"))

@@ -169,7 +169,7 @@ def estimated_bytes(plan: Plan, *, adapters: bool) -> int:
     or a rank with some of the experts, stands for as much of the model as it has parameters of it.
     """
     facts = plan.facts
-    divided = facts.run.tensor == 1 and facts.run.model_params
+    divided = facts.run.model_params and (facts.run.tensor == 1 or facts.run.stages > 1)
     times = facts.run.model_params / facts.num_params if divided else facts.run.tensor
 
     def over_ranks(kind: Kind) -> int:

@@ -29,9 +29,9 @@ def without(tree: Tree, tensor: int = 1) -> Tree:
     return _with(tree, divided if tensor > 1 else {"zero": {"stage": 0}}, {})
 
 
-def staged(tree: Tree) -> Tree:
+def staged(tree: Tree, tensor: int = 1) -> Tree:
     """The same for a stage of torch's pipeline: plain training under autocast."""
-    return _with(tree, {"pipeline": {"stages": 2}}, {})
+    return _with(tree, {"pipeline": {"stages": 2}} | ({"tensor": {"degree": tensor}} if tensor > 1 else {}), {})
 
 
 def written(degrees: Degrees, tree: Tree, blocks: Sequence[int] | None = None) -> Tree:
@@ -59,7 +59,7 @@ def read(tree: Tree, ranks: int) -> Degrees:
         stages=stages,
         tensor=tensor,
         data=ranks // stages // tensor,
-        zero=chosen.get("zero", {}).get("stage", 0),
+        zero=chosen.get("zero", {}).get("stage", int("tensor" in chosen)),
         recompute="selective" if policy == "auto" else policy,
         offload=Stowed.STATE if "offload" in chosen else Stowed.NOTHING,
         micro_batch=training["per_device_train_batch_size"],
@@ -71,8 +71,9 @@ def strategies_of(degrees: Degrees) -> dict[str, Tree]:
     """The strategies of these degrees, with their options."""
     offloads = degrees.offload is not Stowed.NOTHING
     chosen: dict[str, Tree] = {}
-    # Alone, stage 0 is DeepSpeed's engine with bf16 weights; beside an engine of its own there is nothing to write.
-    if degrees.zero > 0 or (degrees.stages == 1 and not offloads):
+    # Alone, stage 0 is DeepSpeed's engine with bf16 weights; beside an engine of its own there is nothing to write, but
+    # that tensor ranks would not share the state.
+    if degrees.zero > 0 or degrees.tensor > 1 or (degrees.stages == 1 and not offloads):
         chosen["zero"] = {"stage": degrees.zero}
     if degrees.tensor > 1:
         chosen["tensor"] = {"degree": degrees.tensor}

@@ -18,6 +18,7 @@ from strategies.planner.hybrid.degrees import Degrees, Stowed
 from strategies.planner.step_cost import unit_flops
 
 MOST_SPLITS = 6
+Known = Mapping[tuple[int, int], Facts]  # of one tensor rank, by micro-batch and tensor degree
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +104,11 @@ class Models:
 
     Args:
         known: facts of one tensor rank's share, by micro-batch and tensor degree; with rates and counted operations.
-        in_stages: facts of stages in torch's pipeline, plain training under autocast, by micro-batch; none: stages are
-            run by the engine that runs all else, as in Megatron-LM.
+        in_stages: the same of stages in torch's pipeline, plain training under autocast; none: stages are run by the
+            engine that runs all else, as in Megatron-LM.
     """
 
-    def __init__(self, known: Mapping[tuple[int, int], Facts], in_stages: Mapping[int, Facts] | None = None) -> None:
+    def __init__(self, known: Known, in_stages: Known | None = None) -> None:
         self.sizes = tuple(known)
         self._whole = {key: Model(facts) for key, facts in known.items()}
         self._staged = {key: Model(facts) for key, facts in (in_stages or {}).items()}
@@ -119,11 +120,10 @@ class Models:
 
     def plain(self, degrees: Degrees) -> bool:
         """Whether a stage of these degrees trains plainly; others are the memory engine's, or cannot be run here."""
-        alone = degrees.tensor == 1 and degrees.zero <= 1 and degrees.offload is Stowed.NOTHING
-        return degrees.stages > 1 and alone and self.torchs
+        return degrees.stages > 1 and degrees.zero <= 1 and degrees.offload is Stowed.NOTHING and self.torchs
 
     def of(self, degrees: Degrees) -> Model:
         """The model that these degrees divide."""
         if self.plain(degrees):
-            return self._staged[degrees.micro_batch]
+            return self._staged[degrees.micro_batch, degrees.tensor]
         return self._whole[degrees.micro_batch, degrees.tensor]

@@ -8,11 +8,10 @@ are left out; of the rest each has a lower bound, and only those that can be amo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import combinations, product
 
-from strategies.core.facts import Facts
 from strategies.core.protocol import Refusal
 from strategies.core.sizes import SHARE
 from strategies.planner.budget import device_budget
@@ -20,14 +19,13 @@ from strategies.planner.hybrid import keys
 from strategies.planner.hybrid.account import Account, Bytes, Chunked
 from strategies.planner.hybrid.cluster import Cluster
 from strategies.planner.hybrid.degrees import Degrees, Stowed, is_possible
-from strategies.planner.hybrid.parts import Model, Models
+from strategies.planner.hybrid.parts import Known, Model, Models
 from strategies.planner.hybrid.step_seconds import Price, Pricing
 
 POLICIES = ("none", "selective", "full")
 BEST, NEAREST = 10, 3
 MATTERS = 0.01  # of a step: less does not show
 ROUNDING = 1e-12  # of a bound and a price, which add the same numbers in other orders
-Known = Mapping[tuple[int, int], Facts]  # of one tensor rank, by micro-batch and tensor degree
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +116,7 @@ def hybrid(
     cluster: Cluster,
     sequences: int,
     options: Options | None = None,
-    in_stages: Mapping[int, Facts] | None = None,
+    in_stages: Known | None = None,
 ) -> Answer:
     """The best degrees for ``sequences`` per step, simulated. Pure. ``known`` and ``in_stages``: see ``Models``."""
     return _Search(known, cluster, sequences, options or Options(), in_stages).answer()
@@ -133,7 +131,7 @@ class _Search:
     """One question, with what was counted for it so far."""
 
     def __init__(
-        self, known: Known, cluster: Cluster, sequences: int, options: Options, in_stages: Mapping[int, Facts] | None
+        self, known: Known, cluster: Cluster, sequences: int, options: Options, in_stages: Known | None
     ) -> None:
         facts = next(iter(known.values()))
         rates, machine = facts.machine.rates, facts.machine
