@@ -2,12 +2,13 @@
 
     python benchmarks/placements.py --seeds 0-199 --out benchmarks/records/DATE_placements
     python benchmarks/placements.py --seeds 0-15 --ranks 4 --common-host --out ...
+    python benchmarks/placements.py --known benchmarks/records/2026-11-25_placements/two-hundred.jsonl --out ...
 
 Random models of four families (uniform blocks, uneven ones, one giant block, experts in every other block) on four
 machines (an H100, a 4090, its link or its CPU slower), with budgets from 15 to 80 % of what would stay on the device.
 The best known is the least of what hill climbs find, from four starts each: every bucket's place and every exchange of
 two, first all buckets of a block together and then single ones, accepted by the simulator. With at most six buckets
-that have a choice it is the optimum of all placements instead.
+that have a choice it is the optimum of all placements instead. With ``--known`` it is that of a record.
 
 With ``--ranks`` that many ranks of one machine share each bucket, as ZeRO 3 does, and its CPU and memory: each has its
 part of the budget. They exchange parts of weights over the network, or copy them out of each other's host memory.
@@ -173,8 +174,8 @@ def _climbed(
     return placement
 
 
-def case(seed: int, ranks: int = 1, *, common_host: bool = False) -> dict[str, object]:
-    """One instance: our plan and the best known."""
+def case(seed: int, ranks: int = 1, *, common_host: bool = False, known: float | None = None) -> dict[str, object]:
+    """One instance: our plan and the best known, which is searched for if it is not given."""
     name, facts, request = instance(seed, ranks=ranks, common_host=common_host)
     began = time.process_time()
     try:
@@ -192,8 +193,9 @@ def case(seed: int, ranks: int = 1, *, common_host: bool = False) -> dict[str, o
             for bucket, choices in zip(layout.buckets, usual.places.choices, strict=True)
         )
     seconds = usual.seconds(layout)
-    known = min(seconds, best_known(usual, request.device_bytes, start, Random(seed)))
-    return {"seed": seed, "name": name, "ours": seconds, "best_known": known, "cpu_s": took}
+    if known is None:
+        known = best_known(usual, request.device_bytes, start, Random(seed))
+    return {"seed": seed, "name": name, "ours": seconds, "best_known": min(seconds, known), "cpu_s": took}
 
 
 def lines(cases: Sequence[dict[str, Any]]) -> list[str]:
@@ -213,13 +215,16 @@ def main() -> None:
     parser.add_argument("--seeds", default="0-199", help="first and last seed")
     parser.add_argument("--ranks", type=int, default=1, help="that share each bucket, on one machine")
     parser.add_argument("--common-host", action="store_true", help="they read weights out of each other's host memory")
+    parser.add_argument("--known", type=Path, help="a record's cases, of the same ranks, whose best known is taken")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     first, last = map(int, given.seeds.split("-"))
     given.out.mkdir(parents=True, exist_ok=True)
+    recorded = map(json.loads, given.known.read_text().splitlines()) if given.known else ()
+    known = {one["seed"]: one["best_known"] for one in recorded}
     cases = []
     for seed in range(first, last + 1):
-        cases.append(case(seed, given.ranks, common_host=given.common_host))
+        cases.append(case(seed, given.ranks, common_host=given.common_host, known=known.get(seed)))
         print(json.dumps(cases[-1]), flush=True)
         with (given.out / "cases.jsonl").open("a") as file:
             file.write(json.dumps(cases[-1]) + "\n")

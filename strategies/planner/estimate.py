@@ -12,6 +12,7 @@ memory. Waits that come from the order of copies are left to the simulator.
 from __future__ import annotations
 
 from functools import cache
+from operator import mul
 from typing import NamedTuple
 
 from strategies.core.facts import HOST_UPDATE_BYTES, Facts, Home
@@ -56,9 +57,9 @@ class Estimate:
 
     def seconds(self, placement: Placement, away: int) -> float:
         """Seconds per step; ``away`` bytes of the buckets' weights leave between forward and backward."""
-        parts = [(self._load(index, place), number) for (index, place), number in self._places.alike(placement).items()]
-        totals = (sum(number * part[field] for part, number in parts) for field in range(len(_Load._fields)))
-        return self._seconds(_Load(*totals), away)
+        alike = self._places.alike(placement)
+        loads = zip(*[self._load(index, place) for index, place in alike], strict=True)
+        return self._seconds(_Load(*[sum(map(mul, alike.values(), load)) for load in loads]), away)
 
     def _load_of(self, index: int, place: Place) -> _Load:
         bucket, rates, run = self._places.buckets[index], self._rates, self._run

@@ -45,82 +45,30 @@ class _Queue:
 
 
 class SimulatedMachine:
-    """Queues of tasks whose waits are over, and the running ones.
-
-    A running task has first its latency, then the seconds that it takes at full speed, at a speed that may change:
-    ``needs`` is empty until it uses a medium, and ``end`` is when its latency ends, then when it does.
-    """
+    """What tasks need of the media, and how fast those are that run together."""
 
     def __init__(self, problem: Problem) -> None:
         link, shared = problem.link, problem.shared
-        self._latency, self._duplex, self._cores = link.latency, link.duplex, shared.cores
+        self._duplex, self._cores = link.duplex, shared.cores
         self._capacity = (link.up, link.down, shared.dram, shared.device, 1.0, shared.disk_overlap)
-        self._queues: dict[tuple[Resource, int], _Queue] = {}
-        self._running: list[tuple[Task, _Queue]] = []
         self._needs = cache(self._needs_of)
         self._speeds: dict[tuple[int, ...], list[float]] = {}  # of tasks that run together, by the ids of their needs
-        self._changed = False  # whether other tasks use media than those whose speeds are set
 
-    def offer(self, task: Task) -> None:
-        """Queue ``task``: everything it waits for has ended."""
-        key = (task.resource, task.stream)
-        queue = self._queues.get(key)
-        if queue is None:
-            queue = self._queues[key] = _Queue(self._latency if task.resource in COPIES else 0.0)
-        heappush(queue.ready, (task.priority, task.number, task))
-
-    def start(self, now: float) -> None:
-        """Start the next ready task of each idle queue, and set the speed of all that run."""
-        for queue in self._queues.values():
-            if queue.ready and not queue.busy:
-                task = heappop(queue.ready)[2]
-                task.start, queue.busy = now, True
-                self._running.append((task, queue))
-                if queue.latency:
-                    task.end = now + queue.latency
-                else:
-                    self._move(task, now)
-        if self._changed:
-            self._changed = False
-            moving = [task for task, _ in self._running if task.needs]
-            together = tuple([id(task.needs) for task in moving])  # a step has many alike
-            speeds = self._speeds.get(together)
-            if speeds is None:
-                speeds = self._speeds[together] = self._shared([task.needs for task in moving])
-            for task, speed in zip(moving, speeds, strict=True):
-                if speed != task.speed:
-                    task.end, task.speed = now + (task.end - now) * task.speed / speed, speed
-
-    def _move(self, task: Task, now: float) -> None:
-        """Its latency is over, if it has one."""
+    def move(self, task: Task, now: float) -> bool:
+        """The latency of ``task`` is over, if it has one. Whether it uses a medium from now on."""
         task.moving, task.end = True, now + task.seconds
         task.needs = self._needs(task.resource, task.seconds, task.num_bytes, task.touched_bytes)
-        if task.needs:
-            self._changed = True
+        return task.needs != ()
 
-    def next_time(self) -> float | None:
-        """When the next task or latency ends; None if nothing runs."""
-        return min([task.end for task, _ in self._running], default=None)
-
-    def finish(self, now: float) -> list[Task]:
-        """The tasks that have ended by ``now``; the cause of each is what it waited for last."""
-        done, going = [], []
-        for one in self._running:
-            task, queue = one
-            if task.end <= now and not task.moving:
-                self._move(task, now)
-            if task.end > now:
-                going.append(one)
-                continue
-            if task.needs:
-                self._changed = True
-            before, cause = queue.previous, task.cause
-            if cause is None or (before is not None and before.end > cause.end):
-                task.cause = before
-            task.end, queue.busy, queue.previous = now, False, task
-            done.append(task)
-        self._running = going
-        return done
+    def set_speeds(self, tasks: Sequence[Task], now: float) -> None:
+        """Of all that use media at the same time; a step has many that do so together."""
+        together = tuple([id(task.needs) for task in tasks])
+        speeds = self._speeds.get(together)
+        if speeds is None:
+            speeds = self._speeds[together] = self._shared([task.needs for task in tasks])
+        for task, speed in zip(tasks, speeds, strict=True):
+            if speed != task.speed:
+                task.end, task.speed = now + (task.end - now) * task.speed / speed, speed
 
     def _needs_of(self, resource: Resource, seconds: float, num_bytes: int, touched_bytes: int) -> Needs:
         """What a task needs of each medium per second at full speed."""
@@ -181,23 +129,50 @@ def least_seconds(problem: Problem, tasks: Sequence[Task]) -> dict[str, float]:
 
 
 def run(tasks: Sequence[Task], problem: Problem, iterations: float = inf) -> None:
-    """Set start and end of all ``tasks`` of so many ``iterations``, and what each one waited for last."""
-    machine, now = SimulatedMachine(problem), 0.0
-    left = sum(task.iteration < iterations for task in tasks)
-    for task in tasks:
-        if not task.waits:
-            machine.offer(task)
+    """Set start and end of all ``tasks`` of so many ``iterations``, and what each one waited for last.
+
+    A running task has first its latency, then the seconds that it takes at full speed, at a speed that may change:
+    ``needs`` is empty until it uses a medium, and ``end`` is when its latency ends, then when it does.
+    """
+    machine, now, changed = SimulatedMachine(problem), 0.0, False  # whether other tasks use media than before
+    queues: dict[tuple[Resource, int], _Queue] = {}
+    running: list[tuple[Task, _Queue]] = []
+    left, ready = sum(task.iteration < iterations for task in tasks), [task for task in tasks if not task.waits]
     while left:
-        machine.start(now)
-        then = machine.next_time()
-        if then is None:
-            break
-        now = then
-        for task in machine.finish(now):
+        for task in ready:
+            queue = queues.get((task.resource, task.stream))
+            if queue is None:
+                latency = problem.link.latency if task.resource in COPIES else 0.0
+                queue = queues[task.resource, task.stream] = _Queue(latency)
+            heappush(queue.ready, (task.priority, task.number, task))
+        for queue in queues.values():
+            if queue.ready and not queue.busy:
+                task = heappop(queue.ready)[2]
+                task.start, task.end, queue.busy = now, now + queue.latency, True
+                running.append((task, queue))
+                if not queue.latency and machine.move(task, now):
+                    changed = True
+        if changed:
+            machine.set_speeds([task for task, _ in running if task.needs], now)
+        assert running, f"{left} tasks wait for each other"
+        now, changed, ready, going = min([task.end for task, _ in running]), False, [], []
+        for one in running:
+            task, queue = one
+            if task.end <= now and not task.moving and machine.move(task, now):
+                changed = True
+            if task.end > now:
+                going.append(one)
+                continue
+            if task.needs:
+                changed = True
+            before, cause = queue.previous, task.cause
+            if cause is None or (before is not None and before.end > cause.end):
+                task.cause = before
+            task.end, queue.busy, queue.previous = now, False, task
             left -= task.iteration < iterations
             for later in task.then:
                 later.waits -= 1
                 later.cause = task  # the last one to end is what it waited for
                 if not later.waits:
-                    machine.offer(later)
-    assert not left, f"{left} tasks wait for each other"
+                    ready.append(later)
+        running = going

@@ -28,7 +28,7 @@ from strategies.planner.places import OffloadRequest, Places
 from strategies.planner.site_search import SiteSearch, Timed
 
 STEP = 4  # times: from one budget that is searched on the way to the next
-BRIEF = 0.4  # of a search's effort, on the way
+BRIEF = 0.15  # of a search's effort, on the way
 TIGHT = 1.3  # up to so many times the least, smaller buckets are tried as well
 KEY = "strategies.offload"
 

@@ -89,9 +89,13 @@ def simulate(problem: Problem, evictions: Sequence[Eviction], iterations: int = 
     )
 
 
-def simulated_period(problem: Problem, evictions: Sequence[Eviction], iterations: int = 4) -> float:
-    """The period of ``simulate``, in less time: what runs after the measured iteration does not matter."""
-    tasks = build_tasks(problem, evictions, iterations + 1)
+def simulated_period(problem: Problem, evictions: Sequence[Eviction], iterations: int = 4, after: int = 1) -> float:
+    """The period of ``simulate``, in less time: what runs after the measured iteration does not matter.
+
+    Args:
+        after: iterations that begin while the measured one's copies and updates end: without, it is nearly the same.
+    """
+    tasks = build_tasks(problem, evictions, iterations + after)
     run(tasks, problem, iterations)
     _, period, _ = _measured(problem, tasks, iterations)
     return period

@@ -2,9 +2,11 @@
 
 It starts at mixes: a share of the bytes stays on the device, evenly spread, and a share of the rest is streamed. The
 best mixes by an estimate (``estimate.py``) are worked out, and so are plans for less memory and of other buckets; then
-the shares of the best mix are changed. From there a climb goes on: a run of neighbouring buckets gets another place, or
-two, or exchanges its places with another run. What the estimate finds clearly slower is left out; the others get their
-weights' schedule (``weight_schedule.py``) and are simulated, and a faster one is kept.
+the shares of the best mix are changed. Short climbs start at that mix with embedding or head elsewhere, since no
+single move leads there, and a long one at the best of all: a run of neighbouring buckets gets another place, or two, or
+exchanges its places with another run; half of the moves are of whole blocks. What the estimate finds clearly slower is
+left out: it promises too much, but about as much for neighbours, so it is compared with that of the placement that is
+changed. The others get their weights' schedule (``weight_schedule.py``) and are simulated, and a faster one is kept.
 
 What a search tries is counted in buckets, so that large models do not take much longer than small ones. Moves are drawn
 from the same random numbers in every search: the same budget has the same plan, and one nearby a similar one.
@@ -15,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from itertools import accumulate, islice, product, starmap
+from itertools import accumulate, chain, islice, product, starmap
 from math import inf
 from random import Random
 from typing import NamedTuple, TypeAlias
@@ -31,14 +33,15 @@ from strategies.planner.places import OffloadRequest, Place, Placement, Places, 
 from strategies.planner.simulate import simulated_period
 from strategies.planner.step_cost import evictions_of, problem_of, seconds_of, unit_seconds
 
-EFFORT = 1000  # buckets in all plans of a climb that gains nothing
+EFFORT = 2000  # buckets in all plans of a climb that gains nothing
 MOST_TRIED = 60  # its plans, of few buckets
-SLOWER = 1.06  # times the best: what is estimated to take longer is not worked out
+SLOWER = 1.06  # times what a move starts from, or its estimate: what is estimated to take longer is not worked out
 FEW = 12  # weight schedules that are compared to rank a placement
 MOVES = 20  # drawn for each that is worked out, at most
 SMALL = 100  # buckets below one in so many of the largest stay where a mix has them: their moves change little
-LONGEST = 4  # at most one in so many of the buckets move together
+LONGEST = 4  # at most one in so many of the buckets, or blocks, move together
 SHARES = 64  # parts that a mix counts in
+SHORT = 4  # times as many moves in a row may gain nothing on the long climb as on a short one
 STARTS = 12  # mixes that are worked out, the best by the estimate
 QUICK = 3  # for a comparison
 SAME = 1e-6  # a relative gain that is not worth a move
@@ -105,8 +108,12 @@ class SiteSearch:
         for placement in (*islice(as_it_is, 1), *(self.places.like(one.places, one.placement) for one in near)):
             walk.consider(placement)
         most = int(effort * min(MOST_TRIED, EFFORT / len(self.places.buckets)))
-        walk.start(int(effort * STARTS), most)
-        walk.climb(Random(0), most, self._bound)
+        others = walk.start(int(effort * STARTS), most)
+        random = Random(0)
+        for placement in others if effort == 1 else ():
+            walk.climb(placement, random, most // SHORT, self._bound)
+        if walk.best is not None:
+            walk.climb(walk.best, random, most, self._bound)
         return None if walk.best is None else self.timed(walk.best, device_room)
 
     def quick(self, device_room: int) -> Timed | None:
@@ -138,7 +145,8 @@ class SiteSearch:
         if layout is None or rates is None:
             return inf
         problem = problem_of(self._facts, layout, rates)
-        return simulated_period(problem, list(evictions_of(problem, layout)), 3 if self._request.in_backward else 2)
+        evictions = list(evictions_of(problem, layout))
+        return simulated_period(problem, evictions, 3 if self._request.in_backward else 2, after=0)
 
     @cached_property
     def _estimate(self) -> Estimate:
@@ -176,6 +184,10 @@ class _Walk:
         some = [index for index, choices in enumerate(places.choices) if len(choices) > 1]
         least = max((bucket.weight_bytes for bucket in places.buckets), default=0) / SMALL
         self._open = [index for index in some if places.buckets[index].weight_bytes >= least] or some
+        blocks: dict[tuple[str, ...], list[int]] = {}
+        for index in self._open:
+            blocks.setdefault(places.buckets[index].units, []).append(index)
+        self._groups = [[[index] for index in self._open], list(blocks.values())]  # that move as one
         self._kinds = list(dict.fromkeys(place for choices in places.choices for place in choices))
         self._times: dict[Placement, float] = {}
         self.best: Placement | None = None
@@ -188,8 +200,10 @@ class _Walk:
             if seconds < self._seconds * (1 - SAME):
                 self.best, self._seconds = placement, seconds
 
-    def start(self, starts: int, most: int) -> None:
-        """Consider mixes: so many that are best by the estimate, and at most ``most`` near the best of them."""
+    def start(self, starts: int, most: int) -> list[Placement]:
+        """Consider mixes: so many that are best by the estimate, and at most ``most`` near the best of them. The same
+        with other ends is where further climbs may start.
+        """
 
         def estimate(mix: Mix) -> float:
             return self._estimate(self._mixed(mix))
@@ -211,26 +225,34 @@ class _Walk:
         best = min(found, key=lambda mix: self._times.get(self._mixed(mix), inf))
         if time(best) < inf:
             _descended(best, time, SHARES // 8, ["stays", "streamed"])
+        elsewhere = (best._replace(ends=ends) for ends in (-1, 0, 1, 2) if ends != best.ends)
+        return list(dict.fromkeys(self._mixed(_descended(mix, estimate, SHARES // 4, ["stays"])) for mix in elsewhere))
 
-    def climb(self, random: Random, most: int, bound: float) -> None:
-        """Try moves from the best placement until ``most`` in a row gain nothing, or it takes as long as ``bound``."""
-        tried = 0
+    def climb(self, placement: Placement, random: Random, most: int, bound: float) -> None:
+        """Try moves from ``placement`` until ``most`` in a row gain nothing, or the best takes as long as ``bound``."""
+        self.consider(placement)
+        tried, seconds = 0, self._times[placement]
+        promised = self._estimate(placement)
         for _ in range(MOVES * most):
-            if self.best is None or not self._open or tried >= most or self._seconds <= bound * (1 + SAME):
+            if not self._open or tried >= most or seconds == inf or self._seconds <= bound * (1 + SAME):
                 return
-            moved = self._moved(self.best, random)
-            if moved not in self._times and self._estimate(moved) <= SLOWER * self._seconds:
-                before = self._seconds
+            moved = self._moved(placement, random)
+            if moved not in self._times and self._estimate(moved) <= SLOWER * min(seconds, promised):
+                tried += 1
                 self.consider(moved)
-                tried = 0 if self._seconds < before * (1 - WORTH) else tried + 1
+            now = self._times.get(moved, inf)
+            if now < seconds * (1 - SAME):
+                tried = 0 if now < seconds * (1 - WORTH) else tried
+                placement, seconds, promised = moved, now, self._estimate(moved)
 
     def _moved(self, placement: Placement, random: Random) -> Placement:
-        """Another place for a run of buckets, or for each of two; or two exchange theirs. Most runs are short."""
-        found, choices, count = list(placement), self._places.choices, len(self._open)
-        length = 1 + int(random.random() ** 3 * count / LONGEST)
-        runs = [self._open[at : at + length] for at in (random.randrange(count - length + 1) for _ in range(2))]
+        """Another place for a run of buckets or blocks, or for each of two; or two exchange theirs. Most are short."""
+        found, choices, groups = list(placement), self._places.choices, random.choice(self._groups)
+        length = 1 + int(random.random() ** 3 * len(groups) / LONGEST)
+        starts = (random.randrange(len(groups) - length + 1) for _ in range(2))
+        runs = [list(chain(*groups[start : start + length])) for start in starts]
         if random.random() < 0.3:
-            for here, there in zip(*runs, strict=True):
+            for here, there in zip(*runs, strict=False):  # blocks may have more buckets than others
                 if found[there] in choices[here] and found[here] in choices[there]:
                     found[here], found[there] = found[there], found[here]
             return tuple(found)
@@ -244,7 +266,8 @@ class _Walk:
 class Mix(NamedTuple):
     """Parts, in ``SHARES``: of blocks' bytes that stay on the device, of the rest that is streamed, and of gradients of
     the rest that wait on the host, each spread evenly. ``ends``: buckets, of those that cannot be streamed, that stay
-    as well. ``small``: the smallest ones are streamed instead, so that their state visits in smaller slots.
+    as well, from the first on; -1: the last one. ``small``: the smallest ones are streamed instead, so that their state
+    visits in smaller slots.
     """
 
     stays: int
@@ -282,7 +305,10 @@ class Mixer:
 
     def _placement(self, mix: Mix) -> Placement:
         sizes = self._sizes
-        here = {*self._ends[: mix.ends], *_share(self._blocks, sizes, mix.stays)}
+        here = {
+            *(self._ends[mix.ends :] if mix.ends < 0 else self._ends[: mix.ends]),
+            *_share(self._blocks, sizes, mix.stays),
+        }
         rest = [index for index in range(len(sizes)) if index not in here]
         by_size = sorted(rest, key=sizes.__getitem__) if mix.small else []
         streamed = {*(_first(by_size, sizes, mix.streamed) if mix.small else _share(rest, sizes, mix.streamed))}

@@ -67,7 +67,7 @@ class Task:
         self.resource, self.label, self.number, self.iteration = resource, label, number, iteration
         self.seconds = self.start = self.end = 0.0
         self.num_bytes = self.touched_bytes = self.waits = self.stream = 0
-        self.priority: tuple[int, ...] = (number,)
+        self.priority: tuple[int, ...] = ()
         self.then: list[Task] = []
         self.cause: Task | None = None
         # Of the machine that runs it: whether its latency is over, what it uses, and how fast it is.
@@ -99,6 +99,10 @@ class TaskBuilder:
             self._done[weights[index].gradient_at].append(index)
             for tick in dict.fromkeys(uses):
                 self._users[tick].append(index)
+        # Per tick, in the last pass and in others: the weights whose gradients leave their memory after it.
+        self._ending = {
+            last: [[w for w in done if self._sends(w, last)] for done in self._done] for last in (True, False)
+        }
         self._ends: list[Task | None] = [None] * count  # the ticks of the pass before
         self._compute: Task | None = None
         self._reload: Task | None = None
@@ -178,11 +182,13 @@ class TaskBuilder:
         for tick, todo in enumerate(self._problem.ticks):
             for weight, released in self._needed[tick]:
                 self._bring(weight, self._ends[released] if released >= 0 else before[released], (number, tick))
-            for weight in [weight for weight in self._first[tick] if weight in self._due]:
-                self._update_on_device(weight, number)
-            waits = [task for weight in self._users[tick] for task in self._gate.pop(weight, [])]
-            waits += self._saved_of(tick, number)
-            ending = [weight for weight in self._done[tick] if self._sends(weight, is_last)]
+            for weight in self._first[tick]:
+                if weight in self._due:
+                    self._update_on_device(weight, number)
+            waits = [task for weight in self._users[tick] if weight in self._gate for task in self._gate.pop(weight)]
+            if self._saved:
+                waits += self._saved_of(tick, number)
+            ending = self._ending[is_last][tick]
             made = self._tick(todo, waits, ending, is_first=number % self._problem.accumulation == 0)
             self._ends[tick] = made
             for weight in self._done[tick] if is_last else ():

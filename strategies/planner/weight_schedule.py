@@ -63,9 +63,9 @@ def fitted(
     Raises:
         DoesNotFit: no plan fits.
     """
-    problem, groups = _problem(facts, layout, indices, room)
-    if sum(weight.num_bytes for weight in problem.weights) <= room:
+    if sum(aligned(layout.buckets[index].weight_bytes) for index in indices) <= room:
         return layout
+    problem, groups = _problem(facts, layout, indices, room)
     budget = room
     for attempt in range(ATTEMPTS):
         try:
