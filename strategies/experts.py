@@ -79,6 +79,9 @@ class Experts(Strategy):
     def divides(self) -> Mapping[Axis, int]:
         return {Axis.EXPERTS: self.degree}
 
+    def ways(self, name: str) -> int:
+        return self.degree if EXPERT.search(name) else 1
+
     def check_installed(self) -> None:
         """Older releases of Transformers scale losses otherwise."""
         compared_with(KEY, self.degree, "transformers", (5, 23))
@@ -123,15 +126,13 @@ class Experts(Strategy):
             replace(unit, num_params=unit.num_params - less, num_trainable=max(0, unit.num_trainable - less))
             for unit, less in zip(facts.units, gone.values(), strict=True)
         )
-        largest = max(param.num_elements for param in params)
         apart = sum(param.num_elements for param in params if EXPERT.search(param.name) and param.group is not None)
         alike = facts.run.copies // self.degree
-        run = replace(facts.run, model_params=facts.num_params, largest_param=largest, apart=apart, alike=alike)
+        run = replace(facts.run, model_params=facts.num_params, apart=apart, alike=alike)
         return replace(facts, units=tuple(units), params=params, run=run)
 
     def _mine(self, param: Param) -> Param:
-        divided = EXPERT.search(param.name) is not None
-        return replace(param, num_elements=param.num_elements // self.degree) if divided else param
+        return replace(param, num_elements=param.num_elements // self.ways(param.name))
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
         found = self._exchanges(facts)

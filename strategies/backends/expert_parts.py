@@ -30,7 +30,7 @@ from strategies.state.torch_state import Held, Piece, TorchState, whole
 
 
 class ExpertParts:
-    """The experts of a model that this rank has. Making it cuts them out of the whole model; a collective.
+    """The experts of a model that this rank has. Making it cuts them out of layers that are whole; a collective.
 
     ``zero``: DeepSpeed's ZeRO adds up gradients, norms and updates.
     """
@@ -57,10 +57,12 @@ class ExpertParts:
     def _cut(self, name: str, module: Any, place: int, degree: int) -> None:
         count = module.num_experts // degree
         for key, param in list(module.named_parameters(recurse=False)):
-            shard = Shard(0, (count,) * degree, place, tuple(param.shape))
-            mine: Any = nn.Parameter(param.detach()[shard.start : shard.stop].clone(), param.requires_grad)
-            mine.shard = shard
-            setattr(module, key, mine)
+            mine: Any = param
+            if shard_of(param) is None:
+                shard = Shard(0, (count,) * degree, place, tuple(param.shape))
+                mine = nn.Parameter(param.detach()[shard.rows].clone(), param.requires_grad)
+                mine.shard = shard
+                setattr(module, key, mine)
             self.params[f"{name}.{key}"] = mine
         module.num_experts = count
 

@@ -48,6 +48,12 @@ class Shard:
     def stop(self) -> int:
         return self.start + self.sizes[self.index]
 
+    @property
+    def rows(self) -> slice:
+        """Of a parameter that is divided along its first dimension."""
+        assert self.dim == 0
+        return slice(self.start, self.stop)
+
 
 def shard_of(param: Any) -> Shard | None:
     """This rank's part of ``param``; None if it has the whole."""

@@ -377,12 +377,11 @@ class Facts:
     @property
     def loaded_bytes(self) -> int:
         """Of the weights as they are loaded, before any strategy changes their dtype; where a rank loads a part of the
-        model, of that, and for a moment of the largest of all. Experts are cut out of the whole model.
+        model, of that, and for a moment of the largest of all; of experts, drawn before a rank's own are kept, of both.
         """
-        if self.run.apart:
-            return self.run.trained_bytes * self.run.model_params
         if self.run.model_params:
-            return self.run.trained_bytes * (self.num_params + self.run.largest_param)
+            beside = (2 if self.run.apart else 1) * self.run.largest_param
+            return self.run.trained_bytes * (self.num_params + beside)
         packed = sum(unit.quantised_bytes for unit in self.units) + self.run.scales_bytes
         frozen = sum(unit.num_params - unit.num_trainable - unit.quantised for unit in self.units)
         return self.run.trained_bytes * self.num_trainable + self.run.frozen_bytes * frozen + packed

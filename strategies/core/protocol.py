@@ -150,6 +150,10 @@ class Strategy(BaseModel, ABC):
         """Over how many ranks it divides the model along each axis."""
         return {}
 
+    def ways(self, name: str) -> int:
+        """Over how many neighbouring ranks it divides rows of the parameter ``name``, which is loaded in parts so."""
+        return 1
+
     def least_blocks(self) -> int:
         """How many blocks a model must have for it."""
         return 1

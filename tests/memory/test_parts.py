@@ -15,7 +15,8 @@ from torch import nn
 
 from strategies.backends.autotp import Cut, cut_of
 from strategies.backends.stages import replace
-from tests.helpers.tiny import LLAMA, run_config
+from tests.helpers.releases import needs
+from tests.helpers.tiny import LLAMA, MIXTRAL, run_config
 from trainer.config.sections import RunConfig
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
@@ -24,6 +25,10 @@ from trainer.model.undisturbed import in_fork
 
 BIG: Mapping[str, Any] = {  # 430 MiB of fp32
     **LLAMA, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 16, "vocab_size": 1024,
+}  # fmt: skip
+MIXTURE: Mapping[str, Any] = {  # 410 MiB, nearly all of it experts'
+    **MIXTRAL, "hidden_size": 512, "intermediate_size": 256, "num_hidden_layers": 32, "num_local_experts": 8,
+    "head_dim": 16, "vocab_size": 1024,
 }  # fmt: skip
 MMAP_THRESHOLD = -3  # glibc's number
 EVERY_S = 0.01
@@ -53,13 +58,13 @@ def watched(
         seen.append(max(*sizes, size(process)) - before)
 
 
-def loaded(ranks: Ranks, config: RunConfig) -> list[Any]:
+def loaded(ranks: Ranks, config: RunConfig, *sizes: Callable[[psutil.Process], int]) -> list[Any]:
     """Of each rank: bytes of the parameters that it has, and the growth of its memory until it has them."""
     from trainer.run import order
     from trainer.verify.verify import random_run
 
     run, seen = random_run(config, ranks), list[int]()
-    with watched(seen):
+    with watched(seen, *sizes):
         model = order.make_model(run)
         for param in model.parameters():
             param.data.mul_(1)  # pages that are a file's so far become the process's own
@@ -67,6 +72,14 @@ def loaded(ranks: Ranks, config: RunConfig) -> list[Any]:
     everyones: list[Any] = [None] * ranks.world_size
     dist.all_gather_object(everyones, (held, seen[0]))
     return everyones
+
+
+def loaded_mixture(ranks: Ranks, config: RunConfig) -> list[Any]:
+    """As ``loaded``, of memory that no file backs: of each of many small tensors Transformers touches a page or more as
+    it makes a model without values. Tensors of real size have mappings of their own.
+    """
+    ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 18)
+    return loaded(ranks, config, not_of_files)
 
 
 def divided(ranks: Ranks, config: RunConfig) -> list[Any]:
@@ -145,8 +158,8 @@ def not_of_files(process: psutil.Process) -> int:
     return int(memory.rss - memory.shared)
 
 
-def saved(folder: Path) -> None:
-    section = run_config(BIG).model
+def saved(folder: Path, base: Mapping[str, Any] = BIG) -> None:
+    section = run_config(base).model
     build(section, load_config(section), seed=0, partitioned=False).save_pretrained(folder, max_shard_size="100MB")
 
 
@@ -163,6 +176,21 @@ def test_a_stage_loads_no_more_than_its_part(kind: str, tmp_path: Path) -> None:
     found = run_world(4, loaded, config)
     assert sum(held for held, _ in found) == sum(param.nbytes for param in whole.parameters())
     for held, grown in found:
+        assert grown < SPARE * held, f"{grown / held:.2f} of its part, which is {held:,} bytes"
+
+
+@pytest.mark.slow
+@needs("experts")
+@pytest.mark.parametrize("name", ["experts", "pipeline"])
+def test_experts_are_loaded_in_part(name: str, tmp_path: Path) -> None:
+    """Of a saved mixture, whose files have a tensor for each expert and whose model has one for a layer's."""
+    in_fork(partial(saved, tmp_path / "saved", MIXTURE))
+    section = {"config": None, "name_or_path": str(tmp_path / "saved"), "tokenizer": None}
+    strategies = {"experts": {"degree": 4}} if name == "experts" else {"pipeline": {"stages": 4}}
+    config = run_config(None, strategies=strategies, model=section, gradient_accumulation_steps=4)
+    whole = build(config.model, load_config(config.model), seed=0, partitioned=False, on_meta=True)
+    for held, grown in run_world(4, loaded_mixture, config):
+        assert held < 0.3 * sum(param.nbytes for param in whole.parameters())
         assert grown < SPARE * held, f"{grown / held:.2f} of its part, which is {held:,} bytes"
 
 

@@ -80,7 +80,9 @@ def test_one_ranks_part() -> None:
         gone = experts // 2 if one.kind is UnitKind.BLOCK else 0
         assert (one.num_params - other.num_params, one.saved_bytes) == (gone, other.saved_bytes)
     assert (part.run.model_params, part.run.replicas) == (whole.num_params, 4)
-    assert part.loaded_bytes == whole.loaded_bytes == 4 * whole.num_params, "experts are cut out of the whole model"
+    a_layer = 2 * whole.run.largest_param  # whole, while it is drawn
+    assert part.run.largest_param == whole.run.largest_param
+    assert part.loaded_bytes == 4 * (part.num_params + a_layer)
     held = {each.owner: each for each in plans[1].reserves(Home.DEVICE)}
     buckets, rows = held["data parallel: buckets"], held["experts: exchanged rows"]
     assert buckets.num_bytes == plans[1].total(Kind.GRAD) - 2 * experts // 2 * 4

@@ -16,8 +16,18 @@ from tests.helpers.tiny import GPT2, LLAMA, MIXTRAL, MODELS, OPT, run_config
 from trainer.config.sections import ModelSection
 from trainer.dist.agreement import Agreement
 from trainer.errors import ConfigError
-from trainer.model import mapped, parts
+from trainer.model import mapped, parts, saved_tensors
 from trainer.model.build import build, load_config, tensors_of
+from trainer.run import changes
+
+QWEN_MOE: Mapping[str, Any] = {
+    **LLAMA, "model_type": "qwen3_moe", "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+    "decoder_sparse_step": 1,
+}  # fmt: skip
+
+
+def _refuse() -> Any:
+    raise NotImplementedError
 
 
 def filled(section: ModelSection, front: bool, whole_from: str | None = None) -> str | None:
@@ -54,13 +64,16 @@ def test_random_weights_have_the_bits_of_the_whole_model(name: str, tied: bool, 
     assert filled(run_config(config, model={"dtype": "bfloat16"}).model, front) is None
 
 
-@pytest.mark.parametrize(("base", "dtype"), [(LLAMA, "float32"), (OPT, "bfloat16"), (GPT2, "bfloat16")])
+@pytest.mark.parametrize(
+    ("base", "dtype"),
+    [(LLAMA, "float32"), (OPT, "bfloat16"), (GPT2, "bfloat16"), (MIXTRAL, "bfloat16"), (QWEN_MOE, "float32")],
+)
 @pytest.mark.parametrize("front", [True, False])
 def test_saved_weights_are_read_by_name(base: Mapping[str, Any], dtype: str, front: bool, tmp_path: Path) -> None:
     section = run_config(base).model
     model = build(section, load_config(section), seed=5, partitioned=False)
     saved = model.base_model if base is GPT2 else model  # without its head, whose weight is the embedding's
-    saved.save_pretrained(tmp_path, max_shard_size="30KB" if base is LLAMA else "1GB")
+    saved.save_pretrained(tmp_path, max_shard_size="30KB" if base in (LLAMA, QWEN_MOE) else "1GB")
     changes = {"config": None, "name_or_path": str(tmp_path), "tokenizer": None, "dtype": dtype}
     assert filled(run_config(None, model=changes).model, front) is None
 
@@ -70,8 +83,8 @@ def test_buffers_are_those_of_the_files(tmp_path: Path, monkeypatch: pytest.Monk
 
     section, own = run_config(LLAMA).model, LlamaModel.__init__
     build(section, load_config(section), seed=5, partitioned=False).save_pretrained(tmp_path)
-    saved = load_file(tmp_path / parts.WHOLE) | {"model.seen": torch.tensor([3.0, 4.0])}
-    save_file(saved, tmp_path / parts.WHOLE, metadata={"format": "pt"})
+    saved = load_file(tmp_path / saved_tensors.WHOLE) | {"model.seen": torch.tensor([3.0, 4.0])}
+    save_file(saved, tmp_path / saved_tensors.WHOLE, metadata={"format": "pt"})
 
     def with_buffer(self: Any, config: Any) -> None:
         own(self, config)
@@ -88,19 +101,71 @@ def test_what_cannot_be_read_by_name_is_built_whole(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     changes = {"config": None, "name_or_path": str(tmp_path), "tokenizer": None}
     section = run_config(None, model=changes).model
-    assert filled(section, True) == WHOLE + "Transformers converts some of its tensors as it loads them"
     whole = build(section, load_config(section), seed=5, partitioned=False)
-    (tmp_path / parts.WHOLE).unlink()
+    (tmp_path / saved_tensors.WHOLE).unlink()
     torch.save(whole.state_dict(), tmp_path / "pytorch_model.bin")
-    assert filled(section, True) == WHOLE + f"it has no {parts.WHOLE}"
+    assert filled(section, True) == WHOLE + f"it has no {saved_tensors.WHOLE}"
+
+
+@pytest.mark.parametrize("kind", ["random", "saved", "saved as .bin"])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_rank_has_its_experts_alone(kind: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of files no other expert is read, and a layer's are converted in pieces."""
+    config = run_config(QWEN_MOE, strategies={"experts": {"degree": 2}}, model={"dtype": "bfloat16"})
+    if kind != "random":
+        model = build(config.model, load_config(config.model), seed=5, partitioned=False)
+        model.save_pretrained(tmp_path)
+        if "bin" in kind:
+            (tmp_path / saved_tensors.WHOLE).unlink()
+            torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+        changed = {"config": None, "name_or_path": str(tmp_path), "tokenizer": None}
+        config = run_config(None, strategies={"experts": {"degree": 2}}, model=changed)
+    monkeypatch.setattr(saved_tensors, "PIECE_BYTES", 3 * 2 * 24 * 32 * 4)
+    seen: list[str] = []
+    own = saved_tensors.SavedTensor._converted
+
+    def converted(self: Any, sources: Any, dtype: Any) -> Any:
+        seen.extend(source.key for source in sources)
+        return own(self, sources, dtype)
+
+    monkeypatch.setattr(saved_tensors.SavedTensor, "_converted", converted)
+    make = partial(build, config.model, load_config(config.model), seed=3, partitioned=False)
+    part, whole = make(on_meta=True), make()
+    names = dict(part.named_parameters(remove_duplicate=False))
+    shards = changes.shards(part, config, rank)
+    assert len(shards) == 4
+    why = parts.fill(part, names, config.model.name_or_path, 3, make, shards=shards)
+    assert (why is None) is ("bin" not in kind)
+    assert {int(key.split(".experts.")[1].split(".")[0]) // 6 for key in seen} <= {rank % 2}
+    assert bool(seen) is (kind == "saved")
+    for (name, expected), (_, found) in zip(tensors_of(whole), tensors_of(part), strict=True):
+        rows = slice(6 * (rank % 2), 6 * (rank % 2) + 6) if name in shards else slice(None)
+        assert torch.equal(found, expected[rows] if name in shards else expected), name
+        assert getattr(found, "shard", None) == shards.get(name)
+        assert found.untyped_storage().nbytes() == found.nbytes or name not in shards
+
+
+def test_a_conversion_that_needs_more_than_the_files_have(tmp_path: Path) -> None:
+    """One expert of a layer has no gate: Transformers' own loading refuses that, too."""
+    section = run_config(MIXTRAL).model
+    build(section, load_config(section), seed=5, partitioned=False).save_pretrained(tmp_path)
+    path = tmp_path / saved_tensors.WHOLE
+    saved = load_file(path)
+    section = run_config(None, model={"config": None, "name_or_path": str(tmp_path), "tokenizer": None}).model
+    part = build(section, load_config(section), seed=3, partitioned=False, on_meta=True)
+    save_file({key: saved[key] for key in saved if "experts.2.w1" not in key}, path, metadata={"format": "pt"})
+    with pytest.raises(NotImplementedError):
+        parts.fill(part, list(dict(part.named_parameters())), str(tmp_path), 3, _refuse)
 
 
 def test_a_name_with_and_without_its_prefix(tmp_path: Path) -> None:
     section = run_config(LLAMA).model
     build(section, load_config(section), seed=5, partitioned=False).save_pretrained(tmp_path)
-    saved = load_file(tmp_path / parts.WHOLE)
+    saved = load_file(tmp_path / saved_tensors.WHOLE)
     save_file(
-        saved | {"norm.weight": 2 * saved["model.norm.weight"]}, tmp_path / parts.WHOLE, metadata={"format": "pt"}
+        saved | {"norm.weight": 2 * saved["model.norm.weight"]},
+        tmp_path / saved_tensors.WHOLE,
+        metadata={"format": "pt"},
     )
     changes = {"config": None, "name_or_path": str(tmp_path), "tokenizer": None}
     assert filled(run_config(None, model=changes).model, False) == WHOLE + "its files have model.norm.weight twice"

@@ -1,6 +1,6 @@
 """Give a model without values those of the parameters that a rank holds, so that its host never has the whole model.
 
-    fill    the parameters of a pipeline's stage
+    fill    the parameters of a pipeline's stage, or all, of experts those that are the rank's
     pour    one parameter after the other into the memory engine, of which a rank takes its spans
 
 Random weights are drawn as ``build`` draws them: Transformers initialises all modules in their order. What is not held
@@ -11,27 +11,28 @@ place of the whole files; what its files do not have (tables of positions) is in
 Invariant. What is not held is on the device ``meta``, where nobody can read a value that is not there. Tied weights
 stay tied, and buffers are whole.
 
+How tensors are found in files, and made of several as experts are: ``saved_tensors.py``.
+
 Where that cannot be done the whole model is built, its part is kept, and a line says why: files that are no
-safetensors, tensors that Transformers converts as it loads them (experts of a mixture), adapters, names that the files
-do not have, and initialisation that goes on with a parameter after the turn of another module has come.
+safetensors, adapters, names that the files do not have, conversions that Transformers does not make of one tensor
+alone, and initialisation that goes on with a parameter after the turn of another module has come.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from huggingface_hub import try_to_load_from_cache
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from strategies.backends.tensor_shards import Shard
 from strategies.engine.tensors.nested import tensors_in
 from strategies.engine.tensors.parameters import LATER, is_placeholder, placeholder
 from trainer.model.build import forget_marks, refuse_uninitialised, tensors_of
+from trainer.model.saved_tensors import NotInParts, saved_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,12 +40,7 @@ if TYPE_CHECKING:
     from strategies.engine import StowOptimizer
 
 Give = Callable[[str, Tensor], None]
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 OVERWRITES = ("normal_", "uniform_", "zero_", "fill_", "copy_")  # that need no value from before
-
-
-class NotInParts(Exception):
-    """Why the whole model has to be built."""
 
 
 def fill(
@@ -54,6 +50,7 @@ def fill(
     seed: int,
     whole: Callable[[], Any],
     give: Give = lambda name, value: None,
+    shards: Mapping[str, Shard] = MappingProxyType({}),
 ) -> str | None:
     """Give ``model``, which is on the device ``meta``, the parameters ``held`` and all buffers.
 
@@ -63,28 +60,36 @@ def fill(
         whole: builds the whole model, with the same names.
         give: where nothing is ``held``, it is called with each parameter once that has its value; a tied one has one
             name. Of what is given again the last value counts.
+        shards: of parameters of which the rank has some rows, not tied; each becomes its part, with the shard on it.
 
     Returns:
         A line that says why the whole model was built; None if it was not.
     """
     tied = model.get_expanded_tied_weights_keys(all_submodels=True)
-    wanted = {tied.get(name, name) for name in held}
+    wanted = {tied.get(name, name) for name in held} - shards.keys()
+    cut: dict[str, Tensor] = {}
 
     def pass_on(name: str, value: Tensor) -> None:
-        if name not in tied:
+        if name in shards:
+            cut[name] = value.detach()[shards[name].rows].clone()
+        elif name not in tied:
             give(name, value)
 
     try:
         if name_or_path is None:
             _draw(model, wanted, seed, pass_on)
         else:
-            _read(model, wanted, tied, name_or_path, pass_on)
+            cut = _read(model, wanted, tied, name_or_path, pass_on, shards)
+        line = None
     except NotInParts as error:
         _take(model, held, whole(), pass_on)
-        return f"each rank loads the whole model before it keeps its part: {error}"
-    model.tie_weights()
-    _leave(model, wanted)
-    return None
+        line = f"each rank loads the whole model before it keeps its part: {error}"
+    else:
+        model.tie_weights()
+        _leave(model, wanted)
+    for name, shard in shards.items():
+        put(model, name, nn.Parameter(cut.pop(name), model.get_parameter(name).requires_grad)).shard = shard
+    return line
 
 
 def hollow(model: PreTrainedModel) -> None:
@@ -187,14 +192,19 @@ class _Turns(TorchDispatchMode):
 
 
 def _read(
-    model: PreTrainedModel, wanted: Collection[str], tied: Mapping[str, str], name_or_path: str, give: Give
-) -> None:
-    """Read ``wanted`` and buffers from the files of a saved model. Raise NotInParts before anything is read."""
-    if getattr(model, "_weight_conversions", None):
-        raise NotInParts("Transformers converts some of its tensors as it loads them")
+    model: PreTrainedModel,
+    wanted: Collection[str],
+    tied: Mapping[str, str],
+    name_or_path: str,
+    give: Give,
+    shards: Mapping[str, Shard],
+) -> dict[str, Tensor]:
+    """Read ``wanted`` and buffers from the files of a saved model; returns the rows of ``shards``. Raise NotInParts
+    before anything is read.
+    """
     if getattr(model, "_hf_peft_config_loaded", False):
         raise NotInParts("it is saved as adapters")
-    saved = _saved(model, name_or_path)
+    saved = saved_tensors(model, name_or_path)
     for name, source in tied.items():
         if name in saved and source in saved:
             raise NotInParts(f"its files have the tied weight {name} beside {source}")
@@ -204,59 +214,23 @@ def _read(
         if (at := saved.get(name)) is None or at.shape != tuple(param.shape):
             raise NotInParts(f"its files have no {name} of that shape")
     forget_marks(model)
+    cut: dict[str, Tensor] = {}
     for name, param in list(model.named_parameters()):
         param._is_hf_initialized = True  # type: ignore[attr-defined]
-        if name in wanted:
-            made = put(model, name, nn.Parameter(saved[name].read().to(param.dtype), param.requires_grad))
+        if name in shards:
+            cut[name] = saved[name].read(param.dtype, shards[name].rows)
+        elif name in wanted:
+            made = put(model, name, nn.Parameter(saved[name].read(param.dtype), param.requires_grad))
             made._is_hf_initialized = True
         elif not wanted:  # who keeps nothing in the model is given all, and a stage reads no more than its own
-            give(name, saved[name].read().to(param.dtype))
+            give(name, saved[name].read(param.dtype))
     _allocate_buffers(model)
     for name, buffer in model.named_buffers():
         if (at := saved.get(name)) is not None:
-            buffer.copy_(at.read())
+            buffer.copy_(at.read(buffer.dtype))
             buffer._is_hf_initialized = True  # type: ignore[attr-defined]
     model.initialize_weights()
-
-
-class _Saved(NamedTuple):
-    """A tensor in a file, which is opened for each one: pages that were read stay until it is closed."""
-
-    path: Path
-    key: str
-    shape: tuple[int, ...]
-
-    def read(self) -> Tensor:
-        """The tensor; its pages are the file's until somebody writes to them."""
-        with safe_open(self.path, framework="pt") as opened:
-            found: Tensor = opened.get_tensor(self.key)
-        return found
-
-
-def _saved(model: PreTrainedModel, name_or_path: str) -> dict[str, _Saved]:
-    """What is in the files of a saved model, by its names in ``model``; a model without head has shorter ones."""
-
-    def find(name: str) -> Path | None:
-        found = Path(name_or_path) / name
-        if not Path(name_or_path).is_dir():  # whoever made the model without values has put the files there
-            found = Path(str(try_to_load_from_cache(name_or_path, name)))
-        return found if found.is_file() else None
-
-    files = [path] if (path := find(WHOLE)) else []
-    if not files and (index := find(INDEX)):
-        files = [index.parent / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
-    if not files:
-        raise NotInParts(f"it has no {WHOLE}")
-    names = {name for name, _ in tensors_of(model)}
-    found: dict[str, _Saved] = {}
-    for path in files:
-        with safe_open(path, framework="pt") as opened:
-            for key in opened.keys():  # noqa: SIM118 - it is no dict
-                name = key if key in names else f"{model.base_model_prefix}.{key}"
-                if name in found:
-                    raise NotInParts(f"its files have {name} twice")
-                found[name] = _Saved(path, key, tuple(opened.get_slice(key).get_shape()))
-    return found
+    return cut
 
 
 # --- places in a model -----------------------------------------------------------------------------------------------

@@ -31,11 +31,14 @@ from strategies.core.commit import replace_file
 from strategies.core.sizes import human, human_duration, human_number
 from strategies.engine.forward.routed_linear import weights_changed
 from strategies.engine.memory import accelerator
+from trainer.data.packing import MASKED
 from trainer.dist.ranks import limit_groups
 from trainer.errors import ConfigError, first_line, nearest, write_line
 from trainer.machine.probe import status_bytes
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from trainer.dist.watchdog import Watchdog
 
 SAID = (
@@ -353,3 +356,14 @@ def continuation(model: Any, tokenizer: Any, prompt: str) -> str:
     finally:
         model.train(was_training)
     return str(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+def sample_prompt(tokenizer: PreTrainedTokenizerBase, rows: Any) -> str:
+    """The text that the sample continues: the prompt of the first row, or its first words."""
+    row = next(iter(rows))
+    labels = row["labels"]
+    masked = next((i for i, label in enumerate(labels[1:], start=1) if label != MASKED), 0)
+    if masked > 1:
+        return str(tokenizer.decode(row["input_ids"][:masked], skip_special_tokens=True))
+    start = str(tokenizer.decode(row["input_ids"][:24], skip_special_tokens=True))
+    return start.rsplit(maxsplit=1)[0] if len(start.split()) > 1 else start  # the last word may be cut

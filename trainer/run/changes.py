@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from strategies.backends.tensor_shards import Shard
 from strategies.core.compose import in_order
 from strategies.core.facts import Precision
 from strategies.engine.tensors.quantised import is_quantised
@@ -23,6 +24,17 @@ def loads_spans(config: RunConfig, plan: Plan) -> bool:
     before: adapters wrap them, Trainers of preferences copy the model.
     """
     return TASKS[config.task].language and config.model.lora is None and plan.loads_spans
+
+
+def shards(weights: PreTrainedModel, config: RunConfig, rank: int) -> dict[str, Shard]:
+    """The parts that ``rank`` has of parameters of which it is given some rows alone."""
+    found = {}
+    for strategy in in_order(config.strategies).values():
+        for name, param in weights.named_parameters():
+            if (ways := strategy.ways(name)) > 1:
+                sizes = (len(param) // ways,) * ways
+                found[name] = Shard(0, sizes, rank % ways, tuple(param.shape))
+    return found
 
 
 def to_compute(weights: PreTrainedModel, plan: Plan) -> None:

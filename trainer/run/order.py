@@ -37,7 +37,6 @@ from trainer.data import prepare as preparing
 from trainer.data import rows as task_rows
 from trainer.data import tokenizer as tokenizers
 from trainer.data.collate import packing_supported
-from trainer.data.packing import MASKED
 from trainer.data.prepare import Prepared
 from trainer.dist.agreement import agreement
 from trainer.dist.ranks import Ranks, name_device
@@ -51,7 +50,7 @@ from trainer.planning import facts
 from trainer.planning.fit import explained
 from trainer.planning.from_config import advice, plans_of, refuse_impossible
 from trainer.run import changes, checkpoint, disk_tier, machines, metrics, resuming
-from trainer.run.callbacks import EarlyStopping, Meter, MetricsFile, ProgressLine, SampleText, StepSeen
+from trainer.run.callbacks import EarlyStopping, Meter, MetricsFile, ProgressLine, SampleText, StepSeen, sample_prompt
 from trainer.run.checkpoint import About, DataFacts, ModelFacts
 from trainer.run.plan_check import PlanCheck
 from trainer.run.profile import Profile
@@ -233,13 +232,15 @@ def make_model(run: Run) -> PreTrainedModel:
     partitioned = deepspeed.stage(run.plan) == 3
     make = partial(build.build, section, hf_config, seed=seed, partitioned=partitioned, task=task)
     in_spans, divided = changes.loads_spans(run.config, run.plan), run.plan.facts.run.tensor > 1
-    weights = make(on_meta=run.form is not None or in_spans or divided)
+    apart = run.plan.facts.run.apart > 0
+    weights = make(on_meta=run.form is not None or in_spans or divided or apart)
     task.name_tokens(weights, run.tokenizer)
     if adapters_follow(run.config):
         return weights
 
     def fill(names: Collection[str]) -> None:
-        if not divided and (line := parts.fill(weights, names, section.name_or_path, seed, make)):
+        shards = changes.shards(weights, run.config, run.ranks.rank)
+        if not divided and (line := parts.fill(weights, names, section.name_or_path, seed, make, shards=shards)):
             run.say(line)
         changes.to_compute(weights, run.plan)
 
@@ -253,6 +254,8 @@ def make_model(run: Run) -> PreTrainedModel:
         first, writes = run.ranks.rank - run.ranks.local_rank, run.ranks.is_first_local
         with agreement(run.ranks, WEEK_S) as together:
             mapped.load(weights, give_away, run.folder / f"weights-{first}.part", together, writes=writes)
+    if apart:
+        fill(dict(weights.named_parameters(remove_duplicate=False)))
     if run.form is None:
         changes.to_compute(weights, run.plan)
         if in_spans:
@@ -276,7 +279,7 @@ def make_trainer(run: Run) -> Trainer:
     arguments = make_arguments(run)
     meter = make_meter(run, arguments.device)
     task = TASKS[run.config.task]
-    prompt = sample_prompt(run) if task.language else ""
+    prompt = sample_prompt(run.tokenizer, run.prepared.eval or run.prepared.train) if task.language else ""
     file, training = MetricsFile(run.folder / "metrics.jsonl"), run.config.training
     # Stages cannot generate, and ranks that divide experts would end at different tokens.
     generates = task.generates and not {Axis.STAGES, Axis.EXPERTS} & degrees(run.config.strategies).keys()
@@ -386,14 +389,3 @@ def make_meter(run: Run, device: torch.device) -> Meter:
         peak_flops=peak and peak * known.world_size,
         sum_over_ranks=sum_over_ranks if known.world_size > 1 else lambda number: number,
     )
-
-
-def sample_prompt(run: Run) -> str:
-    """The text that the sample continues: the prompt of the first evaluation row, or its first words."""
-    row = next(iter(run.prepared.eval or run.prepared.train))
-    labels = row["labels"]
-    masked = next((i for i, label in enumerate(labels[1:], start=1) if label != MASKED), 0)
-    if masked > 1:
-        return str(run.tokenizer.decode(row["input_ids"][:masked], skip_special_tokens=True))
-    start = str(run.tokenizer.decode(row["input_ids"][:24], skip_special_tokens=True))
-    return start.rsplit(maxsplit=1)[0] if len(start.split()) > 1 else start  # the last word may be cut
