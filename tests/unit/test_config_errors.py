@@ -143,7 +143,8 @@ EXTENDS: tuple[tuple[str, dict[str, str], str], ...] = (
     (
         "extends: b.yaml",
         {"b.yaml": "extends: c.yaml"},
-        'b.yaml:1: extends = "c.yaml": a base extends nothing; one level only',
+        'b.yaml:1: extends = "c.yaml": a base extends nothing; one level only; write extends: c.yaml in x.yaml, '
+        "and what else it needs",
     ),
     ("extends: x.yaml", {}, 'x.yaml:1: extends = "x.yaml": a base extends nothing; one level only'),
     ("extends: b.yaml", {"b.yaml": "a: ["}, "b.yaml:1: a value is missing, or a bracket is never closed"),

@@ -135,6 +135,8 @@ def _base(path: Path, file: Document) -> Document:
     base = _read(path.parent / name, location, ("extends",), name)
     if "extends" in base.tree:
         words, where = "a base extends nothing; one level only", base.locations[("extends",)]
+        if (further := base.tree["extends"]) != name and isinstance(further, str):
+            words += f"; write extends: {Path(name).parent / further} in {path.name}, and what else it needs"
         base.problems.append(Fault(("extends",), base.tree.pop("extends"), words, where))
     return base
 
