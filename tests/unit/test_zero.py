@@ -8,6 +8,7 @@ import pytest
 
 from strategies.backends import deepspeed as backend
 from strategies.backends.deepspeed import clips_itself, ds_config
+from strategies.core import protocol
 from strategies.core.compose import compose
 from strategies.core.facts import Facts, Precision
 from strategies.core.plan import RUN, EngineSet, Home, Plan, When
@@ -151,7 +152,7 @@ def test_stage_3_is_refused_where_transformers_builds_another_model(
 ) -> None:
     """Neither training nor verifying begins."""
     for release, stage in (("5.23.0", 3), ("5.17.2", 2)):
-        monkeypatch.setattr(backend, "version", lambda package, release=release: release)
+        monkeypatch.setattr(protocol, "version", lambda package, release=release: release)
         find("zero").model_validate({"stage": stage}).check_installed()
     config = run_config(LLAMA, output_dir=tmp_path, stage=3, max_steps=1)
     for begin in (lambda: refuse_unbuildable(config, Ranks()), lambda: real_plan(config, 1)):
