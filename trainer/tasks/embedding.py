@@ -18,12 +18,8 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, cast
-
-import torch
-import transformers
+from typing import TYPE_CHECKING, Any
 
 from strategies.core.protocol import Refusal
 from trainer.tasks.task import Field, Saved, Task, takes_no_count
@@ -44,7 +40,7 @@ class Embedding(Task):
     name = "embedding"
     fields = (Field("anchor", (str,)), Field("positive", (str,)), Field("negative", (str,), required=False))
     model_class = "transformers.AutoModel"
-    trainer = "trainer.tasks.embedding.EmbeddingTrainer"
+    trainer = "trainer.tasks.embedding_trainer.EmbeddingTrainer"
     adapters = "FEATURE_EXTRACTION"
     pipeline_tag = "sentence-similarity"
 
@@ -81,14 +77,15 @@ class Embedding(Task):
         takes_no_count(model)
 
     def options(self, model: Any, tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> dict[str, Any]:
-        pad = transformers.DataCollatorWithPadding(tokenizer)
+        import torch
+        from transformers import DataCollatorWithPadding
+
+        pad = DataCollatorWithPadding(tokenizer)
 
         def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
             texts = [{"input_ids": row[name]} for name in rows[0] for row in rows]
-            return {
-                "labels": torch.arange(len(rows)),
-                **pad(texts),
-            }  # first: the Trainer asks it how many rows there are
+            # The labels are first: the Trainer asks them how many rows there are.
+            return {"labels": torch.arange(len(rows)), **pad(texts)}
 
         return {"data_collator": collate}
 
@@ -96,6 +93,8 @@ class Embedding(Task):
         return {"labels": ids[: len(ids) // self.sequences(config), 0]}
 
     def forward(self, model: Any, config: RunConfig) -> Callable[..., Any]:
+        from trainer.tasks.embedding_trainer import loss_of
+
         takes = inspect.signature((model.get_base_model() if config.model.lora else model).forward).parameters
 
         def run(**inputs: Any) -> dict[str, Any]:
@@ -104,40 +103,6 @@ class Embedding(Task):
             return {"loss": loss_of(model, inputs)}
 
         return run
-
-
-class EmbeddingTrainer(transformers.Trainer):
-    """Transformers' Trainer with sentence-transformers' loss."""
-
-    def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, *rest: Any, **more: Any
-    ) -> Any:
-        loss = loss_of(model, inputs)
-        return (loss, {}) if return_outputs else loss
-
-
-def loss_of(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
-    """The loss of a micro-batch.
-
-    Args:
-        inputs: ``input_ids`` [C * B, S] of C columns one after the other, ``attention_mask`` where there is padding,
-            and ``labels`` [B], which says how many rows there are.
-    """
-    given = {name: each for name, each in inputs.items() if name != "labels"}
-    tokens = model(**given)[0]
-    ranking, mean = parts(tokens.shape[-1])
-    vectors = mean({"token_embeddings": tokens, **given})["sentence_embedding"]
-    loss: Tensor = ranking.compute_loss_from_embeddings(list(vectors.split(len(inputs["labels"]))), None)
-    return loss
-
-
-@cache
-def parts(width: int) -> tuple[Any, Any]:
-    """Loss and pooling of sentence-transformers."""
-    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
-    from sentence_transformers.sentence_transformer.modules import Pooling
-
-    return MultipleNegativesRankingLoss(cast(Any, None)), Pooling(width, "mean")
 
 
 def other_part(saved: Saved) -> str:
