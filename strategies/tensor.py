@@ -57,7 +57,9 @@ class Tensor(Strategy):
     excludes = {
         "training.train_sampling_strategy = batch_rebalance": "it gives ranks of one copy of the model different rows",
         "model.quantization_config": "strategies.tensor divides weights, and quantised ones have no parts",
-        "model.lora": "strategies.tensor divides the layers that adapters are added to",
+        "model.lora.lora_dropout": "ranks draw the same numbers and would drop the same places of each part",
+        "model.lora.use_dora": "the norms of its weights are over rows and columns that strategies.tensor divides",
+        "model.lora.modules_to_save": "strategies.tensor divides layers by their names, and those get others",
         **dict.fromkeys(COMPILING, "strategies.tensor exchanges inside every layer, which is not compiled"),
     }
     examples = ({"degree": 2},)
@@ -110,8 +112,10 @@ class Tensor(Strategy):
         yield EngineSet(unit=RUN, reason=reason, key=deepspeed.TENSOR_DEGREE, value=self.degree)
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
-        from strategies.backends import tensor_shards
+        from strategies.backends import tensor_adapters, tensor_shards
 
         if plan.facts.run.stages > 1:
             tensor_shards.divide(model, self.degree, tied=plan.facts.run.tied)
+        else:
+            tensor_adapters.divide(model, self.degree)
         tensor_shards.apart(model, plan.facts.run.grid)

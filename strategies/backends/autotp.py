@@ -10,10 +10,17 @@ backward:
     head      lm_head, unless it is tied                       rows, and the logits are gathered
     whole     embeddings, norms, a tied head                   the same on all ranks, updated alike on each
     summed    q_norm k_norm                                    whole; each rank has the gradient of its heads only
+
+Low-rank adapters (PEFT's names) follow the layer that they are added to, so that what ranks exchange for them is as
+wide as their rank, in the direction in which the layer exchanges its hidden states (``tensor_adapters.py``):
+
+    columns   lora_A whole, lora_B by columns                  the gradient between the two is summed
+    rows      lora_A by rows, lora_B whole                     what is between the two is summed
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from math import gcd
@@ -23,6 +30,7 @@ COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1")
 ROWS = ("o_proj", "out_proj", "down_proj", "fc2")
 HEAD = "lm_head"
 SUMMED = ("q_norm", "k_norm")
+WRAPPED = r"(?:base_model\.model\.)?"  # by PEFT
 # Architectures that train as without it (tests/parity/test_tensor.py), by Hugging Face's model_type.
 MODELS = ("llama", "mistral", "opt", "qwen2", "qwen3")
 WHY: Mapping[str, str] = {
@@ -48,23 +56,26 @@ def listed(words: Sequence[str]) -> str:
 
 def cut_of(name: str, *, tied: bool) -> Cut | None:
     """How the linear layer of that name is divided; None: it is whole. ``tied``: the head shares the embedding."""
-    last = name.rpartition(".")[2]
-    if last in COLUMNS:
+    if re.fullmatch(rf"{_named(COLUMNS)}(?:\.base_layer|\.lora_B\.default)?", name):
         return Cut.COLUMNS
-    if last in ROWS:
+    if re.fullmatch(rf"{_named(ROWS)}(?:\.base_layer|\.lora_A\.default)?", name):
         return Cut.ROWS
-    return Cut.GATHERED if name == HEAD and not tied else None
+    return Cut.GATHERED if re.fullmatch(WRAPPED + HEAD, name) and not tied else None
 
 
-def partition(*, tied: bool) -> dict[str, Any]:
-    """What DeepSpeed is told besides the degree, as JSON."""
+def _named(layers: tuple[str, ...]) -> str:
+    return rf".*\.(?:{'|'.join(layers)})"
 
-    def spec(names: tuple[str, ...], kind: str, **more: bool) -> dict[str, Any]:
-        return {"patterns": [rf".*\.({'|'.join(names)})\.weight$"], "partition_type": kind, **more}
 
-    head = {"patterns": [rf"{HEAD}\.weight$"], "partition_type": "column", "gather_output": True}
-    specs = [spec(COLUMNS, "column"), spec(ROWS, "row"), spec(SUMMED, "skip", grad_allreduce=True)]
-    specs += [] if tied else [head]
+def partition(*, tied: bool, frozen: bool) -> dict[str, Any]:
+    """What DeepSpeed is told besides the degree, as JSON. ``frozen``: the base of adapters has no gradients to sum."""
+
+    def spec(layers: str, kind: str, **more: bool) -> dict[str, Any]:
+        return {"patterns": [rf"{layers}\.weight$"], "partition_type": kind, **more}
+
+    specs = [spec(_named(COLUMNS), "column"), spec(_named(ROWS), "row")]
+    specs += [] if frozen else [spec(_named(SUMMED), "skip", grad_allreduce=True)]
+    specs += [] if tied else [spec(WRAPPED + HEAD, "column", gather_output=True)]
     return {"vocab_parallel_lm_head": False, "partition_config": {"use_default_specs": False, "layer_specs": specs}}
 
 

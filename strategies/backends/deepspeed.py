@@ -53,7 +53,8 @@ def ds_config(plan: Plan) -> dict[str, Any]:
         assert key not in node, f"two writers of DeepSpeed's {dotted}"
         node[key] = value
     if "tensor_parallel" in config:  # its degree is in the plan
-        config["tensor_parallel"] |= autotp.partition(tied=run.tied)
+        frozen = plan.facts.num_trainable < plan.facts.num_params
+        config["tensor_parallel"] |= autotp.partition(tied=run.tied, frozen=frozen)
     return config
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from strategies.backends import autotp
 from strategies.core.compose import compose
@@ -21,10 +23,11 @@ from strategies.core.registry import find
 from strategies.planner.cuts import Schedule
 from tests.helpers.moves import ROWS, Kind, forget_run, made, made_run
 from tests.helpers.releases import needs_to_return
-from tests.helpers.tiny import LLAMA, OPT, QWEN3, VOCAB
+from tests.helpers.tiny import LLAMA, OPT, QWEN3, VOCAB, run_config
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
 from trainer.run import order
+from trainer.run.export import export
 from trainer.run.plan_check import count_saved
 from trainer.verify.verify import compare, full_weights
 
@@ -174,6 +177,51 @@ def test_in_stages(tmp_path: Path) -> None:
     assert sum(found["elements"]) == sum(alone["elements"]) and found["elements"][0] == found["planned"]
 
 
+def adapted(ranks: Ranks, config: Any, again: Any) -> dict[str, Any]:
+    """What ``config`` trained, and then ``again`` from its checkpoint, which is exported: as adapters, then merged."""
+    found = trained(ranks, config)
+    forget_run()
+    trainer = made(ranks, again, some=UNEVEN)
+    trainer.train(resume_from_checkpoint=f"{config.training.output_dir}/checkpoint-2")
+    found["again"], folder = full_weights(trainer, ranks), Path(again.training.output_dir) / "export"
+    for kind in ("adapter", "merged"):
+        lora = again.model.lora.model_copy(update={"export": kind})
+        section = again.model.model_copy(update={"lora": lora})
+        export(trainer, trainer.processing_class, again.model_copy(update={"model": section}))
+        if ranks.is_first:
+            (file,) = folder.glob("*.safetensors")
+            found[kind] = load_file(file)
+    return found
+
+
+@pytest.mark.slow
+def test_adapters(tmp_path: Path) -> None:
+    """On a saved base, with its biases and products kept; from a checkpoint the bits are the same, and so is what the
+    export leaves but for rounding.
+    """
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS["llama"]))
+    base.save_pretrained(tmp_path / "base")
+    lora = {"r": 4, "target_modules": "all-linear", "bias": "all", "use_rslora": True}
+    given = {**SGD, "max_steps": STEPS, "logging_steps": 1, "save_strategy": "steps", "save_steps": 2}
+    given |= {"per_device_train_batch_size": 6}
+    section = {"name_or_path": str(tmp_path / "base"), "lora": lora}
+
+    def config(name: str, strategies: Mapping[str, Any]) -> Any:
+        return run_config(None, output_dir=tmp_path / name, strategies=strategies, model=section, **given)
+
+    options = {"tensor": {"degree": 2}, "recompute": {"policy": "selective"}}
+    plain = run_world(1, trained, config("plain", {}))
+    found = run_world(2, adapted, config("first", options), config("again", options))
+    same(plain, found)
+    assert found["apart"] == [] and found["elements"] == [found["planned"], found["planned"] - LLAMA["hidden_size"]]
+    assert compare(found["weights"], found["again"]) == []
+    own = {name.replace(".default", ""): value for name, value in plain["weights"].items() if "lora_" in name}
+    assert {name: value.shape for name, value in own.items()} == {
+        name: found["adapter"][name].shape for name in own
+    } and all(torch.allclose(value, found["adapter"][name], atol=1e-5) for name, value in own.items())
+    assert found["merged"].keys() == base.state_dict().keys()
+
+
 def in_fp64(ranks: Ranks) -> dict[str, Any]:
     """Layers that DeepSpeed divided, and the same undivided, both with SGD; its engine reduces no fp64 gradients."""
     from copy import deepcopy
@@ -189,7 +237,7 @@ def in_fp64(ranks: Ranks) -> dict[str, Any]:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_allow_untested_optimizer": True,
-        "tensor_parallel": {"autotp_size": 2, **autotp.partition(tied=False)},
+        "tensor_parallel": {"autotp_size": 2, **autotp.partition(tied=False, frozen=False)},
         "steps_per_print": 1 << 60,
     }
     rules = [torch.optim.SGD(each.parameters(), lr=1.0) for each in (plain, model)]

@@ -48,7 +48,8 @@ def divide(model: PreTrainedModel, degree: int) -> None:
             module.out_features = -(-module.out_features // degree)
         if cut is not None:
             _resize(module, rows=cut is not Cut.ROWS)
-            _heads(model.get_submodule(name.rpartition(".")[0]), degree)
+            for parent in (path := name.rpartition(".")[0], path.rpartition(".")[0]):  # adapters are one level deeper
+                _heads(model.get_submodule(parent), degree)
         if cut is Cut.GATHERED:
             head: Any = module
             head.__class__, head.degree, head.vocabulary = GatheredHead, degree, embedding.num_embeddings

@@ -10,13 +10,14 @@ from strategies.backends.tensor_shards import Shard
 from strategies.core.compose import in_order
 from strategies.core.facts import Precision
 from strategies.engine.tensors.quantised import is_quantised
+from trainer.model.build import with_lora
 from trainer.tasks.table import TASKS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from strategies.core.plan import Plan
-    from trainer.config.sections import RunConfig
+    from trainer.config.sections import ModelSection, RunConfig
 
 
 def loads_spans(config: RunConfig, plan: Plan) -> bool:
@@ -35,6 +36,24 @@ def shards(weights: PreTrainedModel, config: RunConfig, rank: int) -> dict[str, 
                 sizes = (len(param) // ways,) * ways
                 found[name] = Shard(0, sizes, rank % ways, tuple(param.shape))
     return found
+
+
+def loads_slices(config: RunConfig, plan: Plan) -> ModelSection | None:
+    """The model, without adapters, of which tensor ranks load slices; None: they load no slices. Adapters are added to
+    what is loaded; on random weights they go on with the numbers of these, which every rank has to draw for that.
+    """
+    section = config.model
+    if plan.facts.run.tensor == 1 or (section.lora is not None and section.name_or_path is None):
+        return None
+    return section.model_copy(update={"lora": None})
+
+
+def adapted(weights: PreTrainedModel, section: ModelSection, seed: int) -> PreTrainedModel:
+    """``weights``, which are loaded, with the adapters of ``section``, if it has any, as ``build`` adds them."""
+    if section.lora is None:
+        return weights
+    torch.manual_seed(seed)
+    return with_lora(weights, section.lora)
 
 
 def to_compute(weights: PreTrainedModel, plan: Plan) -> None:

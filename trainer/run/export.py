@@ -32,6 +32,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
+from strategies.backends.tensor_shards import whole_shape
 from strategies.core.commit import replaced_folder, same_modes
 from strategies.core.sealed import Damaged, damage, read, seal
 from strategies.engine.tensors.quantised import keep_packing
@@ -95,8 +96,9 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, config: RunConf
     card = model_card(config, model.config, trainer.state, sys.argv, trainer.args.world_size, parities)
     eight = any(parameter.dtype is torch.int8 for parameter in model.parameters())
     if has_adapters and merge:
-        for name, parameter in model.named_parameters():
-            if hasattr(parameter, "ds_id"):  # stage 3: this rank has only a share of it
+        named = dict(model.named_parameters())
+        if any(whole_shape(each) != tuple(each.shape) for each in named.values()):  # this rank has shares of some
+            for name, parameter in named.items():
                 parameter.data = state[name]
         model = merged(model)
         state = model.state_dict()

@@ -229,18 +229,17 @@ def make_model(run: Run) -> PreTrainedModel:
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if section.config is not None and name not in section.config:
             setattr(hf_config, name, getattr(run.tokenizer, name))
-    partitioned = deepspeed.stage(run.plan) == 3
-    make = partial(build.build, section, hf_config, seed=seed, partitioned=partitioned, task=task)
-    in_spans, divided = changes.loads_spans(run.config, run.plan), run.plan.facts.run.tensor > 1
-    apart = run.plan.facts.run.apart > 0
-    weights = make(on_meta=run.form is not None or in_spans or divided or apart)
+    in_spans, sliced = changes.loads_spans(run.config, run.plan), changes.loads_slices(run.config, run.plan)
+    split, apart = deepspeed.stage(run.plan) == 3, run.plan.facts.run.apart > 0
+    make = partial(build.build, sliced or section, hf_config, seed=seed, partitioned=split, task=task)
+    weights = make(on_meta=run.form is not None or in_spans or apart or sliced is not None)
     task.name_tokens(weights, run.tokenizer)
     if adapters_follow(run.config):
         return weights
 
     def fill(names: Collection[str]) -> None:
         shards = changes.shards(weights, run.config, run.ranks.rank)
-        if not divided and (line := parts.fill(weights, names, section.name_or_path, seed, make, shards=shards)):
+        if sliced is None and (line := parts.fill(weights, names, section.name_or_path, seed, make, shards=shards)):
             run.say(line)
         changes.to_compute(weights, run.plan)
 
@@ -250,10 +249,11 @@ def make_model(run: Run) -> PreTrainedModel:
             write_line(line)
         return twin
 
-    if divided:
+    if sliced is not None:
         first, writes = run.ranks.rank - run.ranks.local_rank, run.ranks.is_first_local
         with agreement(run.ranks, WEEK_S) as together:
             mapped.load(weights, give_away, run.folder / f"weights-{first}.part", together, writes=writes)
+        weights = changes.adapted(weights, section, seed)
     if apart:
         fill(dict(weights.named_parameters(remove_duplicate=False)))
     if run.form is None:
