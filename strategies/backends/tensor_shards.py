@@ -87,7 +87,7 @@ def divide(model: Any, degree: int, *, tied: bool) -> None:
 
     set_autotp_mode(training=True)
     groups._init_tp_mesh_device(degree)
-    specs = AutoTPConfig.from_dict(autotp.partition(tied=tied)["partition_config"])
+    specs = AutoTPConfig.from_dict(autotp.partition(tied=tied, frozen=False)["partition_config"])
     rest: dict[str, Any] = {"all_reduce_linears": (), "prefix": "", "state_dict": None, "orig_layer_impl": None}
     divider = AutoTP(
         module=model,
