@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.checkpoints import about, make
 from tests.helpers.tiny import GPT2, LLAMA, run_config
 from trainer.config.arguments import ALLOWABLE
-from trainer.config.sections import SECTIONS, LoraSection
+from trainer.config.sections import OPTIONAL, SECTIONS, LoraSection
 from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError
 from trainer.run import resume_rules, resuming
@@ -26,7 +26,7 @@ def keys() -> Iterator[str]:
 
 
 def test_every_key_has_a_rule_and_every_rule_a_key() -> None:
-    assert {"task", *keys()} == set(RULES)
+    assert {"task", *OPTIONAL, *keys()} == set(RULES)
     assert set(RULES.values()) == {SILENT, SAID, NEVER, *ALLOWABLE} - {COMPRESSION, "ranks"}
 
 

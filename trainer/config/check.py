@@ -25,7 +25,7 @@ from pydantic.fields import FieldInfo
 from strategies.core.registry import available, find
 from trainer.config.arguments import Allowed
 from trainer.config.conflicts import conflicts
-from trainer.config.sections import NOT_BUILT, SECTIONS, RunConfig, flat
+from trainer.config.sections import NOT_BUILT, OPTIONAL, SECTIONS, RunConfig, flat
 from trainer.config.yaml_file import MISSING, Fault, Key, leaves, read
 from trainer.errors import nearest
 
@@ -50,6 +50,9 @@ def check(tree: dict[str, Any], whole: bool = True) -> list[Fault]:
     for name, model in SECTIONS.items():
         if name not in absent:
             found += _section(model, tree.get(name, {}), (name,))
+    for name, model in OPTIONAL.items():
+        if tree.get(name) is not None:
+            found += _section(model, tree[name], (name,))
     if "task" in tree and (words := _refusal(RunConfig, RunConfig.model_fields["task"], tree["task"])):
         found.append(Fault(("task",), tree["task"], NOT_BUILT.get(str(tree["task"]), words)))
     found += _strategies(tree.get("strategies"))
@@ -167,7 +170,7 @@ def known_keys() -> tuple[str, ...]:
             if inner := inner_model(field.annotation):
                 yield from below(inner, f"{at}.{name}")
 
-    keys = [key for name, model in SECTIONS.items() for key in (name, *below(model, name))]
+    keys = [key for name, model in {**SECTIONS, **OPTIONAL}.items() for key in (name, *below(model, name))]
     return (*keys, "strategies", *(f"strategies.{name}" for name in available()))
 
 

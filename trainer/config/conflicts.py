@@ -51,6 +51,7 @@ OF_LANGUAGE = (
 PREFERENCES = ("dpo", "orpo", "kto", "reward")  # tasks of TRL's trainers
 OWN_LOSS = (*PREFERENCES, "embedding")  # tasks whose losses do not have ...
 NOT_THEIRS = ("label_smoothing_factor", "use_liger_kernel")
+NOT_DISTILLED = (*NOT_THEIRS, "torch_compile")
 OTHER_PROJECTS = {"comet_ml": "COMET_PROJECT_NAME", "swanlab": "SWANLAB_PROJECT"}
 KEEPS = "preprocess_logits_for_metrics"
 KEEP_ONE = "keep one of the two"
@@ -67,7 +68,7 @@ def conflicts(sections: Mapping[str, Values]) -> list[Fault]:
     m, d, t = (sections[name] for name in ("model", "data", "training"))
     task = sections["task"].name
     found = [*_model(m, t), *_data(d, t), *_training(d, t), *_strategies(sections), *_keys_of_tasks(task, sections)]
-    found += [*_task(task, m, t), *_quantised(task, m, t)]
+    found += [*_task(task, m, t), *_quantised(task, m, t), *_distilled(task, sections)]
     return [Fault(tuple(key.split(".")), _value(sections, key), words) for key, words in found]
 
 
@@ -124,6 +125,18 @@ def _quantised(task: str, m: Values, t: Values) -> Found:
     for name in ("gradient_checkpointing", "activation_checkpointing"):
         if eight and t[name]:
             yield f"training.{name}", KEPT_INPUTS
+
+
+def _distilled(task: Any, sections: Mapping[str, Values]) -> Found:
+    if not sections["distill"]:
+        return
+    if task not in (*LANGUAGE, WRONG):
+        yield "distill", f"a teacher answers rows of task sft and pretrain, and this is {task}; leave it out"
+    if sections["data"].streaming:
+        yield "data.streaming", "cannot go with distill: the teacher answers all rows before training; leave it out"
+    for key in NOT_DISTILLED:
+        if sections["training"][key]:
+            yield f"training.{key}", f"cannot go with distill, whose loss does not have it; {KEEP_ONE}"
 
 
 def _data(d: Values, t: Values) -> Found:

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from strategies.core.registry import available, find
 from trainer.config.check import allowed, elsewhere, inner_model
-from trainer.config.sections import SECTIONS, RunConfig
+from trainer.config.sections import OPTIONAL, SECTIONS, RunConfig
 
 BEGIN, END = "<!-- keys: written by `python -m trainer.config.doc` -->\n", "<!-- end of keys -->\n"
 
@@ -37,7 +37,7 @@ def pages(docs: Path) -> Iterator[tuple[Path, str]]:
 def _whole_config() -> str:
     task = RunConfig.model_fields["task"]
     parts = ["## task\n", _keys_of({"task": task})]
-    parts += [part for name, model in SECTIONS.items() for part in _section(f"## {name}", name, model)]
+    parts += [part for name, model in {**SECTIONS, **OPTIONAL}.items() for part in _section(f"## {name}", name, model)]
     purposes = {name: inspect.cleandoc(find(name).__doc__ or "").split("\n\n")[0] for name in available()}
     links = _table(
         ("strategy", "what it does"), ((f"[`{name}`](strategies/{name}.md)", text) for name, text in purposes.items())

@@ -18,7 +18,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from strategies.core.registry import available, find
 from trainer.config.check import check
-from trainer.config.sections import SECTIONS, RunConfig
+from trainer.config.sections import OPTIONAL, SECTIONS, RunConfig
 from trainer.config.yaml_file import (
     COMMAND_LINE,
     MISSING,
@@ -78,7 +78,7 @@ def _loaded(path: str, base: Document, file: Document, overrides: Sequence[str])
 def build(tree: dict[str, Any]) -> RunConfig:
     """The config of a tree in which ``check`` finds nothing."""
     strategies = {name: find(name).model_validate(options) for name, options in (tree.get("strategies") or {}).items()}
-    given = {name: tree.get(name, {}) for name in SECTIONS}
+    given = {name: tree.get(name, {}) for name in SECTIONS} | {name: tree.get(name) for name in OPTIONAL}
     return RunConfig.model_validate({"task": tree.get("task", "sft"), **given, "strategies": strategies})
 
 
@@ -94,6 +94,7 @@ def json_schema() -> dict[str, Any]:
     options: dict[str, Any] = {name: (find(name) | None, None) for name in available()}
     strategies = create_model("Strategies", __config__={"extra": "forbid"}, **options)
     fields: dict[str, Any] = {name: (model, ...) for name, model in SECTIONS.items()}
+    fields |= {name: (model | None, None) for name, model in OPTIONAL.items()}
     fields |= {"task": (RunConfig.model_fields["task"].annotation, "sft")}
     fields |= {"strategies": (strategies, None), "extends": (str, Field(description=EXTENDS))}
     schema = create_model("DeepStow", __config__={"extra": "forbid"}, **fields)

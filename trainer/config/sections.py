@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, PrivateAttr, SerializeAsAny, model_validator
 
 from strategies.core.protocol import Strategy
-from trainer.config.arguments import Allowed, Count, NonEmpty, Ratio, Section, TrainingSection, option
+from trainer.config.arguments import Allowed, Count, NonEmpty, Positive, Ratio, Section, TrainingSection, option
 from trainer.config.conflicts import WRONG, Values, conflicts
 from trainer.config.yaml_file import Key, Location, dotted, error_line, location_of, write
 from trainer.errors import ConfigError
@@ -20,6 +20,8 @@ from trainer.errors import ConfigError
 Share = Annotated[float, Field(ge=0, le=0.5)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
+Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
+KL = "forward_kl"
 Problem = Literal["single_label_classification", "multi_label_classification", "regression"]
 Excess = Literal["truncate", "drop", "split"]
 Columns = Literal[
@@ -176,7 +178,25 @@ class DataSection(Section):
         return [self.model_copy(update={"datasets": None, **own}) for own in given]
 
 
+class DistillSection(Section):
+    """Learn from the answers of a teacher as well as from the data: each trained token's loss is
+    alpha * temperature^2 * divergence(teacher, student) + (1 - alpha) * cross-entropy. See docs/distill.md.
+    """
+
+    teacher: NonEmpty = Field(description="Folder or hub name of the teacher: a model with the student's tokens.")
+    alpha: Annotated[float, Field(ge=0, le=1)] = option(
+        "Weight of the divergence; the cross-entropy has the rest.", 0.5
+    )
+    temperature: Positive = option("Logits of both are divided by it for the divergence.", 1.0)
+    loss: Divergence = option("Which divergence: KL(teacher, student), KL(student, teacher), or Jensen-Shannon.", KL)
+    top_k: Annotated[Literal["all"] | Count, Allowed("a whole number >= 1, or all")] = option(
+        "How many of the teacher's most likely tokens are compared one by one; all others count as one.", 64
+    )
+    teacher_batch_size: Count = option("Rows in one forward of the teacher; more make one that is streamed faster.", 8)
+
+
 SECTIONS: Mapping[str, type[Section]] = {"model": ModelSection, "data": DataSection, "training": TrainingSection}
+OPTIONAL: Mapping[str, type[Section]] = {"distill": DistillSection}  # what is not done without them
 
 
 class RunConfig(Section):
@@ -186,6 +206,7 @@ class RunConfig(Section):
     model: ModelSection
     data: DataSection
     training: TrainingSection
+    distill: DistillSection | None = None
     strategies: dict[str, SerializeAsAny[Strategy]] = option("Strategy by name; one that is present is on.", {})
 
     # Where each key was written; empty for a config built in Python.
@@ -234,7 +255,8 @@ class RunConfig(Section):
     def tree(self) -> dict[str, Any]:
         """All sections as plain values, without keys that are not set."""
         sections: dict[str, Any] = {"task": self.task} if self.task != "sft" else {}
-        sections |= {name: _without_none(getattr(self, name)) for name in SECTIONS}
+        present = [*SECTIONS, *(name for name in OPTIONAL if getattr(self, name) is not None)]
+        sections |= {name: _without_none(getattr(self, name)) for name in present}
         return sections | {"strategies": {name: _without_none(item) for name, item in self.strategies.items()}}
 
     def dump(self) -> str:
@@ -265,8 +287,10 @@ def flat(tree: Mapping[str, Any], wrong: Iterable[Key] = ()) -> dict[str, Values
     found = {"strategies": Values(strategies if isinstance(strategies, dict) else {})}
     bad = {key[:2] for key in wrong}
     found["task"] = Values(name=WRONG if ("task",) in bad else tree.get("task", "sft"))
-    for name, model in SECTIONS.items():
+    for name, model in {**SECTIONS, **OPTIONAL}.items():
         found[name] = Values()
+        if name in OPTIONAL and not isinstance(tree.get(name), dict):
+            continue  # a section that is not there has no values
         for key, field in model.model_fields.items():
             is_bad = (name,) in bad or (name, key) in bad
             found[name][key] = WRONG if is_bad else tree.get(name, {}).get(key, field.default)

@@ -7,16 +7,26 @@ and for flash attention the batch is a single row, so ``flatten`` concatenates t
 a document of its own. Packed equals unpacked up to rounding: kernels sum rows of another length in another order.
 """
 
+from __future__ import annotations
+
 import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.data import packing
 from trainer.data.packing import MASKED
+from trainer.errors import ConfigError
+from trainer.model import build
+from trainer.model.shrink import VOCAB, shrink_model
+
+if TYPE_CHECKING:
+    from trainer.config.sections import RunConfig
 
 MULTIPLE = 8
 # Of the largest logit. Rounding errors are a thousand times smaller, a leak is a hundred times larger.
@@ -25,7 +35,9 @@ _TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Collator:
-    """Makes a dict of int64 tensors [rows, length] of rows; length is a multiple of ``MULTIPLE``."""
+    """Makes a dict of int64 tensors [rows, length] of rows; length is a multiple of ``MULTIPLE``. Rows that a teacher
+    has answered have its answers as bytes, those at positions whose next token is trained, in order.
+    """
 
     pad_token_id: int
     packing: bool  # rows have ``position_ids``; no ``attention_mask`` is made
@@ -45,9 +57,32 @@ class Collator:
             batch[third][index, :used] = torch.as_tensor(row["position_ids"]) if self.packing else 1
             if self.packing:
                 batch[third][index, used:] = torch.arange(length - used)
+        if "teacher" in rows[0]:
+            batch["teacher"] = answers_of(rows, batch["labels"])
         if self.flatten:
-            return {name: tensor.reshape(1, -1) for name, tensor in batch.items()}
+            return {name: tensor.flatten(0, 1)[None] for name, tensor in batch.items()}
         return batch
+
+
+def answers_of(rows: Sequence[Mapping[str, Any]], labels: torch.Tensor) -> torch.Tensor:
+    """The teacher's answers at every position, int32 [rows, length, width]; 0 where the next token is not trained."""
+    predicts = torch.nn.functional.pad(labels, (0, 1), value=MASKED)[:, 1:] != MASKED
+    stored = np.frombuffer(b"".join(row["teacher"] for row in rows), np.int32)
+    found = torch.zeros(*labels.shape, len(stored) // int(predicts.sum()), dtype=torch.int32)
+    found[predicts] = torch.from_numpy(stored.copy()).view(int(predicts.sum()), -1)
+    return found
+
+
+def check_packing(config: RunConfig) -> None:
+    """Raise ConfigError if documents in one row see each other in a small copy of the model, or it cannot pack."""
+    if not config.data.packing:
+        return
+    small = shrink_model(build.load_config(config.model, VOCAB))
+    attention = {"attn_implementation": "eager"} if config.model.attn_implementation == "eager" else {}
+    copy = AutoModelForCausalLM.from_config(AutoConfig.for_model(small.pop("model_type"), **small), **attention)
+    reason = packing_supported(copy)
+    if reason is not None:
+        raise ConfigError(f"data.packing = true: {reason}; set data.packing: false for this model")
 
 
 def packing_supported(model: torch.nn.Module) -> str | None:

@@ -126,14 +126,14 @@ def prepare(
     return Prepared(rows, held, key, formats, *made_of, template, found)
 
 
-def is_whole(home: Path, say: Say) -> bool:
+def is_whole(home: Path, say: Say, kind: str = KIND) -> bool:
     """Whether the prepared data in ``home`` is what was written. Data that is not is deleted, and made anew."""
     try:
-        lines = damage(home, read_manifest(home, KIND))
+        lines = damage(home, read_manifest(home, kind))
     except Damaged as error:
         lines = [str(error)]
     if lines:
-        say(f"data: {home} is damaged ({lines[0]}), so the rows are made anew")
+        say(f"{kind}: {home} is damaged ({lines[0]}), so it is made anew")
         try:
             remove(home)
         except OSError as error:

@@ -188,7 +188,7 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
     import torch
 
     from strategies.engine.tensors import quantised
-    from trainer.model import tensor_share
+    from trainer.model import student, tensor_share
     from trainer.model.stubs import fake_tensors
     from trainer.model.temporaries import count
 
@@ -214,6 +214,10 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
         model.train()
         shape, slices = (run_facts(config, 1).micro_batch, config.data.max_length), run_facts(config, 1).slices
         inputs = _inputs(config, model, shape, masked=masked)
+        if config.distill is not None:
+            how = student.comparison(config, model.config.get_text_config().vocab_size)
+            student.learn(model, config, how)
+            inputs[student.TEACHER] = torch.zeros(*shape, how.width, dtype=torch.int32)
         shift = task.language
         call = _call(task.forward(model, config), inputs, config.training.label_smoothing_factor, autocast, shift=shift)
         try:

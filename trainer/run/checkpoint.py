@@ -62,6 +62,7 @@ class DataFacts(_Part):
     sources: str
     tokenizer: str
     rows: int | None = Field(description="None for a stream.")
+    teacher: str = ""  # a hash of its contents, if there is one
 
 
 class ModelFacts(_Part):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from strategies.backends import deepspeed, stages
@@ -36,20 +36,20 @@ from trainer.config.sections import RunConfig
 from trainer.data import prepare as preparing
 from trainer.data import rows as task_rows
 from trainer.data import tokenizer as tokenizers
-from trainer.data.collate import packing_supported
+from trainer.data.collate import check_packing
 from trainer.data.prepare import Prepared
+from trainer.data.teacher import Lesson
 from trainer.dist.agreement import agreement
 from trainer.dist.ranks import Ranks, name_device
 from trainer.errors import ConfigError, write_line, write_nothing
 from trainer.machine import block_timing
 from trainer.machine.probe import Machine, probe
 from trainer.machine.profiles import known_rates
-from trainer.model import build, mapped, parts
-from trainer.model.shrink import VOCAB, shrink_model
+from trainer.model import build, mapped, parts, student
 from trainer.planning import facts
 from trainer.planning.fit import explained
 from trainer.planning.from_config import advice, plans_of, refuse_impossible
-from trainer.run import changes, checkpoint, disk_tier, machines, metrics, resuming
+from trainer.run import changes, checkpoint, disk_tier, machines, metrics, resuming, teaching
 from trainer.run.callbacks import EarlyStopping, Meter, MetricsFile, ProgressLine, SampleText, StepSeen, sample_prompt
 from trainer.run.checkpoint import About, DataFacts, ModelFacts
 from trainer.run.plan_check import PlanCheck
@@ -79,6 +79,7 @@ class Run:
     resumed: Resumed | None = None
     form: Form | None = None  # of the architecture's forward, where the model is cut into stages
     stage: Stage | None = None
+    lesson: Lesson | None = None  # what a teacher is asked before training
     pour: Callable[[StowOptimizer], None] | None = None  # gives the stowed model its values
 
     def say(self, line: str) -> None:
@@ -110,6 +111,7 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
         for each in plans:
             refuse_impossible(each)
     disk_tier.refuse_without_room(config, plan)
+    run.lesson = teaching.check(config, ranks, tokenizer, prepared, plan, resumed)
     # Only after the last refusal, so that a refused run leaves the checkpoints of an earlier one in place.
     if aside := resuming.set_aside(config, ranks, resumed):
         run.say(aside)
@@ -271,11 +273,16 @@ def make_model(run: Run) -> PreTrainedModel:
             line = f"strategies.pipeline: {error}"
             raise ConfigError(run.config.located("strategies.pipeline", line)) from None
     changes.apply_strategies(weights, run.config, run.plan)
+    if run.lesson is not None:
+        student.learn(weights, run.config, run.lesson.how)
     return weights
 
 
 def make_trainer(run: Run) -> Trainer:
     """The trainer with its callbacks, in the order in which they see an event; the meter must be last."""
+    if run.lesson is not None:  # before the arguments, or Hugging Face would split the teacher under ZeRO stage 3
+        ask = partial(teaching.answered, run.config, run.lesson, run.tokenizer, run.prepared)
+        run.prepared = first_then_all(run.ranks, partial(ask, compares=run.ranks.is_first_local))
     arguments = make_arguments(run)
     meter = make_meter(run, arguments.device)
     task = TASKS[run.config.task]
@@ -350,27 +357,17 @@ def about(run: Run, model: PreTrainedModel) -> About:
         run.resumed.compare_shapes(shapes)
     as_loaded = build.load_config(run.config.model, facts.vocab_size_of(run.config))  # the run may change its copy
     tree, data = json.loads(json.dumps(run.config.tree()), parse_constant=str), run.prepared
+    teacher = "" if run.lesson is None else run.lesson.teacher
     rows = None if run.config.data.streaming else len(data.train)  # type: ignore[arg-type]
+    hashes = {"fingerprint": data.fingerprint, "sources": data.sources, "tokenizer": data.tokenizer}
     return About(
         config=tree,
         config_sha256=digest_of(tree),
         versions=checkpoint.versions(),
         world_size=run.ranks.world_size,
-        data=DataFacts(fingerprint=data.fingerprint, sources=data.sources, tokenizer=data.tokenizer, rows=rows),
+        data=DataFacts(**hashes, rows=rows, teacher=teacher),
         model=ModelFacts(config=checkpoint.plain_config(as_loaded), shapes=shapes),
     )
-
-
-def check_packing(config: RunConfig) -> None:
-    """Raise ConfigError if documents in one row see each other in a small copy of the model, or it cannot pack."""
-    if not config.data.packing:
-        return
-    small = shrink_model(build.load_config(config.model, VOCAB))
-    attention = {"attn_implementation": "eager"} if config.model.attn_implementation == "eager" else {}
-    copy = AutoModelForCausalLM.from_config(AutoConfig.for_model(small.pop("model_type"), **small), **attention)
-    reason = packing_supported(copy)
-    if reason is not None:
-        raise ConfigError(f"data.packing = true: {reason}; set data.packing: false for this model")
 
 
 def make_meter(run: Run, device: torch.device) -> Meter:

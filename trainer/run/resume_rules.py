@@ -54,7 +54,7 @@ _GROUPS: Mapping[str, str] = {
     "order": "training.train_sampling_strategy training.dataloader_drop_last training.dataloader_in_order",
     "batch_size": "training.per_device_train_batch_size",
     "accumulation": "training.gradient_accumulation_steps",
-    "loss": """training.average_tokens_across_devices training.label_smoothing_factor
+    "loss": """distill training.average_tokens_across_devices training.label_smoothing_factor
         training.neftune_noise_alpha training.beta training.loss_type training.precompute_ref_log_probs
         training.desirable_weight training.undesirable_weight training.center_rewards_coefficient""",
     "dropout": "model.lora.lora_dropout training.disable_dropout",

@@ -79,7 +79,7 @@ class _CrossEntropy(torch.autograd.Function):
                 "write strategies.cross_entropy.chunked: false"
             )
         logits, target, weight = ctx.saved_tensors
-        into = logits if _is_free(ctx, logits) else torch.empty_like(logits)
+        into = logits if is_free(ctx, logits) else torch.empty_like(logits)
         for part in chunks(*logits.shape):
             found = _log_probabilities(logits[part])
             of_found = aten.nll_loss_backward(grad, found, target[part], None, ctx.reduction, ctx.ignored, weight)
@@ -92,7 +92,7 @@ def _log_probabilities(logits: Tensor) -> Tensor:
     return found
 
 
-def _is_free(ctx: Any, logits: Tensor) -> bool:
+def is_free(ctx: Any, logits: Tensor) -> bool:
     """Whether nothing reads the memory of ``logits`` after this backward."""
     if ctx.hooked or torch._C._autograd._get_current_graph_task_keep_graph():
         return False

@@ -1,0 +1,165 @@
+"""The loss of a student that learns from a teacher's answers as well as from the data, by chunks of rows.
+
+Of each trained token: ``alpha * T^2 * D(teacher, student) + (1 - alpha) * cross-entropy``, where D compares the
+distributions ``softmax(logits / T)`` (Hinton, Vinyals and Dean 2015) over the words that both have. With ``top_k`` the
+outcomes are the teacher's k most likely words and one more, which is that the word is any other. D is then never
+more than over all words, and 0 where both agree on these outcomes; with all words it is D itself.
+
+An answer is what is kept of the teacher at one position, as int32 [2 k + 1]: k words, then the bits of k + 1 fp32
+log-probabilities; with all words [words], the log-probabilities alone. As bits, since Transformers' Trainer casts
+floating-point inputs to the dtype of DeepSpeed's engine. The model's forward hands it on to its loss, as it does with
+``num_items_in_batch``; without one, as in an evaluation, the loss is that of ``chunked_loss.py``.
+
+Invariant. The logits are kept in the dtype of the head, and no fp32 tensor is larger than a chunk has rows: forward
+computes the losses of a chunk, backward computes them once more with autograd. The answers are read as they are.
+
+Refused: models that do not compute their loss by Transformers' loss of causal language models, or whose forward hands
+nothing on to it; a second derivative.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import log
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, log_softmax, pad
+
+from strategies.engine.forward.chunked_loss import causal_lm_loss, chunks, is_free, owners
+
+TEACHER = "teacher"  # the keyword of forward, and the column of a row
+
+
+@dataclass(frozen=True, slots=True)
+class Distillation:
+    """What is compared. ``words``: the first rows of both heads; ``top_k``: None compares all of them."""
+
+    divergence: str
+    alpha: float
+    temperature: float
+    top_k: int | None
+    words: int
+
+    @property
+    def width(self) -> int:
+        """Numbers of an answer."""
+        return self.words if self.top_k is None else 2 * self.top_k + 1
+
+
+def answers(logits: Tensor, how: Distillation) -> Tensor:
+    """The answers of a teacher with these logits: [rows, vocabulary] -> int32 [rows, width]."""
+    found = torch.empty(len(logits), how.width, dtype=torch.int32, device=logits.device)
+    for part in chunks(*logits.shape):
+        scaled = logits[part, : how.words].float() / how.temperature
+        if how.top_k is None:
+            found[part] = log_softmax(scaled, 1).view(torch.int32)
+            continue
+        top = scaled.topk(how.top_k, 1).indices
+        found[part, : how.top_k] = top.int()
+        found[part, how.top_k :] = _outcomes(scaled, top).view(torch.int32)
+    return found
+
+
+def _outcomes(scaled: Tensor, top: Tensor | None) -> Tensor:
+    """Log-probabilities of the words ``top`` [rows, k] and of all others together; None: of each word."""
+    if top is None:
+        return log_softmax(scaled, 1)
+    others = scaled.scatter(1, top, -torch.inf).logsumexp(1, keepdim=True)
+    return torch.cat([scaled.gather(1, top), others], 1) - scaled.logsumexp(1, keepdim=True)
+
+
+def _kl(one: Tensor, other: Tensor) -> Tensor:
+    return (one.exp() * (one - other)).sum(1)
+
+
+def _jsd(teacher: Tensor, student: Tensor) -> Tensor:
+    mean = torch.logaddexp(teacher, student) - log(2)
+    return (_kl(teacher, mean) + _kl(student, mean)) / 2
+
+
+DIVERGENCES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "forward_kl": _kl,
+    "reverse_kl": lambda teacher, student: _kl(student, teacher),
+    "jsd": _jsd,
+}
+
+
+def row_losses(logits: Tensor, target: Tensor, answer: Tensor, how: Distillation, ignored: int) -> Tensor:
+    """fp32 losses of rows: [rows, vocabulary], [rows], [rows, width] -> [rows]; 0 where the target is ``ignored``."""
+    scores, k = logits.float(), how.top_k
+    top = None if k is None else answer[:, :k].long()
+    theirs = answer[:, k or 0 :].contiguous().view(torch.float32)
+    ours = _outcomes(scores[:, : how.words] / how.temperature, top)
+    divergence = DIVERGENCES[how.divergence](theirs, ours) * how.temperature**2
+    by_data = cross_entropy(scores, target, ignore_index=ignored, reduction="none")
+    return torch.where(target == ignored, 0.0, how.alpha * divergence + (1 - how.alpha) * by_data)
+
+
+class _Distilled(torch.autograd.Function):
+    """The sum of ``row_losses``."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, answer: Tensor, how: Distillation, ignored: int) -> Tensor:
+        losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+        for part in chunks(*logits.shape):
+            losses[part] = row_losses(logits[part], target[part], answer[part], how, ignored)
+        ctx.save_for_backward(logits.detach(), target, answer)  # see [Note: memory of the logits] in chunked_loss.py
+        ctx.how, ctx.ignored = how, ignored
+        ctx.hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph=True: the loss of a student has no second derivative; leave distill out")
+        logits, target, answer = ctx.saved_tensors
+        into = logits if is_free(ctx, logits) else torch.empty_like(logits)
+        for part in chunks(*logits.shape):
+            mine = logits[part].clone().requires_grad_()
+            with torch.enable_grad():
+                losses = row_losses(mine, target[part], answer[part], ctx.how, ctx.ignored)
+            (into[part],) = torch.autograd.grad(losses, mine, grad.expand_as(losses))
+        return into, None, None, None, None
+
+
+def student_loss(
+    logits: Tensor,
+    labels: Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    *,
+    how: Distillation,
+    teacher: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """The loss of a model with the arguments of Transformers' ``ForCausalLMLoss``, and ``teacher``: the answers at each
+    position [batch, length, width]. The mean over trained tokens, or their sum over ``num_items_in_batch``.
+    """
+    if teacher is None:
+        return causal_lm_loss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
+    if shift_labels is None:
+        assert labels is not None
+        shift_labels = pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    target = shift_labels.reshape(-1).to(logits.device)
+    total: Tensor = _Distilled.apply(
+        logits.reshape(-1, vocab_size), target, teacher.flatten(0, -2).to(logits.device), how, ignore_index
+    )
+    count: Any = target.ne(ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+    return total / (count.to(total.device) if isinstance(count, Tensor) else count)
+
+
+def distil(model: nn.Module, how: Distillation) -> None:
+    """Let ``model`` learn from answers that its forward is given. ValueError if its forward cannot be."""
+    found: list[Any] = owners(model)
+    takes = [inspect.signature(module.forward).parameters.values() for module in found]
+    if not found or not all(any(each.kind is each.VAR_KEYWORD for each in each_of) for each_of in takes):
+        raise ValueError(f"{type(model).__name__} has a loss of its own, which cannot be given a teacher's answers")
+    for module in found:
+        module.loss_function = partial(student_loss, how=how)

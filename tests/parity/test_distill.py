@@ -1,0 +1,230 @@
+"""Runs with a teacher: as a loop in which the teacher answers live; streamed, resumed, refused, on two ranks."""
+
+import json
+import shutil
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.e2e.commands import write_jsonl
+from trainer.config.load import load_tree
+from trainer.data import prepare, pydoc_rows, teacher
+from trainer.data import tokenizer as tokenizers
+from trainer.data.collate import Collator
+from trainer.dist.ranks import Ranks
+from trainer.dist.spawn import run_world
+from trainer.dist.stopping import Stop
+from trainer.errors import ConfigError, ExitCode
+from trainer.run import run as runs
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+LENGTH, WORDS = 24, 300
+SAID: dict[str, Any] = {
+    "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 4, "learning_rate": 1e-2,
+    "use_cpu": True, "report_to": "none", "logging_steps": 1, "save_strategy": "no", "optim": "sgd",
+}  # fmt: skip
+TIGHT = {"offload": {"gpu_memory": "900KiB"}}
+TRAVEL = {"offload": {"site": "host", "weights": "streamed", "prefetch": 0}, "recompute": {"policy": "full"}}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows, a teacher of many more blocks than the student, and one with other tokens."""
+    home = tmp_path_factory.mktemp("models")
+    texts = [{"text": row["text"]} for _, row in islice(pydoc_rows.rows("labels"), 24)]
+    write_jsonl(home / "rows.jsonl", texts)
+    words = tokenizers.trained(WORDS, home, (row["text"] for row in texts))
+    for name, blocks, size in (("student", 2, WORDS), ("teacher", 30, WORDS + 8), ("other", 1, WORDS)):
+        torch.manual_seed(blocks)
+        config = transformers.LlamaConfig(
+            vocab_size=size, hidden_size=32, intermediate_size=48, num_hidden_layers=blocks, num_attention_heads=4,
+            pad_token_id=0, eos_token_id=1, max_position_embeddings=LENGTH, initializer_range=0.3,
+        )  # fmt: skip
+        transformers.LlamaForCausalLM(config).save_pretrained(home / name)
+        (words if name != "other" else tokenizers.trained(280, home / "less", ["a"])).save_pretrained(home / name)
+    return home
+
+
+def tree_of(home: Path, run: Path, strategies: Any = None, **changed: Any) -> dict[str, Any]:
+    given = {
+        "teacher": str(home / "teacher"),
+        "alpha": 0.6,
+        "temperature": 2.0,
+        "top_k": "all",
+        "teacher_batch_size": 3,
+    }
+    training = {**SAID, "output_dir": str(run), **changed.pop("training", {})}
+    data = {"path": str(home / "rows.jsonl"), "max_length": LENGTH, **changed.pop("data", {})}
+    sections = {"model": {"name_or_path": str(home / "student")}, "data": data, "training": training}
+    return {**sections, "distill": {**given, **changed}, "strategies": strategies or {}}
+
+
+def train(tree: dict[str, Any], ranks: Ranks | None = None) -> int:
+    return runs.run(load_tree(tree), ranks or Ranks(), Stop())
+
+
+def weights(run: Path) -> dict[str, Tensor]:
+    return load_file(run / "export" / "model.safetensors")
+
+
+class Live(transformers.Trainer):
+    """Whose teacher answers in the step: the loss of two whole batches of logits."""
+
+    teacher: Any
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+        labels = inputs.pop("labels")[:, 1:]
+        with torch.no_grad():
+            theirs = (self.teacher(**inputs).logits[:, :-1, :WORDS] / 2).log_softmax(-1)
+        logits = model(**inputs).logits[:, :-1]
+        ours = (logits / 2).log_softmax(-1)
+        divergence = (theirs.exp() * (theirs - ours)).sum(-1)[labels != -100].sum()
+        by_data = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="sum")
+        return (0.6 * 4 * divergence + 0.4 * by_data) / num_items_in_batch
+
+
+@pytest.fixture(scope="module")
+def plain(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run without strategies."""
+    run = tmp_path_factory.mktemp("plain") / "run"
+    assert train(tree_of(home, run)) == 0
+    return run
+
+
+def test_as_a_loop_with_a_live_teacher(home: Path, plain: Path, tmp_path: Path) -> None:
+    """Rounding apart: the teacher's batches are others, and its answers are added up in another order."""
+    (rows,) = {path.parent for path in prepare.cache(home).glob("*/train.arrow") if "teacher" not in str(path)}
+    given = {key: value for key, value in SAID.items() if key != "report_to"}
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), **given, report_to="none", remove_unused_columns=False, lr_scheduler_type="linear"
+    )
+    model, live = (transformers.AutoModelForCausalLM.from_pretrained(home / name) for name in ("student", "teacher"))
+    dataset = prepare._open(rows / "train.arrow")
+    trainer = Live(model=model, args=arguments, train_dataset=dataset, data_collator=Collator(0, packing=False))
+    trainer.teacher = live.eval()
+    trainer.train()
+    before = load_file(home / "student" / "model.safetensors")
+    found, expected = weights(plain), {name: each.detach() for name, each in model.named_parameters()}
+    for name, each in expected.items():
+        torch.testing.assert_close(found[name], each, rtol=0, atol=1e-6)
+        assert not torch.allclose(before[name], each, rtol=0, atol=1e-4)
+    losses = [json.loads(line).get("loss") for line in (plain / "metrics.jsonl").read_text().splitlines()]
+    assert [each for each in losses if each] == pytest.approx(
+        [record["loss"] for record in trainer.state.log_history if "loss" in record], rel=1e-4
+    )
+
+
+def test_under_the_engine_and_resumed(home: Path, plain: Path, tmp_path: Path) -> None:
+    """The same bits with weights that travel, for a run that goes on from its second step; not with another teacher."""
+    saves = {"save_strategy": "steps", "save_steps": 2}
+    assert train(tree_of(home, tmp_path / "run", TRAVEL, training=saves)) == 0
+    assert same(weights(tmp_path / "run"), weights(plain))
+    again = {**saves, "resume_from_checkpoint": str(tmp_path / "run" / "checkpoint-2")}
+    assert train(tree_of(home, tmp_path / "again", TRAVEL, training=again)) == 0
+    assert same(weights(tmp_path / "again"), weights(plain))
+    assert train(tree_of(home, tmp_path / "other", training=again, alpha=0.5)) == ExitCode.CONFIG
+    changed = tmp_path / "teacher"
+    changed.mkdir()
+    for path in (home / "teacher").iterdir():
+        (changed / path.name).write_bytes(path.read_bytes() + b" " * (path.name == "config.json"))
+    tree = tree_of(home, tmp_path / "run", training={**saves, "resume_from_checkpoint": "auto", "max_steps": 6})
+    (home / "teacher").rename(home / "kept")
+    changed.rename(home / "teacher")
+    assert train(tree) == ExitCode.CONFIG
+    (home / "teacher").rename(changed)
+    (home / "kept").rename(home / "teacher")
+    assert train(tree) == 0
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], each) for name, each in expected.items())
+
+
+def test_a_teacher_is_streamed_and_asking_goes_on(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A device without room for it, and an end in the middle: the answers are those of one that was all there."""
+    monkeypatch.setattr(prepare, "cache", lambda otherwise: tmp_path / "cache")
+    monkeypatch.setattr(teacher, "PART_BYTES", 20 << 10)
+    kept, asked = teacher.replace_file, 0
+
+    def third_fails(path: Path, content: Any) -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 3:
+            raise OSError("no space")
+        kept(path, content)
+
+    monkeypatch.setattr(teacher, "replace_file", third_fails)
+    options = {"top_k": 4, "teacher_batch_size": 2, "training": {"max_steps": 1}}
+    with pytest.raises(OSError, match="no space"):
+        runs.order.make_trainer(runs.order.prepare(load_tree(tree_of(home, tmp_path / "a", TIGHT, **options)), Ranks()))
+    assert "streamed through" in capsys.readouterr().out
+    assert train(tree_of(home, tmp_path / "a", TIGHT, **options)) == 0
+    (streamed,) = (tmp_path / "cache").glob("*/000000.arrow")
+    parts = sorted(streamed.parent.glob("*.arrow"))
+    assert asked == 1 + len(parts) > 4
+    found = [path.read_bytes() for path in parts]
+    parts[1].write_bytes(b"?" + found[1][1:])  # damaged, it is asked anew, of a teacher that fits
+    assert train(tree_of(home, tmp_path / "b", **options)) == 0
+    assert "all on the device" not in (said := capsys.readouterr().out) and "made anew" in said
+    assert [path.read_bytes() for path in parts] == found
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"teacher": "other"}, "its tokenizer has {less} tokens, and that of {home}/student has 300"),
+        ({"teacher": "nowhere"}, "distill.teacher = '{home}/nowhere': there is no such folder"),
+        ({"strategies": {"tensor": {"degree": 2}}}, "strategies.tensor"),
+        (
+            {"strategies": TIGHT, "teacher_batch_size": 50},
+            "distill.teacher_batch_size = 50: 1.1 MiB of weights and 2.8 MiB for logits",
+        ),
+        ({"data": {"streaming": True}}, "data.streaming = true: cannot go with distill"),
+        (
+            {"training": {"label_smoothing_factor": 0.1}},
+            "training.label_smoothing_factor = 0.1: cannot go with distill",
+        ),
+        ({"alpha": 1.5}, "distill.alpha = 1.5: must be a number >= 0 and <= 1"),
+        ({"temperature": 0.0}, "distill.temperature = 0.0: must be a number > 0"),
+        ({"loss": "kl"}, 'distill.loss = "kl": must be one of forward_kl, reverse_kl, jsd'),
+    ],
+)
+def test_refused(home: Path, tmp_path: Path, changed: dict[str, Any], line: str) -> None:
+    if "teacher" in changed:
+        changed = {"teacher": str(home / changed["teacher"])}
+    with pytest.raises(ConfigError) as error:
+        config = load_tree(tree_of(home, tmp_path, **changed))
+        ranks = Ranks()
+        runs.refuse_unbuildable(config, ranks)
+        runs.order.prepare(config, ranks)
+    less = len(tokenizers.PreTrainedTokenizerFast.from_pretrained(home / "other"))
+    assert line.format(home=home, less=less) in str(error.value)
+
+
+def test_room_on_the_disk(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(teacher.shutil, "disk_usage", lambda path: transformers.utils.ModelOutput(free=1000))
+    with pytest.raises(ConfigError, match=r"distill.top_k = 7: .* answers take .* and .* has 1000 B free"):
+        runs.order.prepare(load_tree(tree_of(home, tmp_path, top_k=7)), Ranks())
+
+
+def _two(ranks: Ranks, tree: dict[str, Any]) -> int:
+    runs._whole(load_tree(tree), ranks, Stop(), None, [])
+    return 0
+
+
+@pytest.mark.slow
+def test_two_ranks_as_one_that_accumulates(home: Path, plain: Path, tmp_path: Path) -> None:
+    for path in prepare.cache(home).glob("*/000000.arrow"):
+        shutil.rmtree(path.parent)  # so that one of the two asks
+    tree = tree_of(home, tmp_path / "run", TIGHT, training={"gradient_accumulation_steps": 1})
+    assert run_world(2, _two, tree, deepspeed=False) == 0
+    found = weights(tmp_path / "run")
+    assert all(torch.allclose(found[name], each, rtol=0, atol=1e-6) for name, each in weights(plain).items())

@@ -1,0 +1,110 @@
+"""The loss of a student against its formula, written over whole probabilities in fp64, and its gradient by autograd."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from strategies.engine.forward import chunked_loss
+from strategies.engine.forward.distilled_loss import Distillation, answers, distil, student_loss
+
+ROWS, LENGTH, WORDS, MORE = 3, 40, 37, 3  # both models have 37 words, and the student's head 3 more
+ALL, FEW = None, 5
+
+
+def formula(student: Tensor, teacher: Tensor, labels: Tensor, how: Distillation, items: int | None) -> Tensor:
+    """Of logits [rows, length, words]; the loss of one token after the other."""
+    losses = []
+    for row in range(ROWS):
+        for at in range(LENGTH - 1):
+            target = labels[row, at + 1]
+            if target == -100:
+                continue
+            p = (teacher[row, at, :WORDS].double() / how.temperature).softmax(0)
+            q = (student[row, at, :WORDS] / how.temperature).softmax(0)
+            if how.top_k is not None:
+                top = p.sort(descending=True).indices[: how.top_k]
+                p, q = (torch.cat([each[top], 1 - each[top].sum()[None]]) for each in (p, q))
+            m = (p + q) / 2
+            divergence = {
+                "forward_kl": (p * (p / q).log()).sum(),
+                "reverse_kl": (q * (q / p).log()).sum(),
+                "jsd": ((p * (p / m).log()).sum() + (q * (q / m).log()).sum()) / 2,
+            }[how.divergence]
+            by_data = cross_entropy(student[row, at][None], target[None])
+            losses.append(how.alpha * how.temperature**2 * divergence + (1 - how.alpha) * by_data)
+    return torch.stack(losses).sum() / (len(losses) if items is None else items)
+
+
+def numbers(seed: int, more: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(ROWS, LENGTH, WORDS + more, generator=generator) * 3
+
+
+def labels_of() -> Tensor:
+    labels = torch.randint(WORDS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(5))
+    labels[0, :9], labels[2, 30:] = -100, -100
+    return labels
+
+
+def loss_of(student: Tensor, labels: Tensor, how: Distillation, items: Any = None) -> Tensor:
+    kept = answers(numbers(1).flatten(0, 1), how).view(ROWS, LENGTH, -1)
+    return student_loss(student, labels, WORDS + MORE, items, how=how, teacher=kept)
+
+
+@pytest.mark.parametrize("items", [None, 31])
+@pytest.mark.parametrize("top_k", [ALL, FEW, WORDS - 1])
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
+def test_formula_and_gradient(
+    divergence: str, top_k: int | None, items: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked_loss, "LEAST_BYTES", 16 * 4 * WORDS)  # seven chunks and a half
+    how, labels = Distillation(divergence, 0.7, 2.0, top_k, WORDS), labels_of()
+    student = numbers(2, MORE).requires_grad_()
+    exact = student.detach().double().requires_grad_()
+    found, expected = loss_of(student, labels, how, items), formula(exact, numbers(1), labels, how, items)
+    (found * 3).backward()  # as a loss scale does
+    (expected * 3).backward()
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    torch.testing.assert_close(student.grad.double(), exact.grad, rtol=1e-5, atol=1e-7)  # type: ignore[union-attr]
+
+
+def test_all_words_are_kept_as_the_teacher_says_them() -> None:
+    """To the bit, and top_k's with them, but for the last, which is all others."""
+    logits, every = numbers(1).flatten(0, 1), Distillation("jsd", 0.5, 2.0, None, WORDS)
+    kept = answers(logits, every).view(torch.float32)
+    assert torch.equal(kept, (logits[:, :WORDS] / 2).log_softmax(1))
+    few = answers(logits, Distillation("jsd", 0.5, 2.0, FEW, WORDS))
+    words, values = few[:, :FEW].long(), few[:, FEW:].contiguous().view(torch.float32)
+    torch.testing.assert_close(values[:, :-1], kept.gather(1, words), rtol=0, atol=1e-6)
+    torch.testing.assert_close(values.exp().sum(1), torch.ones(len(values)))
+
+
+def test_without_weight_it_is_the_loss_of_the_data() -> None:
+    """To the bits of a gradient; and without answers, as in an evaluation, to all bits."""
+    labels, how = labels_of(), Distillation("forward_kl", 0.0, 1.0, FEW, WORDS)
+    one, other = numbers(2, MORE).requires_grad_(), numbers(2, MORE).requires_grad_()
+    loss_of(one, labels, how, 31).backward()
+    chunked_loss.causal_lm_loss(other, labels, WORDS + MORE, 31).backward()
+    assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+    plain = student_loss(other, labels, WORDS + MORE, how=how)
+    assert torch.equal(plain, chunked_loss.causal_lm_loss(other, labels, WORDS + MORE))
+
+
+def test_logits_that_are_needed_again_are_not_overwritten() -> None:
+    labels, how = labels_of(), Distillation("jsd", 0.5, 1.0, FEW, WORDS)
+    student = numbers(2, MORE).requires_grad_()
+    logits = student * 1
+    loss = loss_of(logits, labels, how)
+    first = torch.autograd.grad(loss, student, retain_graph=True)[0]
+    assert torch.equal(first, torch.autograd.grad(loss, student)[0])
+    assert torch.equal(logits, student)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss_of(student, labels, how), student, create_graph=True)
+
+
+def test_a_model_with_a_loss_of_its_own_is_refused() -> None:
+    with pytest.raises(ValueError, match="Linear has a loss of its own"):
+        distil(torch.nn.Linear(2, 2), Distillation("jsd", 0.5, 1.0, FEW, WORDS))

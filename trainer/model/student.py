@@ -1,0 +1,30 @@
+"""A model that learns from a teacher's answers: what is compared, and the loss that does it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from strategies.engine.forward.distilled_loss import TEACHER, Distillation, distil
+
+__all__ = ["TEACHER", "comparison", "learn"]
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from trainer.config.sections import RunConfig
+
+
+def comparison(config: RunConfig, words: int) -> Distillation:
+    """What ``config`` compares of ``words`` words that student and teacher have."""
+    section: Any = config.distill
+    few = section.top_k if section.top_k != "all" and section.top_k < words else None
+    return Distillation(section.loss, section.alpha, section.temperature, few, words)
+
+
+def learn(model: nn.Module, config: RunConfig, how: Distillation) -> None:
+    """Give ``model`` the loss of a student. ConfigError if it has one of its own."""
+    try:
+        distil(model, how)
+    except ValueError as error:
+        assert config.distill is not None
+        raise config.error("distill.teacher", config.distill.teacher, f"{error}; leave distill out") from None

@@ -1,0 +1,80 @@
+"""What a run does with a teacher: checked before anything is loaded, asked before the student exists.
+
+A checkpoint names the contents of the teacher. A run that is resumed with another one, under the same name, would learn
+from two; it is refused unless ``training.allow_change`` has ``loss``, as other keys of ``distill``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from strategies.core.compose import in_order
+from strategies.engine.memory.accelerator import device_of
+from trainer.data import prepare, teacher
+from trainer.data.collate import check_packing
+from trainer.data.teacher import Lesson
+from trainer.dist.agreement import agreement
+from trainer.errors import write_line, write_nothing
+from trainer.model import build
+from trainer.planning import facts
+from trainer.run.resuming import DAY_S
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from strategies.core.plan import Plan
+    from trainer.config.sections import RunConfig
+    from trainer.data.prepare import Prepared
+    from trainer.dist.ranks import Ranks
+    from trainer.run.resuming import Resumed
+
+
+def check(
+    config: RunConfig,
+    ranks: Ranks,
+    tokenizer: PreTrainedTokenizerBase,
+    prepared: Prepared,
+    plan: Plan,
+    resumed: Resumed | None,
+) -> Lesson | None:
+    """What the teacher will be asked; None without one. A collective. ConfigError: it cannot be this student's, or has
+    no room, or is not the one of the checkpoint.
+    """
+    if config.distill is None:
+        return None
+    student = build.load_config(config.model, facts.vocab_size_of(config)).get_text_config()
+    allowed = (each.budget(plan.facts) for each in in_order(config.strategies).values())
+    budget = min([plan.facts.machine.device_bytes, *(each for each in allowed if each is not None)])
+    with agreement(ranks, DAY_S) as together:
+        lesson = together.on_first(
+            ranks.rank,
+            lambda: teacher.check(config, tokenizer, prepared, student.vocab_size, budget, _home(config), write_line),
+        )
+    check_packing(config.model_copy(update={"model": teacher.section_of(config)}))
+    before = lesson.teacher if resumed is None else resumed.found.manifest.run.data.teacher
+    if before not in ("", lesson.teacher) and "loss" not in config.training.allow_change:
+        what = "its files are not those that the checkpoint was trained with; bring those back, or allow it with"
+        raise config.error("distill.teacher", config.distill.teacher, f"{what} training.allow_change: [loss]")
+    return lesson
+
+
+def answered(
+    config: RunConfig,
+    lesson: Lesson,
+    tokenizer: PreTrainedTokenizerBase,
+    prepared: Prepared,
+    *,
+    compares: bool,
+) -> Prepared:
+    """The rows with the teacher's answers, asked by the first rank of a machine and opened by all. ``compares``: those
+    that are found, with their manifest.
+    """
+    where = device_of("cpu" if config.training.use_cpu else None)
+    say = write_line if compares else write_nothing
+    return teacher.answered(config, lesson, tokenizer, prepared, _home(config), where, say, compares=compares)
+
+
+def _home(config: RunConfig) -> Path:
+    """Where answers are: beside the rows."""
+    return prepare.cache(Path(config.training.output_dir) / "data")
