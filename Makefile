@@ -8,7 +8,7 @@ RANKS  ?= 1
 PART   ?= machine
 CASES  ?=
 
-.PHONY: help setup train finetune test test-all faults lint format docs gpu-check gpu-rehearsal bench thirty clean
+.PHONY: help setup train finetune test test-all faults lint format docs gpu-check gpu-rehearsal bench thirty test-rare clean
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile | expand -t 18
 
@@ -30,8 +30,11 @@ test: $(READY) ## the tests, in three processes; the twenty slowest of each part
 	$(PYTEST) $(PARTS) -m "not slow"
 	OMP_NUM_THREADS=1 python -m pytest tests/accelerator -n 2 --durations=20
 
-test-all: $(READY) ## the slower and rarer tests that make test leaves out
-	$(PYTEST) $(PARTS) -m slow
+test-all: $(READY) ## the slower tests that make test leaves out
+	$(PYTEST) $(PARTS) -m "slow and not rare"
+
+test-rare: $(READY) ## the longest ones, which make test-all leaves out: one more way over several ranks
+	$(PYTEST) $(PARTS) -m rare
 
 # What is in tests/faults/full is collected only by its path; two processes, since most of it waits.
 faults: $(READY) ## every fault at every moment, hours on 2 cores; CASES="-k launcher" chooses some

@@ -25,7 +25,18 @@ ELSEWHERE = {
     "compare": "tests/unit/test_history.py",
 }
 RUN_HERE = {"train", "finetune"}
-MAKE = RUN_HERE | {"test", "test-all", "faults", "lint", "setup", "docs", "bench", "gpu-check", "gpu-rehearsal"}
+MAKE = RUN_HERE | {
+    "test",
+    "test-all",
+    "test-rare",
+    "faults",
+    "lint",
+    "setup",
+    "docs",
+    "bench",
+    "gpu-check",
+    "gpu-rehearsal",
+}
 PLACES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "docs/**/*.md", "configs/*.yaml"]
 STARTS = r"(?:python |(?:deepspeed|torchrun) (?:[^\n]*?--(?:num_gpus|nproc_per_node) (\d) )?)?"
 COMMAND = re.compile(STARTS + r"launch/(train|plan|verify|doctor|bench|watch|compare)\.py( [^`\n#|]*)?")

@@ -29,24 +29,27 @@ NO_DROPOUT = MODEL | {"attention_dropout": 0.0}
 MIXTURE = NO_DROPOUT | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
-def case(name: str, num_ranks: int, strategies: dict[str, Any], *, slow: bool = False, model: Any = MODEL) -> Any:
-    marks = [*([pytest.mark.slow] if slow else []), *map(needs, strategies.keys() & {"sequence", "experts"})]
+def case(
+    name: str, num_ranks: int, strategies: dict[str, Any], *, slow: bool = False, rare: bool = False, model: Any = MODEL
+) -> Any:
+    kept = [*([pytest.mark.slow] if slow or rare else []), *([pytest.mark.rare] if rare else [])]
+    marks = [*kept, *map(needs, strategies.keys() & {"sequence", "experts"})]
     return pytest.param(num_ranks, strategies, model, id=name, marks=marks)
 
 
 CASES = [
     case("plain", 1, {}),
-    case("stage 2 on two ranks", 2, {"zero": {"stage": 2}}, slow=True),
+    case("stage 2 on two ranks", 2, {"zero": {"stage": 2}}, rare=True),
     case("highest stage", 2, {"zero": {"stage": HIGHEST_STAGE}}),
     case("offload, recompute", 1, {**STREAMED, **SENT}),
-    case("offload on two ranks", 2, STREAMED, slow=True),
+    case("offload on two ranks", 2, STREAMED, rare=True),
     case("offload shared by two ranks, weights too", 2, {**STREAMED, "zero": {"stage": 3}}),
-    case("tensor 2 x data 2", 4, {"tensor": {"degree": 2}, "zero": {"stage": 2}}, slow=True),
+    case("tensor 2 x data 2", 4, {"tensor": {"degree": 2}, "zero": {"stage": 2}}, rare=True),
     case("pipeline 2 x data 2, offload shared by copies", 4, {**STAGES, **ON_HOST}),
-    case("pipeline 2 x data 2, divided state", 4, {**STAGES, "zero": {"stage": 1}}, slow=True),
+    case("pipeline 2 x data 2, divided state", 4, {**STAGES, "zero": {"stage": 1}}, rare=True),
     case("pipeline 2 x tensor 2", 4, {**STAGES, "tensor": {"degree": 2}}, slow=True),
     case("sequence 2 x data 2", 4, {"sequence": {"degree": 2}, "zero": {"stage": 2}}, slow=True, model=NO_DROPOUT),
-    case("experts 2 x data 2", 4, {"experts": {"degree": 2}}, slow=True, model=MIXTURE),
+    case("experts 2 x data 2", 4, {"experts": {"degree": 2}}, rare=True, model=MIXTURE),
 ]
 
 

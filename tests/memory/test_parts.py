@@ -179,6 +179,7 @@ def test_a_stage_loads_no_more_than_its_part(kind: str, tmp_path: Path) -> None:
         assert grown < SPARE * held, f"{grown / held:.2f} of its part, which is {held:,} bytes"
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 @needs("experts")
 @pytest.mark.parametrize("name", ["experts", "pipeline"])
@@ -225,6 +226,7 @@ def test_a_tensor_rank_takes_no_more_than_its_slices(kind: str, tmp_path: Path) 
         assert grown < SPARE * held, f"{grown / held:.2f} of its part, which is {held:,} bytes"
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pipeline", "tensor", "spans"])
 def test_who_writes_the_model_does_not_have_all_of_it(kind: str, tmp_path: Path) -> None:

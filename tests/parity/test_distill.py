@@ -221,6 +221,7 @@ def _two(ranks: Ranks, tree: dict[str, Any]) -> int:
     return 0
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_two_ranks_as_one_that_accumulates(home: Path, plain: Path, tmp_path: Path) -> None:
     for path in prepare.cache(home).glob("*/000000.arrow"):

@@ -135,6 +135,7 @@ def test_stages_of_divided_layers(tmp_path: Path) -> None:
     moved(tmp_path / "back", pipeline(2, **common), both)
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_copies_of_a_stage_of_divided_layers_share_its_state(tmp_path: Path) -> None:
     """Eight ranks: with the bits of copies that each update all, there and back."""
