@@ -97,6 +97,7 @@ def gathered(
     whole = stage.whole.state_dict(keep_vars=True)
     first = {id(value): name for name, value in reversed(list(whole.items()))}
     mine = {first[id(whole[name])]: value for name, value in stage.model.state_dict(keep_vars=True).items()}
+    values = dict(zip(mine, stage.model.state_dict().values(), strict=True))  # of the memory engine's, read together
     sends = is_first(stage.model.parameters())
     found: dict[str, torch.Tensor] = {}
     for at in range(pipeline.stages):
@@ -107,7 +108,10 @@ def gathered(
         ]
         dist.broadcast_object_list(about, dist.get_global_rank(group, at), group=group, device=device)
         for name, shape, dtype in about[0] or ():
-            put_together = tensor_shards.gathered(mine[name]) if at == pipeline.position else None
+            put_together = None
+            if at == pipeline.position:
+                is_part = shard_of(mine[name]) is not None
+                put_together = tensor_shards.gathered(mine[name]) if is_part else values[name].detach()
             if not sends:
                 continue
             if put_together is None and pipeline.position == 0:

@@ -35,6 +35,10 @@ ALLOWED: dict[str, dict[str, str]] = {
         "tensor": "a few numbers for the comparison with Transformers' loss",
         "arange": "likewise",
     },
+    "forward/distilled_loss.py": {
+        "empty": "one number per token, the losses; and a teacher's answers, before the model is stowed",
+        "empty_like": "the gradient of logits that others hold, as autograd makes one; counted as temporary",
+    },
     "updating/clipping.py": {
         "empty": "two numbers per step that the worker reads",
         "pin_memory": "of these two numbers; torch's pinned allocator uses the same block again",
