@@ -24,6 +24,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(tmp_path_factory.mktemp("thirty"), training={"max_steps": 2}, strategies={"zero": {"stage": 2}})
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize("number", range(RUNS))
 def test_ends_well(number: int, server: Server, config: Path) -> None:
     stage = ["strategies.zero=null"] if number % 2 else []

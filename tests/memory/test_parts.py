@@ -163,6 +163,7 @@ def saved(folder: Path, base: Mapping[str, Any] = BIG) -> None:
     build(section, load_config(section), seed=0, partitioned=False).save_pretrained(folder, max_shard_size="100MB")
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["random", "saved", "saved, in 16 bits"])
 def test_a_stage_loads_no_more_than_its_part(kind: str, tmp_path: Path) -> None:
