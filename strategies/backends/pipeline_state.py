@@ -108,21 +108,18 @@ def gathered(
         ]
         dist.broadcast_object_list(about, dist.get_global_rank(group, at), group=group, device=device)
         for name, shape, dtype in about[0] or ():
-            put_together = None
+            value = None
             if at == pipeline.position:
                 is_part = shard_of(mine[name]) is not None
-                put_together = tensor_shards.gathered(mine[name]) if is_part else values[name].detach()
-            if not sends:
-                continue
-            if put_together is None and pipeline.position == 0:
-                value = torch.empty(shape, dtype=dtype, device=device)
-                dist.recv(value, dist.get_global_rank(group, at), group=group)
+                value = tensor_shards.gathered(mine[name]) if is_part else values[name].detach()
+            if sends and value is not None and at > 0:
+                dist.send(value.contiguous(), dist.get_global_rank(group, 0), group=group)
+            if sends and pipeline.position == 0:
+                if value is None:
+                    value = torch.empty(shape, dtype=dtype, device=device)
+                    dist.recv(value, dist.get_global_rank(group, at), group=group)
                 if name not in found:
                     found[name] = stays(value)
-            elif put_together is not None and pipeline.position == 0:
-                found[name] = stays(put_together)
-            elif put_together is not None:
-                dist.send(put_together.contiguous(), dist.get_global_rank(group, 0), group=group)
     if device.type != "cpu":  # sends run on the device, and this process may end before they are through
         torch.accelerator.synchronize(device)
     dist.barrier(group=group)  # on a device a send is only queued: who leaves now would take it along

@@ -22,7 +22,7 @@ COUNTED = {"bf16": 3, "fp16": 3, "int8": 16, "powersgd": 12, "topk": 20}
 ON_CPU = {"bf16": 5, "fp16": 5, "int8": 95, "powersgd": 105, "topk": 120}
 
 
-def elements_sent(how: Compression, facts: Facts) -> float | None:
+def message_bytes(how: Compression, facts: Facts) -> float | None:
     """Bytes of one rank's message of a step, before it is known how often it travels; None: the model has no width."""
     count, width = facts.num_trainable, facts.run.hidden_size
     if how.method == "powersgd":
@@ -40,7 +40,7 @@ def sent_bytes(facts: Facts) -> tuple[float, float | None]:
     ranks, how = facts.run.copies, facts.run.compression
     assert how is not None
     ring = 2 * (ranks - 1) / ranks
-    message = elements_sent(how, facts)
+    message = message_bytes(how, facts)
     times = ranks - 1 if how.method == "topk" else ring
     return ring * 4 * facts.num_trainable, None if message is None else times * message
 
@@ -50,7 +50,7 @@ def owed_bytes(facts: Facts) -> int:
     how, count = facts.run.compression, facts.num_trainable
     if how is None or not how.owes:
         return 0
-    more = {"int8": count / facts.run.copies, "powersgd": (elements_sent(how, facts) or 4 * count) / 4}
+    more = {"int8": count / facts.run.copies, "powersgd": (message_bytes(how, facts) or 4 * count) / 4}
     return int(4 * (count + more.get(how.method, 0.0)))
 
 

@@ -110,7 +110,7 @@ class SiteSearch:
         most = int(effort * min(MOST_TRIED, EFFORT / len(self.places.buckets)))
         others = walk.start(int(effort * STARTS), most)
         random = Random(0)
-        for placement in others if effort == 1 else ():
+        for placement in dict.fromkeys(others) if effort == 1 else ():
             walk.climb(placement, random, most // SHORT, self._bound)
         if walk.best is not None:
             walk.climb(walk.best, random, most, self._bound)
@@ -200,7 +200,7 @@ class _Walk:
             if seconds < self._seconds * (1 - SAME):
                 self.best, self._seconds = placement, seconds
 
-    def start(self, starts: int, most: int) -> list[Placement]:
+    def start(self, starts: int, most: int) -> Iterator[Placement]:
         """Consider mixes: so many that are best by the estimate, and at most ``most`` near the best of them. The same
         with other ends is where further climbs may start.
         """
@@ -226,7 +226,7 @@ class _Walk:
         if time(best) < inf:
             _descended(best, time, SHARES // 8, ["stays", "streamed"])
         elsewhere = (best._replace(ends=ends) for ends in (-1, 0, 1, 2) if ends != best.ends)
-        return list(dict.fromkeys(self._mixed(_descended(mix, estimate, SHARES // 4, ["stays"])) for mix in elsewhere))
+        return (self._mixed(_descended(mix, estimate, SHARES // 4, ["stays"])) for mix in elsewhere)
 
     def climb(self, placement: Placement, random: Random, most: int, bound: float) -> None:
         """Try moves from ``placement`` until ``most`` in a row gain nothing, or the best takes as long as ``bound``."""

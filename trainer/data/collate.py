@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from strategies.engine.forward.distilled_loss import TEACHER
 from trainer.data import packing
 from trainer.data.packing import MASKED
 from trainer.errors import ConfigError
@@ -57,8 +58,8 @@ class Collator:
             batch[third][index, :used] = torch.as_tensor(row["position_ids"]) if self.packing else 1
             if self.packing:
                 batch[third][index, used:] = torch.arange(length - used)
-        if "teacher" in rows[0]:
-            batch["teacher"] = answers_of(rows, batch["labels"])
+        if TEACHER in rows[0]:
+            batch[TEACHER] = answers_of(rows, batch["labels"])
         if self.flatten:
             return {name: tensor.flatten(0, 1)[None] for name, tensor in batch.items()}
         return batch
@@ -67,7 +68,7 @@ class Collator:
 def answers_of(rows: Sequence[Mapping[str, Any]], labels: torch.Tensor) -> torch.Tensor:
     """The teacher's answers at every position, int32 [rows, length, width]; 0 where the next token is not trained."""
     predicts = torch.nn.functional.pad(labels, (0, 1), value=MASKED)[:, 1:] != MASKED
-    stored = np.frombuffer(b"".join(row["teacher"] for row in rows), np.int32)
+    stored = np.frombuffer(b"".join(row[TEACHER] for row in rows), np.int32)
     found = torch.zeros(*labels.shape, len(stored) // int(predicts.sum()), dtype=torch.int32)
     found[predicts] = torch.from_numpy(stored.copy()).view(int(predicts.sum()), -1)
     return found

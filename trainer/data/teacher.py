@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from trainer.data.report import Say
 
 PART_BYTES = 64 << 20  # of answers that are written at once
+SAY_EVERY_S = 10
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,8 @@ def check(
     embedding; ``folder``: where answers are kept.
     """
     assert config.distill is not None
-    section, name = section_of(config), config.distill.teacher
+    section, name, hf_config = section_of(config), config.distill.teacher, config_of(config)
     with _named(config):
-        hf_config = build.load_config(section)
         own = tokenizers.load(None, name, section.trust_remote_code, folder, ())
     if why := unlike(own, tokenizer, config.model.name_or_path or "the student"):
         raise config.error("distill.teacher", name, f"{why}; a teacher has the student's tokens")
@@ -124,6 +125,14 @@ def check(
         where = _place(config, lesson, model)[1]
     say(f"teacher: {name}, {where}; {count:,} answers of {human(4 * how.width)}: {human(needed)} in {folder}")
     return lesson
+
+
+def config_of(config: RunConfig) -> Any:
+    """The configuration of the teacher's model. ConfigError: there is none."""
+    section = section_of(config)
+    with _named(config):
+        build.refuse_missing_folder(section)
+        return build.load_config(section)
 
 
 @contextmanager
@@ -213,7 +222,7 @@ def answered(
     with (folder / f".{lesson.key}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released with the file, however this ends
         if not home.is_dir() or (compares and not is_whole(home, say, TEACHER)):
-            _ask(config, lesson, tokenizer, prepared, home, device)
+            _ask(config, lesson, tokenizer, prepared, home, device, say)
     parts = [Dataset.from_file(str(path)) for path in sorted(home.glob("*.arrow"))]
     rows: Any = prepared.train
     return replace(prepared, train=concatenate_datasets([rows, concatenate_datasets(parts)], axis=1))
@@ -230,34 +239,31 @@ def _ask(
     prepared: Prepared,
     home: Path,
     device: torch.device,
+    say: Say,
 ) -> None:
-    """Write the parts of ``home`` that are not there yet, and seal them."""
+    """Write the parts of ``home`` that are not there yet, and seal them. Without a bar, ``say`` how far it is."""
     assert config.distill is not None
-    draft, rows, size = _writing(home), prepared.train, config.distill.teacher_batch_size
+    draft, size, pad = _writing(home), config.distill.teacher_batch_size, tokenizer.pad_token_id
+    rows: Any = prepared.train
+    assert isinstance(pad, int)
     draft.mkdir(exist_ok=True)
-    pad: Any = tokenizer.pad_token_id
-    collate = Collator(pad, config.data.packing)
-    starts = range(0, len(rows), lesson.rows)  # type: ignore[arg-type]
-    with (
-        _teacher(config, lesson, device) as model,
-        tqdm(
-            total=len(rows),
-            desc="teacher",
-            unit=" rows",
-            leave=False,
-            disable=None,  # type: ignore[arg-type]
-        ) as bar,
-    ):
-        for number, start in enumerate(starts):
-            path, stop = draft / f"{number:06}.arrow", min(start + lesson.rows, len(rows))  # type: ignore[arg-type]
-            if not path.exists():
-                made = [
-                    answer
-                    for at in range(start, stop, size)
-                    for answer in _asked(model, collate([rows[i] for i in range(at, min(at + size, stop))]), lesson.how)  # type: ignore[index]
-                ]
-                replace_file(path, _arrow(made))
-            bar.update(stop - start)
+    collate, said = Collator(pad, config.data.packing), monotonic()
+    bar = tqdm(total=len(rows), desc="teacher", unit=" rows", leave=False, disable=None)
+    with _teacher(config, lesson, device) as model, bar:
+        for number, start in enumerate(range(0, len(rows), lesson.rows)):
+            path, stop = draft / f"{number:06}.arrow", min(start + lesson.rows, len(rows))
+            if path.exists():
+                bar.update(stop - start)
+                continue
+            made = list[bytes]()
+            for at in range(start, stop, size):
+                batch = collate([rows[i] for i in range(at, min(at + size, stop))])
+                made += _asked(model, batch, lesson.how)
+                bar.update(min(size, stop - at))
+                if bar.disable and monotonic() - said > SAY_EVERY_S:
+                    said = monotonic()
+                    say(f"teacher: {start + len(made):,} of {len(rows):,} rows answered")
+            replace_file(path, _arrow(made))
     seal(draft, TEACHER, {"key": lesson.key})
     remove(home)
     draft.rename(home)

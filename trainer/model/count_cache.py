@@ -79,7 +79,7 @@ def name_of(config: RunConfig, what: str = "") -> tuple[str, bool]:
     known = {
         "model": model,
         "task": config.task,
-        "distill": config.distill and config.distill.top_k,
+        "distill": config.distill and [config.distill.loss, config.distill.top_k],
         "what": what,
         "training": {name: getattr(config.training, name) for name in TRAINING},
         "data": [config.data.max_length, config.data.max_target_length, config.data.packing],

@@ -35,6 +35,7 @@ from strategies.report import full_report
 from trainer.config.sections import RunConfig
 from trainer.data import prepare as preparing
 from trainer.data import rows as task_rows
+from trainer.data import teacher
 from trainer.data import tokenizer as tokenizers
 from trainer.data.collate import check_packing
 from trainer.data.prepare import Prepared
@@ -141,6 +142,8 @@ def read_data(
     build.refuse_missing_folder(section)
     hf_config = build.load_config(section, facts.vocab_size_of(config))
     facts.check_model(config, hf_config)
+    if config.distill is not None:
+        teacher.config_of(config)  # a missing one is said before rows are prepared
     task = TASKS[config.task]
     build.refuse_lost_buffers(section, hf_config, task)
     texts = preparing.texts(config.data) if task.language else task_rows.texts(task, config.data)
@@ -357,7 +360,6 @@ def about(run: Run, model: PreTrainedModel) -> About:
         run.resumed.compare_shapes(shapes)
     as_loaded = build.load_config(run.config.model, facts.vocab_size_of(run.config))  # the run may change its copy
     tree, data = json.loads(json.dumps(run.config.tree()), parse_constant=str), run.prepared
-    teacher = "" if run.lesson is None else run.lesson.teacher
     rows = None if run.config.data.streaming else len(data.train)  # type: ignore[arg-type]
     hashes = {"fingerprint": data.fingerprint, "sources": data.sources, "tokenizer": data.tokenizer}
     return About(
@@ -365,7 +367,7 @@ def about(run: Run, model: PreTrainedModel) -> About:
         config_sha256=digest_of(tree),
         versions=checkpoint.versions(),
         world_size=run.ranks.world_size,
-        data=DataFacts(**hashes, rows=rows, teacher=teacher),
+        data=DataFacts(**hashes, rows=rows, teacher=run.lesson.teacher if run.lesson else ""),
         model=ModelFacts(config=checkpoint.plain_config(as_loaded), shapes=shapes),
     )
 

@@ -105,6 +105,19 @@ def _holders(tensor: Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
+def targets(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
+    """The word that each position predicts, [batch * length]: ``shift_labels``, or else the next of ``labels``."""
+    if shift_labels is None:
+        assert labels is not None
+        shift_labels = pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    return shift_labels.reshape(-1)
+
+
+def per_item(total: Tensor, count: Tensor | int) -> Tensor:
+    """``total`` over a number of items, which may lie on another device."""
+    return total / (count.to(total.device) if isinstance(count, Tensor) else count)
+
+
 def causal_lm_loss(
     logits: Tensor,
     labels: Tensor | None,
@@ -123,15 +136,10 @@ def causal_lm_loss(
         whole: Any = ForCausalLMLoss  # a number of items may be an int, though it is not declared
         theirs: Tensor = whole(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
         return theirs
-    if shift_labels is None:
-        given = pad(given, (0, 1), value=ignore_index)[..., 1:]
-    target = given.reshape(-1).to(logits.device)
+    target = targets(labels, shift_labels, ignore_index).to(logits.device)
     reduction = MEAN if num_items_in_batch is None else SUM
     loss: Tensor = _CrossEntropy.apply(logits.reshape(-1, vocab_size), target, reduction, ignore_index)
-    if num_items_in_batch is None:
-        return loss
-    count = num_items_in_batch
-    return loss / (count.to(loss.device) if isinstance(count, Tensor) else count)
+    return loss if num_items_in_batch is None else per_item(loss, num_items_in_batch)
 
 
 def _is_foreign(logits: Tensor, target: Tensor) -> bool:

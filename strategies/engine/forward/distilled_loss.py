@@ -28,9 +28,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, log_softmax, pad
+from torch.nn.functional import cross_entropy, log_softmax
 
-from strategies.engine.forward.chunked_loss import causal_lm_loss, chunks, is_free, owners
+from strategies.engine.forward.chunked_loss import causal_lm_loss, chunks, is_free, owners, per_item, targets
 
 TEACHER = "teacher"  # the keyword of forward, and the column of a row
 
@@ -144,15 +144,11 @@ def student_loss(
     """
     if teacher is None:
         return causal_lm_loss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
-    if shift_labels is None:
-        assert labels is not None
-        shift_labels = pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    target = shift_labels.reshape(-1).to(logits.device)
+    target = targets(labels, shift_labels, ignore_index).to(logits.device)
     total: Tensor = _Distilled.apply(
         logits.reshape(-1, vocab_size), target, teacher.flatten(0, -2).to(logits.device), how, ignore_index
     )
-    count: Any = target.ne(ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
-    return total / (count.to(total.device) if isinstance(count, Tensor) else count)
+    return per_item(total, target.ne(ignore_index).sum() if num_items_in_batch is None else num_items_in_batch)
 
 
 def distil(model: nn.Module, how: Distillation) -> None:
