@@ -6,17 +6,16 @@ From any terminal that sees the folder. It ends with the run; Ctrl-C ends the wa
 from __future__ import annotations
 
 import argparse
-import json
+import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs where the package is not installed, too
 
 from launch import cli
-from strategies.core.sizes import human, human_duration, human_number
-from trainer.run import history
+from trainer.run import history, screen
 
 EVERY_S = 1.0
 CLEAR = "\x1b[H\x1b[J"
@@ -40,43 +39,13 @@ def _watch(folder: Path, *, once: bool) -> None:
     try:
         while True:
             run = history.read(folder)
-            print("" if once else CLEAR, *screen(run), sep="\n", flush=True)
+            columns = shutil.get_terminal_size((screen.WIDTH, 24)).columns
+            print("" if once else CLEAR, *screen.lines(run, columns), sep="\n", flush=True)
             if once or run.last("train_loss") is not None:
                 return
             time.sleep(EVERY_S)
     except KeyboardInterrupt:
         return
-
-
-def screen(run: history.History) -> Iterator[str]:
-    """The lines of the screen; what the run has not written is left out."""
-    losses, step = run.curve("loss"), max((record["step"] for record in run.records), default=0)
-    left = run.last("eta_s")
-    over = run.last("train_loss") is not None
-    yield f"{run.folder}  step {step}" + ("  finished" if over else f"  {human_duration(left)} left" if left else "")
-    for name, curve in (("loss", losses), ("eval loss", run.curve("eval_loss"))):
-        if curve:
-            first, last = (human_number(value, 4) for value in (curve[0][1], curve[-1][1]))
-            yield f"  {name:<10} {history.spark(curve)}  {first} -> {last}"
-    for name, key in (("tokens/s", "tokens_per_s"), ("MFU", "mfu"), ("grad norm", "grad_norm")):
-        if curve := run.curve(key):
-            value = f"{curve[-1][1]:.1%}" if key == "mfu" else human_number(curve[-1][1], 4)
-            yield f"  {name:<10} {history.spark(curve)}  {value}"
-    for home in ("device", "host"):
-        if (peak := run.last(f"{home}_peak_bytes")) is not None:
-            yield f"  {home:<10} {human(peak)} at its peak"
-    yield from _measured(run.folder / "plan.json")
-
-
-def _measured(file: Path) -> Iterator[str]:
-    """Bytes over the link in step 2, as the run has measured them, and as its plan foretold them."""
-    try:
-        rows = json.loads(file.read_text(encoding="utf-8")).get("measured") or ()
-    except (OSError, ValueError):
-        return
-    for row in rows:
-        if row["owner"].startswith("link"):
-            yield f"  {row['owner']}: {human(row['measured'])} per step, {human(row['predicted'])} foretold"
 
 
 if __name__ == "__main__":

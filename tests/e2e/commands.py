@@ -140,15 +140,17 @@ class Server:
         while (line := self._process.stdout.readline()) != "ready\n":
             assert line, "the server of ranks did not start"
 
-    def start(self, num_ranks: int, arguments: Sequence[str], folder: Path, *, to_the_end: bool = False) -> Job:
-        """``launch/train.py`` on ranks of the server."""
+    def start(
+        self, num_ranks: int, arguments: Sequence[str], folder: Path, *, to_the_end: bool = False, terminal: str = ""
+    ) -> Job:
+        """``launch/train.py`` on ranks of the server; ``terminal``: the device that they have as a terminal."""
         assert self._process.stdin is not None and self._process.stdout is not None
         out, err = _outputs(folder)
         code, port = out.with_name("code"), str(free_port())
-        rank = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_PORT": port}
+        rank = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_PORT": port, "TERM": "xterm"}
         ranks = [rank | {"RANK": str(i), "LOCAL_RANK": str(i), "MASTER_ADDR": "127.0.0.1"} for i in range(num_ranks)]
         job = {"environments": ranks, "arguments": list(arguments), "out": str(out), "err": str(err), "code": str(code)}
-        job |= {"to_the_end": to_the_end}
+        job |= {"to_the_end": to_the_end} | ({"out": terminal, "err": terminal} if terminal else {})
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         pid = int(self._process.stdout.readline())

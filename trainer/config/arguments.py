@@ -99,7 +99,7 @@ UPLOADS = frozenset(["push_to_hub", "hub_model_id", "hub_revision"])
 # Keys that TrainingArguments does not have.
 OWN = frozenset(
     {"allow_change", "overwrite", "early_stopping_patience", "early_stopping_threshold", "sample_prompts", "profile"}
-    | {"compute_metrics", "preprocess_logits_for_metrics"}
+    | {"compute_metrics", "preprocess_logits_for_metrics", "live"}
 )
 
 
@@ -158,6 +158,7 @@ class TrainingSection(Section):
     log_level_replica: LogLevel | None = option("Level of messages on the other processes.")
     include_num_input_tokens_seen: Counting | None = option("Count the tokens seen.")
     report_to: Reporters = option("Where metrics go besides metrics.jsonl.", ["tensorboard"])
+    live: bool = option("The run on one screen, in the lowest rows of its own terminal.", False)
     profile: ProfileSection | None = option("Trace of some steps, in the run's folder profile; slower meanwhile.")
     run_name: NonEmpty | None = option("Name of the run at the trackers.")
     project: NonEmpty | None = option("Project at wandb and Trackio, experiment at MLflow.")

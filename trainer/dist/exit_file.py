@@ -15,7 +15,7 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,13 +41,16 @@ MEANING: Mapping[int, str] = {
 
 
 class ExitFile:
-    """What one rank has to say. ``step``: the newest that it has made; ``owns``: the run has the lock of ``folder``."""
+    """What one rank has to say. ``step``: the newest that it has made; ``owns``: the run has the lock of ``folder``;
+    ``before``: gives the terminal back, from any thread, as often as it is called.
+    """
 
     def __init__(self, rank: int = 0, ranks: int = 1) -> None:
         self._rank, self._ranks = rank, ranks
         self.folder: Path | None = None
         self.owns = False
         self.step: int | None = None
+        self.before: Callable[[], None] = lambda: None
 
     def clear(self) -> None:
         """Remove the file of an earlier run. Raise ConfigError if that cannot be done."""
@@ -60,6 +63,7 @@ class ExitFile:
 
     def write(self, code: int) -> None:
         """This rank ends with ``code``. What cannot be written changes nothing."""
+        self.before()
         folder = self.folder
         if folder is None or not os.path.isdir(folder):  # noqa: PTH112 - a name that is too long is no error there
             return

@@ -32,7 +32,7 @@ COMPRESSION = "compression"  # of a strategy, by what it says itself
 
 _SILENT_TRAINING = """
     output_dir logging_strategy logging_steps logging_first_step log_on_each_node log_level log_level_replica
-    include_num_input_tokens_seen profile report_to run_name project trackio_space_id trackio_bucket_id
+    include_num_input_tokens_seen live profile report_to run_name project trackio_space_id trackio_bucket_id
     trackio_static_space_id eval_strategy eval_steps eval_delay eval_on_start per_device_eval_batch_size
     eval_accumulation_steps save_strategy save_steps save_total_limit save_on_each_node load_best_model_at_end
     metric_for_best_model greater_is_better resume_from_checkpoint restore_callback_states_from_checkpoint

@@ -38,7 +38,7 @@ from trainer.dist.stopping import Phase, Stop, Stopped
 from trainer.dist.watchdog import Watchdog
 from trainer.errors import ConfigError, ExitCode, UserError, first_line, report, write_line
 from trainer.planning.from_config import check_options, refuse_folder
-from trainer.run import export, lock, metrics, oom, order, resuming, saving, trackers, upload
+from trainer.run import export, live, lock, metrics, oom, order, resuming, saving, trackers, upload
 from trainer.run.callbacks import SAID, Watched
 from trainer.run.order import Run
 from trainer.run.resume_rules import leaves
@@ -248,6 +248,8 @@ def train(run: Run, stop: Stop, together: Agreement, watchdog: Watchdog | None) 
     together.on_first(run.ranks.rank, lambda: upload.repository(run.config))
     trainer = order.make_trainer(run)
     trainer.add_callback(SaveAndStop(stop, trainer, together))
+    for view in live.view(run.config, run.ranks, stop.ended):
+        trainer.add_callback(view)
     if watchdog is not None:
         trainer.add_callback(Watched(watchdog))
     checkpoint = str(run.resumed.path) if run.resumed is not None else None
@@ -262,6 +264,7 @@ def train(run: Run, stop: Stop, together: Agreement, watchdog: Watchdog | None) 
         stop.phase = Phase.ENDING
         finish(run, trainer, together)
     finally:
+        stop.ended.before()
         trainer.accelerator.free_memory()  # ends DeepSpeed's engine
         del trainer
         gc.collect()

@@ -1,0 +1,49 @@
+"""What a run shows on one screen, read from its records and its plan: ``launch/watch.py`` in any terminal, and the run
+itself in its own (``live.py``). Without torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from strategies.core.sizes import human, human_duration, human_number
+from trainer.run import history
+
+WIDTH = 97  # columns with which a curve has all its 60 points
+BESIDE = WIDTH - 60  # columns beside a curve, for its name and its newest value
+
+
+def lines(run: history.History, width: int = WIDTH, step: int | None = None) -> Iterator[str]:
+    """The lines of the screen; what the run has not written is left out. ``step``: not set means that
+    of the newest record.
+    """
+    losses = run.curve("loss")
+    step = max((record["step"] for record in run.records), default=0) if step is None else step
+    left = run.last("eta_s")
+    over, points = run.last("train_loss") is not None, max(8, min(WIDTH, width) - BESIDE)
+    yield f"{run.folder}  step {step}" + ("  finished" if over else f"  {human_duration(left)} left" if left else "")
+    for name, curve in (("loss", losses), ("eval loss", run.curve("eval_loss"))):
+        if curve:
+            first, last = (human_number(value, 4) for value in (curve[0][1], curve[-1][1]))
+            yield f"  {name:<10} {history.spark(curve, points)}  {first} -> {last}"
+    for name, key in (("tokens/s", "tokens_per_s"), ("MFU", "mfu"), ("grad norm", "grad_norm")):
+        if curve := run.curve(key):
+            value = f"{curve[-1][1]:.1%}" if key == "mfu" else human_number(curve[-1][1], 4)
+            yield f"  {name:<10} {history.spark(curve, points)}  {value}"
+    for home in ("device", "host"):
+        if (peak := run.last(f"{home}_peak_bytes")) is not None:
+            yield f"  {home:<10} {human(peak)} at its peak"
+    yield from _measured(run.folder / "plan.json")
+
+
+def _measured(file: Path) -> Iterator[str]:
+    """Bytes over the link in step 2, as the run has measured them, and as its plan foretold them."""
+    try:
+        rows = json.loads(file.read_text(encoding="utf-8")).get("measured") or ()
+    except (OSError, ValueError):
+        return
+    for row in rows:
+        if row["owner"].startswith("link"):
+            yield f"  {row['owner']}: {human(row['measured'])} per step, {human(row['predicted'])} foretold"
