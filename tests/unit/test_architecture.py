@@ -52,6 +52,7 @@ ENVIRONMENT = {
     "trainer/dist/spawn.py": "is the launcher of its own ranks",
     "trainer/dist/deepspeed_ops.py": "torch finds compilers and its folder of compiled extensions by it",
     "trainer/verify/verify.py": "cuBLAS repeats its sums only where it is asked to by it",
+    "trainer/run/live.py": "what kind of terminal the run has is said there and nowhere else",
     "trainer/run/trackers.py": "trackers are told their project by it, which may not be the one of the config",
 }
 # Who may unpickle, and what; never what was read from a file.
