@@ -1,8 +1,10 @@
 """One run that reports to trackers in their offline modes, and uploads its export to a hub that notes what it gets."""
 
+import sys
 from collections.abc import Iterator
 from functools import partial
-from types import SimpleNamespace
+from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from trainer.run import trackers, upload
 from trainer.run.run import refuse_unbuildable, run
 from trainer.run.trainer import _reads_saves
 
+TRACKIO = find_spec("trackio") is not None  # not in the pinned environment: it needs Pillow before 13
 VARIABLES = ("WANDB_PROJECT", "WANDB_LOG_MODEL", "WANDB_WATCH", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_ID")
 
 
@@ -58,10 +61,12 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
         patch.setenv("MLFLOW_TRACKING_URI", f"file:{folder / 'mlruns'}")
         patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
         known = Hub(patch)
+        patch.setenv("TRACKIO_DIR", str(folder / "trackio"))
+        there = ["trackio"] if TRACKIO else []
         training = {
-            "report_to": ["wandb", "mlflow"], "project": "the-project", "run_name": "the-run", "push_to_hub": True,
-            "hub_model_id": "mine", "hub_private_repo": True, "hub_revision": "v1", "use_cpu": True,
-            "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2,
+            "report_to": ["wandb", "mlflow", *there], "project": "the-project", "run_name": "the-run",
+            "push_to_hub": True, "hub_model_id": "mine", "hub_private_repo": True, "hub_revision": "v1",
+            "use_cpu": True, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2,
             "compute_metrics": "tests.unit.test_metrics:above",
             "preprocess_logits_for_metrics": "tests.unit.test_metrics:most_likely",
         }  # fmt: skip
@@ -89,6 +94,17 @@ def test_trackers_get_what_the_file_gets(told: SimpleNamespace) -> None:
         assert told.wandb.summary[in_wandb] == found[4]
     assert {"train/tokens_per_s", "train/host_peak_bytes"} <= told.wandb.summary.keys()
     assert told.mlflow.info.status == "FINISHED"
+
+
+@pytest.mark.skipif(not TRACKIO, reason="trackio is not installed")
+def test_trackio_gets_what_the_file_gets(told: SimpleNamespace) -> None:
+    from trackio.sqlite_storage import SQLiteStorage
+
+    assert SQLiteStorage.get_runs("the-project") == ["the-run"]
+    logs = SQLiteStorage.get_logs("the-project", "the-run")
+    for key, in_trackio in (("loss", "train/loss"), ("eval_above", "eval/above")):
+        found = {record["step"]: record[key] for record in metrics(told.folder) if key in record}
+        assert {log["train/global_step"]: log[in_trackio] for log in logs if in_trackio in log} == found != {}
 
 
 def test_only_the_export_is_uploaded_and_only_at_the_end(told: SimpleNamespace) -> None:
@@ -172,15 +188,20 @@ def test_a_save_is_waited_for_where_a_tracker_reads_it(monkeypatch: pytest.Monke
     assert _reads_saves(mlflow) and _reads_saves(WandbCallback())
 
 
-@pytest.mark.parametrize(("tracker", "asked"), [("wandb", "wandb.init"), ("mlflow", "mlflow.search_experiments")])
+@pytest.mark.parametrize(
+    ("tracker", "asked"),
+    [("wandb", "wandb.init"), ("mlflow", "mlflow.search_experiments"), ("trackio", "huggingface_hub.HfApi.whoami")],
+)
 def test_a_tracker_that_does_not_start(tracker: str, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In its own words, and before a weight exists."""
 
-    def ask(**given: Any) -> None:
+    def ask(*api: Any, **given: Any) -> None:
         raise RuntimeError("No API key configured.\nmore")
 
     monkeypatch.setattr(asked, ask)
+    monkeypatch.setitem(sys.modules, "trackio", ModuleType("trackio"))
+    trackers.start(run_config(LLAMA, report_to="trackio"))  # on this machine alone
     with pytest.raises(ConfigError) as caught:
-        trackers.start(run_config(LLAMA, report_to=["none", tracker]))
+        trackers.start(run_config(LLAMA, report_to=["none", tracker], trackio_space_id="me/mine"))
     line = f'training.report_to = "{tracker}": it does not start: RuntimeError: No API key configured.'
     assert caught.value.lines == (line,)

@@ -15,6 +15,8 @@ import os
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from huggingface_hub import HfApi
+
 from trainer.errors import first_line
 
 if TYPE_CHECKING:
@@ -63,5 +65,10 @@ def start(config: RunConfig) -> None:
                 mlflow.search_experiments(max_results=1)
                 if training.project is not None:
                     mlflow.set_experiment(training.project)
+            elif name == "trackio":
+                import trackio  # noqa: F401 - whether it can be
+
+                if training.trackio_space_id is not None:
+                    HfApi().whoami()
         except Exception as error:
             raise config.error("training.report_to", name, f"it does not start: {first_line(error)}") from None
