@@ -16,6 +16,7 @@ from strategies.core.grid import grid_of
 from strategies.core.plan import (
     BASELINE,
     RUN,
+    ZEROS,
     Decision,
     EngineSet,
     Impl,
@@ -26,6 +27,7 @@ from strategies.core.plan import (
     Reserve,
     Share,
     Stow,
+    When,
 )
 from strategies.core.protocol import Axis, Idle, Phase, Refusal, Requirement, Strategy
 from strategies.core.registry import find
@@ -107,7 +109,8 @@ def compose(strategies: Mapping[str, Strategy], facts: Facts) -> Plan:
         if not decisions:
             idle[name] = "decided nothing"
         plan = plan.amend(decisions, by=name)
-    return replace(plan.amend(_sums_over_ranks(plan), by=BASELINE), idle=MappingProxyType(idle))
+    plan = plan.amend([*_sums_over_ranks(plan), *_zeros_of_all(plan)], by=BASELINE)
+    return replace(plan, idle=MappingProxyType(idle))
 
 
 def _sums_over_ranks(plan: Plan) -> Iterator[Reserve]:
@@ -120,6 +123,13 @@ def _sums_over_ranks(plan: Plan) -> Iterator[Reserve]:
             owner="data parallel: buckets",
             num_bytes=plan.total(Kind.GRAD) - run.apart * run.trained_bytes,
         )
+
+
+def _zeros_of_all(plan: Plan) -> Iterator[Reserve]:
+    """Where torch's optimizer updates all weights in one step, the zeros of all pruned ones are held meanwhile."""
+    if plan.facts.run.pruned and plan.layout is None:
+        reason = "which weights are zero, a byte each"
+        yield Reserve(unit=RUN, reason=reason, owner=ZEROS, num_bytes=plan.facts.run.pruned, when=When.STEP)
 
 
 def _check_answer(name: str, strategy: Strategy, decision: Decision, plan: Plan) -> None:

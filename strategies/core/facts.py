@@ -221,6 +221,8 @@ class RunFacts(ModelNumbers):
     alike: int = 1  # ranks that have the same of these
     two_level: int = 0  # slices of exchanges in phases inside and across machines; 0: ranks exchange in one ring
     compression: Compression | None = None  # of gradients between ranks
+    pruned: int = 0  # elements of the parameters whose zeros stay
+    largest_pruned: int = 0  # of the largest of them
 
     @property
     def grid(self) -> Grid:

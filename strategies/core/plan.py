@@ -21,7 +21,7 @@ from typing import ClassVar, TypeAlias, TypeVar
 
 from strategies.core.facts import NO_WORK, Facts, Precision, Unit, Work
 from strategies.core.facts import Home as Home  # part of the vocabulary of plans
-from strategies.core.layout import Addresses, Layout
+from strategies.core.layout import SCRATCH_ELEMENTS, Addresses, Layout
 from strategies.core.linears import Routes
 from strategies.core.peak import Saved, host_room, passes_peak
 
@@ -29,6 +29,8 @@ BASELINE = "baseline"
 NONE = "none"  # the policy that keeps all
 CHUNKS = "chunks"  # the head keeps its logits, and backward computes their softmax again by chunks of rows
 INPUT = "input"  # a block's hidden states, among the names of what may wait on the host
+ZEROS = "pruning: zeros"  # what is held of them during an update
+CHOICE_BYTES = 24  # per element: weight, score, what torch's kthvalue copies, marks and their running count
 RUN = "run"  # the pseudo-unit of decisions about the run as a whole
 Slot: TypeAlias = tuple[str, ...]
 
@@ -186,6 +188,14 @@ class Plan:
         if scales := facts.run.scales_bytes:
             reason = "of quantised weights, beside them in every layer"
             decisions.append(Reserve(unit=RUN, reason=reason, owner="scales", num_bytes=scales, in_passes=True))
+        if largest := facts.run.largest_pruned:
+            size, reason = min(largest, SCRATCH_ELEMENTS), "which weights are zero, a stretch at a time"
+            decisions.append(Reserve(unit=RUN, reason=reason, owner=ZEROS, num_bytes=size, in_passes=True))
+            size, reason = largest * CHOICE_BYTES, "the largest matrix, where weights to prune are chosen"
+            choice = Reserve(
+                unit=RUN, reason=reason, owner="pruning: choice", num_bytes=size, home=Home.HOST, in_passes=True
+            )
+            decisions.append(choice)
         return cls(facts, MappingProxyType({d.slot: (d, BASELINE) for d in decisions}))
 
     def amend(self, decisions: Iterable[Decision], by: str) -> Plan:
@@ -299,7 +309,8 @@ class Plan:
     def peak(self, home: Home) -> int:
         """Predicted peak on one rank, in bytes. See the module docstring for what is alive when."""
         if self.addresses is not None:
-            besides = self.saved_peak() if home is Home.DEVICE else self.facts.machine.runtime_host_bytes
+            chosen = sum(reserve.num_bytes for reserve in self.reserves(Home.HOST) if reserve.in_passes)
+            besides = self.saved_peak() if home is Home.DEVICE else self.facts.machine.runtime_host_bytes + chosen
             return self.addresses.num_bytes(home) + besides
         kept = self.kept() if home is Home.DEVICE else [Saved(0, 0)] * len(self.facts.units)
         return self.peak_with(home)(kept)

@@ -68,7 +68,7 @@ def conflicts(sections: Mapping[str, Values]) -> list[Fault]:
     m, d, t = (sections[name] for name in ("model", "data", "training"))
     task = sections["task"].name
     found = [*_model(m, t), *_data(d, t), *_training(d, t), *_strategies(sections), *_keys_of_tasks(task, sections)]
-    found += [*_task(task, m, t), *_quantised(task, m, t), *_distilled(task, sections)]
+    found += [*_task(task, m, t), *_quantised(task, m, t), *_distilled(task, sections), *_pruned(task, sections)]
     return [Fault(tuple(key.split(".")), _value(sections, key), words) for key, words in found]
 
 
@@ -137,6 +137,30 @@ def _distilled(task: Any, sections: Mapping[str, Values]) -> Found:
     for key in NOT_DISTILLED:
         if sections["training"][key]:
             yield f"training.{key}", f"cannot go with distill, whose loss does not have it; {KEEP_ONE}"
+
+
+def _pruned(task: Any, sections: Mapping[str, Values]) -> Found:
+    p, m, d, t = (sections[name] for name in ("prune", "model", "data", "training"))
+    if not p:
+        return
+    if task not in (*LANGUAGE, WRONG):
+        yield "prune", f"is for task sft and pretrain, and this is {task}; leave it out"
+    if p.method == "2:4" and p.sparsity != 0.5:
+        yield "prune.sparsity", "two of four are half of the weights; leave it out"
+    if p.method == "2:4" and p.schedule == "cubic":
+        yield "prune.schedule", "two of four go at once; leave it out, or write magnitude"
+    if m.lora:
+        yield "model.lora", "cannot go with prune: adapters are added to weights that stay as they are; leave it out"
+    if m.quantization_config:
+        yield "model.quantization_config", "cannot go with prune, whose weights are trained; leave it out"
+    if t.torch_compile:
+        yield "training.torch_compile", f"has not been compared with prune; {KEEP_ONE}"
+    if p.method == "wanda" and d.streaming:
+        yield "data.streaming", "cannot go with wanda, which reads the first rows again; write magnitude"
+    for key in ("load_best_model_at_end", "early_stopping_patience"):
+        if t[key] and t[key] is not WRONG and p.method != "2:4" and p.schedule != "once":
+            what = "the best weights may be of before the last round of pruning; write prune.schedule: once"
+            yield f"training.{key}", what
 
 
 def _data(d: Values, t: Values) -> Found:

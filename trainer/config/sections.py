@@ -6,10 +6,11 @@ lines, the JSON schema and ``docs/config.md`` are derived from that. A strategy'
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, PrivateAttr, SerializeAsAny, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, SerializeAsAny, model_validator
 
 from strategies.core.protocol import Strategy
 from trainer.config.arguments import Allowed, Count, NonEmpty, Positive, Ratio, Section, TrainingSection, option
@@ -35,6 +36,15 @@ NOT_BUILT: Mapping[str, str] = {  # tasks that others have
 }
 
 
+def _check_pattern(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"is no regular expression: {error}") from None
+    return pattern
+
+
+Pattern = Annotated[NonEmpty, AfterValidator(_check_pattern)]
 Mapped = Annotated[
     dict[Columns, NonEmpty], Allowed(f"a mapping from our fields ({', '.join(get_args(Columns))}) to columns")
 ]
@@ -195,8 +205,38 @@ class DistillSection(Section):
     teacher_batch_size: Count = option("Rows in one forward of the teacher; more make one that is streamed faster.", 8)
 
 
+class PruneSection(Section):
+    """Make weights of linear layers zero while training, and keep them so. See docs/prune.md."""
+
+    method: Literal["magnitude", "wanda", "2:4"] = option(
+        "Which weights go: the smallest of a matrix; of each output, the smallest times the norm of their input; or "
+        "two of four consecutive inputs.",
+        "magnitude",
+    )
+    sparsity: Annotated[float, Field(gt=0, lt=1)] = option("Share of the weights that are zero in the end.", 0.5)
+    schedule: Literal["cubic", "once"] | None = option(
+        "cubic: s_t = sparsity (1 - (1 - t/T)^3), where T is until of all steps; once: all before the first step; not "
+        "set: cubic, and once for 2:4."
+    )
+    until: Annotated[float, Field(gt=0, lt=1)] = option(
+        "Share of the steps after which the last weights go; the others heal.", 0.5
+    )
+    rounds: Count = option("How many times weights go, under the cubic schedule.", 10)
+    modules: Annotated[
+        list[NonEmpty] | Pattern | None, Allowed("a list of module names, or a regular expression for all of a name")
+    ] = option("Linear layers that are pruned; not set: all of the blocks.")
+    calibration_rows: Count = option("wanda: rows of the training data, from the first on, that inputs are of.", 32)
+
+    @property
+    def is_cubic(self) -> bool:
+        return self.method != "2:4" and self.schedule != "once"
+
+
 SECTIONS: Mapping[str, type[Section]] = {"model": ModelSection, "data": DataSection, "training": TrainingSection}
-OPTIONAL: Mapping[str, type[Section]] = {"distill": DistillSection}  # what is not done without them
+OPTIONAL: Mapping[str, type[Section]] = {
+    "distill": DistillSection,
+    "prune": PruneSection,
+}  # what is not done without them
 
 
 class RunConfig(Section):
@@ -207,6 +247,7 @@ class RunConfig(Section):
     data: DataSection
     training: TrainingSection
     distill: DistillSection | None = None
+    prune: PruneSection | None = None
     strategies: dict[str, SerializeAsAny[Strategy]] = option("Strategy by name; one that is present is on.", {})
 
     # Where each key was written; empty for a config built in Python.

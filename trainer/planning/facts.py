@@ -34,7 +34,7 @@ from strategies.core.optimizers import moments_of
 from strategies.core.protocol import Axis, Refusal, Requirement
 from trainer.errors import ConfigError, first_line
 from trainer.machine.profiles import known_rates
-from trainer.model import config_keys, hub
+from trainer.model import config_keys, hub, pruned
 from trainer.model.adapters import loraplus_groups
 from trainer.model.build import load_config, with_lora
 from trainer.model.count_cache import cached
@@ -83,8 +83,14 @@ def vocab_size_of(config: RunConfig) -> int | None:
 
 def gather(config: RunConfig, world_size: int, local_world_size: int, machine: Machine) -> Facts:
     """All facts of a run on ``world_size`` ranks of ``machine``. ConfigError: the model cannot be described."""
-    count = asked(counted(config), config)
+    whole = counted(config)
+    count = asked(whole, config)
     run = run_facts(config, world_size, accelerated=machine.device_kind != "cpu")
+    if config.prune is not None:
+        sizes = pruned.sizes(config.prune, whole.units, whole.params)
+        if not sizes:
+            raise config.error("prune.modules", config.prune.modules, "no layer of a block has such a name")
+        run = replace(run, pruned=sum(sizes), largest_pruned=max(sizes))
     here = machine_facts(machine, local_world_size, engine=Requirement.DEEPSPEED in requirements_of(config.strategies))
     no_copies = next((why for each in config.strategies.values() if (why := each.refuses_weight_copies())), "")
     return count.facts(run, here, no_copies)

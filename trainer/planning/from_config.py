@@ -116,12 +116,24 @@ def _located(config: RunConfig, refused: Conflict | Refusal) -> ConfigError:
     return TooLargeError(line, refused.home.value, lambda: refused.needed, refused.budget)
 
 
+def _refuses_pruning(config: RunConfig, world_size: int) -> Iterator[Refusal]:
+    """Zeros are kept by torch's optimizer and by the engine, on a rank that has all of each weight."""
+    given = config.prune and config.prune.model_dump(exclude_unset=True)
+    if world_size > 1:
+        yield Refusal("prune", given, f"is for one rank so far, and there are {world_size}; leave it out")
+    elif Requirement.DEEPSPEED in requirements_of(config.strategies):
+        what = "DeepSpeed's optimizer has the weights; write strategies.offload, or leave strategies.zero out"
+        yield Refusal("prune", given, what)
+
+
 def check_options(config: RunConfig, world_size: int, *, installed: bool = True) -> None:
     """Raise ConfigError with a line for each option that cannot work in such a run, known before data is read or the
     model is described; with ``installed`` also for packages and the device here, while a plan may be for another
     machine.
     """
     found = [*TASKS[config.task].refusals(config), *refusals(config.strategies, facts.run_facts(config, world_size))]
+    if config.prune is not None:
+        found += _refuses_pruning(config, world_size)
     for strategy in in_order(config.strategies).values() if installed else ():
         try:
             strategy.check_installed()

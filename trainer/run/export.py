@@ -295,6 +295,11 @@ def _results(history: Sequence[Mapping[str, Any]], *, odds: bool) -> Iterator[st
             loss = float(last[key])
             shown = f" (perplexity {perplexity(loss):.1f})" if odds else ""
             yield f"The last {kind} loss, at step {last['step']}, was {loss:.4f}{shown}."
+    if (pruned := next((record for record in reversed(history) if "sparsity" in record), None)) is not None:
+        each = (f"{key.removeprefix('sparsity/')} {share:.2%}" for key, share in pruned.items() if "sparsity/" in key)
+        yield f"It was pruned: {pruned['sparsity']:.2%} of the weights of these layers are zero ({', '.join(each)})."
+        if first := next((record for record in history if "eval_loss" in record), None):
+            yield f"The evaluation loss at step {first['step']} was {first['eval_loss']:.4f}."
 
 
 def _settings(config: RunConfig) -> Iterator[str]:

@@ -55,6 +55,7 @@ from trainer.run.callbacks import EarlyStopping, Meter, MetricsFile, ProgressLin
 from trainer.run.checkpoint import About, DataFacts, ModelFacts
 from trainer.run.plan_check import PlanCheck
 from trainer.run.profile import Profile
+from trainer.run.pruning import Pruning
 from trainer.run.resuming import Resumed
 from trainer.run.stage_trial import form_of_stages
 from trainer.run.task_trainer import adapters_follow, class_for, left_out, options
@@ -331,6 +332,8 @@ def make_trainer(run: Run) -> Trainer:
             run.say(line)
         left = trainer.about.data.model_copy(update={"rows": len(trainer.train_dataset)})  # type: ignore[arg-type]
         trainer.about = trainer.about.model_copy(update={"data": left})  # TRL may have dropped some
+    if run.config.prune is not None:
+        trainer.add_callback(Pruning(trainer, run.config))
     trainer.remove_callback(PrinterCallback)  # our line says more
     if training.profile is not None:
         model_name = run.config.model.name_or_path or type(model).__name__

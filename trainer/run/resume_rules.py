@@ -57,6 +57,7 @@ _GROUPS: Mapping[str, str] = {
     "loss": """distill training.average_tokens_across_devices training.label_smoothing_factor
         training.neftune_noise_alpha training.beta training.loss_type training.precompute_ref_log_probs
         training.desirable_weight training.undesirable_weight training.center_rewards_coefficient""",
+    "pruning": "prune",
     "dropout": "model.lora.lora_dropout training.disable_dropout",
     "betas": "training.adam_beta1 training.adam_beta2 training.adam_epsilon",
     "weight_decay": "training.weight_decay",

@@ -11,7 +11,8 @@ update only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -109,6 +110,17 @@ class UpdateRule:
         self.kernel.call(on.params, on.grads, *lists, *steps, foreach=group["foreach"], maximize=False, **given)
         if not self.kernel.counts:
             torch._foreach_add_(on.steps, 1)
+
+
+@contextmanager
+def zeros_stay(weights: Sequence[Tensor]) -> Iterator[None]:
+    """Elements of ``weights`` that are exactly zero before the block, an update, are zero after it. Takes a byte for
+    each element meanwhile. Moments are those of the update.
+    """
+    zeros = [weight.detach() == 0 for weight in weights]
+    yield
+    for weight, zero in zip(weights, zeros, strict=True):
+        weight.detach().masked_fill_(zero, 0.0)
 
 
 AdamW = partial(UpdateRule, "AdamW", fused=True)

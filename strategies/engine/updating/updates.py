@@ -46,7 +46,7 @@ from strategies.engine.ranks.replicas import OneRank
 from strategies.engine.residency import Residency
 from strategies.engine.transfer.transfer import Event, Lane, Transfer
 from strategies.engine.transfer.worker import Worker
-from strategies.engine.updating.optim import Operands, UpdateRule
+from strategies.engine.updating.optim import Operands, UpdateRule, zeros_stay
 
 # Elements the worker takes at a time; fastest in benchmarks/records/2026-11-21_cpu-update_2-core.
 HOST_CHUNK = 1 << 20
@@ -262,6 +262,8 @@ class Updates:
         assert bucket.steps is not None
         whole = bucket.spec.share if self._rule.flagged else SCRATCH_ELEMENTS  # others take memory of their own
         limit = whole if scratch is None else scratch.numel()
+        if bucket.zeros_stay:
+            limit = min(limit, SCRATCH_ELEMENTS)
         for call in chunks_of(bucket, job.touched, limit):
             grads = [grad[chunk.start : chunk.stop] for chunk in call]
             if bucket.spec.mixed:
@@ -277,7 +279,9 @@ class Updates:
             # on copies.
             steps = [bucket.steps[chunk.index] if chunk.last else bucket.steps[chunk.index].clone() for chunk in call]
             masters, *moments = ([flat[chunk.start : chunk.stop] for chunk in call] for flat in state)
-            self._rule.update(Operands(masters, grads, moments, steps), job.group, bad)
+            pruned = [m for m, chunk in zip(masters, call, strict=True) if chunk.index in bucket.zeros_stay]
+            with zeros_stay(pruned):
+                self._rule.update(Operands(masters, grads, moments, steps), job.group, bad)
 
 
 def _visit_views(bucket: BucketState) -> list[Tensor]:

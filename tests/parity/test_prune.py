@@ -1,0 +1,168 @@
+"""Pruned training is plain training with a mask after each step, by bits: on every site, resumed, exported."""
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from strategies.engine.pruning import chosen, exact, keep_zeros, replace
+from tests.e2e.commands import write_jsonl
+from tests.helpers.engine import LAYOUTS
+from tests.helpers.models import build
+from tests.helpers.sides import BATCHES, Plain, everything, stowed, train, unequal
+from trainer.config.load import load_tree
+from trainer.data import prepare, pydoc_rows
+from trainer.data import tokenizer as tokenizers
+from trainer.data.collate import Collator
+from trainer.dist.ranks import Ranks
+from trainer.dist.stopping import Stop
+from trainer.run import run as runs
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+LENGTH, WORDS, STEPS = 24, 300, 6
+TRAVEL = {"offload": {"site": "host", "weights": "streamed", "prefetch": 0}, "recompute": {"policy": "full"}}
+TAKEN = ("q_proj.weight", "down_proj.weight")
+ROUNDS = {1: 0.3, 3: 0.6}  # by steps that are done
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_on_every_site(layout: str, dtype: torch.dtype) -> None:
+    """Against a loop that multiplies the masters by masks that it keeps."""
+    plain: Any = build("llama", dtype=dtype)
+    loop = Plain(plain, max_norm=1.0)
+    taken = [param for name, param in plain.named_parameters() if name.endswith(TAKEN)]
+    masks = {param: torch.ones_like(loop.masters[param]) for param in taken}
+
+    @torch.no_grad()
+    def mask(*_: Any) -> None:
+        for param, kept in masks.items():
+            param.copy_(loop.masters[param].mul_(kept))
+
+    model: Any = build("llama", dtype=dtype)
+    engine = stowed(model, {**LAYOUTS[layout], "max_norm": 1.0})
+    ours = [param for name, param in model.named_parameters() if name.endswith(TAKEN)]
+    keep_zeros(engine, ours)
+    for step, batch in enumerate(BATCHES[:5]):
+        if share := ROUNDS.get(step):
+            for param, twin in zip(taken, ours, strict=True):
+                masks[param][chosen(loop.masters[param].detach(), "magnitude", share)] = 0.0
+                value = exact(engine, twin)
+                replace(engine, twin, value.masked_fill(chosen(value, "magnitude", share), 0.0))
+            mask()
+        assert train(plain, loop, [batch], None, mask) == train(model, engine, [batch], None, mask)
+    assert all((kept == 0).float().mean() == pytest.approx(0.6, abs=1e-3) for kept in masks.values())
+    assert unequal(everything(plain, loop), everything(model, engine)) == []
+    engine.close()
+
+
+class Masks(transformers.TrainerCallback):
+    """Keeps masks of its own, made by other code than ours, and multiplies by them after each optimizer step."""
+
+    def __init__(self, model: Any, method: str, rows: list[Any]) -> None:
+        self.model, self.method, self.rows = model, method, rows
+        self.layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and ".layers." in n}
+        self.masks = {name: torch.ones_like(layer.weight) for name, layer in self.layers.items()}
+
+    @torch.no_grad()
+    def on_step_begin(self, args: Any, state: Any, *rest: Any, **kwargs: Any) -> None:
+        rounds = {0: 0.5} if self.method == "2:4" else {2: 0.5 * 26 / 27, 3: 0.5}  # T is 3, in two rounds
+        if (share := rounds.get(state.global_step)) is None:
+            return
+        squares = {name: torch.zeros(layer.in_features) for name, layer in self.layers.items()}
+
+        def hook(name: str) -> Any:
+            def add(_: Any, given: Any, out: Any) -> None:
+                squares[name] += (given[0] ** 2).sum((0, 1))
+
+            return add
+
+        hooks = [layer.register_forward_hook(hook(name)) for name, layer in self.layers.items()]
+        for row in self.rows:
+            batch = Collator(0, packing=False)([row])
+            self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        [hook.remove() for hook in hooks]
+        for name, layer in self.layers.items():
+            size = layer.weight.abs() * (squares[name].sqrt() if self.method == "wanda" else 1.0)
+            groups = {"wanda": size, "magnitude": size.reshape(1, -1), "2:4": size.reshape(-1, 4)}[self.method]
+            lowest = groups.argsort(dim=1, stable=True)[:, : round(share * groups.shape[1])]
+            self.masks[name] = torch.ones_like(groups).scatter(1, lowest, 0.0).view(layer.weight.shape)
+        self.on_optimizer_step()
+
+    @torch.no_grad()
+    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        for name, layer in self.layers.items():
+            layer.weight.mul_(self.masks[name])
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows and a model."""
+    home = tmp_path_factory.mktemp("models")
+    texts = [{"text": row["text"]} for _, row in islice(pydoc_rows.rows("labels"), 16)]
+    write_jsonl(home / "rows.jsonl", texts)
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        vocab_size=WORDS, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        pad_token_id=0, eos_token_id=1, max_position_embeddings=LENGTH, initializer_range=0.3,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(home / "model")
+    tokenizers.trained(WORDS, home, (row["text"] for row in texts)).save_pretrained(home / "model")
+    return home
+
+
+SAID: dict[str, Any] = {
+    "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": STEPS, "learning_rate": 1e-2,
+    "use_cpu": True, "report_to": "none", "logging_steps": 1, "save_strategy": "no",
+}  # fmt: skip
+
+
+def ran(home: Path, run: Path, method: str, strategies: Any = None, **training: Any) -> dict[str, Tensor]:
+    """The weights that a run exports."""
+    tree = {
+        "model": {"name_or_path": str(home / "model")},
+        "data": {"path": str(home / "rows.jsonl"), "max_length": LENGTH},
+        "training": {**SAID, "output_dir": str(run), **training},
+        "prune": {"method": method, "calibration_rows": 3, **({} if method == "2:4" else {"rounds": 2})},
+        "strategies": strategies or {},
+    }
+    assert runs.run(load_tree(tree), Ranks(), Stop()) == 0
+    return load_file(run / "export" / "model.safetensors")
+
+
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "2:4"])
+def test_as_a_loop_that_masks(home: Path, tmp_path: Path, method: str) -> None:
+    """Plainly, streamed, and streamed from the checkpoint of the step before a round and of one between two."""
+    found = ran(home, tmp_path / "plain", method)
+    newest = max(prepare.cache(home).glob("*/train.arrow"), key=lambda path: path.stat().st_mtime)
+    rows = prepare._open(newest)
+    given = {key: value for key, value in SAID.items() if key != "report_to"}
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), **given, report_to="none", remove_unused_columns=False, optim="adamw_torch_fused"
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(home / "model")
+    masks = Masks(model, method, [rows[index] for index in range(3)])
+    transformers.Trainer(
+        model=model, args=arguments, train_dataset=rows, data_collator=Collator(0, packing=False), callbacks=[masks]
+    ).train()
+    assert unequal(found, {name: each.detach() for name, each in model.named_parameters() if name in found}) == []
+    for name, mask in masks.masks.items():
+        assert int((found[f"{name}.weight"] == 0).sum()) == int((mask == 0).sum()) > 0
+    saves = {"save_strategy": "steps", "save_steps": 1}
+    assert unequal(found, ran(home, tmp_path / "travels", method, TRAVEL, **saves)) == []
+    for step in (2, 4) if method == "wanda" else ():
+        again = {"resume_from_checkpoint": str(tmp_path / "travels" / f"checkpoint-{step}")}
+        assert unequal(found, ran(home, tmp_path / f"again-{step}", method, TRAVEL, **again)) == []
+    records = [json.loads(line) for line in (tmp_path / "plain" / "metrics.jsonl").read_text().splitlines()]
+    shares = [record for record in records if "sparsity" in record]
+    assert shares[-1]["sparsity/mlp.up_proj"] == shares[-1]["sparsity"] == pytest.approx(0.5, abs=0.01)
+    expected = [0.5] * 2 if method == "2:4" else [0.5 * 26 / 27, 0.5, 0.5]
+    assert [record["sparsity"] for record in shares] == pytest.approx(expected, abs=0.02)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain" / "export")
+    assert (stock.model.layers[0].mlp.up_proj.weight == 0).float().mean() == pytest.approx(0.5, abs=0.02)
