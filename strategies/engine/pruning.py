@@ -33,7 +33,7 @@ def keep_zeros(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter])
     """From now on, updates of ``optimizer`` leave the zeros of ``params`` zero."""
     if isinstance(optimizer, StowOptimizer):
         for bucket, index in (optimizer.engine.bucket_of[id(param)] for param in params):
-            bucket.zeros_stay |= {index}
+            bucket.keep_zeros(index)
         return
     during = ExitStack()
 

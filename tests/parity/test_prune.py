@@ -34,8 +34,10 @@ ROUNDS = {1: 0.3, 3: 0.6}  # by steps that are done
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_on_every_site(layout: str, dtype: torch.dtype) -> None:
-    """Against a loop that multiplies the masters by masks that it keeps."""
-    plain: Any = build("llama", dtype=dtype)
+    """Against a loop that multiplies the masters by masks that it keeps. Zeros of other parameters move."""
+    plain, model = [build("llama", dtype=dtype) for _ in range(2)]
+    for each in (plain, model):
+        next(param for name, param in each.named_parameters() if name.endswith("k_proj.weight")).data[:2] = 0.0
     loop = Plain(plain, max_norm=1.0)
     taken = [param for name, param in plain.named_parameters() if name.endswith(TAKEN)]
     masks = {param: torch.ones_like(loop.masters[param]) for param in taken}
@@ -45,7 +47,6 @@ def test_on_every_site(layout: str, dtype: torch.dtype) -> None:
         for param, kept in masks.items():
             param.copy_(loop.masters[param].mul_(kept))
 
-    model: Any = build("llama", dtype=dtype)
     engine = stowed(model, {**LAYOUTS[layout], "max_norm": 1.0})
     ours = [param for name, param in model.named_parameters() if name.endswith(TAKEN)]
     keep_zeros(engine, ours)

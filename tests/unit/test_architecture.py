@@ -36,11 +36,11 @@ ROOMS = (
 # The floors of ``strategies/engine``, lowest first.
 FLOORS = (
     "transfer", "memory", "tensors", "forward", "buckets", "ranks", "residency", "updating", "model_checks",
-    "module_hooks", "prefetch", "engine", "keeper", "saving", "optimizer", "named",
+    "module_hooks", "prefetch", "engine", "keeper", "saving", "optimizer", "pruning", "named",
 )  # fmt: skip
 # The files of ``strategies/engine`` that define a bucket's state, and the fields that only they write.
 OWNERS = {
-    "bucket_state.py": {"pending", "present", "given_up", "open", "job", "replaced", "overlapping"},
+    "bucket_state.py": {"pending", "present", "given_up", "open", "job", "replaced", "overlapping", "zeros_stay"},
     "gradient_state.py": {"landed", "unsent", "touched", "summed", "spent", "zeroed", "norms"},
     "parameter_views.py": {"own", "versions", "counts", "bound", "shown"},
 }

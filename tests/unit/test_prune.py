@@ -14,7 +14,8 @@ from strategies.core.facts import Home
 from strategies.core.plan import CHOICE_BYTES, ZEROS
 from strategies.engine.pruning import chosen, smallest
 from strategies.engine.updating.optim import zeros_stay
-from tests.helpers.tiny import run_config
+from tests.helpers.models import build
+from tests.helpers.tiny import GPT2, run_config
 from trainer.config.load import load_tree
 from trainer.config.sections import PruneSection
 from trainer.dist.ranks import Ranks
@@ -22,6 +23,7 @@ from trainer.errors import ConfigError
 from trainer.machine.probe import probe
 from trainer.model.pruned import matches, rounds
 from trainer.planning.from_config import check_options, plan_of
+from trainer.run.pruning import layers_of
 
 
 def test_the_smallest_go_and_of_equal_ones_the_first() -> None:
@@ -51,6 +53,20 @@ def test_two_of_four_is_the_format_of_torch(conv: bool) -> None:
     assert int(pruned.count_nonzero()) == pruned.numel() // 2
     packed, meta = sparse_semi_structured_from_dense_cutlass(pruned)
     assert torch.equal(sparse_semi_structured_to_dense_cutlass(packed, meta), pruned)
+
+
+def test_layers_are_those_of_blocks_by_output() -> None:
+    """GPT-2's have their inputs first; embeddings, norms and the head are none of them."""
+    model = build("gpt2")
+    found = layers_of(model, config_of({"method": "2:4"}, config=GPT2))
+    assert {layer.group for layer in found} == {"attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"}
+    up = next(layer for layer in found if layer.group == "mlp.c_fc")
+    assert up.by_output(up.weight).shape == (4 * up.weight.shape[0], up.weight.shape[0])
+    odd = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(6, 4))])
+    with pytest.raises(ConfigError, match=r'prune.method = "2:4": 0.0 has 6 inputs'):
+        layers_of(odd, config_of({"method": "2:4"}))
+    with pytest.raises(ConfigError, match=r'prune.modules = "c_fc": no linear layer .*: attn.c_attn, attn.c_proj'):
+        layers_of(model, config_of({"modules": "c_fc"}, config=GPT2))
 
 
 def test_zeros_stay_and_others_move() -> None:

@@ -327,6 +327,9 @@ class BucketState:
     def load(self) -> None:
         self.replaced += 1
 
+    def keep_zeros(self, index: int) -> None:
+        self.zeros_stay |= {index}
+
     # --- updates -----------------------------------------------------------------------------------------------------
 
     def submit(self, job: Job) -> None:
