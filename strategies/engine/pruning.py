@@ -51,6 +51,7 @@ def exact(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> Tensor:
     """A copy on the CPU of what updates of ``param`` start from: its master, or where there is none its weight."""
     if not isinstance(optimizer, StowOptimizer):
         return param.detach().to("cpu", copy=True)
+    optimizer.drain()
     newest, is_mixed = optimizer.access.newest_of(param), optimizer.engine.bucket_of[id(param)][0].spec.mixed
     return (optimizer.state_of(param)["master"] if is_mixed else newest).to("cpu", copy=True)
 

@@ -26,12 +26,8 @@ def matches(section: PruneSection, module: str) -> bool:
 def sizes(section: PruneSection, units: Iterable[Unit], params: Iterable[Param]) -> list[int]:
     """Elements of each parameter that is pruned, with those of norms, whose shape is not known here."""
     blocks = {unit.name for unit in units if unit.kind is UnitKind.BLOCK}
-    trained = (each for each in params if each.unit in blocks and each.group is not None)
-    return [
-        each.num_elements
-        for each in trained
-        if each.name.endswith(SUFFIX) and matches(section, each.name.removesuffix(SUFFIX))
-    ]
+    meant = [each for each in params if each.name.endswith(SUFFIX) and matches(section, each.name.removesuffix(SUFFIX))]
+    return [each.num_elements for each in meant if each.unit in blocks and each.group is not None]
 
 
 def rounds(section: PruneSection, steps: int) -> dict[int, float]:

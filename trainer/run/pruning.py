@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.pytorch_utils import Conv1D
 
-from strategies.engine import StowOptimizer
 from strategies.engine.forward.blocks import find_blocks
 from strategies.engine.forward.routed_linear import weights_changed
 from strategies.engine.pruning import chosen, exact, keep_zeros, replace
@@ -33,8 +32,6 @@ from trainer.model.student import TEACHER
 
 if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
-
-FOUR = 4
 
 
 class Layer(NamedTuple):
@@ -69,7 +66,7 @@ def layers_of(model: nn.Module, config: RunConfig) -> list[Layer]:
         known = ", ".join(dict.fromkeys(layer.group for layer in linear)) or "none"
         raise config.error("prune.modules", section.modules, f"no linear layer of a block has such a name: {known}")
     for layer in found if section.method == "2:4" else ():
-        if (inputs := layer.by_output(layer.weight).shape[1]) % FOUR:
+        if (inputs := layer.by_output(layer.weight).shape[1]) % 4:
             what = (
                 f"{layer.name} has {inputs} inputs, which cannot be taken four by four; leave it out by prune.modules"
             )
@@ -85,13 +82,9 @@ class Pruning(TrainerCallback):
         self._layers = layers_of(trainer.model, config)
         self._rounds: dict[int, float] = {}
 
-    @property
-    def _optimizer(self) -> torch.optim.Optimizer:
-        inner: torch.optim.Optimizer = getattr(self._trainer.optimizer, "optimizer", self._trainer.optimizer)
-        return inner
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert self._config.prune is not None
+        self._optimizer = getattr(self._trainer.optimizer, "optimizer", self._trainer.optimizer)  # without Accelerate's
         self._rounds = rounds(self._config.prune, state.max_steps)
         keep_zeros(self._optimizer, [layer.weight for layer in self._layers])
 
@@ -100,42 +93,38 @@ class Pruning(TrainerCallback):
         if sparsity is None or section is None:
             return
         norms = self._norms(section.calibration_rows) if section.method == "wanda" else {}
-        optimizer = self._optimizer
-        if isinstance(optimizer, StowOptimizer):
-            optimizer.drain()
-        counts = Counts()
         for layer in self._layers:
-            value = exact(optimizer, layer.weight)
+            value = exact(self._optimizer, layer.weight)
             if not value.any():
-                what = (
-                    f"{layer.name} is all zeros before it is pruned, and would stay so; leave it out by prune.modules"
-                )
+                what = f"{layer.name} is all zeros already, and would stay so; choose others"
                 raise self._config.error("prune.modules", section.modules, what)
             gone = chosen(layer.by_output(value), section.method, sparsity, norms.get(layer.name))
             layer.by_output(value).masked_fill_(gone, 0.0)
-            replace(optimizer, layer.weight, value)
-            counts.add(layer, value)
+            replace(self._optimizer, layer.weight, value)
         weights_changed(self._trainer.model)
-        self._trainer.log({"sparsity": counts.share})
-        if state.is_world_process_zero:
-            write_line(f"prune: {counts.words}, before step {state.global_step + 1}")
+        write_line(f"prune: {self._counted().words}, before step {state.global_step + 1}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        write_line("\n".join(self._counted().table()))
+
+    def _counted(self) -> Counts:
+        """The zeros of now, after they were logged."""
         counts = Counts()
         for layer in self._layers:
             counts.add(layer, exact(self._optimizer, layer.weight))
-        self._trainer.log({"sparsity": counts.share, **{f"sparsity/{key}": value for key, value in counts.shares()}})
-        if state.is_world_process_zero:
-            write_line("\n".join([f"prune: {counts.words}", *counts.table()]))
+        self._trainer.log({"sparsity": counts.share, **counts.shares()})
+        return counts
 
     @torch.no_grad()
     def _norms(self, rows: int) -> dict[str, Tensor]:
         """Of each input channel of each layer, on the CPU, over the first ``rows`` rows."""
-        trainer, model = self._trainer, self._trainer.model
-        with _squares(self._layers) as squares, _evaluated(model):
+        trainer, model, was_training = self._trainer, self._trainer.model, self._trainer.model.training
+        model.eval()
+        with _squares(self._layers) as squares:
             for index in range(min(rows, len(trainer.train_dataset))):
                 batch = trainer._prepare_inputs(trainer.data_collator([trainer.train_dataset[index]]))
                 model(**{name: each for name, each in batch.items() if name not in ("labels", TEACHER)})
+        model.train(was_training)
         return {name: total.sqrt().cpu() for name, total in squares.items()}
 
 
@@ -157,12 +146,13 @@ class Counts:
     def words(self) -> str:
         return f"{self.share:.2%} of {sum(size for _, size, _ in self._groups.values()):,} weights are zero"
 
-    def shares(self) -> Iterator[tuple[str, float]]:
-        yield from ((name, zeros / size) for name, (_, size, zeros) in self._groups.items())
+    def shares(self) -> dict[str, float]:
+        return {f"sparsity/{name}": zeros / size for name, (_, size, zeros) in self._groups.items()}
 
     def table(self) -> list[str]:
         rows = ((n, str(k), f"{size:,}", f"{zeros / size:.2%}") for n, (k, size, zeros) in self._groups.items())
-        return table(("layer", "blocks", "weights", "zero"), rows, {"blocks", "weights", "zero"})
+        lines = table(("layer", "blocks", "weights", "zero"), rows, {"blocks", "weights", "zero"})
+        return [f"prune: {self.words}", *lines]
 
 
 @contextmanager
@@ -181,13 +171,3 @@ def _squares(layers: list[Layer]) -> Iterator[dict[str, Tensor]]:
         for layer in layers:
             hooks.callback(layer.module.register_forward_pre_hook(hook(layer.name)).remove)
         yield found
-
-
-@contextmanager
-def _evaluated(model: nn.Module) -> Iterator[None]:
-    was = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was)
