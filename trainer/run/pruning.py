@@ -151,7 +151,7 @@ class Counts:
 
     def table(self) -> list[str]:
         rows = ((n, str(k), f"{size:,}", f"{zeros / size:.2%}") for n, (k, size, zeros) in self._groups.items())
-        lines = table(("layer", "blocks", "weights", "zero"), rows, {"blocks", "weights", "zero"})
+        lines = table(("layer", "blocks", "weights", "zeros"), rows, {"blocks", "weights", "zeros"})
         return [f"prune: {self.words}", *lines]
 
 
