@@ -6,7 +6,8 @@ activations fall to 1 / T; the hidden states between them are whole.
 
 Invariant. Ranks of one copy are given the same rows and compute the same hidden states, so what is not divided stays
 equal on them to the last bit without being sent. The product of a layer divided by rows is summed in another order
-than in plain training, so that a step is equal to rounding only.
+than in plain training, so that a step is equal to rounding only. With ``sequence_parallel`` they compute slices of the
+hidden states between divided layers (``strategies/backends/scattered.py``), and send as many bytes in forward.
 
 DeepSpeed's AutoTP does the work, in its engine or, for the stage of a pipeline, alone: the pipeline sums, clips and
 updates then. Which layers it divides is said in ``strategies/backends/autotp.py``, how many bytes
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 KEY = "strategies.tensor.degree"
+SLICES = Axis.TOKENS.value
 _SUMS = "ranks sum the parts of a product in another order than one rank does, and Adam enlarges what differs"
 _ROUNDING = "DeepSpeed computes with weights and gradients rounded to 16 bits; plain training autocasts fp32 weights"
 _OTHERS: Mapping[str, str] = {
@@ -62,9 +64,13 @@ class Tensor(Strategy):
         "model.lora.modules_to_save": "strategies.tensor divides layers by their names, and those get others",
         **dict.fromkeys(COMPILING, "strategies.tensor exchanges inside every layer, which is not compiled"),
     }
-    examples = ({"degree": 2},)
+    examples = ({"degree": 2}, {"degree": 2, "sequence_parallel": True})
 
     degree: int = Field(ge=2, description="Ranks that hold one copy of the model together.")
+    sequence_parallel: bool = Field(
+        default=False,
+        description="Between divided layers each rank computes and saves a slice of the tokens instead of all.",
+    )
 
     def parity(self, run: RunFacts) -> Parity:
         if run.precision is not Precision.FP32:
@@ -72,7 +78,7 @@ class Tensor(Strategy):
         return Parity(1e-5 if run.optim == "sgd" else 2e-2, _SUMS)
 
     def divides(self) -> Mapping[Axis, int]:
-        return {Axis.TENSOR: self.degree}
+        return {Axis.TENSOR: self.degree} | ({Axis.TOKENS: self.degree} if self.sequence_parallel else {})
 
     def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
         for name, why in _OTHERS.items():
@@ -86,24 +92,29 @@ class Tensor(Strategy):
         if stage == 0 and run.precision is not Precision.FP32:
             cure = "DeepSpeed clips it by the norm of one rank's gradients under strategies.tensor; write 1 or 2"
             yield Refusal("strategies.zero.stage", 0, cure)
-        policy = getattr(others.get("recompute"), "policy", "full")
-        if "pipeline" in others and policy in ("selective", "auto"):
-            cure = (
-                "sums that are kept were not compared where strategies.tensor divides a pipeline's stages; write full"
-            )
-            yield Refusal("strategies.recompute.policy", policy, cure)
+        if self.sequence_parallel and run.adapters:
+            yield Refusal(SLICES, True, "was not compared with plain training of adapters; leave it or model.lora out")
+        if "pipeline" in others and self.sequence_parallel:
+            cure = "cannot go with strategies.pipeline, whose stages send each other whole hidden states; leave one out"
+            yield Refusal(SLICES, True, cure)
         if run.optim in _OPTIMIZERS:
             yield Refusal("training.optim", run.optim, f"{_OPTIMIZERS[run.optim]}; write adamw_torch_fused")
 
     def refuses_model(self, model: Mapping[str, Any]) -> Iterator[Refusal]:
         for why in autotp.complaints(model, self.degree):
             yield Refusal(KEY, self.degree, why)
+        if self.sequence_parallel and (kind := model.get("model_type")) not in autotp.IN_SLICES:
+            kinds = ", ".join(autotp.IN_SLICES)
+            yield Refusal(
+                SLICES, True, f"{kind} was not compared with plain training; architectures that were: {kinds}"
+            )
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
         """The shares are those of one rank's part of the model, which ``zero`` decides about. A stage of a pipeline is
         divided without the engine (``apply``).
         """
-        reason = f"attention and MLP divided over {self.degree} ranks"
+        slices = ", tokens between them as well" if self.sequence_parallel else ""
+        reason = f"attention and MLP divided over {self.degree} ranks{slices}"
         if facts.run.stages > 1:
             for unit in (each for each in facts.units if each.kind is UnitKind.BLOCK):
                 size = plan.share(unit.name, Kind.PARAM).element_bytes
@@ -112,10 +123,14 @@ class Tensor(Strategy):
         yield EngineSet(unit=RUN, reason=reason, key=deepspeed.TENSOR_DEGREE, value=self.degree)
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
-        from strategies.backends import tensor_adapters, tensor_shards
+        from strategies.backends import scattered, tensor_adapters, tensor_shards
 
-        if plan.facts.run.stages > 1:
-            tensor_shards.divide(model, self.degree, tied=plan.facts.run.tied)
+        if plan.facts.run.stages > 1 or self.sequence_parallel:
+            tied = plan.facts.run.tied
+            tensor_shards.divide(model, self.degree, tied=tied, in_slices=self.sequence_parallel)
         else:
             tensor_adapters.divide(model, self.degree)
+        if self.sequence_parallel:
+            ranks = tensor_shards.group()
+            scattered.start(model, scattered.Tokens(self.degree, tensor_shards.tensor_rank(), ranks.group_name))
         tensor_shards.apart(model, plan.facts.run.grid)

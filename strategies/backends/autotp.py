@@ -10,6 +10,7 @@ backward:
     head      lm_head, unless it is tied                       rows, and the logits are gathered
     whole     embeddings, norms, a tied head                   the same on all ranks, updated alike on each
     summed    q_norm k_norm                                    whole; each rank has the gradient of its heads only
+              where ranks have slices of the tokens (``scattered.py``), all norms and the biases of rows, too
 
 Low-rank adapters (PEFT's names) follow the layer that they are added to, so that what ranks exchange for them is as
 wide as their rank, in the direction in which the layer exchanges its hidden states (``tensor_adapters.py``):
@@ -30,9 +31,11 @@ COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1")
 ROWS = ("o_proj", "out_proj", "down_proj", "fc2")
 HEAD = "lm_head"
 SUMMED = ("q_norm", "k_norm")
+OF_SLICES = (*SUMMED, "input_layernorm", "post_attention_layernorm", "norm")
 WRAPPED = r"(?:base_model\.model\.)?"  # by PEFT
 # Architectures that train as without it (tests/parity/test_tensor.py), by Hugging Face's model_type.
 MODELS = ("llama", "mistral", "opt", "qwen2", "qwen3")
+IN_SLICES = ("llama", "mistral", "qwen2", "qwen3")  # of these, where ranks have slices of the tokens
 WHY: Mapping[str, str] = {
     "gpt2": "GPT-2 has queries, keys and values in one Conv1D, which AutoTP does not divide",
     "mixtral": "the experts of Mixtral are weights of three dimensions, which AutoTP does not divide",
@@ -67,14 +70,17 @@ def _named(layers: tuple[str, ...]) -> str:
     return rf".*\.(?:{'|'.join(layers)})"
 
 
-def partition(*, tied: bool, frozen: bool) -> dict[str, Any]:
-    """What DeepSpeed is told besides the degree, as JSON. ``frozen``: the base of adapters has no gradients to sum."""
+def partition(*, tied: bool, frozen: bool, in_slices: bool = False) -> dict[str, Any]:
+    """What DeepSpeed is told besides the degree, as JSON. ``frozen``: the base of adapters has no gradients to sum;
+    ``in_slices``: ranks have slices of the tokens between divided layers.
+    """
 
-    def spec(layers: str, kind: str, **more: bool) -> dict[str, Any]:
-        return {"patterns": [rf"{layers}\.weight$"], "partition_type": kind, **more}
+    def spec(layers: str, kind: str, of: str = "weight", **more: bool) -> dict[str, Any]:
+        return {"patterns": [rf"{layers}\.{of}$"], "partition_type": kind, **more}
 
     specs = [spec(_named(COLUMNS), "column"), spec(_named(ROWS), "row")]
-    specs += [] if frozen else [spec(_named(SUMMED), "skip", grad_allreduce=True)]
+    specs += [] if frozen else [spec(_named(OF_SLICES if in_slices else SUMMED), "skip", grad_allreduce=True)]
+    specs += [spec(_named(ROWS), "skip", "bias", grad_allreduce=True)] if in_slices else []
     specs += [] if tied else [spec(WRAPPED + HEAD, "column", gather_output=True)]
     return {"vocab_parallel_lm_head": False, "partition_config": {"use_default_specs": False, "layer_specs": specs}}
 

@@ -76,18 +76,19 @@ def within(param: Any, start: int) -> tuple[int, Columns | None]:
     return start, Columns(shard.start, shard.stop, shard.shape[1])
 
 
-def divide(model: Any, degree: int, *, tied: bool) -> None:
+def divide(model: Any, degree: int, *, tied: bool, in_slices: bool = False) -> None:
     """Divide the layers of ``model``, or of the stage that is left of it, over the ranks of a copy as DeepSpeed's
-    engine does, without the engine; a collective. ``tied``: the whole model's head shares its embedding.
+    engine does, which leaves alone what it finds divided; a collective. ``tied``: the whole model's head shares its
+    embedding; ``in_slices``: between its layers ranks have slices of the tokens (``scattered.py``).
     """
     from deepspeed.module_inject.auto_tp import AutoTP
     from deepspeed.module_inject.autotp_config import AutoTPConfig
-    from deepspeed.module_inject.layers import set_autotp_mode
+    from deepspeed.module_inject.layers import TensorParallel_Layer, set_autotp_mode
     from deepspeed.utils import groups
 
     set_autotp_mode(training=True)
     groups._init_tp_mesh_device(degree)
-    specs = AutoTPConfig.from_dict(autotp.partition(tied=tied, frozen=False)["partition_config"])
+    specs = AutoTPConfig.from_dict(autotp.partition(tied=tied, frozen=False, in_slices=in_slices)["partition_config"])
     rest: dict[str, Any] = {"all_reduce_linears": (), "prefix": "", "state_dict": None, "orig_layer_impl": None}
     divider = AutoTP(
         module=model,
@@ -101,6 +102,9 @@ def divide(model: Any, degree: int, *, tied: bool) -> None:
     with redirect_stdout(io.StringIO()):  # it prints what it finds
         divider._replace_module(model)
         divider.register_replicated_grad_hooks(model)
+    for module in model.modules():
+        if isinstance(module, TensorParallel_Layer):
+            module.replaced = True
 
 
 def tensor_rank() -> int:

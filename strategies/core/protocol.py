@@ -41,10 +41,12 @@ class Phase(Enum):
 class Axis(Enum):
     """Along which a copy of the model, or a row, is divided among ranks (``strategies/core/grid.py``); the value is the
     key. Ranks that divide ``EXPERTS`` are not one copy's: each has rows of its own, and the grid does not know them.
+    ``TOKENS`` are divided over the ranks of ``TENSOR`` once more, between layers.
     """
 
     STAGES = "strategies.pipeline.stages"
     TENSOR = "strategies.tensor.degree"
+    TOKENS = "strategies.tensor.sequence_parallel"
     SEQUENCE = "strategies.sequence.degree"
     EXPERTS = "strategies.experts.degree"
 

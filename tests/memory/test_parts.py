@@ -104,6 +104,13 @@ def divided(ranks: Ranks, config: RunConfig) -> list[Any]:
     return everyones
 
 
+def in_both(ranks: Ranks, config: RunConfig) -> list[Any]:
+    """As ``loaded``; the stage's layers are divided as it is made. What DeepSpeed itself takes is there before."""
+    from deepspeed.module_inject import auto_tp, layers  # noqa: F401
+
+    return loaded(ranks, config)
+
+
 def stowed(ranks: Ranks, config: RunConfig, small: RunConfig) -> list[Any]:
     """Of each rank: the growth of its memory until it has its spans, and what of that stays. What libraries take once
     is taken by a ``small`` run before.
@@ -177,6 +184,18 @@ def test_a_stage_loads_no_more_than_its_part(kind: str, tmp_path: Path) -> None:
     found = run_world(4, loaded, config)
     assert sum(held for held, _ in found) == sum(param.nbytes for param in whole.parameters())
     for held, grown in found:
+        assert grown < SPARE * held, f"{grown / held:.2f} of its part, which is {held:,} bytes"
+
+
+@pytest.mark.rare
+@pytest.mark.slow
+def test_a_divided_stage_loads_no_more_than_its_part(tmp_path: Path) -> None:
+    strategies = {"pipeline": {"stages": 2}, "tensor": {"degree": 2}}
+    config = run_config(BIG, output_dir=tmp_path, strategies=strategies, gradient_accumulation_steps=2)
+    whole = build(config.model, load_config(config.model), seed=0, partitioned=False, on_meta=True)
+    size = sum(param.nbytes for param in whole.parameters())
+    for held, grown in run_world(4, in_both, config):
+        assert 0.23 * size < held < 0.27 * size
         assert grown < SPARE * held, f"{grown / held:.2f} of its part, which is {held:,} bytes"
 
 

@@ -4,7 +4,7 @@ SGD with clipping is what is compared: Adam divides each gradient by its own siz
 enlarges rounding. Rows have different numbers of trained tokens, so that losses are weighted, too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,10 @@ NOISE = "self_attn.k_proj.bias"
 
 def trained(ranks: Ranks, config: Any) -> dict[str, Any]:
     """Weights, losses and norms; of all ranks the elements, and what differs between ranks of one copy."""
-    trainer = made(ranks, config, some=UNEVEN)
+    return results(ranks, made(ranks, config, some=UNEVEN))
+
+
+def results(ranks: Ranks, trainer: Any) -> dict[str, Any]:
     try:
         trainer.train()
         history = [record for record in trainer.state.log_history if "loss" in record]
@@ -112,16 +115,27 @@ def test_two_copies(tmp_path: Path) -> None:
     same(plain, run_world(4, trained, Kind(4, options, SGD, OPT).config(tmp_path, STEPS)))
 
 
+def of_little_memory(run: Any) -> Any:
+    """The plan with a device on which about a half of all has to be recomputed."""
+    chosen, known = run.config.strategies, run.plan.facts
+    ends = [{**chosen, "recompute": find("recompute")(policy=each)} for each in ("none", "full")]
+    half = sum(compose(each, known).peak(Home.DEVICE) for each in ends) / 2
+    return compose(chosen, replace(known, machine=replace(known.machine, device_bytes=int(half / 0.9))))
+
+
+def operators_kept(plan: Any) -> list[int]:
+    """Of each block that is recomputed."""
+    keeps = [plan.keep(unit.name) for unit in plan.facts.units]
+    return [len(keep.kept) for keep in keeps if keep.recomputes]
+
+
 def kept(ranks: Ranks, configs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Of each config, one behind the other in the same ranks: what it trained, and what its last forward kept."""
     found = {}
     for name, config in configs.items():
         run = made_run(ranks, config, some=UNEVEN)
-        if name == "auto":  # with a device on which about a half of all has to be recomputed
-            ends = [{**config.strategies, "recompute": find("recompute")(policy=each)} for each in ("none", "full")]
-            half = sum(compose(each, run.plan.facts).peak(Home.DEVICE) for each in ends) / 2
-            machine = replace(run.plan.facts.machine, device_bytes=int(half / 0.9))
-            run.plan = compose(config.strategies, replace(run.plan.facts, machine=machine))
+        if name == "auto":
+            run.plan = of_little_memory(run)
         trainer: Any = order.make_trainer(run)
         compute_loss, kept = trainer.compute_loss, []
 
@@ -133,13 +147,12 @@ def kept(ranks: Ranks, configs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
         trainer.compute_loss = counting
         trainer.train()
-        keeps = [run.plan.keep(unit.name) for unit in run.plan.facts.units]
         found[name] = {
             "weights": full_weights(trainer, ranks),
             "loss": [record["loss"] for record in trainer.state.log_history if "loss" in record],
             "kept": kept[0],
             "planned": sum(run.plan.saved_bytes(unit.name) for unit in run.plan.facts.units),
-            "operators": [len(keep.kept) for keep in keeps if keep.recomputes],
+            "operators": operators_kept(run.plan),
         }
         trainer.accelerator.free_memory()
         forget_run()
@@ -163,18 +176,35 @@ def test_what_is_kept_of_a_block(tmp_path: Path) -> None:
     assert found["host"]["kept"] < found["selective"]["kept"] < found["none"]["kept"] > found["auto"]["kept"]
 
 
+def in_stages(ranks: Ranks, configs: Sequence[Any]) -> list[dict[str, Any]]:
+    """``trained`` of each config, one behind the other in the same ranks, and how many operators blocks keep."""
+    found = []
+    for config in configs:
+        run = made_run(ranks, config, some=UNEVEN)
+        if config.strategies["recompute"].policy == "auto":
+            run.plan = of_little_memory(run)
+        found.append({**results(ranks, order.make_trainer(run)), "operators": operators_kept(run.plan)})
+        forget_run()
+    return found
+
+
 @pytest.mark.slow
 def test_in_stages(tmp_path: Path) -> None:
-    """Pipeline 2 x tensor 2: the bits of tensor 2, which ``test_as_plain`` compares with plain training."""
-    options = {"tensor": {"degree": 2}, "zero": {"stage": 0}}
-    alone, found = (
-        run_world(ranks, trained, Kind(ranks, strategies, SGD, MODELS["llama"]).config(tmp_path, STEPS))
-        for ranks, strategies in ((2, options), (4, {**options, **STAGES}))
-    )
-    assert compare(alone["weights"], found["weights"]) == []
-    assert all(alone[key] == found[key] for key in ("loss", "grad_norm"))
-    assert found["apart"] == [] and len(found["whole"]) > 3
-    assert sum(found["elements"]) == sum(alone["elements"]) and found["elements"][0] == found["planned"]
+    """Pipeline 2 x tensor 2: the bits of tensor 2, which ``test_as_plain`` compares with plain training; also where
+    blocks keep sums of products, of several micro-batches at a time.
+    """
+    options, model = {"tensor": {"degree": 2}, "zero": {"stage": 0}}, {**MODELS["llama"], "num_hidden_layers": 4}
+    policies = [{"recompute": {"policy": policy}} for policy in ("none", "selective", "auto")]
+    kinds = [Kind(4, {**options, **STAGES, **each}, SGD, model) for each in policies]
+    alone = run_world(2, trained, Kind(2, options, SGD, model).config(tmp_path, STEPS))
+    every = run_world(4, in_stages, [kind.config(tmp_path, STEPS) for kind in kinds])
+    for found in every:
+        assert compare(alone["weights"], found["weights"]) == []
+        assert all(alone[key] == found[key] for key in ("loss", "grad_norm"))
+        assert found["apart"] == [] and len(found["whole"]) > 3
+        assert sum(found["elements"]) == sum(alone["elements"]) and found["elements"][0] == found["planned"]
+    none, selective, auto = (found["operators"] for found in every)
+    assert (none, selective) == ([], [7, 7]) and sum(auto) > 0
 
 
 def adapted(ranks: Ranks, config: Any, again: Any) -> dict[str, Any]:

@@ -212,7 +212,6 @@ IMPOSSIBLE = (
     Degrees(zero=3, offload=Stowed.STATE),
 )
 REFUSED = (
-    (Degrees(stages=2, tensor=2, micro_batches=4, recompute="selective"), "strategies.recompute.policy"),
     (Degrees(tensor=2, data=2, zero=3), "strategies.zero.stage"),
     (Degrees(tensor=2), "strategies.zero.stage"),
     (Degrees(tensor=2, zero=1, offload=Stowed.STATE), "strategies.tensor.degree"),
@@ -226,6 +225,7 @@ FINE = (
     Degrees(stages=2, micro_batches=4, recompute="selective"),
     Degrees(stages=2, data=2, zero=1, micro_batches=4),
     Degrees(stages=2, tensor=2, micro_batches=4, recompute="full"),
+    Degrees(stages=2, tensor=2, micro_batches=4, recompute="selective"),
 )
 
 
@@ -241,6 +241,10 @@ def test_what_cannot_be_run() -> None:
     beside = {"linear": find("linear")()}  # what is left as it is refuses, too
     assert keys.refused(run, beside)(FINE[1]) is not None and keys.refused(run, beside)(FINE[0]) is None
     assert keys.refused(replace(run, optim="adafactor"), {})(FINE[1]) is not None
+    in_slices, staged = keys.refused(replace(run, in_slices=True), {}), Degrees(stages=2, tensor=2, micro_batches=4)
+    why = in_slices(staged)
+    assert why is not None and why.key == "strategies.tensor.sequence_parallel"
+    assert in_slices(replace(staged, stages=1, zero=1)) is None is refused(staged)
 
 
 def test_the_volumes_of_zero_per_step() -> None:
@@ -253,6 +257,19 @@ def test_the_volumes_of_zero_per_step() -> None:
     seconds = [pricing.price(Degrees(data=8, zero=stage, micro_batches=many)).seconds / once for stage in range(4)]
     # The last unit's gradients come after the others: a tenth of the units.
     assert seconds == pytest.approx([2 * 1.0, 2.0, many + 1, 3 * many], rel=0.11)
+
+
+def test_what_tensor_ranks_exchange() -> None:
+    """In gathers of the hidden states of a block: sums are two of them; slices are gathered again in backward."""
+    on = Cluster(2, 2, Wire(1e6))
+    found = {}
+    for in_slices in (False, True):
+        part = share(model(in_slices=in_slices), 1, 2)
+        once = 8 * on.gather_seconds(boundary_bytes(part.run), 2)
+        pricing = Pricing(Models({(1, 2): part}), on, RATES)
+        prices = [pricing.price(Degrees(tensor=2, zero=1, recompute=policy)) for policy in POLICIES]
+        found[in_slices] = [round(price.parts["tensor exchanges"] / once, 6) for price in prices]
+    assert found == {False: [8, 8, 12], True: [10, 12, 13]}  # none, selective, full
 
 
 def test_a_gather_takes_a_latency_per_hop_and_the_slower_of_two_rates() -> None:

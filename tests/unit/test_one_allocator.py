@@ -39,6 +39,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "empty": "one number per token, the losses; and a teacher's answers, before the model is stowed",
         "empty_like": "the gradient of logits that others hold, as autograd makes one; counted as temporary",
     },
+    "forward/token_slices.py": {"new_empty": "the shape of a slice on fake tensors, when a model is counted"},
     "updating/clipping.py": {
         "empty": "two numbers per step that the worker reads",
         "pin_memory": "of these two numbers; torch's pinned allocator uses the same block again",

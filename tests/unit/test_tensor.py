@@ -25,6 +25,7 @@ training: {output_dir: run}
 strategies:
   tensor: {degree: 2}
 """
+SLICES = "strategies.tensor.sequence_parallel=true"
 KINDS = "architectures that can be divided: llama, mistral, opt, qwen2, qwen3; others with strategies.zero alone"
 CASES: list[tuple[list[str], str]] = [
     (["strategies.zero.stage=3"], "zero.stage = 3: cannot go with strategies.tensor, which divides weights; write 2"),
@@ -43,6 +44,11 @@ CASES: list[tuple[list[str], str]] = [
     (["model.config.intermediate_size=97"], "which is 97; no degree divides all of its sizes; leave it out"),
     (["model.config.model_type=mixtral"], f"three dimensions, which AutoTP does not divide; {KINDS}"),
     (["model.config.model_type=gemma"], f"gemma was not compared with plain training; {KINDS}"),
+    (
+        [SLICES, "strategies.pipeline={stages: 2, schedule: gpipe}"],
+        "whose stages send each other whole hidden states; leave one out",
+    ),
+    ([SLICES, "model.lora={}"], "was not compared with plain training of adapters; leave it or model.lora out"),
 ]
 
 
@@ -59,6 +65,8 @@ def test_refused_before_data_is_read(
 def test_gpt2_and_a_world_of_other_ranks_are_refused() -> None:
     with pytest.raises(ConfigError, match="GPT-2 has queries, keys and values in one Conv1D, which AutoTP does not"):
         counted(GPT2, tensor={"degree": 2})
+    with pytest.raises(ConfigError, match="sequence_parallel = true: opt was not compared with plain training"):
+        counted(OPT, tensor={"degree": 2, "sequence_parallel": True})
     for ranks, instead in ((3, "start 2 or 4 ranks, not 3"), (1, "start 2 ranks, not 1$")):
         with pytest.raises(ConfigError, match=f"one replica takes tensor 2 = 2 ranks: {instead}"):
             check_options(run_config(strategies={"tensor": {"degree": 2}}), ranks)
@@ -85,6 +93,17 @@ def test_one_ranks_part(model: dict[str, Any]) -> None:
         assert part.units[-1] == whole.units[-1] and part.tied, "a tied head is whole"
     assert 0.5 < part.units[1].saved_bytes / whole.units[1].saved_bytes < 1
     assert 0.5 <= part.forward_flops / whole.forward_flops < 0.6
+
+
+def test_a_slice_of_the_tokens() -> None:
+    """Between layers a half as well is saved, and what ranks send each other is not."""
+    counts = [counted(LLAMA, zero={"stage": 1}), counted(LLAMA, tensor={"degree": 2, "sequence_parallel": True})]
+    whole, part = (count.units[1].saved_bytes for count in counts)
+    assert 0.48 < part / whole < 0.5  # keys and values of groups of heads are repeated, of which a rank has fewer
+    operators = counts[1].units[1].choices.operators
+    tokens, width, inner = 8 * 16, 32, 64
+    sizes = {"q": width // 2, "k": width // 4, "v": width // 4, "o": width // 2, "gate": inner // 2, "up": inner // 2}
+    assert [each.num_bytes for each in operators if "linear" in each.name] == [4 * tokens * n for n in sizes.values()]
 
 
 class Attention(nn.Module):

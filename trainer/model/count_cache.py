@@ -33,7 +33,7 @@ SOURCES = (
     *(path for folder in COUNTING for path in sorted((ROOT / folder).glob("*.py"))),
     *(ROOT / f"strategies/core/{name}.py" for name in ("facts", "linears")),
     ROOT / "trainer/planning/facts.py",
-    *(ROOT / f"strategies/backends/{name}.py" for name in ("autotp", "ulysses")),
+    *(ROOT / f"strategies/backends/{name}.py" for name in ("autotp", "scattered", "ulysses")),
 )
 PACKAGES = ("torch", "transformers", "peft", "trl")
 _HERE: dict[str, Any] = {}  # counts that are valid in this process only
@@ -86,7 +86,7 @@ def name_of(config: RunConfig, what: str = "") -> tuple[str, bool]:
         # Alone of what strategies require these change the forward; the rest is chosen from one count for all.
         "casts": sorted({each.name for each in requirements_of(config.strategies)} & {"COMPUTE_DTYPE", "DEEPSPEED"}),
         # Layers or rows that ranks divide have other shapes.
-        **{axis.value: degrees(config.strategies).get(axis, 1) for axis in (Axis.TENSOR, Axis.SEQUENCE)},
+        **{axis.value: degrees(config.strategies).get(axis, 1) for axis in (Axis.TENSOR, Axis.TOKENS, Axis.SEQUENCE)},
         "versions": versions,
         "sources": [hashlib.sha256(path.read_bytes()).hexdigest() for path in SOURCES],
     }

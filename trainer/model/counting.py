@@ -32,6 +32,7 @@ from strategies.core.linears import ELEMENT_BYTES, Linear, Shape
 from strategies.engine.forward.blocks import find_blocks
 from strategies.engine.forward.checkpointing import Names, stream_in
 from strategies.engine.forward.routed_linear import storage_of
+from strategies.engine.forward.token_slices import PRODUCT
 from strategies.engine.tensors.nested import tensors_in
 from strategies.engine.tensors.quantised import is_quantised, num_weights
 from trainer.model.params import EMBEDDING, HEAD, units_by_name
@@ -40,7 +41,7 @@ from trainer.model.stubs import stubs
 
 def flop_formulas() -> dict[Any, Callable[..., int]]:
     """Flop of operators that torch's counter lacks: the CPU's fused attention, which fake runs use, grouped_mm, and
-    products with 4-bit weights.
+    products with 4-bit weights, and those whose sum is divided.
     """
 
     def attention(query: Any, key: Any, value: Any, *_: object, out_shape: object = None, **__: object) -> int:
@@ -51,6 +52,9 @@ def flop_formulas() -> dict[Any, Callable[..., int]]:
     def grouped(rows: Any, weight: Any, *_: object, out_shape: object = None, **__: object) -> int:
         return int(2 * rows[0] * rows[1] * weight[2])  # each row of tokens meets one expert: [S, K] x [E, K, N]
 
+    def scattered(rows: Any, weight: Any, *_: object, out_shape: object = None, **__: object) -> int:
+        return int(2 * prod(rows) * weight[0])
+
     def packed(rows: Any, weight: Any, shape: Any, *_: object, out_shape: object = None, **__: object) -> int:
         return int(2 * prod(rows) * shape[0])
 
@@ -58,6 +62,7 @@ def flop_formulas() -> dict[Any, Callable[..., int]]:
     return quantised | {
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention,
         torch.ops.aten._grouped_mm: grouped,
+        PRODUCT: scattered,
     }
 
 

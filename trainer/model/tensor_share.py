@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from strategies.backends import scattered
 from strategies.backends.autotp import Cut, cut_of
 
 if TYPE_CHECKING:
@@ -35,8 +36,10 @@ def is_tied(model: PreTrainedModel) -> bool:
     return embedding is not None and head is not None and embedding.weight is head.weight
 
 
-def divide(model: PreTrainedModel, degree: int) -> None:
-    """Give the layers of ``model``, which has no storage, the shapes of one of ``degree`` ranks."""
+def divide(model: PreTrainedModel, degree: int, *, in_slices: bool = False) -> None:
+    """Give the layers of ``model``, which has no storage, the shapes of one of ``degree`` ranks; ``in_slices``: which
+    has a slice of the tokens between them.
+    """
     embedding, tied = model.get_input_embeddings(), is_tied(model)
     for name, module in list(model.named_modules()):
         if not isinstance(module, nn.Linear):
@@ -53,6 +56,8 @@ def divide(model: PreTrainedModel, degree: int) -> None:
         if cut is Cut.GATHERED:
             head: Any = module
             head.__class__, head.degree, head.vocabulary = GatheredHead, degree, embedding.num_embeddings
+    if in_slices:
+        scattered.start(model, scattered.Tokens(degree, 0, ""))
 
 
 def _resize(module: nn.Linear, *, rows: bool) -> None:

@@ -140,6 +140,8 @@ def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) 
         stages=divided.get(Axis.STAGES, 1),
         tensor=divided.get(Axis.TENSOR, 1),
         slices=divided.get(Axis.SEQUENCE, 1),
+        in_slices=Axis.TOKENS in divided,
+        adapters=config.model.lora is not None,
     )
 
 
@@ -205,7 +207,8 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
     model: Any = _meta_model(config)
     whole = _whole(config)
     if whole is not None:
-        tensor_share.divide(model, run_facts(config, 1).tensor)
+        of_ranks = run_facts(config, 1)
+        tensor_share.divide(model, of_ranks.tensor, in_slices=of_ranks.in_slices)
     sizes = {False: 0, True: 0}  # the largest, if some of the trained ones have another dtype
     for param in model.parameters():
         sizes[param.requires_grad] = max(sizes[param.requires_grad], param.element_size())

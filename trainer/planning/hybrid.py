@@ -2,9 +2,10 @@
 ``--tokens``: what a whole run takes, with the best of them or with the config's own degrees.
 
 The global batch is what the config says: micro-batch x accumulation x ranks. Everything that the search decides is
-taken out of the config first; the rest stays, and so do budgets of memory. A rank's share of the model is counted for
-each micro-batch and tensor degree as that of a config with ``strategies.tensor`` or ``strategies.pipeline``. Not tried:
-tensor degrees that the strategy refuses for this model or beside what else is in the config; slices of rows.
+taken out of the config first; the rest stays, and so do budgets of memory and ``strategies.tensor.sequence_parallel``.
+A rank's share of the model is counted for each micro-batch and tensor degree as that of a config with
+``strategies.tensor`` or ``strategies.pipeline``. Not tried: tensor degrees that the strategy refuses for this model or
+beside what else is in the config; slices of rows.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def search(
     in_chunks = config.strategies.get(keys.CHUNKS)
     beside = {name: each for name, each in config.strategies.items() if name not in keys.SEARCHED}
     options = Options(
-        refused=keys.refused(facts.run, beside),
+        refused=keys.refused(replace(facts.run, in_slices=Axis.TOKENS in degrees_of(config.strategies)), beside),
         chunked=in_chunks.model_dump()["chunked"] if in_chunks is not None else None,
         device_bytes=min((size for size in budgets if size is not None), default=None),
     )

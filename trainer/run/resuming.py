@@ -116,7 +116,7 @@ def _look(config: RunConfig) -> tuple[Found | None, list[str]]:
 def _copies(tree: Mapping[str, Any], world_size: int) -> int:
     """How many copies of the model the ranks of a run hold: what a step adds up over."""
     strategies = {f"strategies.{name}": options for name, options in tree.get("strategies", {}).items()}
-    degrees = (axis.value.rpartition(".") for axis in Axis if axis is not Axis.EXPERTS)
+    degrees = (axis.value.rpartition(".") for axis in Axis if axis not in (Axis.EXPERTS, Axis.TOKENS))
     return world_size // math.prod(int(strategies.get(name, {}).get(key) or 1) for name, _, key in degrees)
 
 

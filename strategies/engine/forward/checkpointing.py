@@ -13,7 +13,8 @@ What is kept is named by kind and number within one forward of a block: "linear 
     softmax     of any size
 
 A product that ranks sum in place at once, as those of divided layers, is kept as the sum, and its replay neither
-multiplies nor sums: the collective has the name of its product.
+multiplies nor sums: the collective has the name of its product. Of one whose sum is divided the slice is kept
+(``token_slices.py``).
 
 What waits on the host (``activations.py``) is sent in two ways: the input by saved-tensor hooks around the checkpoint,
 outputs by a dispatch mode beneath the selective one, for which they are not kept; in the replay the same mode returns
@@ -48,6 +49,7 @@ from strategies.core.facts import UnitKind
 from strategies.core.plan import INPUT, Keep
 from strategies.engine.forward.activations import HostRoom, Sent, arena_of_saved, unwritten
 from strategies.engine.forward.effects import Effects, Snapshot
+from strategies.engine.forward.token_slices import PRODUCT
 from strategies.engine.memory.accelerator import device_of
 from strategies.engine.tensors.nested import tensors_in
 
@@ -56,7 +58,7 @@ if TYPE_CHECKING:
     from strategies.engine.transfer.transfer import Transfer
 
 aten = torch.ops.aten
-WITH_WEIGHTS = {aten.mm, aten.addmm, aten._addmm_activation, aten.convolution, aten._grouped_mm}
+WITH_WEIGHTS = {aten.mm, aten.addmm, aten._addmm_activation, aten.convolution, aten._grouped_mm, PRODUCT}
 BATCHED = {aten.bmm, aten.baddbmm}
 SHAPED = {aten.view, aten._unsafe_view, aten.detach}
 SUM = torch.ops.c10d.allreduce_

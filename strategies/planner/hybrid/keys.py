@@ -18,14 +18,15 @@ from strategies.planner.hybrid.degrees import Degrees, Stowed
 # Taken out of the config: what the search decides, and experts, which it does not divide.
 SEARCHED = ("zero", "tensor", "pipeline", "recompute", "offload", "experts")
 CHUNKS = "cross_entropy"
-BUDGETS = ("gpu_memory", "host_memory")  # options that are kept
+KEPT = ("gpu_memory", "host_memory", "sequence_parallel")  # options that are kept
 Tree = dict[str, Any]
 Refused = Callable[[Degrees], Refusal | None]
 
 
 def without(tree: Tree, tensor: int = 1) -> Tree:
     """A config as the model is counted: nothing recomputed, and weights in the dtype of compute."""
-    divided = {"tensor": {"degree": tensor}, "zero": {"stage": 1}}
+    kept = {key: value for key, value in tree["strategies"].get("tensor", {}).items() if key in KEPT}
+    divided = {"tensor": {"degree": tensor, **kept}, "zero": {"stage": 1}}
     return _with(tree, divided if tensor > 1 else {"zero": {"stage": 0}}, {})
 
 
@@ -35,12 +36,12 @@ def staged(tree: Tree, tensor: int = 1) -> Tree:
 
 
 def written(degrees: Degrees, tree: Tree, blocks: Sequence[int] | None = None) -> Tree:
-    """``tree`` with all that the search decides as ``degrees`` say; budgets of memory stay. ``blocks``: of each stage,
-    where they are not those that ``strategies.pipeline`` chooses itself.
+    """``tree`` with all that the search decides as ``degrees`` say; budgets of memory and ``sequence_parallel`` stay.
+    ``blocks``: of each stage, where they are not those that ``strategies.pipeline`` chooses itself.
     """
     chosen = {}
     for name, options in strategies_of(degrees).items():
-        kept = {key: value for key, value in tree["strategies"].get(name, {}).items() if key in BUDGETS}
+        kept = {key: value for key, value in tree["strategies"].get(name, {}).items() if key in KEPT}
         cut = {"blocks": list(blocks)} if name == "pipeline" and blocks is not None else {}
         chosen[name] = kept | options | cut
     training = {
@@ -93,6 +94,8 @@ def refused(run: RunFacts, beside: Mapping[str, Strategy]) -> Refused:
     @cache
     def first(degrees: Degrees) -> Refusal | None:
         named = {name: options for name, options in strategies_of(degrees).items() if name in available()}
+        if run.in_slices and "tensor" in named:
+            named["tensor"] = {**named["tensor"], "sequence_parallel": True}
         chosen = {name: find(name).model_validate(options) for name, options in named.items()}
         divided = replace(
             run,

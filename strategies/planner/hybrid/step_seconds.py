@@ -3,7 +3,9 @@
 A stage's forward and backward are those of ``step_cost.py``, with what recomputation repeats. To that come
 
     tensor      per block two all-reduces of the hidden states in forward and two in backward, and under full
-                recomputation the first two again; nothing hides them
+                recomputation the first two again; nothing hides them. Where ranks have slices of the tokens each is a
+                gather or a scattered sum, as many bytes, before and after it; two gathers are made once more in
+                backward, and two when a block runs again, which under ``full`` also scatters a sum
     ZeRO 3      weights gathered in forward and in backward, gradients scattered, at every micro-batch (3 M); ZeRO 2
                 scatters gradients at every micro-batch (M + 1); in a machine a pass takes the longer of compute and
                 exchange, across machines their sum (``cluster.py``). One message per unit: blocks are gathered whole
@@ -194,14 +196,20 @@ class Pricing:
             replace(facts, units=tuple(replace(unit, again=Work()) for unit in facts.units)), self._rates
         )
         again = [self._rates.seconds(by_policy(unit, degrees.recompute).again, precision) for unit in facts.units]
-        once = 2 * self._cluster.all_reduce_seconds(boundary_bytes(facts.run), degrees.tensor)
-        reduced = [once * (unit.kind is UnitKind.BLOCK) for unit in facts.units]
-        times = 2 if degrees.recompute == FULL else 1
+        size = boundary_bytes(facts.run)
+        if facts.run.in_slices and degrees.tensor > 1:
+            one = self._cluster.gather_seconds(size, degrees.tensor)
+            more = {"none": 0, FULL: 3}.get(degrees.recompute, 2)
+            passes = 4 * one, (6 + more) * one
+        else:
+            once = 2 * self._cluster.all_reduce_seconds(size, degrees.tensor)
+            passes = once, (2 if degrees.recompute == FULL else 1) * once
+        forward, backward = ([one * (unit.kind is UnitKind.BLOCK) for unit in facts.units] for one in passes)
         columns = (
-            [forward for forward, _ in plain],
-            [backward for _, backward in plain],
+            [one for one, _ in plain],
+            [one for _, one in plain],
             again,
-            reduced,
-            [times * seconds for seconds in reduced],
+            forward,
+            backward,
         )
         return [list(accumulate(column, initial=0.0)) for column in columns]
