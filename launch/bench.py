@@ -28,6 +28,7 @@ THEMES = {
     "offload": (work.OFFLOAD, "training with offload: memory and speed"),
     "recompute": (work.RECOMPUTE, "keeping less for backward: memory and speed"),
     "linear": (work.LINEAR, "routes of linear layers: speed"),
+    "compile": (work.COMPILE, "blocks compiled one by one: speed"),
 }
 IN_CHECKOUT = Path(__file__).resolve().parent.parent / "benchmarks" / "records"
 RECORDS = IN_CHECKOUT if IN_CHECKOUT.is_dir() else Path("records")  # installed: in the folder where one works

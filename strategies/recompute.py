@@ -83,6 +83,9 @@ class Recompute(Strategy):
     )
 
     def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
+        if self.policy == "selective" and run.compiled:
+            cure = "operators inside of compiled blocks cannot be kept one by one; write full or auto"
+            yield Refusal(f"{KEY}.policy", self.policy, cure)
         if self.policy == AUTO and self.every > 1:
             yield Refusal(f"{KEY}.every", self.every, "auto chooses the blocks itself; leave it out")
         if self.activation_offloading is True and self.policy in ("none", AUTO):

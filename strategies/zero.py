@@ -71,6 +71,10 @@ class Zero(Strategy):
             )
             yield Refusal("training.optim", run.optim, cure)
 
+        if self.stage == 3 and run.compiled:
+            cure = "DeepSpeed fetches weights by hooks inside of blocks, which are compiled; write strategies.offload"
+            yield Refusal("training.torch_compile", True, f"{cure} beside it, or stage 2")
+
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
         run, sizes = facts.run, element_bytes(facts.run, self.stage)
         for unit, kind in product(facts.units, Kind):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness.work import Work
+from strategies.engine.forward.compiled import compile_blocks
 
 Batch = Mapping[str, Tensor]
 
@@ -67,8 +68,10 @@ class Plain(Trained):
     Over ranks every micro-batch is averaged, as torch's data parallelism does it.
     """
 
-    def __init__(self, work: Work, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, work: Work, model: nn.Module, device: torch.device, *, compiled: str = "") -> None:
         super().__init__(work, device)
+        if compiled:
+            compile_blocks(model, compiled)
         self.model = model.to(device)
         self.params: list[Tensor] = list(model.parameters())
         if work.ranks > 1:
@@ -97,7 +100,9 @@ class Plain(Trained):
 class Ours(Trained):
     """The memory engine with a plan for this model, batch and budget. Updates may overlap the next forward."""
 
-    def __init__(self, work: Work, model: nn.Module, device: torch.device, **options: Any) -> None:
+    def __init__(
+        self, work: Work, model: nn.Module, device: torch.device, *, compiled: str = "", **options: Any
+    ) -> None:
         from strategies.core.facts import Home
         from strategies.engine import AdamW, stow
         from strategies.planner.step_cost import plan_cost
@@ -105,6 +110,8 @@ class Ours(Trained):
         from trainer.planning.plan_for import plan_for
 
         super().__init__(work, device)
+        if compiled:
+            compile_blocks(model, compiled)
         self.model = model
         batch, count, norm = (work.rows, work.length), work.accumulation, work.max_grad_norm
         plan = plan_for(model, batch=batch, accumulation=count, max_grad_norm=norm, world_size=work.ranks, **options)

@@ -41,6 +41,7 @@ class Shape:
 MODELS: Mapping[str, Shape] = {
     "tiny": Shape(64, 192, 2, 4, 256, rows=2, length=32),
     "13m": Shape(384, 1024, 6, 6, 4096, rows=1, length=1024),
+    "11m": Shape(384, 1024, 6, 6, 2048, rows=2, length=256),  # as the quickstart's, but for its tied head
     "45m": Shape(512, 1536, 12, 8, 4096, rows=4, length=256),
     "1.3b": Shape(2048, 5504, 24, 16, 32000, rows=4, length=1024),
     "6.7b": Shape(4096, 11008, 32, 32, 32000, rows=4, length=2048),
@@ -147,6 +148,16 @@ LINEAR: tuple[Contender, ...] = (
     Contender("plain-again", "contenders:Plain"),  # how far two equal ones lie apart
     Contender("ours-minimal", "contenders:Routed", {"transpose": "minimal"}),
     Contender("ours-adaptive", "contenders:Routed", {"transpose": "adaptive"}),
+)
+
+STREAMED: Mapping[str, Any] = {"site": "host", "weights": "streamed"}
+BY: Mapping[str, Any] = {"compiled": "inductor"}
+COMPILE: tuple[Contender, ...] = (
+    Contender(PLAIN, "contenders:Plain"),
+    Contender("plain-compiled", "contenders:Plain", BY),
+    Contender("ours-resident-compiled", "contenders:Ours", {"site": "device", "weights": "resident", **BY}),
+    Contender("ours-streamed", "contenders:Ours", STREAMED),
+    Contender("ours-streamed-compiled", "contenders:Ours", {**STREAMED, **BY}),
 )
 
 # --- options of the command line -----------------------------------------------------------------------------

@@ -210,6 +210,7 @@ class RunFacts(ModelNumbers):
     moments: int = 2  # fp32 numbers of optimizer state per trainable parameter; Adam keeps two
     optim: str = "adamw_torch_fused"  # Hugging Face's name of the optimizer
     recomputes: bool = False  # blocks run forward once more in backward
+    compiled: bool = False  # blocks, each by itself
     accelerated: bool = False  # the device has other kernels than the host
     stages: int = 1
     stage: int = 0  # of this rank

@@ -51,7 +51,11 @@ class Axis(Enum):
     EXPERTS = "strategies.experts.degree"
 
 
-COMPILING = ("training.torch_compile", "training.torch_compile_backend", "training.torch_compile_mode")  # each alone
+COMPILING = (
+    "training.torch_compile",
+    "training.torch_compile_backend",
+    "training.torch_compile_mode",
+)  # each alone switches it on
 
 
 class Requirement(Enum):

@@ -38,6 +38,7 @@ CASES = [
     *((1, "offload", each) for each in work.contenders([], [BUDGET])),
     *((1, "recompute", each) for each in work.RECOMPUTE),
     *((1, "linear", each) for each in work.LINEAR),
+    *((1, "compile", replace(each, options={**each.options, "compiled": "aot_eager"})) for each in work.COMPILE[1:3]),
     *((2, "offload", each) for each in work.OFFLOAD_OVER_RANKS),
 ]
 # Compiled for real a contender takes a minute. One goes through the partitioner, which is what looks at the budget; the

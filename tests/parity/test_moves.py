@@ -63,6 +63,16 @@ def test_from_plain(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
+def test_compiled_blocks(tmp_path: Path) -> None:
+    """What a process compiles does not depend on what ran before, so a resumed run has the same bits."""
+    on = {"torch_compile": True}
+    moves = (plain(**on), Kind(1, OFFLOAD, on), Kind(1, {**OFFLOAD, **RECOMPUTE}, on), zero(1, **on))
+    all_equal(moved(tmp_path, plain(**on), *moves))
+    on["torch_compile_backend"] = "aot_eager"
+    all_equal(moved(tmp_path / "ranks", plain(2, **on), shared(2, **on), zero(2, 2, **on)))
+
+
 @pytest.mark.parametrize(
     "other",
     [

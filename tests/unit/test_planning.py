@@ -1,6 +1,5 @@
 """From a config to a plan: what is refused once the plan is known."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,19 +12,7 @@ from tests.helpers.tiny import LLAMA, run_config
 from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError, TooLargeError
 from trainer.machine.probe import probe
-from trainer.planning.from_config import plan_of, plans_of, refuse_impossible
-
-
-@pytest.mark.parametrize("key", ["torch_compile", "torch_compile_backend"])
-def test_weights_that_travel_cannot_be_compiled(tmp_path: Path, key: str) -> None:
-    given = True if key == "torch_compile" else "eager"
-    for weights in ("resident", "streamed"):
-        options = {"offload": {"weights": weights, "site": "host"}}
-        model = {**LLAMA, "num_hidden_layers": 4}
-        config = run_config(model, output_dir=tmp_path, strategies=options, **{key: given})
-        why = rf"training\.{key} = .*: weights travel in this plan"
-        with pytest.raises(ConfigError, match=why) if weights == "streamed" else nullcontext():
-            plan_of(config, Ranks(), probe())
+from trainer.planning.from_config import plans_of, refuse_impossible
 
 
 def test_places_on_the_host_are_as_certain_as_the_state() -> None:

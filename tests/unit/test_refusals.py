@@ -115,8 +115,12 @@ def test_a_key_of_another_section(write: Callable[..., Path], capsys: pytest.Cap
     path = write("  offload: {update_in_backward: true}", training="  fp16: true\n  max_grad_norm: 0")
     expected = f"{path}:9: strategies.offload.update_in_backward = true: fp16's loss scale needs all gradients first"
     assert planned(path, capsys).startswith(expected)
-    path = write("  offload: {weights: streamed, site: host}", training="  torch_compile: true")
-    assert planned(path, capsys).startswith(f"{path}:6: training.torch_compile = true: weights travel in this plan")
+    path = write("  recompute: {policy: selective}", training="  torch_compile: true")
+    assert planned(path, capsys).startswith(
+        f'{path}:8: strategies.recompute.policy = "selective": operators inside of compiled blocks cannot be kept'
+    )
+    path = write("  zero: {stage: 3}", training="  torch_compile: true")
+    assert planned(path, capsys).startswith(f"{path}:6: training.torch_compile = true: DeepSpeed fetches weights by")
     path = write("  offload: {update_in_backward: true}")
     expected = f"{path}:8: strategies.offload.update_in_backward = true: the norm is known only after backward"
     assert planned(path, capsys).startswith(expected)

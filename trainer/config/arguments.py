@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from strategies.core.optimizers import refuse_optimizer
+from strategies.core.protocol import COMPILING
 
 
 class Allowed(str):
@@ -57,6 +58,7 @@ Scheduler = Literal[
     "reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy",
 ]  # fmt: skip
 Sampling = Literal["random", "sequential", "group_by_length", "batch_rebalance"]
+CompileBackend = Literal["inductor", "aot_eager"]
 Function = Annotated[
     str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"), Allowed("module:function, as in my_metrics:accuracy")
 ]
@@ -95,6 +97,7 @@ RENAMED: Mapping[str, str] = {
 }
 LESS = ("perplexity", "mae")  # metrics of ours that are better if smaller
 # Not passed on: with it, Hugging Face's Trainer uploads the run's folder at each save (trainer/run/upload.py).
+# The same holds for COMPILING, by which it compiles the whole model (strategies/engine/forward/compiled.py).
 UPLOADS = frozenset(["push_to_hub", "hub_model_id", "hub_revision"])
 # Keys that TrainingArguments does not have.
 OWN = frozenset(
@@ -144,9 +147,9 @@ class TrainingSection(Section):
     gradient_checkpointing_kwargs: dict[str, Any] | None = option("Options of gradient_checkpointing.")
     activation_checkpointing: bool | None = option("Newer name of gradient_checkpointing.")
     activation_checkpointing_kwargs: dict[str, Any] | None = option("Newer name of gradient_checkpointing_kwargs.")
-    torch_compile: bool | None = option("Compile the model with torch.compile.")
-    torch_compile_backend: NonEmpty | None = option("Backend of torch.compile; setting it switches compiling on.")
-    torch_compile_mode: NonEmpty | None = option("Mode of torch.compile; setting it switches compiling on.")
+    torch_compile: bool | None = option("Compile each block of the model with torch.compile.")
+    torch_compile_backend: CompileBackend | None = option("Backend of torch.compile; setting it switches compiling on.")
+    torch_compile_mode: Literal["default"] | None = option("Mode of torch.compile; setting it switches compiling on.")
     use_liger_kernel: bool | None = option("Use Liger's fused kernels; needs liger-kernel.")
     liger_kernel_config: dict[str, bool] | None = option("Which Liger kernels to use.")
     torch_empty_cache_steps: Count | None = option("Return the device's cached memory every so many steps.")
@@ -227,6 +230,13 @@ class TrainingSection(Section):
     generation_max_length: Annotated[Count | None, For(["seq2seq"])] = option("seq2seq: tokens generated at most.")
     generation_num_beams: Annotated[Count | None, For(["seq2seq"])] = option("seq2seq: beams of generation.")
 
+    @property
+    def compile_backend(self) -> str | None:
+        """What compiles blocks; None: they are not compiled. As in Hugging Face's, any of the keys does it."""
+        if self.torch_compile or self.torch_compile_backend or self.torch_compile_mode:
+            return self.torch_compile_backend or "inductor"
+        return None
+
     @classmethod
     def of_tasks(cls) -> dict[str, frozenset[str]]:
         """The keys that only some tasks have, with these tasks."""
@@ -235,7 +245,8 @@ class TrainingSection(Section):
 
     def arguments(self) -> dict[str, object]:
         """The keyword arguments for TrainingArguments: what is set, without our own and ``Trainer.train``'s."""
-        given = self.model_dump(exclude={"resume_from_checkpoint", *OWN, *UPLOADS})
+        compiling = (key.removeprefix("training.") for key in COMPILING)
+        given = self.model_dump(exclude={"resume_from_checkpoint", *OWN, *UPLOADS, *compiling})
         if self.early_stopping_patience is not None:
             given["metric_for_best_model"] = self.metric_for_best_model or "loss"
         if self.greater_is_better is None and str(self.metric_for_best_model).endswith(LESS):

@@ -10,32 +10,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from strategies.core.optimizers import options_of
-from strategies.core.protocol import Phase, Requirement
+from strategies.core.protocol import COMPILING, Phase, Requirement
 from strategies.core.registry import available, find
 from trainer.config.arguments import KTO_LOSSES, TrainingSection
+from trainer.config.values import WRONG, Values
 from trainer.config.yaml_file import MISSING, Fault
 
-
-class Wrong:
-    """Not true, equal to nothing, different from nothing, and neither smaller nor larger."""
-
-    def _never(self, other: object) -> bool:
-        return False
-
-    __eq__ = __ne__ = __lt__ = __gt__ = _never
-
-    def __bool__(self) -> bool:
-        return False
-
-
-class Values(dict[str, Any]):
-    """The keys of a section, as attributes too."""
-
-    def __getattr__(self, key: str) -> Any:
-        return self[key]
-
-
-WRONG = Wrong()
 OFF = (None, False)  # and 0, 0.0, which are equal to False
 PLANNED = {Requirement.PARAMETERS, Requirement.COMPUTE_DTYPE}
 PYDOC = ("text", "pairs", "labels", "preferences", "ratings")
@@ -51,7 +31,7 @@ OF_LANGUAGE = (
 PREFERENCES = ("dpo", "orpo", "kto", "reward")  # tasks of TRL's trainers
 OWN_LOSS = (*PREFERENCES, "embedding")  # tasks whose losses do not have ...
 NOT_THEIRS = ("label_smoothing_factor", "use_liger_kernel")
-NOT_DISTILLED = (*NOT_THEIRS, "torch_compile")
+NOT_DISTILLED = (*NOT_THEIRS, *(key.removeprefix("training.") for key in COMPILING))
 OTHER_PROJECTS = {"comet_ml": "COMET_PROJECT_NAME", "swanlab": "SWANLAB_PROJECT"}
 KEEPS = "preprocess_logits_for_metrics"
 KEEP_ONE = "keep one of the two"
@@ -69,6 +49,7 @@ def conflicts(sections: Mapping[str, Values]) -> list[Fault]:
     task = sections["task"].name
     found = [*_model(m, t), *_data(d, t), *_training(d, t), *_strategies(sections), *_keys_of_tasks(task, sections)]
     found += [*_task(task, m, t), *_quantised(task, m, t), *_distilled(task, sections), *_pruned(task, sections)]
+    found += _compiled(task, m, t)
     return [Fault(tuple(key.split(".")), _value(sections, key), words) for key, words in found]
 
 
@@ -153,14 +134,35 @@ def _pruned(task: Any, sections: Mapping[str, Values]) -> Found:
         yield "model.lora", "cannot go with prune: adapters are added to weights that stay as they are; leave it out"
     if m.quantization_config:
         yield "model.quantization_config", "cannot go with prune, whose weights are trained; leave it out"
-    if t.torch_compile:
-        yield "training.torch_compile", f"has not been compared with prune; {KEEP_ONE}"
+    for key in COMPILING:
+        if t[key.removeprefix("training.")]:
+            yield key, f"has not been compared with prune; {KEEP_ONE}"
     if p.method == "wanda" and d.streaming:
         yield "data.streaming", "cannot go with wanda, which reads the first rows again; write magnitude"
     for key in ("load_best_model_at_end", "early_stopping_patience"):
         if t[key] and t[key] is not WRONG and p.method != "2:4" and p.schedule != "once":
             what = "the best weights may be of before the last round of pruning; write prune.schedule: once"
             yield f"training.{key}", what
+
+
+def _compiled(task: Any, m: Values, t: Values) -> Found:
+    given = [key for key in COMPILING if t[key.removeprefix("training.")] not in (*OFF, WRONG)]
+    if not given:
+        return
+    if task not in (*LANGUAGE, WRONG):
+        yield given[0], f"rows of task {task} have many lengths, and each would be compiled anew; leave it out"
+    if t.torch_compile_mode == "default" and t.torch_compile_backend not in (None, "inductor", WRONG):
+        yield "training.torch_compile_mode", "is inductor's; leave it out"
+    for checkpointing in ("gradient_checkpointing", "activation_checkpointing"):
+        if t[checkpointing] not in (*OFF, WRONG):
+            what = "would be compiled into each block; write strategies.recompute: {policy: full}"
+            yield f"training.{checkpointing}", f"cannot go with {given[0]}: it {what}"
+    others = {"training.use_liger_kernel": t.use_liger_kernel, "model.quantization_config": m.quantization_config}
+    if m.attn_implementation not in (None, "sdpa", "eager", WRONG):
+        others["model.attn_implementation"] = m.attn_implementation
+    for key, value in others.items():
+        if value not in (*OFF, WRONG):
+            yield key, f"cannot go with {given[0]}: it has not been compared, compiled and not; {KEEP_ONE}"
 
 
 def _data(d: Values, t: Values) -> Found:

@@ -14,7 +14,8 @@ from pydantic import AfterValidator, Field, PrivateAttr, SerializeAsAny, model_v
 
 from strategies.core.protocol import Strategy
 from trainer.config.arguments import Allowed, Count, NonEmpty, Positive, Ratio, Section, TrainingSection, option
-from trainer.config.conflicts import WRONG, Values, conflicts
+from trainer.config.conflicts import conflicts
+from trainer.config.values import WRONG, Values
 from trainer.config.yaml_file import Key, Location, dotted, error_line, location_of, write
 from trainer.errors import ConfigError
 

@@ -43,9 +43,10 @@ class Collator:
     pad_token_id: int
     packing: bool  # rows have ``position_ids``; no ``attention_mask`` is made
     flatten: bool = False  # one row [1, rows * length]; for packing with flash attention
+    least: int = 0  # tokens; compiled blocks take rows of one length
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        longest = max(len(row["input_ids"]) for row in rows)
+        longest = max(self.least, *(len(row["input_ids"]) for row in rows))
         length = -(-longest // MULTIPLE) * MULTIPLE
         shape = (len(rows), length)
         batch = {"input_ids": torch.full(shape, self.pad_token_id), "labels": torch.full(shape, MASKED)}

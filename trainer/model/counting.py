@@ -31,6 +31,7 @@ from strategies.core.facts import NO_WORK, Choices, InChunks, Operator, Temporar
 from strategies.core.linears import ELEMENT_BYTES, Linear, Shape
 from strategies.engine.forward.blocks import find_blocks
 from strategies.engine.forward.checkpointing import Names, stream_in
+from strategies.engine.forward.compiled import compiled
 from strategies.engine.forward.routed_linear import storage_of
 from strategies.engine.forward.token_slices import PRODUCT
 from strategies.engine.tensors.nested import tensors_in
@@ -143,6 +144,7 @@ class Counter(TorchDispatchMode):
         self.temporaries: Mapping[str, Temporaries] = {}
         self.in_chunks: InChunks | None = None
         self.blocks = find_blocks(model)
+        self._compiled = {name for name, block in self.blocks.items() if compiled(block) is not None}  # as one operator
         self._flop_of = {**flop_registry, **{op: shape_wrapper(formula) for op, formula in flop_formulas().items()}}
         self._sparse = False
         self._flops_in = dict[str, int]()
@@ -224,7 +226,7 @@ class Counter(TorchDispatchMode):
             block = self._running[-1]
             self._flops_in[block] = self._flops_in.get(block, 0) + flops
             forward = self._forwards[block]
-            name = None if asks else forward.names.of(func, args, kwargs)
+            name = None if asks or block in self._compiled else forward.names.of(func, args, kwargs)
             work = Work(flops=flops) if asks or formula is not None else _touched(func, inputs, outputs)
             kept = outputs if name is not None else []
             forward.calls.append((name, work, kept, [tensor._version for tensor in kept]))

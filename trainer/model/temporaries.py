@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from strategies.core.facts import InChunks, Temporaries
 from strategies.engine.forward import chunked_loss
 from strategies.engine.tensors.nested import tensors_in
+from trainer.model.compiled import NotCompilable, as_graphs
 from trainer.model.counting import Counter
 from trainer.model.params import EMBEDDING, HEAD
 from trainer.model.stubs import find_alike, materialise, stubs
@@ -46,11 +47,15 @@ def count(model: nn.Module, call: Call, weights: Mapping[str, Tensor] | None = N
     if alike:
         materialise(model, [name for names in alike for name in names[2:-1]])
         try:
-            return _count(model, call, weights, alike)
+            with as_graphs(model):
+                return _count(model, call, weights, alike)
+        except NotCompilable:
+            raise
         except Exception as error:  # its forward may ask anything of a block that a stub has not
             logger.info("the model is counted on all blocks: %s", error)
     materialise(model)
-    return _count(model, call, weights, ())
+    with as_graphs(model):
+        return _count(model, call, weights, ())
 
 
 def _count(model: nn.Module, call: Call, weights: Mapping[str, Tensor] | None, alike: Sequence[list[str]]) -> Counter:

@@ -135,6 +135,7 @@ def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) 
         moments=moments_of(training.optim, training.optim_args),
         optim=training.optim,
         recomputes=training.gradient_checkpointing or bool(training.activation_checkpointing),
+        compiled=training.compile_backend is not None,
         accelerated=accelerated,
         sequences=TASKS[config.task].sequences(config),
         stages=divided.get(Axis.STAGES, 1),
@@ -195,10 +196,10 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
     """
     import torch
 
+    from strategies.engine.forward.compiled import compile_blocks
     from strategies.engine.tensors import quantised
     from trainer.model import student, tensor_share
     from trainer.model.stubs import fake_tensors
-    from trainer.model.temporaries import count
 
     precision, task = precision_of(config), TASKS[config.task]
     compute = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(precision)
@@ -220,6 +221,8 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
         if run_facts(config, 1).recomputes:
             # Release 5.23 renamed it and warns about the old name; the releases before know the old one only.
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        if (backend := config.training.compile_backend) is not None:
+            compile_blocks(model, backend)
         model.train()
         shape, slices = (run_facts(config, 1).micro_batch, config.data.max_length), run_facts(config, 1).slices
         inputs = _inputs(config, model, shape, masked=masked)
@@ -229,11 +232,7 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
             inputs[student.TEACHER] = torch.zeros(*shape, how.width, dtype=torch.int32)
         shift = task.language
         call = _call(task.forward(model, config), inputs, config.training.label_smoothing_factor, autocast, shift=shift)
-        try:
-            found = count(model, call)
-        except (RuntimeError, IndexError) as error:
-            what = f"{first_line(error)}; has it so many positions? data.max_length says how many tokens a row has"
-            raise ConfigError(f"model: its forward fails on {shape[0]} x {shape[1]} tokens: {what}") from None
+        found = _counted_forward(model, call, shape)
     ratio = config.model.lr_ratio
     groups = decay_groups(model) if ratio is None else loraplus_groups(model, ratio)
 
@@ -257,6 +256,20 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
         tied=tensor_share.is_tied(model),
         **_experts(model),
     )
+
+
+def _counted_forward(model: Any, call: Callable[[], Any], shape: tuple[int, int]) -> Any:
+    """``call``, counted. Raise ConfigError if forward fails on rows of this ``shape``, or no block can be compiled."""
+    from trainer.model.compiled import NotCompilable
+    from trainer.model.temporaries import count
+
+    try:
+        return count(model, call)
+    except NotCompilable as error:
+        raise ConfigError(f"training.torch_compile: a block of this model cannot be compiled whole: {error}") from None
+    except (RuntimeError, IndexError) as error:
+        what = f"{first_line(error)}; has it so many positions? data.max_length says how many tokens a row has"
+        raise ConfigError(f"model: its forward fails on {shape[0]} x {shape[1]} tokens: {what}") from None
 
 
 def _inputs(config: RunConfig, model: Any, shape: tuple[int, int], *, masked: bool) -> dict[str, Any]:

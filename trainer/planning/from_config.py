@@ -1,5 +1,5 @@
 """Make the plan of a config; planning imports no trainer. Refused: strategies that conflict, plans that do not fit,
-compiled models whose weights travel, unusable run folders.
+compilers that are missing, unusable run folders.
 """
 
 from __future__ import annotations
@@ -70,7 +70,6 @@ def plan_of(
         plan = compose(config.strategies, known)
     except (Conflict, Refusal) as refused:
         raise _located(config, _largest(config, whole, refused)) from None
-    _refuse_compiled(config, plan)
     return plan
 
 
@@ -145,20 +144,15 @@ def check_options(config: RunConfig, world_size: int, *, installed: bool = True)
         if config.training.use_cpu or accelerator.kind() is None:
             cure = "Accelerate trains in fp32 on the CPU then, without a word; write training.bf16, or leave it out"
             found.append(Refusal("training.fp16", True, cure))
+    if installed and config.training.compile_backend is not None:
+        from strategies.engine.forward import compiled
+        from strategies.engine.memory import accelerator
+
+        on_cpu = bool(config.training.use_cpu) or accelerator.kind() is None
+        if why := compiled.missing(config.training.compile_backend, on_cpu=on_cpu):
+            key = next(key for key in COMPILING if getattr(config.training, key.removeprefix("training.")))
+            found.append(Refusal(key, getattr(config.training, key.removeprefix("training.")), why))
     facts.refuse(config, found)
-
-
-def _refuse_compiled(config: RunConfig, plan: Plan) -> None:
-    """Raise ConfigError if the model is compiled and weights travel: its graph relies on their shapes and strides."""
-    names = (key.removeprefix("training.") for key in COMPILING)
-    key = next((name for name in names if getattr(config.training, name)), None)
-    travels = plan.layout is not None and not all(bucket.resident for bucket in plan.layout.buckets)
-    if key is not None and travels:
-        what = (
-            "weights travel in this plan, which compiled code does not allow; leave it out, or write "
-            "strategies.offload.weights: resident"
-        )
-        raise config.error(f"training.{key}", getattr(config.training, key), what)
 
 
 def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[str], None]) -> Iterator[str]:
@@ -177,6 +171,8 @@ def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[st
     known = replace(known, unit_times=block_timing.read(folder, known, "unit_times"))  # for a run that is resumed
 
     def make(blocks: int) -> Any:
+        from strategies.engine.forward.compiled import compile_blocks
+
         section = config.model
         hf_config = build.load_config(section, facts.vocab_size_of(config))
         text = hf_config.get_text_config()
@@ -186,7 +182,10 @@ def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[st
                 setattr(text, name, getattr(text, name)[:blocks])
         # The same shape, with random weights.
         fresh = section.model_copy(update={"name_or_path": None, "config": {"model_type": hf_config.model_type}})
-        return build.build(fresh, hf_config, seed=config.training.seed, partitioned=False)
+        built = build.build(fresh, hf_config, seed=config.training.seed, partitioned=False)
+        if (backend := config.training.compile_backend) is not None:
+            compile_blocks(built, backend)
+        return built
 
     found = block_timing.measure(make, known, machine.device_kind, say)
     if found is None:

@@ -9,6 +9,7 @@ import torch
 from strategies.backends.tensor_shards import Shard
 from strategies.core.compose import in_order
 from strategies.core.facts import Precision
+from strategies.engine.forward.compiled import compile_blocks
 from strategies.engine.tensors.quantised import is_quantised
 from trainer.model.build import with_lora
 from trainer.tasks.table import TASKS
@@ -65,7 +66,11 @@ def to_compute(weights: PreTrainedModel, plan: Plan) -> None:
 
 
 def apply_strategies(weights: PreTrainedModel, config: RunConfig, plan: Plan) -> None:
-    """Let each strategy and those that it implies change the model, in the order of deciding. Names stay the same."""
+    """Compile blocks if the config says so; then let each strategy and those that it implies change the model, in the
+    order of deciding. Names stay the same.
+    """
+    if (backend := config.training.compile_backend) is not None:
+        compile_blocks(weights, backend)
     for name, strategy in in_order(config.strategies).items():
         before = _names_of(weights)
         strategy.apply(weights, plan)

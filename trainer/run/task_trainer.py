@@ -42,9 +42,10 @@ def options(config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedToke
         return given
     # Flash attention takes packed documents as one long row instead of a batch of rows.
     flatten = packing and str(config.model.attn_implementation).startswith("flash_attention")
+    least = config.data.max_length if config.training.compile_backend else 0
     pad: Any = tokenizer.pad_token_id
     losses = {"compute_metrics": mean_over_tokens, "preprocess_logits_for_metrics": token_losses}
-    return {"data_collator": Collator(pad, packing, flatten=flatten), **losses}
+    return {"data_collator": Collator(pad, packing, flatten=flatten, least=least), **losses}
 
 
 def left_out(config: RunConfig, found: int, trainer: Trainer) -> str:

@@ -55,6 +55,7 @@ ROWS = 64
 _KEPT = """
     learning_rate gradient_accumulation_steps max_grad_norm optim optim_args weight_decay adam_beta1 adam_beta2
     adam_epsilon lr_scheduler_type seed bf16 fp16 gradient_checkpointing activation_checkpointing label_smoothing_factor
+    torch_compile torch_compile_backend torch_compile_mode
 """
 KEPT = frozenset(_KEPT.split())
 

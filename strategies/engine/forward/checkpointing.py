@@ -226,19 +226,20 @@ class Checkpointed:
             return self.forward(*args, **kwargs)
         args = tuple(map(_copied, args))
         kwargs = {name: _copied(value) for name, value in kwargs.items()}
-        looks = self._written is None or self.watch is not None
+        # A mode, inside of which torch compiles nothing, only where outputs are kept: compiled blocks keep none.
+        looks = bool(self._kept) and (self._written is None or self.watch is not None)
         recorder = OutputRecorder(self._block, self._kept, self._hosted) if looks else None
         with self._input_sent(args):
             contexts = partial(self._contexts, recorder)
             out = checkpoint(self._run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-        if recorder is not None:
+        if self.watch is not None:
             on_device = args[1:] if INPUT in self._hosted else args
-            if self.watch is not None:
-                outputs = recorder.tensors_of(self._kept - self._hosted)  # or will be kept, the first time
-                for tensor in (*tensors_in(on_device), *tensors_in(kwargs), *outputs):
-                    self.watch(tensor)
-            if self._written is None:
-                self._written = recorder.written
+            # or will be kept, the first time
+            outputs = recorder.tensors_of(self._kept - self._hosted) if recorder is not None else ()
+            for tensor in (*tensors_in(on_device), *tensors_in(kwargs), *outputs):
+                self.watch(tensor)
+        if recorder is not None and self._written is None:
+            self._written = recorder.written
         return out
 
     @contextmanager
