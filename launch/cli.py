@@ -73,6 +73,21 @@ def explained(parser: P, name: str, doc: str | None) -> P:
     return parser
 
 
+def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """What the command line says; ends the process if there is an unknown option, and says how keys are written."""
+    given, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        how = "a key of the config is written without dashes, as in training.learning_rate=1e-4"
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}; {how}")
+    return given
+
+
+def needs_config(words: Sequence[str]) -> str:
+    """The answer to a command line without a config, whose other ``words`` may name it."""
+    named = (word for word in words if word.endswith((".yaml", ".yml")))
+    return f"--config FILE is required; try --config {next(named, 'configs/quickstart.yaml')}"
+
+
 def answered(work: Callable[[], int | None]) -> int:
     """The exit code of ``work``; what the user can mend is printed without a traceback."""
     try:

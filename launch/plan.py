@@ -59,7 +59,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--explain", metavar="UNIT", help="every answer about one unit, for example model.layers.0")
     add("--deepspeed", action="store_true", help="print the DeepSpeed config made from the plan")
     add("overrides", nargs="*", metavar="key=value", help="changes to the config")
-    given = parser.parse_intermixed_args(argv)
+    given = cli.parsed(parser, argv)
     if wrong := _wrong(given):
         parser.error(wrong)
     return given
@@ -70,7 +70,7 @@ def _wrong(given: argparse.Namespace) -> str:
     if given.measure and given.profile:
         return "--measure times this machine; leave --profile out"
     if not (given.config or given.fit or given.schema or given.check):
-        return "--config FILE is required; try --config configs/quickstart.yaml"
+        return cli.needs_config(given.overrides)
     if given.model and (given.config or not given.fit):
         return "--model is for --fit, and instead of --config"
     of_one = [name for name in ("plot", "explain", "deepspeed", "measure", "json", "tokens") if getattr(given, name)]

@@ -34,9 +34,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of config files and stop")
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # from the launcher
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
-    arguments = parser.parse_intermixed_args(argv)
+    arguments = cli.parsed(parser, argv)
     if not arguments.config and not arguments.schema:
-        parser.error("--config FILE is required; try --config configs/quickstart.yaml")
+        parser.error(cli.needs_config(arguments.overrides))
     if arguments.plot and not arguments.data_report:
         parser.error("--plot is for --data-report; launch/plan.py --plot draws the step")
     return arguments

@@ -36,7 +36,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, metavar="N", help="default: this machine's devices, or 2 without one")
     parser.add_argument("--steps", type=int, default=4, metavar="N", help="optimizer steps (default 4)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
-    return parser.parse_intermixed_args(argv)
+    return cli.parsed(parser, argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

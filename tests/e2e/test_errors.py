@@ -77,6 +77,8 @@ def test_the_command_line(config: Path) -> None:
     assert "unrecognized arguments: --confgi" in refused("--config", str(config), "--confgi")
     assert "unrecognized arguments: --local_rnk=0" in refused("--local_rnk=0", "--config", str(config))
     assert "--config FILE is required" in refused()
+    assert "try --config my.yaml" in refused("my.yaml")
+    assert "without dashes, as in training.learning_rate=1e-4" in refused("--config", "my.yaml", "--learning_rate=1")
     assert "training.max_steps = 0: must be a whole number >= 1" in refused(
         "--config", str(config), "training.max_steps=0"
     )

@@ -21,6 +21,7 @@ MISSING = (
     "1: training.output_dir: missing; must be non-empty text",
 )
 
+IMPORT = "deepstow import makes a config from it"
 SEED = "must be a whole number >= 0 and < 4294967296"
 KEY_VALUE = "an override is written key=value, as in training.max_steps=10"
 BASE = "must be the path of one config, relative to this file"
@@ -33,6 +34,14 @@ FILES: tuple[tuple[bytes, tuple[str, ...]], ...] = (
     (b"- a\n- b\n", (f'1: ["a", "b"] stands alone; {SECTIONS}',)),
     (b"just text", (f'1: "just text" stands alone; {SECTIONS}',)),
     (b"{}", MISSING),
+    (
+        b"base_model: m\nlr: 1",
+        (
+            f"1: none of the sections model, data, training is here; is the file another framework's? {IMPORT}",
+            "1: base_model = \"m\": unknown key; that is Axolotl's name, write 'model.name_or_path'",
+            "2: lr = 1: unknown key; that is PyTorch's name, write 'training.learning_rate'",
+        ),
+    ),
     (b"training:\n\toutput_dir: r\n", ("2: a tab in the indentation; use spaces",)),
     (b"data:\n  path: \xff\n", ("2: not UTF-8; save the file as UTF-8",)),
     (b"data: {path: \x01}\n", ("1: a control character; delete it",)),

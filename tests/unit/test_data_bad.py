@@ -77,7 +77,7 @@ CASES = [
     case("wrong type in a mapped column", {"d.jsonl": jsonl({"b": 7})}, {"columns": {"text": "b"}},
         "d.jsonl:1: field 'text' (column 'b') is an integer; every row needs a string"),
     case("empty cell in csv", {"d.csv": "prompt,completion\na,b\nc,\n"}, {},
-        "d.csv:2: field 'completion' is null; every row needs a string"),
+        "d.csv:3: field 'completion' is null; every row needs a string"),
     case("half a surrogate pair", {"d.jsonl": '{"text": "a \\ud800"}\n'}, {},
         "d.jsonl:1: field 'text' holds half a surrogate pair (\\ud800 to \\udfff), which is no character"),
     case("a number of 5000 digits", {"d.jsonl": f'{{"text": {"1" * 5000}}}'}, {},
@@ -96,7 +96,13 @@ CASES = [
     case("broken json array", {"d.json": '[{"text": "a"},\n{"text": "b"\n]'}, {},
         "d.json:3: broken JSON: Expecting ',' delimiter at column 1"),
     case("csv with a field too many", {"d.csv": "text,id\na b,1\nc,d,2\n"}, {},
-        "d.csv:2: the row has 3 fields, the header has 2"),
+        "d.csv:3: the row has 3 fields, the header has 2"),
+    case("csv whose rows have several lines", {"d.csv": 'text,id\n"a\nb",1\n\nc,d,2\n'}, {},
+        "d.csv:5: the row has 3 fields, the header has 2"),
+    case("csv without commas", {"d.csv": "prompt;completion\na;b\n"}, {},
+        "d.csv:1: columns are separated by ';'; write commas"),
+    case("a list in jsonl", {"d.jsonl": json.dumps([OK, OK], indent=1)}, {},
+        "d.jsonl:1: a list begins here, and .jsonl has one object per line; a list is read from a .json file"),
     case("csv with an open quote", {"d.csv": 'text\n"a b\nc\n'}, {},
         "d.csv:3: broken CSV: unexpected end of data"),
     case("truncated parquet", {"d.parquet": parquet(text=["a b"] * 99)[:-20]}, {},
@@ -301,6 +307,14 @@ def test_tokenizer_without_template(tmp_path: Path, tokenizer: Any, monkeypatch:
 def test_tokenizer_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^model\.tokenizer: .*nowhere cannot be loaded: [^\n]*$"):
         tokenizers.load(str(tmp_path / "nowhere"), None, False, tmp_path, [])
+
+
+def test_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(
+        ConfigError, match=f"^model.tokenizer: the folder {tmp_path} holds no tokenizer; write the name"
+    ):
+        tokenizers.load(None, str(tmp_path), False, tmp_path, [])
 
 
 def test_tokenizer_needs_text(tmp_path: Path) -> None:

@@ -262,6 +262,12 @@ def test_a_model_that_cannot_be_built_is_refused_in_one_line() -> None:
     assert all("\n" not in line for line in (heads, refused({**LLAMA, "hidden_size": "x"})))
 
 
+def test_rows_of_more_tokens_than_positions() -> None:
+    """Fake tensors let GPT-2 look further, and real ones do not."""
+    with pytest.raises(ConfigError, match=r"data\.max_length = 65: the model has 64 positions; write 64 or less$"):
+        count_model(run_config(GPT2, data={"max_length": 65}))
+
+
 # The run and the machine
 
 

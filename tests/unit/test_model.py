@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
 from tests.helpers.tiny import GPT2, LLAMA, MODELS, OPT, VOCAB, run_config
 from trainer.config.sections import ModelSection, RunConfig
@@ -15,6 +15,7 @@ from trainer.errors import ConfigError
 from trainer.machine.probe import status_bytes
 from trainer.model.build import build, load_config
 from trainer.model.undisturbed import in_fork
+from trainer.tasks.table import TASKS
 
 UNTIED = {name: {**config, "tie_word_embeddings": False} for name, config in MODELS.items()}
 
@@ -153,6 +154,21 @@ def test_bad_target_modules_are_refused_with_the_modules_there_are() -> None:
     assert "\n" not in line
 
 
+def test_random_weights_beside_adapters_are_refused(tmp_path: Path) -> None:
+    """A BERT of masked words has no pooler."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    BertForMaskedLM(BertConfig(intermediate_size=64, **sizes)).save_pretrained(tmp_path)
+
+    def of(lora: dict[str, Any]) -> Any:
+        options = {"config": None, "name_or_path": str(tmp_path), "lora": lora}
+        return made(run_config(None, model=options), task=TASKS["classification"])
+
+    with pytest.raises(ConfigError, match=r"has no weights for bert\.pooler\.dense, and .* write .*export: merged$"):
+        of({"target_modules": ["query"]})
+    of({"target_modules": ["query"], "export": "merged"})
+    of({"target_modules": ["query"], "modules_to_save": ["pooler"]})
+
+
 # Refusals
 
 
@@ -177,6 +193,8 @@ def test_what_can_only_be_a_folder_is_not_asked_of_the_hub(
 ) -> None:
     assert refused(config=None, name_or_path=name) == f"model.name_or_path = {name!r}: there is no such folder"
     monkeypatch.chdir(tmp_path)
+    Path("models/llama").mkdir(parents=True)
+    assert refused(config=None, name_or_path="models/lama").endswith("no such folder; did you mean 'models/llama'?")
     assert refused(config=None, name_or_path="runs/quickstart/export").endswith("no such folder; `make train` makes it")
 
 

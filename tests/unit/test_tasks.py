@@ -18,12 +18,13 @@ from tests.helpers.tiny import LLAMA, run_config
 from trainer.config.sections import LoraSection, RunConfig
 from trainer.data import rows
 from trainer.data import tokenizer as tokenizers
+from trainer.data.collate import check_batch
 from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError, DataError
 from trainer.machine.probe import probe
 from trainer.model import hub
 from trainer.model.build import load_config, of_head
-from trainer.planning import from_config, hybrid
+from trainer.planning import facts, from_config, hybrid
 from trainer.tasks import embedding, preference
 from trainer.tasks import task as tasks
 from trainer.tasks.classification import accuracy_and_f1, likely, mean_error, problem_of, rows_and_f1
@@ -45,13 +46,15 @@ def config_of(task: str, strategies: dict[str, Any] | None = None, head: Any = (
     return given.model_copy(update={"task": task, "model": model})
 
 
-def made(task: str, given: list[dict[str, Any]], words: Any, folder: Path, head: Any = (), **data: Any) -> Any:
+def made(
+    task: str, given: list[dict[str, Any]], words: Any, folder: Path, head: Any = (), say: Any = str, **data: Any
+) -> Any:
     """The rows of a run on ``given``."""
     path, config = write_jsonl(folder / "rows.jsonl", given), config_of(task, head=head)
     config = config.model_copy(update={"data": config.data.model_copy(update={"path": str(path), **data})})
     opens: Any = lambda *hashes: None  # noqa: E731
     model = load_config(config.model)
-    return rows.prepare(TASKS[task], config, words, model, folder / "data", lambda line: None, opens, compares=True)
+    return rows.prepare(TASKS[task], config, words, model, folder / "data", say, opens, compares=True)
 
 
 def test_classification_rows(words: Any, tmp_path: Path) -> None:
@@ -277,8 +280,56 @@ def test_the_head_that_is_counted_is_the_task_s() -> None:
 
 
 def test_a_model_of_another_kind() -> None:
-    with pytest.raises(ConfigError, match='task = "seq2seq": llama models are not for it'):
+    tasks_of = "its tasks are sft, pretrain, dpo, orpo, kto, reward, classification, embedding"
+    with pytest.raises(ConfigError, match=f'task = "seq2seq": llama models are not for it: .*; {tasks_of}$'):
         from_config.plan_of(config_of("seq2seq"), Ranks(), probe())
+
+
+@pytest.mark.parametrize(
+    ("task", "model", "line"),
+    [
+        ("sft", {"model_type": "bert"}, "bert models see the words that follow"),
+        ("sft", {"model_type": "bert", "is_decoder": True}, None),
+        ("sft", {"model_type": "bart"}, None),  # with a decoder alone, which Transformers makes of it
+        ("sft", {"model_type": "gpt_neox"}, None),
+        ("classification", {"model_type": "bert"}, None),
+        (
+            "classification",
+            {"model_type": "t5"},
+            "t5 models find the end of a text by its values, .*; its tasks are seq2seq$",
+        ),
+        ("reward", {"model_type": "bart"}, "bart models find the end of a text by its values"),
+        ("sft", {"model_type": "t5"}, "t5 models are not for it: .*; its tasks are seq2seq$"),
+        ("seq2seq", {"model_type": "bert"}, ".*; its tasks are reward, classification, embedding$"),
+    ],
+)
+def test_models_that_no_plan_or_task_can_have(task: str, model: dict[str, Any], line: str | None) -> None:
+    config = config_of(task)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"config": {**model}})})
+    if line is None:
+        facts.check_model(config, load_config(config.model))
+        return
+    with pytest.raises(ConfigError, match=f'task = "{task}": {line}'):
+        facts.check_model(config, load_config(config.model))
+
+
+def test_what_is_not_read_and_what_teaches_nothing_is_said(words: Any, tmp_path: Path) -> None:
+    said: list[str] = []
+    given = [{"prompt": "a", "chosen": "b", "rejected": each, "id": 1} for each in ("c", "b", "b")]
+    made("dpo", given, words, tmp_path, say=said.append)
+    path = tmp_path / "rows.jsonl"
+    assert said[:2] == [
+        f"data: {path}: columns that are not read: id",
+        f"data: chosen and rejected are the same in 2 rows, the first at {path}:2: no preference",
+    ]
+
+
+def test_no_full_batch() -> None:
+    config = config_of("dpo", dataloader_drop_last=True)
+    check_batch(config, range(4), 2)
+    check_batch(config_of("dpo"), range(3), 2)
+    with pytest.raises(ConfigError, match="dataloader_drop_last = true: the data has 3 rows, and a batch has 4"):
+        check_batch(config, range(3), 2)
 
 
 def test_metrics(words: Any) -> None:

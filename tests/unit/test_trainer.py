@@ -5,6 +5,7 @@ Everything here goes through ``trainer.run.order.make_trainer`` on rows made by 
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from trainer.config.sections import RunConfig
 from trainer.data.packing import MASKED, rows, whole
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
+from trainer.run.trainer import Trainer
 from trainer.verify.verify import compare, full_weights
 
 Row = Mapping[str, Sequence[int]]
@@ -48,6 +50,18 @@ def train(ranks: Ranks, config: RunConfig, train_rows: Sequence[Row]) -> dict[st
 def worst(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
     """The largest difference of a weight, relative to the largest of its tensor."""
     return max((difference.relative for difference in compare(one["weights"], other["weights"])), default=0.0)
+
+
+def test_the_mean_loss_is_that_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hugging Face's has the steps since the last record from one rank alone."""
+    said: dict[str, float] = {}
+    monkeypatch.setattr("transformers.Trainer.log", lambda self, logs: said.update(logs))
+    trainer = Trainer.__new__(Trainer)
+    two = SimpleNamespace(gather=lambda each: torch.cat([each, each + 2]))
+    given = {"meter": SimpleNamespace(add_to=lambda *_: None), "state": None, "_trained": True, "accelerator": two}
+    vars(trainer).update(given, args=SimpleNamespace(world_size=2, device="cpu"))
+    trainer.log({"train_loss": 1.0})
+    assert said == {"train_loss": 2.0}
 
 
 # Evaluation

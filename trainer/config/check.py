@@ -47,6 +47,10 @@ def check(tree: dict[str, Any], whole: bool = True) -> list[Fault]:
     # A misspelt section is one mistake: do not also report that the keys of the right name are missing.
     missing = [name for name in SECTIONS if name not in tree]
     absent = {near for name in unknown for near in difflib.get_close_matches(name, missing, n=1)}
+    if unknown and len(absent) < len(missing) == len(SECTIONS):
+        what = f"none of the sections {', '.join(SECTIONS)} is here; is the file another framework's?"
+        found.insert(0, Fault((), MISSING, f"{what} deepstow import makes a config from it"))
+        absent = {*SECTIONS}
     for name, model in SECTIONS.items():
         if name not in absent:
             found += _section(model, tree.get(name, {}), (name,))
@@ -190,6 +194,8 @@ def unknown_key(key: Key, siblings: Sequence[str]) -> str:
     """The error message for ``key``, whose section has the keys ``siblings``."""
     if words := foreign(key):
         return f"unknown key; {words}"
+    if len(key) > 2 and (hint := nearest(key[-1], siblings)):  # alpha beside lora_alpha is not distill.alpha
+        return f"unknown key{hint}"
     others = [known for known in known_keys() if known != ".".join(key)]
     for ending in (".".join(key), key[-1]):
         if ours := next((known for known in others if known.endswith(f".{ending}")), None):
@@ -197,7 +203,7 @@ def unknown_key(key: Key, siblings: Sequence[str]) -> str:
     if hint := nearest(key[-1], siblings):
         return f"unknown key{hint}"
     leaves = {known.rpartition(".")[2]: known for known in reversed(known_keys())}
-    if near := difflib.get_close_matches(key[-1], leaves, n=1, cutoff=0.75):
+    if len(key) <= 2 and (near := difflib.get_close_matches(key[-1], leaves, n=1, cutoff=0.75)):
         return f"unknown key; did you mean '{leaves[near[0]]}'?"
     known = f"known here: {', '.join(siblings)}" if len(siblings) <= 20 else "see docs/config.md"
     return f"unknown key; {known}"

@@ -29,6 +29,13 @@ OF_LANGUAGE = (
     "streaming",
 )
 PREFERENCES = ("dpo", "orpo", "kto", "reward")  # tasks of TRL's trainers
+_OF_TOKENS = ("loss", "perplexity", "tokens")
+METRICS = {  # of evaluations, where none are added
+    "sft": _OF_TOKENS,
+    "pretrain": _OF_TOKENS,
+    "seq2seq": (*_OF_TOKENS, "exact_match", "gen_len"),
+    "classification": ("loss", "accuracy", "f1", "mae"),
+}
 OWN_LOSS = (*PREFERENCES, "embedding")  # tasks whose losses do not have ...
 NOT_THEIRS = ("label_smoothing_factor", "use_liger_kernel")
 NOT_DISTILLED = (*NOT_THEIRS, *(key.removeprefix("training.") for key in COMPILING))
@@ -241,6 +248,10 @@ def _keys_of_tasks(task: Any, sections: Mapping[str, Values]) -> Found:
 
 
 def _task(task: Any, m: Values, t: Values) -> Found:
+    metric, given = t.metric_for_best_model, METRICS.get(task) if isinstance(task, str) else None
+    if given and isinstance(metric, str) and t.compute_metrics is None and metric.removeprefix("eval_") not in given:
+        what = f"evaluations of {task} give {', '.join(given)}; training.compute_metrics adds others"
+        yield "training.metric_for_best_model", what
     if task == "classification":
         own = isinstance(m.config, dict) and ("id2label" in m.config or "num_labels" in m.config)
         several = m.problem_type is None or m.problem_type == "single_label_classification"

@@ -110,9 +110,9 @@ class ModelSection(Section):
     dtype: Dtype = option("Type in which the weights are loaded; see also training.bf16.", "float32")
     attn_implementation: Attention | None = option("Attention kernel; not set means the model's default.")
     trust_remote_code: bool = option("Run Python code that comes with the model. It can do anything you can.", False)
-    labels: Annotated[list[NonEmpty] | None, Allowed("a list of names, all different")] = option(
-        "classification: the labels, in the order of their numbers; not set means the saved model's own."
-    )
+    labels: Annotated[
+        list[NonEmpty] | None, Allowed("a list of names, all different, as in [good, bad] or ['0', '1']")
+    ] = option("classification: the labels, in the order of their numbers; not set means the saved model's own.")
     problem_type: Problem | None = option(
         "classification: one label per row, several, or numbers; not set means the saved model's own, or one label."
     )

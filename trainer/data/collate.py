@@ -87,6 +87,15 @@ def check_packing(config: RunConfig) -> None:
         raise ConfigError(f"data.packing = true: {reason}; set data.packing: false for this model")
 
 
+def check_batch(config: RunConfig, rows: Any, replicas: int) -> None:
+    """Raise ConfigError if only full batches are taken, and the ``rows`` are fewer than one of all ``replicas`` has."""
+    wanted = config.training.per_device_train_batch_size * replicas
+    if config.training.dataloader_drop_last and not config.data.streaming and len(rows) < wanted:
+        what = f"the data has {len(rows):,} rows, and a batch has {wanted:,}, so all are dropped"
+        cure = "leave it out, or write a smaller training.per_device_train_batch_size"
+        raise config.error("training.dataloader_drop_last", True, f"{what}; {cure}")
+
+
 def packing_supported(model: torch.nn.Module) -> str | None:
     """Why the model (a small one of the same architecture, on the CPU) cannot be trained on packed rows, or None: a
     float32 copy runs on two packed rows and on their four documents one by one, and the logits are compared.

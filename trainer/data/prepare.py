@@ -107,6 +107,8 @@ def prepare(
     of_train = digest_of(marks[0] if len(train) == 1 else marks[: len(train)])
     key, made_of = fingerprint(train, seed, marks), (of_train, digest_of(tokenizer_content(tokenizer)))
     opened(*made_of, key)
+    for part in (*train, *evaluation):
+        part.source.say_unread(part.encoder.columns.values(), say)
     home, names = folder / key, ", ".join(source.name for source in sources)
     if home.is_dir() and (not compares or is_whole(home, say)):
         say(f"data: {names} is prepared already ({key})")

@@ -62,13 +62,15 @@ def prepare(
     options |= {"columns": data.columns, "limit": data.limit, "lengths": lengths(data)}
     key = digest_of([options, data.eval_fraction, seed, marks, words])[:16]
     opened(marks[0], words, key)
+    for source in sources.values():
+        source.say_unread(columns_of(task, data, source).values(), say)
     home = folder / key
     if home.is_dir() and (not compares or is_whole(home, say)):
         say(f"data: {sources['train'].name} is prepared already ({key})")
     else:
         with added_folder(home) as draft:
             for side, source in sources.items():
-                made = _made(task, source, data, tokenizer, model)
+                made = _made(task, source, data, tokenizer, model, say)
                 _write(draft, side, made, data.eval_fraction if side == "train" else 0.0, seed, say)
             seal(draft, KIND, {"fingerprint": key})
     train, evaluation = (_open(home, folder / f"{key}.used", side) for side in ("train", "eval"))
@@ -111,16 +113,17 @@ def columns_of(task: Task, data: DataSection, source: Source) -> dict[str, str]:
 
 
 def _made(
-    task: Task, source: Source, data: DataSection, tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig
+    task: Task, source: Source, data: DataSection, tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig, say: Say
 ) -> Iterator[dict[str, Any]]:
     """The rows of a source; after the first bad one only others are looked for, and DataError has them."""
-    columns, bad = columns_of(task, data, source), list[str]()
+    columns, bad, same = columns_of(task, data, source), list[str](), list[str]()
     for batch in batched(islice(source.rows(list(columns.values())), data.limit), BATCH):
         read = [(row.place, _fields(task, columns, row)) for row in batch]
         bad += [f"{place}: {values}" for place, values in read if isinstance(values, str)]
         good = [(place, values) for place, values in read if not isinstance(values, str)]
         made = task.features([values for _, values in good], tokenizer, model, data) if good else []
         pairs = zip(good, made, strict=True)
+        same += [place for place, values in good if "chosen" in values and values["chosen"] == values["rejected"]]
         bad += [f"{place}: {line}" for (place, _), line in pairs if isinstance(line, str)]
         if not bad:
             yield from (row for row in made if not isinstance(row, str))
@@ -128,6 +131,8 @@ def _made(
             raise DataError([*bad[:MOST_BAD], "... and more bad rows"])
     if bad:
         raise DataError(bad)
+    if same:
+        say(f"data: chosen and rejected are the same in {len(same):,} rows, the first at {same[0]}: no preference")
 
 
 def _fields(task: Task, columns: Mapping[str, str], row: Row) -> dict[str, Any] | str:

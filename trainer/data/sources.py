@@ -1,8 +1,8 @@
 """Rows of data from files, folders, Python's documentation (``pydoc``) or the hub, each with its place: ``a.jsonl:7``.
 
 Local files are read here row by row and not by a table builder of ``datasets``, which infers one schema for all files,
-and reports a broken row by its block. The number in a place is the line in .jsonl and .txt files, and the row counted
-from 1 in .json, .csv (without the header) and .parquet files. A .txt file is one document. A folder consists of all
+and reports a broken row by its block. The number in a place is the line in .jsonl, .txt and .csv files, and the row
+counted from 1 in .json and .parquet files. A .txt file is one document. A folder consists of all
 its data files in name order, or of the files of one split if their names begin with train, test or validation. A row
 that cannot be read is a sentence, so that several are reported at once; else it is a DataError.
 """
@@ -73,6 +73,9 @@ def _read_jsonl(path: Path, wanted: Collection[str]) -> Numbered:
         for number, raw in enumerate(file, start=1):
             try:
                 text = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip()
+                if number == 1 and text.startswith("["):
+                    what = "a list begins here, and .jsonl has one object per line; a list is read from a .json file"
+                    raise DataError(f"{path}:1: {what}")
                 if text:
                     yield number, _object(json.loads(text))
             except UnicodeDecodeError as error:
@@ -98,10 +101,14 @@ def _read_csv(path: Path, wanted: Collection[str]) -> Numbered:
     csv.field_size_limit(2**31 - 1)  # the default of 128 KiB refuses ordinary documents
     with path.open("rb") as file:
         reader = csv.reader((_utf8(raw, str(path), number) for number, raw in enumerate(file, start=1)), strict=True)
-        rows = filter(None, reader)
         try:
-            header = next(rows, [])
-            for number, row in enumerate(rows, start=1):
+            header, next_line = next(filter(None, reader), []), reader.line_num + 1
+            if len(header) == 1 and (mark := next((mark for mark in ";\t" if mark in header[0]), None)):
+                raise DataError(f"{path}:1: columns are separated by {mark!r}; write commas")
+            for row in reader:
+                number, next_line = next_line, reader.line_num + 1
+                if not row:
+                    continue
                 if len(row) != len(header):
                     yield number, f"the row has {len(row)} fields, the header has {len(header)}"
                 else:  # CSV cannot write null: an empty cell is one, as it is for pandas and `datasets`
@@ -175,6 +182,11 @@ class Source:
     tables: tuple[Table, ...]
     identity: Callable[[bool], list[str]]  # the content, wherever it is: exactly, or by size and time
     count: Callable[[], int | None] = lambda: None  # how many rows, as far as that can be known at once
+
+    def say_unread(self, columns: Collection[str], say: Callable[[str], None]) -> None:
+        """Say which other columns there are than those that are read."""
+        if others := [name for name in self.tables[0].columns if name not in columns]:
+            say(f"data: {self.name}: columns that are not read: {', '.join(others)}")
 
     def rows(self, wanted: Collection[str]) -> Iterator[Row]:
         """All rows, each with at least the columns that are ``wanted``, where it has them."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from trainer.config.sections import TrainTokenizer
 
 KIND = "tokenizer"  # in its manifest
+FILES = ("tokenizer*", "vocab*", "*.model")  # one of them is there where a tokenizer was saved
 PAD, EOS, TURN = "<|pad|>", "<|eos|>", "<|im_start|>"
 
 
@@ -49,6 +50,9 @@ def load(
         options = {"trust_remote_code": trust_remote_code, **hub.options(name)}
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **options)
     except Exception as error:  # hub, file, format and remote-code errors have no common type
+        if Path(name).is_dir() and not any(any(Path(name).glob(files)) for files in FILES):
+            what = "write the name or folder of one in model.tokenizer, or save it there with save_pretrained"
+            raise ConfigError(f"model.tokenizer: the folder {name} holds no tokenizer; {what}") from None
         raise ConfigError(f"model.tokenizer: {name} cannot be loaded: {first_line(error)}") from None
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:

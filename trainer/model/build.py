@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from trainer.errors import ConfigError, nearest
+from trainer.errors import ConfigError, nearest, nearest_file
 from trainer.model import hub, quantise
 from trainer.model.adapters import OURS
 from trainer.tasks.table import LANGUAGE
@@ -115,7 +115,9 @@ def refuse_missing_folder(section: ModelSection) -> None:
     parts = Path(name).parts
     if len(parts) > 2 or name[0] in "./~" or (len(parts) == 2 and Path(parts[0]).is_dir()):
         made_by = "; `make train` makes it" if name == "runs/quickstart/export" else ""
-        raise ConfigError(f"model.name_or_path = {name!r}: there is no such folder{made_by}")
+        raise ConfigError(
+            f"model.name_or_path = {name!r}: there is no such folder{made_by or nearest_file(Path(name))}"
+        )
 
 
 def _refused(section: ModelSection, error: Exception) -> str:
@@ -174,7 +176,11 @@ def build(
         options |= of_head(section, config)
         if on_meta:
             options["device_map"] = "meta"
-        model = auto.from_pretrained(section.name_or_path, trust_remote_code=section.trust_remote_code, **options)
+        trusted = section.trust_remote_code
+        model, found = auto.from_pretrained(
+            section.name_or_path, trust_remote_code=trusted, output_loading_info=True, **options
+        )
+        refuse_unsaved(section, found["missing_keys"], task)
     else:
         own = deepcopy(config)  # Transformers derives the model's generation config from this one
         as_given = _own_config(section, config.get_text_config().vocab_size)
@@ -254,6 +260,21 @@ def refuse_lost_buffers(section: ModelSection, config: PretrainedConfig, task: T
         raise ConfigError(
             f"model.name_or_path = {section.name_or_path!r}: its code fills {len(lost)} buffers that are not saved "
             f"({lost[0]}, ...) in __init__ alone, where Transformers has no values yet; fill them in _init_weights, too"
+        )
+
+
+def refuse_unsaved(section: ModelSection, missing: Collection[str], task: Task) -> None:
+    """Raise ConfigError for weights that the saved model does not have, so that they are random, and that would be
+    neither trained nor exported, beside adapters.
+    """
+    if section.lora is None or section.merges:
+        return
+    # peft trains these of a task with labels by itself.
+    kept = {*(section.lora.modules_to_save or ()), *(("classifier", "score") if task.adapters == "SEQ_CLS" else ())}
+    if lost := sorted({name.rpartition(".")[0] for name in missing if not kept & {*name.split(".")}}):
+        raise ConfigError(
+            f"model.lora: {section.name_or_path} has no weights for {', '.join(lost)}, and adapters hold none, so that "
+            f"random ones would be lost; write model.lora.export: merged"
         )
 
 

@@ -23,6 +23,7 @@ output's shape is given here.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Container, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -89,8 +90,14 @@ def _shown(value: Any) -> Hashable:
 @contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
     """A mode in which tensors have shapes and dtypes but no values; see the notes in the module's docstring."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _Answers():
-        yield mode
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # of a forward that fails it shows all of torch's calls
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, _Answers():
+            yield mode
+    finally:
+        log.setLevel(level)
 
 
 def materialise(model: nn.Module, without: Collection[str] = ()) -> None:

@@ -104,11 +104,43 @@ def check_model(config: RunConfig, built: Any) -> None:
     auto = TASKS[config.task].model_class
     if type(built) not in loaded(auto)._model_mapping and not config.model.trust_remote_code:
         what = f"{built.model_type} models are not for it: Transformers has no {auto.rpartition('.')[2]} of one"
-        raise config.error("task", config.task, what)
+        raise config.error("task", config.task, f"{what}; {tasks_of(built)}")
+    if TASKS[config.task].generates and sees_what_follows(built):
+        what = f"{built.model_type} models see the words that follow, so there is nothing to learn in predicting them"
+        raise config.error("task", config.task, f"{what}; {tasks_of(built)}")
+    if built.is_encoder_decoder and auto.endswith("SequenceClassification"):
+        what = f"{built.model_type} models find the end of a text by its values, which no plan can know"
+        raise config.error("task", config.task, f"{what}; {tasks_of(built)}")
     keys = built.get_text_config().to_dict()
     saved = partial(hub.file_of, config.model.name_or_path)
     refuse(config, list(TASKS[config.task].refuses_model(config, built, saved)))
     refuse(config, [refused for each in config.strategies.values() for refused in each.refuses_model(keys)])
+
+
+def tasks_of(built: Any) -> str:
+    """What may be written for a model of this configuration."""
+    fit = [task for task in TASKS.values() if type(built) in loaded(task.model_class)._model_mapping]
+    if built.is_encoder_decoder:
+        fit = [task for task in fit if task.name == "seq2seq"]
+    fit = [task for task in fit if not (task.generates and sees_what_follows(built))]
+    return f"its tasks are {', '.join(task.name for task in fit)}" if fit else "no task here takes one"
+
+
+def sees_what_follows(built: Any) -> bool:
+    """Whether the model is BERT or its like, whose words all see each other unless ``is_decoder`` is set."""
+    masked = type(built) in loaded("transformers.AutoModelForMaskedLM")._model_mapping
+    return masked and not built.is_encoder_decoder and getattr(built, "is_decoder", None) is False
+
+
+def refuse_positions(config: RunConfig, model: Any) -> None:
+    """Raise ConfigError for rows of more tokens than the model has vectors for positions, which fake tensors allow."""
+    from torch import nn
+
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    learned = (name for name, each in model.named_modules() if isinstance(each, nn.Embedding))
+    if most and config.data.max_length > most and any("position" in name or name.endswith("wpe") for name in learned):
+        what = f"the model has {most} positions; write {most} or less"
+        raise config.error("data.max_length", config.data.max_length, what)
 
 
 def refuse(config: RunConfig, found: Sequence[Refusal]) -> None:
@@ -206,6 +238,7 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
     casted = casts(config.strategies, precision)
     autocast = None if casted else compute
     model: Any = _meta_model(config)
+    refuse_positions(config, model)
     whole = _whole(config)
     if whole is not None:
         of_ranks = run_facts(config, 1)

@@ -37,7 +37,7 @@ from trainer.data import prepare as preparing
 from trainer.data import rows as task_rows
 from trainer.data import teacher
 from trainer.data import tokenizer as tokenizers
-from trainer.data.collate import check_packing
+from trainer.data.collate import check_batch, check_packing
 from trainer.data.prepare import Prepared
 from trainer.data.teacher import Lesson
 from trainer.dist.agreement import agreement
@@ -104,6 +104,7 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
         plans = plans_of(config, ranks, machine, resumes=resumed is not None, tune=True, say=write_line)
     plan = plans[plans[0].facts.run.grid.cell(ranks.rank).stage]
     check_packing(config)
+    check_batch(config, prepared.train, plan.facts.run.replicas)
     form = form or form_of_stages(config)
     refuse_under_zero(config, deepspeed.stage(plan))
     run = Run(config, ranks, folder, tokenizer, prepared, machine, plan, resumed, form)

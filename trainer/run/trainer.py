@@ -180,6 +180,9 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
         """As Hugging Face's, with our numbers; no record of a training that did not take place."""
         if self._trained or "train_loss" not in logs:
             self.meter.add_to(logs, self.state)
+            if "train_loss" in logs and self.args.world_size > 1:  # its steps since the last record are of one rank
+                each = torch.tensor([logs["train_loss"]], dtype=torch.float64, device=self.args.device)
+                logs["train_loss"] = self.accelerator.gather(each).mean().item()
             if "loss" in logs and self.accelerator.experts is not None:
                 logs.update(self.accelerator.experts.figures())
             super().log(logs, *rest, **more)
