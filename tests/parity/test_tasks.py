@@ -7,13 +7,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
 from torch.utils.data import SequentialSampler
 
-from tests.e2e.commands import write_jsonl
+from tests.e2e.commands import metrics, write_jsonl
 from tests.helpers.releases import needs_embedding, needs_modules
 from trainer.config.load import load_tree
 from trainer.data import pydoc_rows
@@ -76,10 +77,16 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     bert = transformers.BertConfig(
         vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4
     )
+    bart = transformers.BartConfig(
+        vocab_size=300, d_model=32, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=48, decoder_ffn_dim=48,
+        encoder_attention_heads=4, decoder_attention_heads=4, max_position_embeddings=LENGTH, pad_token_id=0,
+        bos_token_id=2, eos_token_id=1, decoder_start_token_id=1, forced_eos_token_id=1,
+    )  # fmt: skip
     models = {
         "llama": transformers.LlamaForCausalLM(llama),
         "t5": transformers.T5ForConditionalGeneration(t5),
         "bert": transformers.BertForMaskedLM(bert),
+        "bart": transformers.BartForConditionalGeneration(bart),
     }
     for name, model in models.items():
         if name == "bert":
@@ -87,6 +94,12 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model.save_pretrained(home / name)
         words.save_pretrained(home / name)
     return home
+
+
+def generated(prediction: Any) -> dict[str, float]:
+    """Numbers that say which tokens an evaluation has generated, and in which order."""
+    ids = prediction.predictions * (prediction.predictions > 0)
+    return {"sum": float((ids * np.arange(1, 1 + ids.size).reshape(ids.shape)).sum()), "columns": ids.shape[1]}
 
 
 # --- as the users of each Trainer train ------------------------------------------------------------------------------
@@ -121,7 +134,7 @@ def classification(base: str, folder: str, lora: Any, problem: str = "single_lab
     return Trainer(model, TrainingArguments(folder, **SAID), train_dataset=made, data_collator=collator)
 
 
-def seq2seq(base: str, folder: str, lora: Any) -> Any:
+def seq2seq(base: str, folder: str, lora: Any, **more: Any) -> Any:
     from transformers import (
         AutoModelForSeq2SeqLM,
         AutoTokenizer,
@@ -147,9 +160,10 @@ def seq2seq(base: str, folder: str, lora: Any) -> Any:
         from peft import get_peft_model
 
         model = get_peft_model(model, lora("SEQ_2_SEQ_LM"))
-    given = Seq2SeqTrainingArguments(folder, **SAID)
+    given = Seq2SeqTrainingArguments(folder, **SAID, **more)
     collator = DataCollatorForSeq2Seq(words, model=model, pad_to_multiple_of=8)
-    return Seq2SeqTrainer(model, given, train_dataset=made, data_collator=collator)
+    more = {"train_dataset": made, "eval_dataset": made, "processing_class": words, "compute_metrics": generated}
+    return Seq2SeqTrainer(model, given, data_collator=collator, **more)
 
 
 def of_trl(task: str, rows: str, **said: Any) -> Callable[..., Any]:
@@ -238,7 +252,7 @@ CASES = [
     slow("classification", "bert", "multi_label_classification"),
     slow("classification", "llama", "lora", also=[needs_modules]), slow("dpo", "llama", "lora"),
     slow("kto", "llama", ""), slow("orpo", "llama", ""), slow("reward", "llama", "lora", also=[needs_modules]),
-    slow("seq2seq", "t5", "lora"),
+    slow("seq2seq", "t5", "lora"), slow("seq2seq", "bart", ""),
 ]  # fmt: skip
 
 
@@ -269,6 +283,26 @@ def test_as_the_trainer_that_its_users_know(task: str, model: str, how: str, bas
     assert [name for name, each in expected.items() if not torch.equal(found[name], each)] == []
     before = tensors(Path(base))
     assert any(name not in before or not torch.equal(before[name], each) for name, each in found.items())
+
+
+@pytest.mark.slow
+def test_evaluations_generate_what_those_of_the_stock_trainer_generate(bases: Path, tmp_path: Path) -> None:
+    base, told = str(bases / "bart"), {"predict_with_generate": True, "generation_max_length": 12}
+    theirs = seq2seq(base, str(tmp_path / "stock"), None, **told, generation_num_beams=2)
+    theirs.train()
+    expected = {key: value for key, value in theirs.evaluate().items() if key in ("eval_sum", "eval_columns")}
+    assert expected["eval_sum"] > 0 and len(expected) == 2
+
+    rows = str(write_jsonl(tmp_path / "rows.jsonl", rows_of("pairs")))
+    data = {"path": rows, "eval_path": rows, "max_length": LENGTH, "max_target_length": TARGET}
+    more = {"generation_num_beams": 2, "eval_strategy": "steps", "eval_steps": 3}
+    said = {**SAID, **told, **more, "compute_metrics": "tests.parity.test_tasks:generated"}
+    training = {**said, "output_dir": str(tmp_path / "run")}
+    travel = {"offload": {"site": "host", "weights": "streamed", "prefetch": 0}}
+    tree = {"task": "seq2seq", "model": {"name_or_path": base}, "data": data, "training": training}
+    assert run(load_tree({**tree, "strategies": travel}), Ranks(), Stop()) == 0
+    (found,) = (record for record in metrics(tmp_path / "run") if "eval_sum" in record)
+    assert {key: found[key] for key in expected} == expected and 0 <= found["eval_exact_match"] <= 1
 
 
 def test_a_stream_of_declared_rows_trains_as_many(bases: Path, tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ CASES = [
         "did you mean data.columns: {text: txt}?"),
     case("preference pairs", {"d.jsonl": jsonl({"prompt": "x", "chosen": "y", "rejected": "z"})}, {},
         f"d.jsonl: no known format in columns prompt, chosen, rejected; expected one of {FORMATS}; "
-        "chosen and rejected are preference pairs, on which a language model's own loss is not trained"),
+        "chosen and rejected are preference pairs: write task: dpo, orpo or reward"),
     case("questions and answers", {"d.jsonl": jsonl({"question": "x", "answer": "y"})}, {},
         f"d.jsonl: no known format in columns question, answer; expected one of {FORMATS}; "
         "did you mean data.columns: {prompt: question, completion: answer}?"),

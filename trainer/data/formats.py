@@ -109,7 +109,7 @@ def detect(options: DataSection, source: Source) -> tuple[Format, dict[str, str]
 def _meant(columns: Sequence[str]) -> str:
     """What these columns may be meant as: only whole formats, since half a guess trains on nonsense."""
     if {"chosen", "rejected"} & set(columns):
-        return "; chosen and rejected are preference pairs, on which a language model's own loss is not trained"
+        return "; chosen and rejected are preference pairs: write task: dpo, orpo or reward"
     for prompt, completion in _PAIRS:
         if prompt in columns and completion in columns:
             return f"; did you mean data.columns: {{prompt: {prompt}, completion: {completion}}}?"
