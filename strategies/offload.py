@@ -21,10 +21,12 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import AfterValidator, Field, PrivateAttr
 
 from strategies.core.facts import Facts, Home, Precision, RunFacts
-from strategies.core.layout import Reduction, common_bytes, disk_bytes
-from strategies.core.optimizers import ELEMENTWISE
+from strategies.core.layout import Reduction, common_bytes
+from strategies.core.moments import MomentsAs
+from strategies.core.on_disk import disk_bytes
+from strategies.core.optimizers import ELEMENTWISE, OPTIMIZERS
 from strategies.core.plan import RUN, Conflict, Decision, EngineSet, Plan, Stow
-from strategies.core.protocol import BITWISE, MemoryRefusal, Parity, Phase, Refusal, Requirement, Strategy
+from strategies.core.protocol import BITWISE, LOSSY, MemoryRefusal, Parity, Phase, Refusal, Requirement, Strategy
 from strategies.core.sizes import AUTO, check_budget, human, parse_bytes
 from strategies.planner import edits, keep_or_offload, memory_rows
 from strategies.planner.budget import device_budget, host_budget
@@ -65,7 +67,7 @@ class Offload(Strategy):
     implies = {"buffers": {}, "cross_entropy": {}}
     takes_over = ("zero",)
     to_fit = {}
-    of_machine = ("disk", "disk_memory")
+    of_machine = ("disk", "disk_memory", "moments")
     requires = frozenset([Requirement.PARAMETERS, Requirement.COMPUTE_DTYPE, Requirement.BLOCK_TIMES])
     examples = (
         {"site": "device"},
@@ -117,6 +119,11 @@ class Offload(Strategy):
         "rounded from the masters each time they are fetched, which saves 2 bytes of host memory per parameter "
         "wherever a gradient does not use the same place, and takes time of the CPU.",
     )
+    moments: MomentsAs = Field(
+        default="fp32",
+        description="How AdamW's moments rest. bf16 and int8 save 4 and 6 bytes of host memory per parameter, all "
+        "updates are the CPU's and take longer, and training is not exact.",
+    )
     gather: Literal["auto", "network", "host"] = Field(
         default="auto",
         description="How ranks that share the state (strategies.zero) get each other's parts of weights that are on "
@@ -151,6 +158,8 @@ class Offload(Strategy):
         """Bit for bit in fp32 if one kernel updates everything and at most two ranks have gradients; bf16 rounds at
         other places than autocast.
         """
+        if said := self.in_fewer_bits():
+            return Parity(LOSSY, f"not exact: {said}")
         if run.precision is Precision.BF16:
             return Parity(2e-2, _ROUNDING)
         if run.replicas > 2:
@@ -175,6 +184,7 @@ class Offload(Strategy):
         if self.gather == "host" and not self._stage:
             yield self._refusal("gather", "ranks have parts of weights with strategies.zero only; leave it out")
         yield from self._refuses_disk(run)
+        yield from self._refuses_moments(run)
         if not self.weight_copies and run.precision is not Precision.BF16:
             cure = f"in {run.precision.value} the copy on the host is the master itself; leave it out"
             yield self._refusal("weight_copies", cure)
@@ -206,6 +216,8 @@ class Offload(Strategy):
         reason = "only the excess is offloaded, unless offloading more is faster"
         if on_disk := disk_bytes(layout):
             reason += f"; {human(on_disk)} of state rest on the disk ({self.disk})"
+        if said := self.in_fewer_bits():
+            reason += f"; not exact: {said}"
         if common_bytes(layout):
             reason += "; ranks copy each other's parts of weights up from the host's memory"
         yield Stow(unit=RUN, reason=reason, layout=layout)
@@ -254,6 +266,23 @@ class Offload(Strategy):
                 "disk", "has the masters that weight_copies: false rounds for each fetch; leave that out"
             )
 
+    def in_fewer_bits(self) -> str:
+        return "" if self.moments == "fp32" else f"moments in {self.moments}"
+
+    def _refuses_moments(self, run: RunFacts) -> Iterator[Refusal]:
+        if self.moments == "fp32":
+            return
+        if OPTIMIZERS.get(run.optim, ("",))[0] != "AdamW":
+            yield self._refusal("moments", f"is for AdamW's two, not for {run.optim}'s; leave it out")
+        if run.world_size > 1:
+            yield self._refusal("moments", f"is for one rank, and there are {run.world_size}; leave it out")
+        if run.precision is Precision.FP16:
+            yield self._refusal("moments", "is not for fp16, of which nobody has tried it; write training.bf16: true")
+        if self.disk is not None:
+            yield self._refusal("moments", "is for state in the host's memory, not on a disk; leave one of them out")
+        if self.site in ("device", "streamed"):
+            yield self._refusal("moments", f"is for what the CPU updates, not site: {self.site}; write site: host")
+
     def _common_host(self, facts: Facts) -> bool:
         machine, ways = facts.machine, self._ways(facts.run)
         if self.gather != "auto" or ways == 1 or 0 < machine.ranks < facts.run.world_size or not machine.in_order:
@@ -285,7 +314,8 @@ class Offload(Strategy):
             in_backward=self._may_update_in_backward(facts.run)
             if self.update_in_backward == "auto"
             else self.update_in_backward,
-            site=self.site,
+            site=self.site if self.moments == "fp32" else "host",
+            moments_as=self.moments,
             weights="resident" if decided["weights"] else self.weights,
             ways=self._ways(facts.run),
             splits_gradients=self._stage >= 2,

@@ -16,7 +16,9 @@ Memory arithmetic, per element of a bucket in a compute dtype of ``e`` bytes, ``
               On the device, if ranks share the gradients that wait there (``grad_split``)
     ARRIVAL   e on the host, in shared slots: a micro-batch's gradient before it is added to PARKED
     MASTER    4 at the update site; in fp32 only if the weight stays on the device and its update runs on the host
-    MOMENTS   4 m at the update site
+    MOMENTS   4 m at the update site; 2 m or m where the layout says so (``moments_as``), which is on the host
+    SCALES    4 m per block of elements, beside moments in int8
+    EXPANDED  on the host, one for all: the moments that are being updated, in fp32, and noise (``core/moments.py``)
     STEPS     4 per parameter: torch counts updates per parameter
     VISIT     4 m, and 4 for a master, on the device, in shared slots: state that is brought there for its update
     SCRATCH   fp32 copy of a stretch of bf16 gradient, on the device, one for all buckets
@@ -63,6 +65,7 @@ from enum import Enum
 from typing import Literal, NamedTuple, TypeAlias
 
 from strategies.core.facts import Home
+from strategies.core.moments import MOMENT_BYTES, MomentsAs, blocks_of, expanded_bytes
 
 PAGE_BYTES = 4096  # every spot on the host starts on such a boundary: memory is pinned page by page
 ALIGN_BYTES = 512  # every parameter starts on such a boundary: full-width copies and aligned vector loads
@@ -96,6 +99,8 @@ class Item(Enum):
     ARRIVAL = "arriving gradient"
     MASTER = "master weight"
     MOMENTS = "moments"
+    SCALES = "scales of moments"
+    EXPANDED = "expanded moments"
     STEPS = "update counts"
     VISIT = "visiting state"
     SCRATCH = "scratch"
@@ -172,6 +177,8 @@ class Layout:
         in_backward: updates start as gradients land, but for those on the device that need copies. These run in forward
             order under the next forward, as all do otherwise, after the norm of all gradients.
         disk: the folder of the file that has the state of buckets that are ``on_disk``; empty: there is none.
+        moments_as: how moments rest; in less than fp32 only those of AdamW that one rank's CPU updates, and training is
+            not exact then.
         reduction: how ranks that share a bucket add its gradients. "exact": each owner in the order of ranks; "fast":
             while they are sent, in the order of the library's reduce-scatter.
     """
@@ -181,7 +188,8 @@ class Layout:
     in_backward: bool
     accumulation: int  # micro-batches per update
     max_grad_norm: float  # 0 does not clip
-    moments: int = 2  # fp32 numbers of optimizer state per element
+    moments: int = 2  # numbers of optimizer state per element
+    moments_as: MomentsAs = "fp32"
     grad_slots: int = 2  # for gradients on their way down, and for weights that are rounded on their way up
     visit_slots: int = 2  # for visiting state
     window_slots: int = 3  # for state from the disk: one is read, one is updated, one is written
@@ -193,6 +201,10 @@ class Layout:
     @property
     def num_ticks(self) -> int:
         return 2 * len(self.units)
+
+    @property
+    def trained_spans(self) -> list[int]:
+        return [bucket.share for bucket in self.buckets if bucket.group is not None]
 
     def slots(self, item: Item) -> int:
         return {Item.VISIT: self.visit_slots, Item.WINDOW: self.window_slots}.get(item, self.grad_slots)
@@ -301,7 +313,10 @@ def needs(bucket: Bucket, layout: Layout) -> Iterator[Need]:
     if bucket.on_disk:
         yield Need(name, Item.WINDOW, Home.HOST, aligned(bucket.state_bytes(layout.moments), Home.HOST), passes=True)
     elif layout.moments:
-        yield Need(name, Item.MOMENTS, state_home, 4 * layout.moments * bucket.share)
+        each = MOMENT_BYTES[layout.moments_as]
+        yield Need(name, Item.MOMENTS, state_home, each * layout.moments * bucket.share)
+        if layout.moments_as == "int8":
+            yield Need(name, Item.SCALES, state_home, 4 * layout.moments * sum(blocks_of(bucket.sizes)))
     count_home = Home.HOST if bucket.site is Site.HOST else Home.DEVICE
     yield Need(name, Item.STEPS, count_home, aligned(4 * len(bucket.params)))
     numbers = layout.moments + bucket.mixed
@@ -309,25 +324,12 @@ def needs(bucket: Bucket, layout: Layout) -> Iterator[Need]:
         yield Need(name, Item.VISIT, Home.DEVICE, 4 * numbers * bucket.share, passes=True)
 
 
-def disk_offsets(layout: Layout) -> dict[str, int]:
-    """Where in the file the state of each bucket that is on the disk begins, by name. Its size is that of WINDOW."""
-    found, end = dict[str, int](), 0
-    for bucket in layout.buckets:
-        if bucket.on_disk:
-            found[bucket.name] = end
-            end += aligned(bucket.state_bytes(layout.moments), Home.HOST)
-    return found
-
-
-def disk_bytes(layout: Layout) -> int:
-    """The size of that file."""
-    return sum(aligned(b.state_bytes(layout.moments), Home.HOST) for b in layout.buckets if b.on_disk)
-
-
 def common_needs(layout: Layout, hosted_bytes: int = 0) -> Iterator[Need]:
     """The memory that belongs to no single bucket; ``hosted_bytes``: of saved tensors that wait on the host."""
     if scratch := scratch_bytes(layout):
         yield Need("", Item.SCRATCH, Home.DEVICE, scratch)
+    if expanded := expanded_bytes(layout.moments_as, layout.moments, layout.trained_spans):
+        yield Need("", Item.EXPANDED, Home.HOST, expanded)
     if received := received_bytes(layout):
         yield Need("", Item.RECEIVED, Home.DEVICE, received)
     if hosted_bytes:

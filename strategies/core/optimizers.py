@@ -2,7 +2,7 @@
 
 The memory engine updates pieces of parameters, wherever they lie. So it has those of torch's optimizers whose update of
 an element needs that element of weight, gradient and state and nothing else: ``STATE``. Not among them: factored
-moments (Adafactor), norms of whole tensors (LAMB, Muon), moments in 8 bits with a scale per block.
+moments (Adafactor), norms of whole tensors (LAMB, Muon), moments in 8 bits of other packages.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class Strategy(BaseModel, ABC):
     excludes: ClassVar[Mapping[str, str]] = {}
     # Options with which it makes training fit into less memory, for `launch/plan.py --fit`; None: it does not.
     to_fit: ClassVar[Mapping[str, Any] | None] = None
-    # Options that say what the machine has, which `launch/plan.py --fit` keeps as they are written.
+    # Options that say what the machine has or what is given up, which `launch/plan.py --fit` keeps as they are written.
     of_machine: ClassVar[tuple[str, ...]] = ()
     # The option that takes how many ranks of a machine share rows, for `launch/plan.py --fit` where nothing else fits.
     fits_rows_by: ClassVar[str] = ""
@@ -150,6 +150,10 @@ class Strategy(BaseModel, ABC):
 
     def of_these_ranks(self) -> str:
         """What has state of each rank that no other way, and no other number of ranks, goes on from; empty: nothing."""
+        return ""
+
+    def in_fewer_bits(self) -> str:
+        """What it keeps in fewer bits than plain training, so that the result is another one; empty: nothing."""
         return ""
 
     def divides(self) -> Mapping[Axis, int]:

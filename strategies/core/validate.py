@@ -127,6 +127,10 @@ def _choices(bucket: Bucket, layout: Layout) -> Iterator[str]:
         yield "its gradients need a slot: only those of one rank that wait on the host for an update there do not"
     if bucket.on_disk and not (bucket.site is Site.HOST and bucket.ways == 1 and bucket.state_bytes(layout.moments)):
         yield "only state of one rank that is updated on the host rests on the disk"
+    if layout.moments_as != "fp32" and not (bucket.site in (Site.NONE, Site.HOST) and bucket.ways == 1):
+        yield f"only moments of one rank that are updated on the host rest in {layout.moments_as}"
+    if layout.moments_as != "fp32" and bucket.on_disk:
+        yield f"state on the disk rests in fp32, not in {layout.moments_as}"
     if bucket.on_disk and not (layout.disk and layout.keeps_copies):
         yield "state rests on the disk, and there is no folder, or weights are rounded from their masters to be fetched"
 

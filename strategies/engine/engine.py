@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from strategies.core.layout import Addresses, Item, Layout, disk_bytes
+from strategies.core.layout import Addresses, Item, Layout
+from strategies.core.on_disk import disk_bytes
 from strategies.engine.buckets.bucket_state import BucketOf, BucketState, Job, Pending, Scale, find_overlapping
 from strategies.engine.memory.arena import Arena
 from strategies.engine.memory.disk_state import DiskState
@@ -38,6 +39,7 @@ from strategies.engine.transfer.transfer import Lane, Transfer
 from strategies.engine.transfer.worker import Worker, spare_cores
 from strategies.engine.updating.clipping import Clipping, SkippedSteps
 from strategies.engine.updating.gradients import Gradients
+from strategies.engine.updating.moments import Moments
 from strategies.engine.updating.norms import TotalNorm, norm_of_all
 from strategies.engine.updating.optim import UpdateRule
 from strategies.engine.updating.updates import Updates
@@ -89,7 +91,8 @@ class Engine(Copied):
         )
         self.worker = Worker(spare_cores() if beside else None, device)
         scratch = self.arena.of("", Item.SCRATCH, torch.float32)
-        self.updates = Updates(rule, self.residency, self.ranks, transfer, self.worker, scratch)
+        moments = None if layout.moments_as == "fp32" else Moments(layout, self.arena)
+        self.updates = Updates(rule, self.residency, self.ranks, transfer, self.worker, scratch, moments)
         order = [self.bucket_of[id(param)] for param in model.parameters() if param.requires_grad]
         self.trained = {id(bucket.params[index]) for bucket, index in order}
         self.gradients = Gradients(

@@ -44,6 +44,8 @@ def mismatches(model: nn.Module, layout: Layout, groups: list[dict[str, Any]], r
     moments = len(rule.names)
     if layout.moments != moments:
         yield f"the plan has room for {layout.moments} moments per parameter, the update rule keeps {moments}"
+    if layout.moments_as != "fp32" and rule.names != ("exp_avg", "exp_avg_sq"):
+        yield f"the plan has moments in {layout.moments_as}, which are AdamW's two: {rule.kind} has {list(rule.names)}"
     for bucket in layout.buckets:
         for name, size in zip(bucket.params, bucket.sizes, strict=True):
             param = params.get(name)

@@ -62,7 +62,8 @@ def _edits(facts: Facts, request: OffloadRequest, saved: int) -> Iterator[tuple[
         unclipped = replace(facts, run=replace(run, max_grad_norm=0.0))
         yield ("training.max_grad_norm: 0 (nothing is clipped)", unclipped, replace(request, in_backward=True), saved)
     if request.site != "auto" or request.weights != "auto" or request.gradients != "auto":
-        free = replace(request, site="auto", weights="auto", gradients="auto")
+        free = replace(request, site="auto" if request.moments_as == "fp32" else request.site)
+        free = replace(free, weights="auto", gradients="auto")
         yield ("strategies.offload.site, weights, gradients: auto", facts, free, saved)
     if request.ways > 2 and request.reduction == "exact":
         summed = replace(request, reduction="fast")

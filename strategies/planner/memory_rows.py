@@ -25,6 +25,7 @@ from strategies.core.layout import (
     rounded_to_fetch,
     scratch_bytes,
 )
+from strategies.core.moments import MOMENT_BYTES, expanded_bytes
 from strategies.core.plan import RUN, Kind, Plan, Reserve, Share
 from strategies.planner.addresses import all_needs, slot_pools, weight_packing
 
@@ -38,6 +39,8 @@ SHARED: Mapping[Item, tuple[str, str]] = {  # what belongs to no unit: its name 
     Item.SCRATCH: ("scratch", "gradients in fp32, a stretch at a time"),
     Item.PARKED: ("waiting gradients", "gradients for the CPU's update"),
     Item.RECEIVED: ("received gradients", "one bucket's, from all ranks, to be added"),
+    Item.SCALES: ("scales of moments", "one per block of them"),
+    Item.EXPANDED: ("expanded moments", "those that are updated, in fp32, and noise to round them"),
     Item.WINDOW: ("slots for state from the disk", "state that is read, updated or written"),
 }
 UPDATES: Mapping[Site, str] = {
@@ -89,7 +92,10 @@ def resting(bucket: Bucket, layout: Layout, kind: Kind) -> Resting:
     numbers = layout.moments if kind is Kind.MOMENT else int(own_master)
     if bucket.on_disk and (kind is Kind.MOMENT or bucket.mixed):
         return Resting(home, 0, "on the disk, visits the host for the CPU's update", ways)
-    return Resting(home, 4 * numbers, UPDATES[bucket.site], ways)
+    each, reason = 4, UPDATES[bucket.site]
+    if kind is Kind.MOMENT and layout.moments_as != "fp32":
+        each, reason = MOMENT_BYTES[layout.moments_as], f"{reason}, in {layout.moments_as}: not exact"
+    return Resting(home, each * numbers, reason, ways)
 
 
 def of_units(facts: Facts, layout: Layout) -> Iterator[Share]:
@@ -149,12 +155,15 @@ def _shared_bytes(layout: Layout, home: Home) -> dict[Item, int]:
     if home is Home.DEVICE:
         totals.update({Item.SCRATCH: scratch_bytes(layout), Item.WEIGHT: weight_packing(layout).arena})
         totals[Item.RECEIVED] = received_bytes(layout)
+    if home is Home.HOST:
+        expanded = expanded_bytes(layout.moments_as, layout.moments, layout.trained_spans)
+        totals[Item.EXPANDED] = aligned(expanded, home)
     for pool in slot_pools(layout):
         if pool.home is home:
             totals[pool.item] += pool.num_bytes
     passing = {bucket.name for bucket in layout.buckets if bucket.grad_passes}
     for need in all_needs(layout):
         is_grad = need.item is Item.PARKED and need.bucket in passing  # counted as the unit's gradient
-        if need.home is home and need.item in (Item.STEPS, Item.PARKED) and not is_grad:
+        if need.home is home and need.item in (Item.STEPS, Item.PARKED, Item.SCALES) and not is_grad:
             totals[need.item] += aligned(need.num_bytes, home)
     return totals

@@ -42,6 +42,7 @@ from strategies.core.layout import (
     ticks_of,
     uses,
 )
+from strategies.core.moments import MomentsAs, expanded_bytes
 from strategies.planner.addresses import size_classes
 from strategies.planner.buckets import capacity, form, offloadable
 
@@ -70,9 +71,9 @@ class OffloadRequest:
 
     ``prefetch`` is how many ticks ahead of its use a weight comes at most; None: as early as memory allows. ``ways`` is
     how many ranks hold a span of each bucket, ``splits_gradients`` whether of gradients on the device as well, and
-    ``reduction`` how they add gradients; ``common_host``: they read weights out of each other's host memory. ``disk``
-    is a folder for optimizer state, which may take ``disk_bytes`` there; empty: none. What is in ``decided`` follows
-    from something else than the options.
+    ``reduction`` how they add gradients; ``common_host``: they read weights out of each other's host memory.
+    ``moments_as``: how moments rest. ``disk`` is a folder for optimizer state, which may take ``disk_bytes`` there;
+    empty: none. What is in ``decided`` follows from something else than the options.
     """
 
     device_bytes: int
@@ -90,6 +91,7 @@ class OffloadRequest:
     splits_gradients: bool = False
     common_host: bool = False
     reduction: Reduction = "exact"
+    moments_as: MomentsAs = "fp32"
     disk: str = ""
     disk_bytes: int = 0
     decided: frozenset[str] = frozenset()
@@ -174,6 +176,7 @@ class Places:
             accumulation=facts.run.accumulation,
             max_grad_norm=facts.run.max_grad_norm,
             moments=facts.run.moments,
+            moments_as=request.moments_as,
             grad_slots=1 + max(passing.values(), default=1),
             keeps_copies=request.keeps_copies,
             common_host=request.common_host,
@@ -181,7 +184,10 @@ class Places:
             disk=request.disk,
         )
         ticks = ticks_of(self._empty.units)
-        self._received = received_bytes(replace(self._empty, buckets=self.buckets))
+        everything = replace(self._empty, buckets=self.buckets)
+        self._received = received_bytes(everything)
+        expanded = expanded_bytes(request.moments_as, facts.run.moments, everything.trained_spans)
+        self._expanded = aligned(expanded, Home.HOST)
         self._weights = [aligned(bucket.weight_bytes) for bucket in self.buckets]
         self._ticks = [uses(bucket, ticks) for bucket in self.buckets]
         shapes: dict[tuple[object, ...], int] = {}
@@ -307,7 +313,8 @@ class Places:
 
     def _sizes(self, placement: Placement) -> Sizes:
         """What ``place`` finds for the layout, much faster: ``weights + rest`` on the device, ``host`` on the host."""
-        device = host = mixed = 0
+        device = mixed = 0
+        host = self._expanded
         passed: dict[Item, Counter[int]] = {item: Counter() for item in PASSING}
         for (index, place), number in self.alike(placement).items():
             cost = self._costs(index, place)

@@ -32,6 +32,7 @@ from strategies.core.layout import (
     ticks_of,
     uses,
 )
+from strategies.core.moments import SLOWER, touched_bytes
 from strategies.core.plan import Plan
 from strategies.planner.addresses import slot_numbers, weight_packing
 from strategies.planner.exchanges import gather_rate, sums_slowdown
@@ -222,7 +223,9 @@ def _update(
         return None
     elements = -(-sum(bucket.sizes) // bucket.ways)
     if bucket.site is Site.HOST:
-        seconds, touched = elements / rates.update_params_per_s(facts.run.precision), elements * HOST_UPDATE_BYTES
+        kind = layout.moments_as
+        seconds = elements * SLOWER[kind] / rates.update_params_per_s(facts.run.precision)
+        touched = elements * touched_bytes(kind, HOST_UPDATE_BYTES)
     else:
         touched = elements * TOUCHED_BYTES
         stretches = -(-elements // SCRATCH_ELEMENTS) if bucket.mixed else 1

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 
-from strategies.core.layout import disk_bytes
+from strategies.core.on_disk import disk_bytes
 from strategies.core.plan import NONE, Home, Keep, Kind, Plan
 from strategies.core.sizes import human
 from strategies.planner import gemm_routes
@@ -26,7 +26,7 @@ def text(plan: Plan, cost: StepCost | None, advice: Sequence[str] = (), stages: 
     holds, the state, routes of linear layers, recomputation, the buckets, and what is busy in the step.
     """
     lines = [plan_table.title(plan), *plan_table.summary(plan), *([headline(plan, cost)] if cost else [])]
-    lines += disk_lines(plan, cost)
+    lines += [*moment_lines(plan), *disk_lines(plan, cost)]
     lines += ["what would change it most, estimated:", *advice] if advice else []
     grid = [*plan_table.grid_table(plan.facts.run.grid), *plan_table.stage_table(stages)]
     tables = (plan_table.lines(plan), gemm_routes.lines(plan), recompute_lines(plan), plan_table.bucket_lines(plan))
@@ -65,6 +65,12 @@ def headline(plan: Plan, cost: StepCost) -> str:
         f"{step}, of which forward and backward {cost.compute_seconds:.3g} s "
         f"({cost.compute_seconds / cost.seconds:.0%}); {cost.outcome.binds.value} binds; rates: {cost.origin}"
     )
+
+
+def moment_lines(plan: Plan) -> Iterator[str]:
+    """That training is not exact, and why."""
+    if plan.layout is not None and plan.layout.moments_as != "fp32":
+        yield f"not exact: moments in {plan.layout.moments_as}, rounded stochastically in each of the CPU's updates"
 
 
 def disk_lines(plan: Plan, cost: StepCost | None) -> Iterator[str]:

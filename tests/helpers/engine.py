@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from strategies.core.facts import Facts, Home, Param, UnitKind
 from strategies.core.layout import Bucket, Layout, Site
+from strategies.core.moments import MomentsAs
 from strategies.core.optimizers import state_names
 from strategies.core.plan import Plan
 from strategies.core.protocol import MemoryRefusal
@@ -315,6 +316,7 @@ def plan_of(
     copies: bool = True,
     visit_slots: int = 2,
     disk: str = "",
+    moments_as: MomentsAs = "fp32",
     debug: bool = True,
 ) -> Made:
     """What the planner makes of these wishes; of those it has no word for, its layout changed by hand.
@@ -328,6 +330,7 @@ def plan_of(
             each other's parts of weights; ``reduction``: how they add gradients.
         direct: gradients that wait on the host, for updates there, have no slot.
         copies: weights that travel rest on the host in the dtype of compute, beside their masters.
+        moments_as: how moments rest.
         disk: a folder, where the state of all buckets rests that are updated on the host; two slots for it.
     """
     params = groups_of(model, groups)
@@ -370,7 +373,7 @@ def plan_of(
     assert bool(moving) is (weights != "resident")
     buckets = tuple(replace(b, resident_ticks=()) for b in buckets)
     bare = replace(made.layout, buckets=buckets, keeps_copies=copies, visit_slots=visit_slots)
-    bare = replace(bare, disk=disk, window_slots=2)
+    bare = replace(bare, disk=disk, window_slots=2, moments_as=moments_as)
     return Made.of(weight_schedule.only_while_used(bare, moving, int(prefetch)), made.facts.params, ranks, debug=debug)
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from strategies.core.facts import Home
-from strategies.core.layout import Item, disk_bytes
+from strategies.core.layout import Item
+from strategies.core.on_disk import disk_bytes
 from strategies.core.protocol import MemoryRefusal
 from strategies.engine import SGD, AdamW, StowOptimizer, stow
 from strategies.engine.memory import disk_state, scratch_file

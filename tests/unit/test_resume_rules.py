@@ -15,7 +15,18 @@ from trainer.config.sections import OPTIONAL, SECTIONS, LoraSection
 from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError
 from trainer.run import resume_rules, resuming
-from trainer.run.resume_rules import COMPRESSION, MOVES, NEVER, RULES, SAID, SILENT, compare, compare_contents, rule_of
+from trainer.run.resume_rules import (
+    COMPRESSION,
+    MOMENTS,
+    MOVES,
+    NEVER,
+    RULES,
+    SAID,
+    SILENT,
+    compare,
+    compare_contents,
+    rule_of,
+)
 from trainer.run.same_rows import Known
 
 
@@ -27,7 +38,7 @@ def keys() -> Iterator[str]:
 
 def test_every_key_has_a_rule_and_every_rule_a_key() -> None:
     assert {"task", *OPTIONAL, *keys()} == set(RULES)
-    assert set(RULES.values()) == {SILENT, SAID, NEVER, *ALLOWABLE} - {COMPRESSION, "ranks"}
+    assert set(RULES.values()) == {SILENT, SAID, NEVER, *ALLOWABLE} - {COMPRESSION, MOMENTS, "ranks"}
 
 
 def changed(now: dict[str, Any], saved: dict[str, Any] | None = None, ranks: tuple[int, int] = (1, 1)) -> Any:
@@ -133,6 +144,26 @@ def test_compressed_exchanges(saved: dict[str, Any], now: dict[str, Any], ranks:
     assert "training.allow_change: [compression]" in refused[0].what
     assert changed({**now, "allow_change": ["ranks", "compression"]}, saved, ranks).refused == []
     assert changed(now, now, (2, 2)).refused == []
+
+
+def offloaded(moments: str) -> dict[str, Any]:
+    return {"strategies": {"offload": {"moments": moments}}}
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "was"),
+    [
+        ({}, offloaded("int8"), "saved with moments in fp32"),
+        (offloaded("int8"), {}, "saved with moments in int8"),
+        (offloaded("int8"), offloaded("bf16"), "saved with moments in int8"),
+    ],
+)
+def test_moments_in_fewer_bits(saved: dict[str, Any], now: dict[str, Any], was: str) -> None:
+    (refused,) = changed(now, saved).refused
+    assert refused.key == "strategies.offload" and was in refused.what
+    assert "training.allow_change: [moments]" in refused.what
+    assert changed({**now, "allow_change": ["moments"]}, saved).refused == []
+    assert changed(now, now).refused == changed({}, offloaded("fp32")).refused == []
 
 
 def ranks_and_accumulation(now: dict[str, Any], ranks: tuple[int, int], rows: int | None = 64, **model: Any) -> Any:

@@ -37,11 +37,11 @@ from torch import Tensor
 
 from strategies.core.commit import refuse_unwritable
 from strategies.core.facts import HOST_UPDATE_BYTES, Rates
+from strategies.core.moments import HOST_CHUNK
 from strategies.engine.memory import accelerator
 from strategies.engine.transfer.transfer import Lane, transfer_for
 from strategies.engine.transfer.worker import Worker, spare_cores
 from strategies.engine.updating.optim import AdamW, Operands
-from strategies.engine.updating.updates import HOST_CHUNK
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import WorldError, run_world
 from trainer.machine.disk_rates import measure as measure_disk

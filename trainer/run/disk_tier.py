@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from strategies.core.layout import disk_bytes
+from strategies.core.on_disk import disk_bytes
 from strategies.engine.memory.scratch_file import ScratchFile
 
 if TYPE_CHECKING:

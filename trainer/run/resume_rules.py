@@ -9,7 +9,8 @@ Some changes of a config are meant (fewer log lines, another learning rate), som
 * ``NEVER``: the saved state does not fit.
 
 Strategies may change: they decide where state rests and who holds it (``MOVES``); it is said. Where ranks have state of
-their own, as of compressed exchanges, other options or another number of ranks are ``compression``. Ranks and
+their own, as of compressed exchanges, other options or another number of ranks are ``compression``; state in fewer
+bits is ``moments``. Ranks and
 accumulation may change together, if updates keep their rows (``same_rows.py``). A key that is in no rule is refused,
 and a test compares the table with the sections of the config.
 """
@@ -28,7 +29,7 @@ from trainer.run import same_rows
 from trainer.run.same_rows import ACCUMULATION, FOLLOWS_LOSS, NOT_KNOWN, RANKS, Known
 
 SILENT, SAID, NEVER, MOVES = "silent", "said", "never", "moves"
-COMPRESSION = "compression"  # of a strategy, by what it says itself
+COMPRESSION, MOMENTS = "compression", "moments"  # of a strategy, by what it says itself
 
 _SILENT_TRAINING = """
     output_dir logging_strategy logging_steps logging_first_step log_on_each_node log_level log_level_replica
@@ -131,6 +132,7 @@ def compare(
     allowed = now.get("training", {}).get("allow_change", ())
     found = [(key, rule_of(key), old, new) for key, old, new in differences(saved, now)]
     found += [(key, COMPRESSION, old, new) for key, old, new in _of_ranks(saved, now, ranks)]
+    found += [(key, MOMENTS, old, new) for key, old, new in _in_fewer_bits(saved, now)]
     keys, said, refused = changes = Changes(set(), [], [])
     other_rows = ""
     if ranks[0] != ranks[1]:
@@ -211,6 +213,15 @@ def _of_ranks(saved: Mapping[str, Any], now: Mapping[str, Any], ranks: Sequence[
             yield f"strategies.{name}", f"gradients exchanged {old}", f"gradients exchanged {new}"
 
 
+def _in_fewer_bits(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Strategies that keep state in fewer bits than plain training, or did, unless they do so as before."""
+    trees = [tree.get("strategies", {}) for tree in (saved, now)]
+    for name in sorted({name for tree in trees for name in tree} & set(available())):
+        old, new = (find(name).model_validate(tree[name]).in_fewer_bits() if name in tree else "" for tree in trees)
+        if old != new:
+            yield f"strategies.{name}", old or "moments in fp32", new or "moments in fp32"
+
+
 def rule_of(key: str) -> str:
     """The rule of a dotted key; keys of ``model.config`` by what they are."""
     if key.startswith("strategies."):
@@ -250,4 +261,4 @@ def _shown(value: object) -> str:
     return "not set" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-assert set(ALLOWABLE) == {*_GROUPS, COMPRESSION, "ranks"}, "training.allow_change names the groups of this table"
+assert set(ALLOWABLE) == {*_GROUPS, COMPRESSION, MOMENTS, "ranks"}, "training.allow_change has the groups of this table"

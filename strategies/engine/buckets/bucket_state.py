@@ -32,12 +32,14 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from strategies.core.layout import Bucket, Item, Layout, Site, leads, parks_in_copy, rounded_to_fetch
+from strategies.core.moments import MomentsAs, blocks_of
 from strategies.core.plan import Home
 from strategies.engine.buckets.gradient_state import GradientState
 from strategies.engine.memory.arena import Arena
@@ -46,6 +48,8 @@ from strategies.engine.tensors.loans import HandedOut
 from strategies.engine.tensors.parameter_views import ParameterViews
 from strategies.engine.tensors.parameters import put
 from strategies.engine.transfer.transfer import Event
+
+MOMENT_DTYPES: Mapping[MomentsAs, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
 class Pending(Enum):
@@ -138,8 +142,11 @@ class BucketState:
         self.parked = self.copy if parks_in_copy(spec, layout) else flat(Item.PARKED, dtype)
         self.arrival = flat(Item.ARRIVAL, dtype)
         self.master = flat(Item.MASTER, torch.float32)
-        moments = flat(Item.MOMENTS, torch.float32, layout.moments)
+        moments = flat(Item.MOMENTS, MOMENT_DTYPES[layout.moments_as], layout.moments)
         self.moments = [] if moments is None else list(moments.view(layout.moments, spec.share))
+        scales = arena.of(spec.name, Item.SCALES, torch.float32)
+        self.scales = [] if scales is None else list(scales.view(layout.moments, -1))
+        self.first_blocks = tuple(accumulate(blocks_of(spec.sizes), initial=0))  # of each parameter, in ``scales``
         self._disk = disk if spec.on_disk else None
         window = flat(Item.WINDOW, torch.float32, layout.moments + spec.mixed)
         if window is not None:

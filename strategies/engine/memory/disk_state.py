@@ -25,7 +25,8 @@ from heapq import heappush
 import torch
 from torch import Tensor
 
-from strategies.core.layout import Item, Layout, disk_bytes, disk_offsets
+from strategies.core.layout import Item, Layout
+from strategies.core.on_disk import disk_bytes, disk_offsets
 from strategies.engine.memory.arena import Arena
 from strategies.engine.memory.scratch_file import ScratchFile
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +27,25 @@ from strategies.engine.tensors.loans import LentParameter
 from strategies.engine.tensors.nested import same_bits
 from strategies.engine.tensors.parameters import RAW_DATA, Copied
 from strategies.engine.transfer.transfer import Lane
+from strategies.engine.updating.chunks import Chunk
 
 SWAPPED = (
     "torch.__future__.set_swap_module_params_on_conversion(True) makes load_state_dict replace what a plan has given "
     "its memory: set it to False"
 )
+
+
+AtHand: TypeAlias = Callable[..., AbstractContextManager[None]]
+
+
+class StatePart(NamedTuple):
+    """A part of a parameter's state: its first element, and flat views by torch's names, which have their values inside
+    of ``at_hand()``, and keep what is written inside of ``at_hand(writes=True)``.
+    """
+
+    start: int
+    state: dict[str, Tensor]
+    at_hand: AtHand
 
 
 class StateAccess(Copied):
@@ -236,17 +251,24 @@ class StateAccess(Copied):
     # --- optimizer state ---------------------------------------------------------------------------------------------
 
     def state_of(self, param: nn.Parameter) -> dict[str, Tensor]:
-        """Views by torch's names, copies of what is on the disk; ``master`` where the weight has a lower precision."""
+        """Views, or copies (``copies_state_of``), by torch's names; ``master`` if the weight has a lower precision."""
         bucket, index = self.engine.bucket_of[id(param)]
         if bucket.is_shared:
             raise RuntimeError(
                 f"the optimizer's state of {bucket.spec.params[index]} is shared over ranks, and no rank has all of "
                 f"it: save it in a checkpoint of the run"
             )
-        state, shape = next(tensors for _, tensors in self.pieces_of(param)), param.shape
-        with bucket.at_hand():
-            found = {n: tensor.clone() if bucket.spec.on_disk else tensor for n, tensor in state.items()}
-        return {"step": self.count_of(param)} | {name: tensor.view(shape) for name, tensor in found.items()}
+        parts: dict[str, list[Tensor]] = {}
+        for part in self.parts_of(param):
+            with part.at_hand():
+                for name, tensor in part.state.items():
+                    parts.setdefault(name, []).append(tensor.clone() if self.copies_state_of(bucket) else tensor)
+        found = {name: some[0] if len(some) == 1 else torch.cat(some) for name, some in parts.items()}
+        return {"step": self.count_of(param)} | {name: tensor.view(param.shape) for name, tensor in found.items()}
+
+    def copies_state_of(self, bucket: BucketState) -> bool:
+        """Whether state that is read from outside is a copy: what rests is on the disk, or in less than fp32."""
+        return bucket.spec.on_disk or self.engine.updates.moments is not None
 
     def count_of(self, param: nn.Parameter) -> Tensor:
         """How many updates ``param`` has had, as a view; on a rank that has a piece of it."""
@@ -254,29 +276,37 @@ class StateAccess(Copied):
         assert bucket.steps is not None, "a frozen parameter has no state"
         return bucket.steps[index]
 
-    def pieces_of(self, param: nn.Parameter) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """What this rank has of the moments and the master: the first element, and flat views by torch's names, to be
-        used inside of the bucket's ``at_hand``.
-        """
+    def parts_of(self, param: nn.Parameter) -> Iterator[StatePart]:
+        """What this rank has of the moments and the master of ``param``."""
         bucket, index = self.engine.bucket_of[id(param)]
-        flats = dict(zip(self.engine.rule.names, bucket.moments, strict=True))
-        if bucket.spec.mixed:
-            assert bucket.master is not None
-            flats["master"] = bucket.master
+        moments, names = self.engine.updates.moments, self.engine.rule.names
         for piece in bucket.pieces_in([index]):
-            yield piece.start, {name: flat[piece.at : piece.at + piece.size] for name, flat in flats.items()}
+            step = max(1, piece.size if moments is None else moments.chunk)
+            for start in range(0, max(1, piece.size), step):
+                stop = min(piece.size, start + step)
+                chunk = Chunk(index, piece.at + start, piece.at + stop, stop == piece.size)
+                flats = [flat[chunk.start : chunk.stop] for flat in bucket.moments]
+                at_hand: AtHand = bucket.at_hand
+                if moments is not None:
+                    flats, at_hand = moments.places(chunk), partial(moments.held, bucket, chunk)
+                state = dict(zip(names, flats, strict=True))
+                if bucket.spec.mixed:
+                    assert bucket.master is not None
+                    state["master"] = bucket.master[chunk.start : chunk.stop]
+                yield StatePart(piece.start + start, state, at_hand)
 
     @torch.no_grad()
     def set_state(self, param: nn.Parameter, state: Mapping[str, Any]) -> None:
         """Copy ``state`` into the arenas; a master also becomes the weight."""
-        bucket, _ = self.engine.bucket_of[id(param)]
-        places = {"step": self.count_of(param)} | next(tensors for _, tensors in self.pieces_of(param))
-        with bucket.at_hand(writes=True):
-            for name, place in places.items():
-                if name in state:
-                    place.copy_(torch.as_tensor(state[name]).reshape(place.shape))
-                elif name == "step" and state.keys() & set(self.engine.rule.names):
-                    place.fill_(1)  # torch does not count SGD's updates
+        if "step" in state:
+            self.count_of(param).copy_(torch.as_tensor(state["step"]).reshape(()))
+        elif state.keys() & set(self.engine.rule.names):
+            self.count_of(param).fill_(1)  # torch does not count SGD's updates
+        for part in self.parts_of(param):
+            with part.at_hand(writes=True):
+                for name in state.keys() & part.state.keys():
+                    flat, place = torch.as_tensor(state[name]).reshape(param.shape).view(-1), part.state[name]
+                    place.copy_(flat[part.start : part.start + place.numel()])
         if "master" in state:
             self.set_weight(param, self.state_of(param)["master"].to(param.dtype), master=False)
 
@@ -284,10 +314,9 @@ class StateAccess(Copied):
     def forget_state(self, param: nn.Parameter) -> None:
         """As if ``param`` had never been updated; its master stays."""
         self.count_of(param).zero_()
-        bucket, _ = self.engine.bucket_of[id(param)]
-        with bucket.at_hand(writes=True):
-            for _, state in self.pieces_of(param):
-                for name, place in state.items():
+        for part in self.parts_of(param):
+            with part.at_hand(writes=True):
+                for name, place in part.state.items():
                     if name != "master":
                         place.zero_()
 
@@ -305,9 +334,10 @@ class State(MutableMapping[nn.Parameter, dict[str, Tensor]]):
         if not self._access.count_of(param) > 0:
             return {}
         bucket, index = self._access.engine.bucket_of[id(param)]
-        if bucket.spec.on_disk:
+        if self._access.copies_state_of(bucket):
+            where = "on the disk" if bucket.spec.on_disk else f"in {self._access.engine.layout.moments_as}"
             raise RuntimeError(
-                f"the optimizer's state of {bucket.spec.params[index]} rests on the disk, and there is no memory for "
+                f"the optimizer's state of {bucket.spec.params[index]} rests {where}, and there is no memory for "
                 f"all of it: read it by optimizer.state_of(param), or save it by optimizer.save(folder)"
             )
         return self._access.state_of(param)

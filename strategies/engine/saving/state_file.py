@@ -45,17 +45,17 @@ class EngineState:
         rule = self._engine.rule
         for bucket in self._engine.buckets:
             for param in bucket.params if bucket.spec.group is not None else ():
-                name, shape, pieces = names[id(param)], tuple(param.shape), list(self._access.pieces_of(param))
+                name, shape, parts = names[id(param)], tuple(param.shape), list(self._access.parts_of(param))
                 step = self._access.count_of(param).item()
                 updated = step > 0 or rule.kernel.begins
                 spans = [
-                    Span(name, kind, shape, start, tensor, at_hand=bucket.at_hand)
-                    for start, state in pieces
-                    for kind, tensor in state.items()
+                    Span(name, kind, shape, part.start, tensor, at_hand=part.at_hand)
+                    for part in parts
+                    for kind, tensor in part.state.items()
                     if updated or kind == MASTER
                 ]
                 numbers = {"step": step} if updated and (rule.kernel.counts or not rule.names) else {}
-                if pieces:
+                if parts:
                     kinds = {span.kind: span.shape for span in spans}
                     yield name, Described(shape, bucket.spec.dtype, numbers, kinds), spans
 
@@ -102,12 +102,11 @@ class EngineState:
             access.forget_state(param)
             kept = known.tensors.keys() - {MASTER, WEIGHT}  # of SGD, which torch does not count
             access.count_of(param).fill_(known.numbers.get("step", bool(kept)))
-            bucket, _ = self._engine.bucket_of[id(param)]
-            with bucket.at_hand(writes=True):
-                for start, places in access.pieces_of(param):
+            for part in access.parts_of(param):
+                with part.at_hand(writes=True):
                     for kind in known.tensors:
                         if kind not in (MASTER, WEIGHT):
-                            saved.store.read(name, kind, start, places[kind])
+                            saved.store.read(name, kind, part.start, part.state[kind])
 
     def fill_weights(self, weights: Weights) -> None:
         """Take over every weight that was saved, one by one, and its master."""

@@ -34,52 +34,27 @@ at multiples of a vector from the start of the parameter, and the last chunk end
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from strategies.core.layout import SCRATCH_ELEMENTS, Site
+from strategies.core.moments import HOST_CHUNK
 from strategies.engine.buckets.bucket_state import BucketState, Job, Pending, Scale
 from strategies.engine.ranks.replicas import OneRank
 from strategies.engine.residency import Residency
 from strategies.engine.transfer.transfer import Event, Lane, Transfer
 from strategies.engine.transfer.worker import Worker
+from strategies.engine.updating.chunks import chunks_of
+from strategies.engine.updating.moments import Moments
 from strategies.engine.updating.optim import Operands, UpdateRule, zeros_stay
-
-# Elements the worker takes at a time; fastest in benchmarks/records/2026-11-21_cpu-update_2-core.
-HOST_CHUNK = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Elements ``start`` to ``stop`` of this rank's span, of parameter ``index``; ``last``: of what it has of it."""
-
-    index: int
-    start: int
-    stop: int
-    last: bool
-
-
-def chunks_of(bucket: BucketState, touched: Sequence[int], limit: int) -> Iterator[list[Chunk]]:
-    """This rank's pieces of ``touched``, cut into chunks and grouped into calls of at most ``limit`` elements."""
-    call: list[Chunk] = []
-    room = limit
-    for piece in bucket.pieces_in(touched):
-        for start in range(0, piece.size, limit):
-            stop = min(piece.size, start + limit)
-            if stop - start > room:
-                yield call
-                call, room = [], limit
-            call.append(Chunk(piece.index, piece.at + start, piece.at + stop, stop == piece.size))
-            room -= stop - start
-    if call:
-        yield call
 
 
 class Updates:
-    """Carries out jobs. ``scratch``: fp32, on the device; None where no mixed-precision bucket is updated there."""
+    """Carries out jobs. ``scratch``: fp32, on the device; None where no mixed-precision bucket is updated there.
+    ``moments`` expands those that rest in less than fp32; None where none do.
+    """
 
     def __init__(
         self,
@@ -89,7 +64,9 @@ class Updates:
         transfer: Transfer,
         worker: Worker,
         scratch: Tensor | None,
+        moments: Moments | None,
     ) -> None:
+        self.moments = moments
         self._rule, self._residency, self._ranks = rule, residency, ranks
         self._transfer, self._worker, self._scratch = transfer, worker, scratch
         self._host_scratch = torch.empty(HOST_CHUNK, dtype=torch.float32)
@@ -257,13 +234,16 @@ class Updates:
     ) -> None:
         """Apply the update rule to all parameters that have a gradient, in calls of as many elements as ``scratch``
         has, which takes gradients of a lower precision as fp32. ``grad`` and ``state`` (the master, or in fp32 the
-        weight, and the moments) are flat views of this rank's span, all on the device or all on the host.
+        weight, and the moments) are flat views of this rank's span, all on the device or all on the host. Moments that
+        rest in less than fp32 are expanded for each call.
         """
         assert bucket.steps is not None
         whole = bucket.spec.share if self._rule.flagged else SCRATCH_ELEMENTS  # others take memory of their own
         limit = whole if scratch is None else scratch.numel()
         if bucket.zeros_stay:
             limit = min(limit, SCRATCH_ELEMENTS)
+        if self.moments is not None:
+            limit = min(limit, self.moments.chunk)
         for call in chunks_of(bucket, job.touched, limit):
             grads = [grad[chunk.start : chunk.stop] for chunk in call]
             if bucket.spec.mixed:
@@ -279,9 +259,13 @@ class Updates:
             # on copies.
             steps = [bucket.steps[chunk.index] if chunk.last else bucket.steps[chunk.index].clone() for chunk in call]
             masters, *moments = ([flat[chunk.start : chunk.stop] for chunk in call] for flat in state)
+            if self.moments is not None:
+                moments = self.moments.expand(bucket, call)
             pruned = [m for m, chunk in zip(masters, call, strict=True) if chunk.index in bucket.zeros_stay]
             with zeros_stay(pruned):
                 self._rule.update(Operands(masters, grads, moments, steps), job.group, bad)
+            if self.moments is not None:
+                self.moments.compress(bucket, call, moments, steps)
 
 
 def _visit_views(bucket: BucketState) -> list[Tensor]:

@@ -1,0 +1,67 @@
+"""Moments in fewer bits without an engine: of one parameter, by the codec alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strategies.core.layout import Site
+from strategies.core.moments import MomentsAs, blocks_of, expanded_bytes
+from strategies.engine.buckets.bucket_state import MOMENT_DTYPES
+from strategies.engine.updating.chunks import Chunk
+from strategies.engine.updating.moments import Moments
+from tests.helpers.engine import adamw
+from tests.helpers.layouts import bucket, layout
+
+
+class OneParameter:
+    """The two moments of parameter ``name`` of ``size`` elements, at rest as ``kind``."""
+
+    def __init__(self, kind: MomentsAs, name: str, size: int) -> None:
+        spec = bucket("alone", "layers.0", size, site=Site.HOST, params=(name,))
+        where = layout(spec, moments_as=kind)
+        room = torch.zeros(expanded_bytes(kind, 2, where.trained_spans) // 4)
+        arena: Any = SimpleNamespace(of=lambda *_: room)
+        self.moments, blocks = Moments(where, arena), blocks_of(spec.sizes)
+        self.bucket: Any = SimpleNamespace(
+            spec=spec,
+            moments=list(torch.zeros(2, spec.share, dtype=MOMENT_DTYPES[kind])),
+            scales=list(torch.zeros(2, sum(blocks))),
+            first_blocks=tuple(accumulate(blocks, initial=0)),
+        )
+        step = self.moments.chunk
+        self._chunks = [Chunk(0, at, min(size, at + step), at + step >= size) for at in range(0, size, step)]
+
+    def put(self, values: Sequence[Tensor], count: int = 1) -> None:
+        """Compress ``values`` as after update number ``count``."""
+        for chunk in self._chunks:
+            found = self.moments.expand(self.bucket, [chunk])
+            for views, value in zip(found, values, strict=True):
+                views[0].copy_(value.reshape(-1)[chunk.start : chunk.stop])
+            self.moments.compress(self.bucket, [chunk], found, [count])
+
+    def get(self) -> list[Tensor]:
+        parts = [[views[0].clone() for views in self.moments.expand(self.bucket, [chunk])] for chunk in self._chunks]
+        return [torch.cat(some) for some in zip(*parts, strict=True)]
+
+
+def rounding_adamw(kind: MomentsAs, names: Sequence[str], groups: Iterable[dict[str, Any]]) -> torch.optim.AdamW:
+    """Torch's AdamW, whose moments are compressed and expanded after each step; ``names`` of its parameters."""
+    made = adamw(groups)
+    params = [param for group in made.param_groups for param in group["params"]]
+    at_rest = {param: OneParameter(kind, name, param.numel()) for param, name in zip(params, names, strict=True)}
+
+    def compress(*_: Any) -> None:
+        for param, one in at_rest.items():
+            state = made.state[param]
+            one.put([state["exp_avg"], state["exp_avg_sq"]], int(state["step"]))
+            for key, value in zip(("exp_avg", "exp_avg_sq"), one.get(), strict=True):
+                state[key].copy_(value.view(param.shape))
+
+    made.register_step_post_hook(compress)
+    return made

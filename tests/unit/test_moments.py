@@ -1,0 +1,158 @@
+"""Moments in bf16 and int8: what rounding does to them, their bytes, and what is refused beside them."""
+
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from strategies.core.facts import Home, Precision, RunFacts
+from strategies.core.layout import Item, Site, needs
+from strategies.core.moments import MomentsAs
+from strategies.offload import Offload
+from tests.helpers.layouts import bucket, layout
+from tests.helpers.moments import OneParameter
+
+KINDS = get_args(MomentsAs)[1:]
+
+
+def numbers(size: int, scale: float = 1.0, seed: int = 1) -> list[Tensor]:
+    """A first and a second moment, of sizes that are orders of magnitude apart."""
+    generator = torch.Generator().manual_seed(seed)
+    first, second = torch.randn(2, size, generator=generator) * torch.randn(2, size, generator=generator).mul(3).exp()
+    return [scale * first, (scale * second).square()]
+
+
+def alike(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 255, 256, 1000])
+def test_what_was_expanded_is_compressed_to_what_it_was(kind: MomentsAs, size: int) -> None:
+    """With any noise, its ends among it: so a checkpoint in fp32 has all of it."""
+    for scale, end in ((1e-30, None), (1e-12, None), (1e9, None), (1.0, Tensor.amin), (1.0, Tensor.amax)):
+        one = OneParameter(kind, "a", size)
+        noise = one.moments._noise.clone()
+        one.moments._noise.copy_(noise if end is None else end(noise))
+        one.put(numbers(size, scale))
+        one.moments._noise.copy_(noise)
+        before = one.get()
+        for count in range(20):
+            one.put(one.get(), count)
+            assert alike(one.get(), before), (scale, count)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounding_is_stochastic_and_without_bias(kind: MomentsAs) -> None:
+    """Of many roundings the mean is the number itself; to the nearest it would be off by half a step, each time."""
+    values, times, copies = numbers(512), 8, 64
+    one, found = OneParameter(kind, "a", 512 * copies), list[Tensor]()
+    for count in range(times):
+        one.put([value.repeat(copies) for value in values], count)
+        found += torch.stack(one.get()).view(2, copies, 512).unbind(1)
+    every, exact = torch.stack(found).double(), torch.stack(values).double()
+    spread, mean, step = every.std(0), every.mean(0), exact.abs() / 128
+    if kind == "int8":
+        largest = exact.abs().view(2, -1, 256).amax(2, keepdim=True).expand(2, -1, 256).reshape(2, -1)
+        step = torch.stack([largest[0] / 127, exact[1] / 8])
+        # What is far below its block is lifted to the least that there is.
+        exact[1] = torch.where(exact[1] < largest[1] * 2.0**-31, mean[1], exact[1])
+    # The noise leaves out 1/256 at either end, which moves a mean by no more than that part of a step.
+    assert ((mean - exact).abs() <= 6 * (spread + step / 16) / (times * copies) ** 0.5 + step / 256).all()
+    assert (spread > 0).double().mean() > 0.8
+    alone = OneParameter(kind, "a", 512)
+    alone.put(values, times - 1)
+    again = OneParameter(kind, "a", 512)
+    again.put(values, times - 1)
+    assert alike(again.get(), alone.get()), "the noise is a matter of name and number alone"
+    other = OneParameter(kind, "b", 512)
+    other.put(values, times - 1)
+    assert not alike(other.get(), alone.get())
+
+
+def test_errors_in_int8_are_bounded_by_the_block() -> None:
+    """And no second moment is rounded to zero, unless all of its block is. The last block is a short one."""
+    first, second = numbers(1000)
+    first[:256], second[256:512], second[600] = 0.0, 0.0, 1e-30
+    one = OneParameter("int8", "a", 1000)
+    one.put([first, second])
+    rounded, square = one.get()
+    largest, largest_square = (
+        torch.cat([part.abs().max().expand(part.numel()) for part in moment.split(256)]) for moment in (first, second)
+    )
+    assert ((rounded - first).abs() <= largest / 127 * 1.001).all()
+    assert ((square - second).abs() <= second / 8 + largest_square * 2.0**-31).all()
+    assert (square[256:512] == 0).all() and (square[512:] > 0).all()
+
+
+@pytest.mark.slow  # its import takes seconds
+@pytest.mark.parametrize("spread", [0.0, 1.0, 3.0])
+def test_errors_in_int8_beside_those_of_bitsandbytes(spread: float) -> None:
+    """At most four times those of its dynamic maps, for normal numbers and for ones of very different sizes, where its
+    second moments become zero and ours do not. Ours are rounded stochastically, its to the nearest.
+    """
+    functional = pytest.importorskip("bitsandbytes.functional")
+    generator = torch.Generator().manual_seed(3)
+    first, second, *logs = torch.randn(4, 4096, generator=generator)
+    values = [first * (spread * logs[0]).exp(), second.square() * (spread * logs[1]).exp()]
+    one = OneParameter("int8", "a", 4096)
+    one.put(values)
+    for signed, value, ours in zip((True, False), values, one.get(), strict=True):
+        code = functional.create_dynamic_map(signed=signed)
+        theirs = functional.dequantize_blockwise(*functional.quantize_blockwise(value, code=code, blocksize=256))
+        of_update = (lambda x: x) if signed else torch.sqrt
+        errors = [(of_update(other) - of_update(value)).norm() for other in (ours, theirs)]
+        assert errors[0] < 4 * errors[1], (signed, errors)
+
+
+# --- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_of_a_bucket() -> None:
+    made = bucket("b", "layers.0", 1000, 24, dtype="bfloat16", site=Site.HOST)
+    assert made.num_elements == 1024 + 256
+    found = {
+        kind: {
+            need.item: need.num_bytes for need in needs(made, layout(made, moments_as=kind)) if need.home is Home.HOST
+        }
+        for kind in get_args(MomentsAs)
+    }
+    assert [found[kind][Item.MOMENTS] for kind in ("fp32", "bf16", "int8")] == [8 * 1280, 4 * 1280, 2 * 1280]
+    assert found["int8"].pop(Item.SCALES) == 4 * 2 * (4 + 1)
+    assert Item.SCALES not in found["bf16"]
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def run(**changes: Any) -> RunFacts:
+    known: dict[str, Any] = {"micro_batch": 1, "sequence": 8, "accumulation": 1, "max_grad_norm": 1.0}
+    return RunFacts(**{**known, "precision": Precision.BF16, "world_size": 1, "optim": "adamw_torch_fused", **changes})
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "is for AdamW's two, not for sgd's": ({}, {"optim": "sgd"}),
+    "is for one rank, and there are 2": ({}, {"world_size": 2}),
+    "is not for fp16": ({}, {"precision": Precision.FP16}),
+    "in the host's memory, not on a disk": ({"disk": "/tmp", "disk_memory": "1GiB"}, {}),
+    "not site: device; write site: host": ({"site": "device"}, {}),
+    "not site: streamed; write site: host": ({"site": "streamed"}, {}),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_is_refused(words: str) -> None:
+    options, changes = REFUSED[words]
+    about = run(**changes)
+    (refused,) = Offload(moments="int8", **options).refusals(about, {})
+    assert (refused.key, refused.value) == ("strategies.offload.moments", "int8")
+    assert words in str(refused) and "\n" not in str(refused)
+    assert not [one for one in Offload(**options).refusals(about, {}) if "moments" in one.key]
+    assert not list(Offload(moments="int8").refusals(run(), {}))
+
+
+def test_it_is_never_called_exact() -> None:
+    parity = Offload(moments="bf16").parity(run())
+    assert parity.is_lossy and parity.reason == "not exact: moments in bf16"
+    assert not Offload().parity(run()).is_lossy
