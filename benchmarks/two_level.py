@@ -39,9 +39,9 @@ def run(*command: str) -> None:
 
 
 @contextmanager
-def machines(across: float, inside: float) -> Iterator[list[str]]:
+def machines(across: float, inside: float, count: int = COUNT) -> Iterator[list[str]]:
     """Names of the namespaces; each has the address 10.77.0.(number + 1), and two limited interfaces."""
-    names = [f"stow{number}" for number in range(COUNT)]
+    names = [f"stow{number}" for number in range(count)]
     try:
         run("ip", "link", "add", "stowbr", "type", "bridge")
         run("ip", "link", "set", "stowbr", "up")

@@ -1,0 +1,199 @@
+"""What compressed exchanges of gradients cost in quality, and gain over slow links: four ranks of data parallelism.
+
+    python -m benchmarks.compress quality --steps 400 --seeds 3 --out FOLDER
+    python -m benchmarks.compress speed --across 100 --steps 5 --out FOLDER                (as root; needs ip and tc)
+
+Both train the quickstart's Llama (``--hidden`` makes it narrower) on the interpreter's own documentation, in a plain
+loop with torch's DistributedDataParallel and the hooks of ``strategies.collectives``: AdamW, clipping at 1, a cosine.
+``quality`` pairs the methods by seed, on one machine without limits: all have the same weights and rows, and the
+perplexity on held-out rows is compared. ``speed`` gives each rank a network namespace, whose interface the kernel
+limits in what it sends; seconds of a step are those of the slowest rank, bytes those that the first rank's interface
+has sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from math import exp
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from transformers import get_scheduler
+
+from benchmarks.two_level import machines
+from strategies.backends.compressed import Compressed
+from strategies.core.facts import Compression
+from trainer.config.load import load
+from trainer.data.collate import Collator
+from trainer.dist.ranks import Ranks
+from trainer.model import build
+from trainer.run import history
+from trainer.run.order import read_data
+
+RANKS, BATCH, LEARNING_RATE, WARMUP, LOG = 4, 1, 1e-3, 20, 20
+CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
+METHODS: dict[str, Compression | None] = {
+    "none": None,
+    "bf16": Compression("bf16", 1, 1, 10),
+    "fp16": Compression("fp16", 1, 1, 10),
+    "int8": Compression("int8", 1, 1, 10),
+    "powersgd, rank 4": Compression("powersgd", 1, 4, 10),
+    "topk, density 0.01": Compression("topk", 0.01, 1, 10),
+    "topk, density 0.05": Compression("topk", 0.05, 1, 10),
+}
+
+
+class Work:
+    """One rank: the data, and training with one method."""
+
+    def __init__(self, rank: int, hidden: int, folder: Path) -> None:
+        over = [f"training.output_dir={folder / 'data'}", "data.max_length=128"]
+        over += [f"model.config.hidden_size={hidden}", f"model.config.intermediate_size={hidden * 8 // 3}"]
+        self._rank, self._config = rank, load(CONFIG, over)
+        for turn in range(2):  # the first rank makes the files that the others read
+            if (rank == 0) == (turn == 0):
+                tokenizer, prepared = read_data(self._config, Ranks(rank, rank, RANKS, RANKS), quiet=True)
+            dist.barrier()
+        pad: Any = tokenizer.pad_token_id
+        self._collate = Collator(pad, packing=True)
+        self._train: Any = prepared.train
+        self._eval: Any = prepared.eval
+
+    def _model(self, seed: int) -> Any:
+        section = self._config.model
+        return build.build(section, build.load_config(section, 2048), seed=seed, partitioned=False)
+
+    def losses(self, method: Compression | None, seed: int, steps: int) -> Iterator[tuple[int, float]]:
+        """Steps, of which the loss of this rank follows; the seconds of each are between two of them."""
+        model = DistributedDataParallel(self._model(seed), find_unused_parameters=True)  # buckets stay as they are
+        if method is not None:
+            Compressed(method).hang_on(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1, fused=True)
+        schedule = get_scheduler("cosine", optimizer, min(WARMUP, steps // 4), steps)
+        order = torch.randperm(len(self._train), generator=torch.Generator().manual_seed(seed)).tolist()
+        self.model = model.module
+        for step in range(steps):
+            rows = [order[(step * RANKS * BATCH + self._rank * BATCH + at) % len(order)] for at in range(BATCH)]
+            loss = model(**self._collate([self._train[row] for row in rows])).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            yield step + 1, loss.item()
+
+    @torch.no_grad()
+    def eval_loss(self) -> float:
+        """The mean over the tokens of the rows that are held out, of which each rank takes its part."""
+        found = torch.zeros(2, dtype=torch.float64)
+        for row in range(self._rank, len(self._eval), RANKS):
+            batch = self._collate([self._eval[row]])
+            count = int((batch["labels"][:, 1:] != -100).sum())
+            found += torch.tensor([self.model(**batch).loss.item() * count, count], dtype=torch.float64)
+        dist.all_reduce(found)
+        return float(found[0] / found[1])
+
+
+def quality(work: Work, seeds: int, steps: int) -> Iterator[dict[str, Any]]:
+    """Curves and the loss at the end, by method and seed."""
+    for seed in range(seeds):
+        for name, method in METHODS.items():
+            curve, since = [], torch.zeros(1)
+            for step, loss in work.losses(method, seed, steps):
+                since += loss
+                if step % LOG == 0:
+                    dist.all_reduce(since)
+                    curve.append([step, round(float(since) / LOG / RANKS, 4)])
+                    since = torch.zeros(1)
+            held_out = work.eval_loss()
+            yield {"method": name, "seed": seed, "eval_loss": held_out, "perplexity": exp(held_out), "curve": curve}
+
+
+def speed(work: Work, rounds: int, steps: int) -> Iterator[dict[str, Any]]:
+    """Seconds of a step on the slowest rank, and bytes that the first has sent in it, by method and round."""
+    sent = Path("/sys/class/net/stow/statistics/tx_bytes")
+    for number in range(rounds):
+        for name, method in METHODS.items():
+            at_once = None if method is None else replace(method, start=2)
+            began, took, before = time.perf_counter(), list[float](), 0
+            for step, _ in work.losses(at_once, 0, 3 + steps):
+                if step == 3:
+                    before = int(sent.read_text())
+                took.append(time.perf_counter() - began)
+                began = time.perf_counter()
+            bytes_sent = (int(sent.read_text()) - before) / steps
+            slowest = torch.tensor(took[3:])
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            seconds = statistics.median(slowest.tolist())
+            tokens = RANKS * BATCH * 128
+            yield {"method": name, "round": number, "s": seconds, "tokens_per_s": tokens / seconds, "sent": bytes_sent}
+
+
+def summed_up(lines: list[dict[str, Any]], out: Path) -> None:
+    """Medians by method, and a picture of the first seed's curves."""
+    for name in METHODS:
+        of = [line for line in lines if line["method"] == name]
+        plain = [line for line in lines if line["method"] == "none"]
+        if "perplexity" in of[0]:
+            times = [one["perplexity"] / other["perplexity"] for one, other in zip(of, plain, strict=True)]
+            every = ", ".join(f"{line['perplexity']:.1f}" for line in of)
+            print(f"| {name} | {every} | {statistics.mean(times):.3f} ({min(times):.3f} to {max(times):.3f}) |")
+        else:
+            one, other = (statistics.median(line["s"] for line in some) for some in (of, plain))
+            sent = statistics.median(line["sent"] for line in of) / 1e6
+            print(f"| {name} | {sent:.3g} MB | {one:.2f} s | {other / one:.2f} |")
+    curves = [line for line in lines if line.get("seed") == 0]
+    if curves:
+        records = [[{"step": step, "loss": loss} for step, loss in line["curve"]] for line in curves]
+        runs = [history.History(Path(line["method"]), {}, of) for line, of in zip(curves, records, strict=True)]
+        history.draw(runs, out / "curves.png")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", choices=["quality", "speed"])
+    parser.add_argument("--across", type=float, default=100.0, help="Mbit/s that a rank sends to the others")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--seeds", type=int, default=3, help="of quality; rounds of speed")
+    parser.add_argument("--hidden", type=int, default=384)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    address = "10.77.0.1" if given.what == "speed" else "127.0.0.1"
+    results = given.out / f"{given.what}.jsonl"
+    if given.rank is not None:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"tcp://{address}:29523", rank=given.rank, world_size=RANKS)
+        work = Work(given.rank, given.hidden, given.out)
+        for line in {"quality": quality, "speed": speed}[given.what](work, given.seeds, given.steps):
+            if given.rank == 0:
+                with results.open("a") as file:
+                    print(json.dumps(line), file=file)
+        dist.destroy_process_group()
+        return
+    given.out.mkdir(parents=True, exist_ok=True)
+    results.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "benchmarks.compress", *sys.argv[1:], "--rank"]
+    with machines(given.across, 10_000, RANKS) if given.what == "speed" else nullcontext() as names:
+        within = [["ip", "netns", "exec", name] for name in names] if names else [[]] * RANKS
+        there = os.environ | {"OMP_NUM_THREADS": "1"} | ({"GLOO_SOCKET_IFNAME": "stow"} if names else {})
+        ranks = [subprocess.Popen([*within[rank], *command, str(rank)], env=there) for rank in range(RANKS)]
+        codes = [rank.wait() for rank in ranks]
+        assert not any(codes), "a rank has failed"
+    summed_up([json.loads(line) for line in results.read_text().splitlines()], given.out)
+
+
+if __name__ == "__main__":
+    main()
