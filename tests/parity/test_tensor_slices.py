@@ -120,7 +120,7 @@ def exported(ranks: Ranks, config: Any) -> tuple[dict[str, Any], dict[str, Any],
     trainer = made(ranks, config, some=UNEVEN)
     trainer.train()
     weights = full_weights(trainer, ranks)
-    export(trainer, trainer.processing_class, config.model)
+    export(trainer, trainer.processing_class, config)
     file = load_file(Path(config.training.output_dir) / "export/model.safetensors") if ranks.is_first else {}
     sides = of_ranks(trainer)
     forget_run()
