@@ -91,6 +91,14 @@ def test_what_the_machine_has_is_kept() -> None:
     assert not any(row.refused for row in rows if row.ranks == 2)
 
 
+def test_what_is_for_one_rank_is_refused_once_in_words() -> None:
+    rows = rows_of(card(5 << 20), "prune={method: magnitude}", "strategies.offload={moments: int8}")
+    assert next(row for row in rows if row.kind == "LoRA").refused.startswith("model.lora: cannot go with prune")
+    assert [row.ranks for row in rows if row.ranks > 1] == [2]
+    written = [row.tree["strategies"]["offload"] for row in rows if "offload" in row.strategies]
+    assert written and all(each == {"moments": "int8"} for each in written)
+
+
 def test_the_table_takes_no_climbs(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for the config as it is, whose plan is the one of a run."""
     climbs = []

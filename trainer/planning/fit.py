@@ -18,6 +18,8 @@ from importlib.util import find_spec
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from strategies.core.facts import Home
 from strategies.core.plan import Plan
 from strategies.core.protocol import Phase
@@ -165,6 +167,8 @@ class Fit:
         for sharing in (name for name in _saving() if find(name).needs_ranks):
             ways = [whole.using([sharing]), *(whole.using([sharing, name]) for name in alone)]
             for count in [now.world_size] * (now.world_size > 1) + [times * now.world_size for times in MORE_RANKS]:
+                if not ways:  # all are refused, on so many ranks as well
+                    break
                 ranks = Ranks(world_size=count, local_world_size=min(count, max(now.local_world_size, A_MACHINE)))
                 rows = []
                 for way in list(ways):
@@ -203,7 +207,9 @@ class Fit:
         except TooLargeError as short:
             home = Home(short.home)
             return replace(row, needed={home: short.needed}, missing={home: short.needed - short.budget})
-        except (ConfigError, ValueError) as error:  # pydantic's is a ValueError
+        except ValidationError as error:
+            return replace(row, refused=error.errors()[0]["msg"].removeprefix("Value error, "))
+        except (ConfigError, ValueError) as error:
             if isinstance(error, ConfigError) and row.kind != "QLoRA" and not row.strategies and not row.given:
                 raise
             return replace(row, refused=str(error).splitlines()[0])
@@ -239,7 +245,11 @@ def _plain(config: RunConfig) -> list[FitRow]:
     """
     tree, saving = config.tree(), _saving()
     given = {name: tree["strategies"][name] or {} for name in saving if name in tree["strategies"]}
-    kept = {name: {key: some[key] for key in find(name).of_machine if key in some} for name, some in given.items()}
+    kept = {
+        name: {key: some[key] for key in find(name).of_machine if key in some and some[key] != defaults[key].default}
+        for name, some in given.items()
+        for defaults in [find(name).model_fields]
+    }
     dropped = {*saving, *(name for name, strategy in config.strategies.items() if strategy.divides())}
     tree["strategies"] = {name: options for name, options in tree["strategies"].items() if name not in dropped}
     for key in chain.from_iterable(find(name).excludes for name in saving):
