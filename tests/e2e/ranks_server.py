@@ -43,6 +43,7 @@ def lead(job: dict[str, Any]) -> int:
     os.setsid()
     for number in (signal.SIGCHLD, signal.SIGHUP):  # the tests themselves may run under nohup
         signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where they run in the background
     for number, name in ((0, os.devnull), (1, job["out"]), (2, job["err"])):
         file = os.open(name, os.O_RDONLY if number == 0 else os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
         os.dup2(file, number)

@@ -34,7 +34,7 @@ def of_rank_0(prediction: Any) -> dict[str, float]:
 @pytest.mark.parametrize("how", [pytest.param("at its end", marks=pytest.mark.slow), *list(ENDS)[1:]])
 def test_lines_above_a_screen_that_is_gone_when_the_run_is(how: str, server: Server, tmp_path: Path) -> None:
     """The error is the last thing that is seen, also of a rank that does not know of the screen."""
-    ranks, steps = (2, 40) if how.startswith("an error") else (1, 40 if how == "at its end" else 100_000)
+    ranks, steps = (2, 40) if how.startswith("an error") else (1, 40 if how == "at its end" else 3000)
     training = {"live": True, "max_steps": steps}
     if ranks == 2:
         functions = {"compute_metrics": "of_rank_0", "preprocess_logits_for_metrics": "kept"}
