@@ -31,6 +31,7 @@ def run(config: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> tu
     return code, found.out.splitlines(), found.err
 
 
+@pytest.mark.slow
 def test_a_copy_that_moves_as_the_real_plan_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of 7 MiB some state is on the host; two runs show that and weights that travel."""
     code, lines, err = run(config_with(tmp_path, {"gpu_memory": "7MiB"}), capsys, "--ranks", "2")

@@ -161,7 +161,7 @@ def disk_full_on(ranks: Ranks, output_dir: Path, failing: int) -> list[list[str]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", [pytest.param(0, marks=[pytest.mark.slow, pytest.mark.rare]), 1])
 def test_if_one_rank_cannot_write_all_learn_it(failing: int, tmp_path: Path) -> None:
     save(tmp_path, 5)
     found = run_world(2, disk_full_on, tmp_path, failing)

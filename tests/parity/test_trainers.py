@@ -38,6 +38,8 @@ def on_ranks(ranks: Ranks, folder: str) -> dict[str, list[str]]:
     return {name: unlike(TRAINERS[name], travelling, f"{folder}/{name}") for name in ON_RANKS}
 
 
+@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.ranks
 def test_as_the_trainer_alone_on_two_ranks(tmp_path: Path) -> None:
     found = run_world(2, on_ranks, str(tmp_path))
