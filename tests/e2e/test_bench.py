@@ -38,6 +38,7 @@ CASES = [
     *((1, "offload", each) for each in work.contenders([], [BUDGET])),
     *((1, "recompute", each) for each in work.RECOMPUTE),
     *((1, "linear", each) for each in work.LINEAR),
+    (1, "compile", work.COMPILE[0]),
     *((1, "compile", replace(each, options={**each.options, "compiled": "aot_eager"})) for each in work.COMPILE[1:3]),
     *((2, "offload", each) for each in work.OFFLOAD_OVER_RANKS),
 ]
@@ -46,7 +47,7 @@ CASES = [
 BACKENDS = {"compile": "eager", "compile-budget-50": "eager", "compile-budget-20": "aot_eager_decomp_partition"}
 UPDATES = {"deepspeed-zero2", "deepspeed-zero3"}  # cannot forget gradients
 # Round otherwise: DeepSpeed's kernel, the decompositions of a compiler, and BLAS libraries over other routes.
-ROUNDS = {*UPDATES, "compile-budget-20", "ours-minimal", "ours-adaptive"}
+ROUNDS = {*UPDATES, "compile-budget-20", "plain-compiled", "ours-resident-compiled", "ours-minimal", "ours-adaptive"}
 Results = Mapping[str, Mapping[str, Any]]
 
 
