@@ -51,11 +51,8 @@ class Axis(Enum):
     EXPERTS = "strategies.experts.degree"
 
 
-COMPILING = (
-    "training.torch_compile",
-    "training.torch_compile_backend",
-    "training.torch_compile_mode",
-)  # each alone switches it on
+COMPILE_KEYS = ("torch_compile", "torch_compile_backend", "torch_compile_mode")  # each alone switches it on
+COMPILING = tuple(f"training.{key}" for key in COMPILE_KEYS)
 
 
 class Requirement(Enum):

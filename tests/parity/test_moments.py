@@ -120,7 +120,7 @@ def test_bytes_per_parameter(kind: MomentsAs, each: float) -> None:
     config = MODELS["llama"] | {"vocab_size": 32, "hidden_size": 512, "intermediate_size": 1024}
     model = model_of(config).to(BF16).train()
     known: Any = {"weights": "streamed", "site": "host", "gradients": "host", "max_grad_norm": 1.0, "batch": (1, 8)}
-    plan = plan_for(model, **known | ({} if kind == "fp32" else {"moments": kind}))
+    plan = plan_for(model, moments_as=kind, **known)
     assert plan.place is not None and plan.layout is not None
     addresses = plan.place.addresses
     fixed = addresses.spots.get(("", Item.EXPANDED))

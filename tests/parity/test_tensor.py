@@ -252,6 +252,21 @@ def test_adapters(tmp_path: Path) -> None:
     assert found["merged"].keys() == base.state_dict().keys()
 
 
+def step_of_both(losses: Sequence[torch.Tensor], rules: Sequence[torch.optim.Optimizer]) -> float:
+    """A clipped step of a whole model and of a divided one; the largest difference of their losses and norms."""
+    from strategies.backends import tensor_shards
+
+    for loss in losses:
+        loss.backward()
+    whole, divided = (rule.param_groups[0]["params"] for rule in rules)
+    norms = torch.nn.utils.clip_grad_norm_(whole, 0.5), tensor_shards.clip_grad_norm_(divided, 0.5)
+    assert norms[0] > 0.5
+    for rule in rules:
+        rule.step()
+        rule.zero_grad()
+    return max(float((one - other).detach().abs()) for one, other in (losses, norms))
+
+
 def in_fp64(ranks: Ranks) -> dict[str, Any]:
     """Layers that DeepSpeed divided, and the same undivided, both with SGD; its engine reduces no fp64 gradients."""
     from copy import deepcopy
@@ -276,17 +291,7 @@ def in_fp64(ranks: Ranks) -> dict[str, Any]:
     for step in range(STEPS):
         ids = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(step))
         losses = [each(input_ids=ids, labels=ids).loss for each in (plain, engine.module)]
-        for loss in losses:
-            loss.backward()
-        norms = (
-            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5),
-            tensor_shards.clip_grad_norm_(model.parameters(), 0.5),
-        )
-        assert norms[0] > 0.5
-        for rule in rules:
-            rule.step()
-            rule.zero_grad()
-        worst = max(worst, float((losses[0] - losses[1]).abs()), float((norms[0] - norms[1]).abs()))
+        worst = max(worst, step_of_both(losses, rules))
     weights = tensor_shards.state_dict(engine.module, keep=True)
     worst = max(worst, *(float((weights[name] - each).abs().max()) for name, each in plain.state_dict().items()))
     return {"worst": worst, "dtype": str(weights["lm_head.weight"].dtype)}

@@ -14,7 +14,19 @@ from strategies.backends import autotp, scattered, tensor_shards
 from strategies.engine.forward.checkpointing import checkpoint_blocks
 from tests.helpers.moves import Kind, different, far, forget_run, made, run
 from tests.helpers.tiny import LLAMA, QWEN3, VOCAB
-from tests.parity.test_tensor import LLAMA3, MODELS, SGD, STEPS, TOLERANCE, UNEVEN, kept, of_ranks, same, trained
+from tests.parity.test_tensor import (
+    LLAMA3,
+    MODELS,
+    SGD,
+    STEPS,
+    TOLERANCE,
+    UNEVEN,
+    kept,
+    of_ranks,
+    same,
+    step_of_both,
+    trained,
+)
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
 from trainer.run.export import export
@@ -54,17 +66,7 @@ def in_fp64(ranks: Ranks, models: Mapping[str, Mapping[str, Any]]) -> dict[str, 
                 torch.nn.functional.cross_entropy(each(**batch).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
                 for each in (plain, model)
             ]
-            for loss in losses:
-                loss.backward()
-            norms = (
-                torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5),
-                tensor_shards.clip_grad_norm_(model.parameters(), 0.5),
-            )
-            assert norms[0] > 0.5
-            for rule in rules:
-                rule.step()
-                rule.zero_grad()
-            worst = max(worst, float((losses[0] - losses[1]).abs()), float((norms[0] - norms[1]).abs()))
+            worst = max(worst, step_of_both(losses, rules))
         weights = tensor_shards.state_dict(model, keep=True)
         worst = max(worst, *(float((weights[key] - each).abs().max()) for key, each in plain.state_dict().items()))
         found[name] = worst

@@ -46,6 +46,17 @@ def test_as_the_trainer_alone_on_two_ranks(tmp_path: Path) -> None:
     assert found == {name: [] for name in ON_RANKS}
 
 
+def test_moments_in_fewer_bits(tmp_path: Path) -> None:
+    """Another result than the Trainer's alone, and not by much."""
+    trainer, weights, _ = trained(
+        TRAINERS["Trainer"], lambda base: stowed(base, moments_as="int8", weights="streamed"), str(tmp_path)
+    )
+    assert trainer.plan.layout.moments_as == "int8"
+    _, alone, _ = trained(TRAINERS["Trainer"], lambda base: base, str(tmp_path))
+    apart = [(weights[name] - value).norm() / value.norm() for name, value in alone.items()]
+    assert 0 < max(apart) < 0.05
+
+
 def test_from_a_budget(tmp_path: Path) -> None:
     """The plan knows the batch that the Trainer makes, and what the Trainer's own loss reads."""
     trainer, weights, _ = trained(

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from strategies.core.optimizers import refuse_optimizer
-from strategies.core.protocol import COMPILING
+from strategies.core.protocol import COMPILE_KEYS
 
 
 class Allowed(str):
@@ -97,7 +97,6 @@ RENAMED: Mapping[str, str] = {
 }
 LESS = ("perplexity", "mae")  # metrics of ours that are better if smaller
 # Not passed on: with it, Hugging Face's Trainer uploads the run's folder at each save (trainer/run/upload.py).
-# The same holds for COMPILING, by which it compiles the whole model (strategies/engine/forward/compiled.py).
 UPLOADS = frozenset(["push_to_hub", "hub_model_id", "hub_revision"])
 # Keys that TrainingArguments does not have.
 OWN = frozenset(
@@ -232,10 +231,13 @@ class TrainingSection(Section):
 
     @property
     def compile_backend(self) -> str | None:
-        """What compiles blocks; None: they are not compiled. As in Hugging Face's, any of the keys does it."""
-        if self.torch_compile or self.torch_compile_backend or self.torch_compile_mode:
-            return self.torch_compile_backend or "inductor"
-        return None
+        """What compiles blocks; None: they are not compiled."""
+        return (self.torch_compile_backend or "inductor") if self.compile_key else None
+
+    @property
+    def compile_key(self) -> str | None:
+        """The first key that says so. As in Hugging Face's, any of them does it."""
+        return next((key for key in COMPILE_KEYS if getattr(self, key)), None)
 
     @classmethod
     def of_tasks(cls) -> dict[str, frozenset[str]]:
@@ -244,9 +246,10 @@ class TrainingSection(Section):
         return {name: mark for name, mark in marks if isinstance(mark, For)}
 
     def arguments(self) -> dict[str, object]:
-        """The keyword arguments for TrainingArguments: what is set, without our own and ``Trainer.train``'s."""
-        compiling = (key.removeprefix("training.") for key in COMPILING)
-        given = self.model_dump(exclude={"resume_from_checkpoint", *OWN, *UPLOADS, *compiling})
+        """The keyword arguments for TrainingArguments: what is set, without our own and ``Trainer.train``'s, and those
+        of compiling, by which Hugging Face's Trainer compiles the whole model.
+        """
+        given = self.model_dump(exclude={"resume_from_checkpoint", *OWN, *UPLOADS, *COMPILE_KEYS})
         if self.early_stopping_patience is not None:
             given["metric_for_best_model"] = self.metric_for_best_model or "loss"
         if self.greater_is_better is None and str(self.metric_for_best_model).endswith(LESS):

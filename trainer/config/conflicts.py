@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from strategies.core.optimizers import options_of
-from strategies.core.protocol import COMPILING, Phase, Requirement
+from strategies.core.protocol import COMPILE_KEYS, Phase, Requirement
 from strategies.core.registry import available, find
 from trainer.config.arguments import KTO_LOSSES, TrainingSection
 from trainer.config.values import WRONG, Values
@@ -38,7 +38,7 @@ METRICS = {  # of evaluations, where none are added
 }
 OWN_LOSS = (*PREFERENCES, "embedding")  # tasks whose losses do not have ...
 NOT_THEIRS = ("label_smoothing_factor", "use_liger_kernel")
-NOT_DISTILLED = (*NOT_THEIRS, *(key.removeprefix("training.") for key in COMPILING))
+NOT_DISTILLED = (*NOT_THEIRS, *COMPILE_KEYS)
 OTHER_PROJECTS = {"comet_ml": "COMET_PROJECT_NAME", "swanlab": "SWANLAB_PROJECT"}
 KEEPS = "preprocess_logits_for_metrics"
 KEEP_ONE = "keep one of the two"
@@ -141,9 +141,9 @@ def _pruned(task: Any, sections: Mapping[str, Values]) -> Found:
         yield "model.lora", "cannot go with prune: adapters are added to weights that stay as they are; leave it out"
     if m.quantization_config:
         yield "model.quantization_config", "cannot go with prune, whose weights are trained; leave it out"
-    for key in COMPILING:
-        if t[key.removeprefix("training.")]:
-            yield key, f"has not been compared with prune; {KEEP_ONE}"
+    for key in COMPILE_KEYS:
+        if t[key]:
+            yield f"training.{key}", f"has not been compared with prune; {KEEP_ONE}"
     if p.method == "wanda" and d.streaming:
         yield "data.streaming", "cannot go with wanda, which reads the first rows again; write magnitude"
     for key in ("load_best_model_at_end", "early_stopping_patience"):
@@ -153,7 +153,7 @@ def _pruned(task: Any, sections: Mapping[str, Values]) -> Found:
 
 
 def _compiled(task: Any, m: Values, t: Values) -> Found:
-    given = [key for key in COMPILING if t[key.removeprefix("training.")] not in (*OFF, WRONG)]
+    given = [f"training.{key}" for key in COMPILE_KEYS if t[key] not in (*OFF, WRONG)]
     if not given:
         return
     if task not in (*LANGUAGE, WRONG):

@@ -234,10 +234,8 @@ class PruneSection(Section):
 
 
 SECTIONS: Mapping[str, type[Section]] = {"model": ModelSection, "data": DataSection, "training": TrainingSection}
-OPTIONAL: Mapping[str, type[Section]] = {
-    "distill": DistillSection,
-    "prune": PruneSection,
-}  # what is not done without them
+# What is not done without them.
+OPTIONAL: Mapping[str, type[Section]] = {"distill": DistillSection, "prune": PruneSection}
 
 
 class RunConfig(Section):

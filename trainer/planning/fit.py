@@ -245,11 +245,7 @@ def _plain(config: RunConfig) -> list[FitRow]:
     """
     tree, saving = config.tree(), _saving()
     given = {name: tree["strategies"][name] or {} for name in saving if name in tree["strategies"]}
-    kept = {
-        name: {key: some[key] for key in find(name).of_machine if key in some and some[key] != defaults[key].default}
-        for name, some in given.items()
-        for defaults in [find(name).model_fields]
-    }
+    kept = {name: _of_machine(name, some) for name, some in given.items()}
     dropped = {*saving, *(name for name, strategy in config.strategies.items() if strategy.divides())}
     tree["strategies"] = {name: options for name, options in tree["strategies"].items() if name not in dropped}
     for key in chain.from_iterable(find(name).excludes for name in saving):
@@ -273,6 +269,13 @@ def _plain(config: RunConfig) -> list[FitRow]:
     compute = {"bnb_4bit_compute_dtype": "bfloat16"} if config.training.bf16 else {}
     packed = tree | {"model": adapters | {"quantization_config": bits or FOUR_BITS | compute}}
     return [*rows, FitRow(kind="QLoRA", tree=packed, kept=kept)]
+
+
+def _of_machine(name: str, options: Tree) -> Tree:
+    """Those of a strategy's ``options`` that stay as they are, without defaults."""
+    kind = find(name)
+    stay = {key: options[key] for key in kind.of_machine if key in options}
+    return {key: value for key, value in stay.items() if value != kind.model_fields[key].default}
 
 
 def _missing(plan: Plan) -> dict[Home, int]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from strategies.core.compose import compose, in_order, refusals, requirements_of
 from strategies.core.plan import Conflict, Home, Plan
-from strategies.core.protocol import COMPILING, MemoryRefusal, Refusal, Requirement
+from strategies.core.protocol import MemoryRefusal, Refusal, Requirement
 from strategies.core.sizes import human
 from trainer.errors import ConfigError, TooLargeError
 from trainer.machine import block_timing, gemm_timing
@@ -144,14 +144,14 @@ def check_options(config: RunConfig, world_size: int, *, installed: bool = True)
         if config.training.use_cpu or accelerator.kind() is None:
             cure = "Accelerate trains in fp32 on the CPU then, without a word; write training.bf16, or leave it out"
             found.append(Refusal("training.fp16", True, cure))
-    if installed and config.training.compile_backend is not None:
+    compiles = config.training.compile_key
+    if installed and compiles and config.training.compile_backend:
         from strategies.engine.forward import compiled
         from strategies.engine.memory import accelerator
 
         on_cpu = bool(config.training.use_cpu) or accelerator.kind() is None
         if why := compiled.missing(config.training.compile_backend, on_cpu=on_cpu):
-            key = next(key for key in COMPILING if getattr(config.training, key.removeprefix("training.")))
-            found.append(Refusal(key, getattr(config.training, key.removeprefix("training.")), why))
+            found.append(Refusal(f"training.{compiles}", getattr(config.training, compiles), why))
     facts.refuse(config, found)
 
 

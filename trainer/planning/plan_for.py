@@ -44,7 +44,8 @@ def plan_for(
     batch: Batch | None = None,
     accumulation: int = 1,
     world_size: int | None = None,
-    moments: int | MomentsAs = 2,
+    moments: int = 2,
+    moments_as: MomentsAs = "fp32",
     machine: Machine | None = None,
     debug: bool = False,
     recompute: Mapping[str, Any] | None = None,
@@ -63,8 +64,8 @@ def plan_for(
             counts as nothing.
         accumulation: micro-batches per update.
         world_size: ranks that train together; by default those of the default process group.
-        moments: fp32 numbers of optimizer state per parameter; AdamW keeps two, another rule ``len(rule.names)``;
-            or, of AdamW's two, how they rest: "bf16" or "int8", which is not exact.
+        moments: fp32 numbers of optimizer state per parameter; AdamW keeps two, another rule ``len(rule.names)``.
+        moments_as: how AdamW's two rest: "bf16" and "int8" are not exact.
         debug: the engine checks every use of memory that buckets share.
         recompute: options of ``strategies.recompute``. Pass the model to ``recompute(model, plan)``, too.
         cross_entropy: options of ``strategies.cross_entropy``; ``stow`` does what it decides.
@@ -94,12 +95,11 @@ def plan_for(
         max_grad_norm=max_grad_norm or 0.0,
         precision=Precision.BF16 if "bfloat16" in dtypes else Precision.FP32,
         world_size=ranks,
-        moments=2 if isinstance(moments, str) else moments,
+        moments=moments,
     )
     here = min(ranks, from_environment().local_world_size) if ranks > 1 else 1
     facts = count_live(model, batch, groups).facts(run, machine_facts(machine or probe(), here))
-    options = {"gpu_memory": gpu_memory, "host_memory": host_memory, **offload}
-    options |= {"moments": moments} if isinstance(moments, str) else {}
+    options = {"gpu_memory": gpu_memory, "host_memory": host_memory, "moments": moments_as, **offload}
     strategies = {"offload": options, "buffers": {"debug": debug}, "recompute": recompute, "zero": zero}
     strategies["cross_entropy"] = cross_entropy
     asked = {name: find(name).model_validate(given) for name, given in strategies.items() if given is not None}

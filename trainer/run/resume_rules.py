@@ -10,9 +10,8 @@ Some changes of a config are meant (fewer log lines, another learning rate), som
 
 Strategies may change: they decide where state rests and who holds it (``MOVES``); it is said. Where ranks have state of
 their own, as of compressed exchanges, other options or another number of ranks are ``compression``; state in fewer
-bits is ``moments``. Ranks and
-accumulation may change together, if updates keep their rows (``same_rows.py``). A key that is in no rule is refused,
-and a test compares the table with the sections of the config.
+bits is ``moments``. Ranks and accumulation may change together, if updates keep their rows (``same_rows.py``). A key
+that is in no rule is refused, and a test compares the table with the sections of the config.
 """
 
 from __future__ import annotations

@@ -54,8 +54,7 @@ def stowed(base: type, **options: Any) -> type:
 
     if not (isinstance(base, type) and issubclass(base, transformers.Trainer)):
         raise TypeError(f"{base!r} is not a subclass of transformers.Trainer")
-    decided = [name for name in ("max_grad_norm", "accumulation", "world_size") if name in options]
-    said = decided + ["moments"] * isinstance(options.get("moments"), int)  # how they rest is nobody else's to say
+    said = [name for name in ("max_grad_norm", "accumulation", "world_size", "moments") if name in options]
     if said:
         raise TypeError(f"{said[0]}: the Trainer's own arguments decide that; leave it out")
     return type(f"Stowed{base.__name__}", (StowedTrainer, base), {"stow_options": options})
@@ -130,7 +129,7 @@ class StowedTrainer:
             "max_grad_norm": self.args.max_grad_norm,
             "accumulation": self.args.gradient_accumulation_steps,
             "world_size": self.args.world_size,
-            "moments": self.stow_options.get("moments", moments),
+            "moments": moments,
         }
         if self.args.fp16:  # its loss scale needs all gradients first
             options["update_in_backward"] = False

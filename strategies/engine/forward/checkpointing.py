@@ -234,8 +234,7 @@ class Checkpointed:
             out = checkpoint(self._run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         if self.watch is not None:
             on_device = args[1:] if INPUT in self._hosted else args
-            # or will be kept, the first time
-            outputs = recorder.tensors_of(self._kept - self._hosted) if recorder is not None else ()
+            outputs = recorder.tensors_of(self._kept - self._hosted) if recorder is not None else ()  # kept, or to be
             for tensor in (*tensors_in(on_device), *tensors_in(kwargs), *outputs):
                 self.watch(tensor)
         if recorder is not None and self._written is None:
