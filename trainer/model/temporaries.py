@@ -108,7 +108,7 @@ def _temporaries(counted: Counter, call: Call) -> dict[str, Temporaries]:
             within.callback(block.register_forward_hook(partial(live.leave_block, name)).remove)
         within.enter_context(stubs(counted.model, like, counted.outputs.__getitem__))
         within.enter_context(live)
-        _backward(live, call())
+        _backward(live, call)
     found, below = {}, 0
     for name in (EMBEDDING, *(name for name in counted.blocks if name not in like), HEAD):
         below += counted.saved.get(name, 0)
@@ -117,8 +117,13 @@ def _temporaries(counted: Counter, call: Call) -> dict[str, Temporaries]:
     return found | {name: found[other] for name, other in like.items() if other in found}
 
 
-def _backward(live: _Live, output: Any) -> None:
-    """Backward of the loss in ``output``, or of all that it holds where the loss is computed elsewhere."""
+def _backward(live: _Live, call: Call) -> None:
+    """Backward of the loss in the output of ``call``, or of all that it holds where the loss is computed elsewhere.
+
+    The output is made here and not passed in: once dynamo has run in a process, a caller's frame may hold on to what it
+    passes, and the logits would count as alive.
+    """
+    output = call()
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     roots = [loss] if isinstance(loss, Tensor) else list(tensors_in(output))
     roots = [root for root in roots if root.requires_grad]
