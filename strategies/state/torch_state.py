@@ -139,9 +139,11 @@ class TorchState:
                 self._optimizer.state.pop(held.tensor, None)
 
     def _number(self, tensor: Tensor, number: float) -> Any:
-        """As torch's optimizers keep it: floats in a tensor, which fused kernels read on the device."""
-        if isinstance(number, int):
-            return number
+        """As torch's optimizers keep it: floats in a tensor, which fused kernels read on the device. Others count in
+        plain numbers.
+        """
+        if isinstance(number, int) or not self._is_torchs:
+            return int(number)
         group = self._optimizer.defaults
         there = tensor.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
         return torch.tensor(number, dtype=torch.get_default_dtype(), device=there)

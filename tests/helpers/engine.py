@@ -144,7 +144,8 @@ def plain(
             empty = torch.zeros_like(masters[param])
             for key in names:
                 never = torch.zeros(()) if key == "step" else empty
-                result.tensors[f"{name} {key}"] = state.get(key, never).detach().cpu().clone()
+                known = state.get(key, never)  # bitsandbytes counts in plain numbers
+                result.tensors[f"{name} {key}"] = torch.as_tensor(known, dtype=torch.float32).detach().cpu().clone()
             result.tensors |= {f"{name} master": masters[param].detach().cpu().clone()} if mixed else {}
     return result
 

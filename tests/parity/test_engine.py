@@ -16,6 +16,7 @@ from strategies.core import layout
 from strategies.core.layout import Item, Site
 from strategies.engine import AdamW, UpdateRule, stow
 from strategies.engine.updating import updates
+from strategies.engine.updating.optim import class_of
 from tests.helpers.doubles import Delayed, Vacant
 from tests.helpers.engine import DECAY, LAYOUTS, LR, STEPS, checkpointing, differences, plain, plan_of, stowed
 from tests.helpers.grid import BF16, FORBIDDEN, FP32, IN_STAGES, expected, run, title
@@ -147,6 +148,7 @@ RULES: Mapping[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # torch's c
     "rmsprop, in chunks": ("RMSprop", {"momentum": 0.9, "centered": True}, CLIPPED),
     "adagrad, in chunks": ("Adagrad", {"lr_decay": 0.1}, CLIPPED),
     "adam with amsgrad": ("Adam", {"amsgrad": True}, {}),
+    "lion, in chunks": ("Lion", {"betas": (0.9, 0.99)}, CLIPPED),
     "rmsprop": ("RMSprop", {}, {}),
     "adadelta": ("Adadelta", {}, {}),
     "adamax": ("Adamax", {}, {}),
@@ -171,7 +173,7 @@ def test_rules(rule: str, where: dict[str, Any], dtype: torch.dtype, monkeypatch
     ours = UpdateRule(kind, **options)
     loop = {"max_norm": 0.0, "accumulation": 1, "groups": 2, **given}
     batches, model = tokens("gpt2", STEPS * loop["accumulation"]), build("gpt2", dtype=dtype)
-    made = partial(getattr(torch.optim, kind), **options)
+    made = partial(class_of(kind), **options)
     wanted = plain(build("gpt2", dtype=dtype), batches, make=made, **loop)
     if "in chunks" in rule:
         monkeypatch.setattr(updates, "HOST_CHUNK", 192)

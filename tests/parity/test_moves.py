@@ -79,9 +79,10 @@ def test_compiled_blocks(tmp_path: Path) -> None:
         pytest.param({"optim": "sgd", "optim_args": "momentum=0.9,nesterov=true"}, marks=pytest.mark.slow),
         pytest.param({"optim": "rmsprop", "optim_args": "centered=true,momentum=0.9"}, marks=pytest.mark.slow),
         pytest.param({"optim": "adagrad", "optim_args": "lr_decay=0.1"}, marks=pytest.mark.slow),
+        pytest.param({"optim": "lion_32bit"}, marks=pytest.mark.slow),
         {"fp16": True},
     ],
-    ids=["momentum", "rmsprop", "adagrad", "fp16"],
+    ids=["momentum", "rmsprop", "adagrad", "lion", "fp16"],
 )
 def test_optimizers_and_the_loss_scale(tmp_path: Path, other: dict[str, Any]) -> None:
     """With their state, from plain training into the engine, into the ranks' shares of it, and back."""

@@ -185,6 +185,7 @@ def hooked(model: Any) -> tuple[Any, Any]:
     ("more", "line"),
     [
         ({"optim": "adafactor"}, "updates element by element, as .* RMSprop, SGD do, and not with Adafactor: write"),
+        ({"optim": "lion_8bit"}, "Lion of a stowed trainer: parameter 0 of group 0 has optim_bits = 8 of its own"),
         (
             {"fp16": True, "wrap": lambda base: stowed(base, update_in_backward=True), "max_grad_norm": 0.0},
             "update_in_backward=True: fp16's loss scale needs all gradients first",
@@ -196,7 +197,7 @@ def hooked(model: Any) -> tuple[Any, Any]:
             r"gpu_memory = .*10KiB.*needed.*write \d+KiB or more",
         ),
     ],
-    ids=["rule", "fp16", "compiled", "hooks", "budget"],
+    ids=["rule", "bits", "fp16", "compiled", "hooks", "budget"],
 )
 def test_refused(tmp_path: Path, more: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError, match=line) as refused:

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from strategies.core import optimizers
 from strategies.core.optimizers import OPTIMIZERS, refuse_optimizer
 from trainer.config.arguments import OWN, RENAMED, TrainingSection
 from trainer.config.check import choices, elsewhere, known_keys
@@ -76,10 +77,19 @@ def test_every_optimizer_of_hugging_face_is_had_or_refused_by_name() -> None:
     transformers = pytest.importorskip("transformers")
     theirs = {each.value for each in transformers.training_args.OptimizerNames}
     for name in theirs - OPTIMIZERS.keys():  # a new one: write what it is, or why not
-        with pytest.raises(ValueError, match="write adamw_torch_fused"):
+        with pytest.raises(ValueError, match="write lion_32bit" if "lion" in name else "write adamw_torch_fused"):
             refuse_optimizer(name)
     assert [refuse_optimizer(name) for name in OPTIMIZERS] == list(OPTIMIZERS)
     assert choices(TrainingSection.model_fields["optim"].annotation) == tuple(OPTIMIZERS)
+
+
+def test_an_optimizer_of_a_package_that_is_not_there(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizers, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as refused:
+        load(file, ["training.optim=lion_32bit"])
+    (line,) = refused.value.lines
+    what = "needs the package bitsandbytes; install it with: pip install 'deepstow[qlora]'"
+    assert line == f'command line: training.optim = "lion_32bit": {what}'
 
 
 def test_hugging_face_accepts_what_we_hand_over(tmp_path: Path) -> None:

@@ -180,6 +180,7 @@ datasets:
 output_dir: out
 sample_packing: false
 load_in_8bit: false
+optimizer: paged_lion_8bit
 learning_rate: 2e-4
 warmup_steps: 10
 """
@@ -341,9 +342,10 @@ task: dpo
 model: {name_or_path: meta-llama/Meta-Llama-3-8B-Instruct, dtype: bfloat16}
 data: {path: org/pairs, columns: {prompt: conversation, chosen: better}, max_length: 512}
 training: {output_dir: out, learning_rate: 2e-4, per_device_train_batch_size: 1, num_train_epochs: 1.0,
-  lr_scheduler_type: cosine, warmup_steps: 10, bf16: true, save_strategy: epoch, loss_type: ipo, beta: 0.2}
+  optim: lion_32bit, lr_scheduler_type: cosine, warmup_steps: 10, bf16: true, save_strategy: epoch, loss_type: ipo,
+  beta: 0.2}
 """,
-        {},
+        {"optimizer": "lion_32bit is written, in 32 bits"},
     ),
     "a script of TRL on preferences": (
         {},

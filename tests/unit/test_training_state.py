@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from strategies.backends.deepspeed_state import DeepSpeedState
+from strategies.engine.updating.optim import class_of
 from strategies.state import saved_state
 from strategies.state.saved_state import Weights
 from strategies.state.spans import WEIGHT, Store
@@ -183,11 +184,15 @@ def trained(
         (torch.optim.AdamW, {"fused": True, "amsgrad": True}, True),  # weights of other strides
         (torch.optim.SGD, {"momentum": 0.9}, False),
         (torch.optim.Adagrad, {}, False),
+        (class_of("Lion"), {}, False),  # counts in plain numbers
     ],
-    ids=["AdamW", "SGD", "Adagrad"],
+    ids=["AdamW", "SGD", "Adagrad", "Lion"],
 )
-def test_every_optimizer_of_torch(tmp_path: Path, optim: type, options: Any, turned: bool) -> None:
+def test_every_optimizer(tmp_path: Path, optim: type, options: Any, turned: bool) -> None:
     model, optimizer = trained(optim, turned=turned, **options)
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), int):
+            state["step"] = float(state["step"])  # as the engine counts
     holder = plain_state(optimizer, model, writes=True)
     weights = holder.weight_spans(set(dict(model.named_parameters())))
     saved_state.write_part(tmp_path, holder, weights, rank=0, ranks=1, hashed=False)
@@ -201,6 +206,9 @@ def test_every_optimizer_of_torch(tmp_path: Path, optim: type, options: Any, tur
         assert torch.equal(one, two) and one.stride() == two.stride()
         assert optimizer.state[one].keys() == fresh.state[two].keys()
         for key, value in optimizer.state[one].items():
+            if not isinstance(value, torch.Tensor):
+                assert value == fresh.state[two][key] and type(fresh.state[two][key]) is int
+                continue
             assert torch.equal(value, fresh.state[two][key]) and value.stride() == fresh.state[two][key].stride()
             assert value.dtype is fresh.state[two][key].dtype
 

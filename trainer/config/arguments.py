@@ -77,7 +77,7 @@ Changeable = Literal[
 ]  # fmt: skip
 ALLOWABLE: tuple[str, ...] = get_args(Changeable)
 Optimizer = Annotated[
-    Literal["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop"],
+    Literal["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop", "lion_32bit"],
     BeforeValidator(refuse_optimizer),
 ]
 
@@ -121,13 +121,13 @@ class TrainingSection(Section):
     num_train_epochs: Positive = option("Passes over the data; ignored if max_steps is set.", 3.0)
     max_steps: MaxSteps = option("Optimizer steps; -1 means num_train_epochs decides.", -1)
     max_grad_norm: NonNegative = option("Gradients are clipped to this global norm; 0 switches clipping off.", 1.0)
-    optim: Optimizer = option("Optimizer; those that need no further package.", "adamw_torch_fused")
+    optim: Optimizer = option("Optimizer; lion_32bit is bitsandbytes'.", "adamw_torch_fused")
     optim_args: NonEmpty | None = option(
         "Further options of sgd, adagrad or rmsprop, as in momentum=0.9,nesterov=true."
     )
     weight_decay: NonNegative | None = option("Weight decay; not applied to biases and norms.")
-    adam_beta1: Ratio | None = option("Decay of Adam's first moment.")
-    adam_beta2: Ratio | None = option("Decay of Adam's second moment.")
+    adam_beta1: Ratio | None = option("Decay of Adam's first moment; Lion's for the update.")
+    adam_beta2: Ratio | None = option("Decay of Adam's second moment; of Lion's only one.")
     adam_epsilon: Positive | None = option("Added to Adam's denominator.")
     lr_scheduler_type: Scheduler | None = option("Course of the learning rate.")
     lr_scheduler_kwargs: dict[str, Any] | None = option("Options of the scheduler, e.g. num_cycles.")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from strategies.core.protocol import Refusal
 from strategies.engine import StowOptimizer, UpdateRule, stow, stowed_by
 from strategies.engine.forward.checkpointing import recompute
 from strategies.engine.model_checks import not_in_kernels
+from strategies.engine.updating.optim import class_of
 from trainer.errors import CountingError, first_line, write_line
 from trainer.model.undisturbed import ForkError, in_fork, undisturbed
 from trainer.planning.plan_for import plan_for
@@ -279,17 +280,27 @@ def adopt(optimizer: torch.optim.Optimizer) -> tuple[UpdateRule, list[dict[str, 
     The groups are the same objects, so a scheduler that was made for the optimizer still sets their learning rates.
     """
     kind = type(optimizer)
-    if kind.__name__ not in STATE or getattr(torch.optim, kind.__name__, None) is not kind:
+    if kind.__name__ not in STATE or class_of(kind.__name__) is not kind:
         raise ValueError(
-            f"a stowed trainer updates element by element, as torch.optim's {', '.join(STATE)} do, and not with "
-            f"{kind.__name__}: write optim='adamw_torch_fused', or pass no other optimizer"
+            f"a stowed trainer updates element by element, as {', '.join(STATE)} do, and not with {kind.__name__}: "
+            f"write optim='adamw_torch_fused', or pass no other optimizer"
         )
     takes = inspect.signature(kind).parameters
     rule = UpdateRule(kind.__name__, **{name: given for name, given in optimizer.defaults.items() if name in takes})
-    for complaint in not_in_kernels(optimizer.param_groups, rule):
+    for complaint in (*not_in_kernels(optimizer.param_groups, rule), *_not_in_groups(optimizer)):
         raise ValueError(f"{kind.__name__} of a stowed trainer: {complaint}")
     if any(state.get("step", 1) for state in optimizer.state.values()):  # Adagrad has some from the beginning
         raise ValueError("this optimizer has state already: pass a stowed trainer a new one")
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise ValueError("this optimizer has step hooks, which a stowed trainer would not call: use a TrainerCallback")
     return rule, optimizer.param_groups
+
+
+def _not_in_groups(optimizer: Any) -> Iterator[str]:
+    """What an optimizer of bitsandbytes does to a parameter otherwise than its group says, one line each."""
+    for number, group in enumerate(optimizer.param_groups if hasattr(optimizer, "get_config") else ()):
+        wanted = {"optim_bits": 32, "max_unorm": 0.0, "skip_zeros": False, **group}
+        for index in range(len(group["params"])):
+            for name, value in optimizer.get_config(number, index, group).items():
+                if name in wanted and wanted[name] != value:
+                    yield f"parameter {index} of group {number} has {name} = {value} of its own; leave it out"

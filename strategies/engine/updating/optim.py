@@ -1,7 +1,8 @@
-"""Update rules: what an optimizer does to a parameter, its gradient and its state, by torch's own functions.
+"""Update rules: what an optimizer does to a parameter, its gradient and its state, by torch's own functions; Lion by
+bitsandbytes'.
 
 A rule gets lists of views of the same shape as plain training's tensors, or parts of them, and updates them in place,
-on whatever device they are. It calls the function that torch's optimizer calls, with the same options. Element-wise
+on whatever device they are. It calls the function that the optimizer calls, with the same options. Element-wise
 kernels give each element the same bits wherever it lies; for split points see [Note: split points] in ``updates.py``.
 
 State is zero before the first update, as torch has it. Torch begins SGD's momentum with a copy of the gradient, which
@@ -43,13 +44,33 @@ class Operands:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One of torch's functions, and the options that it takes by name."""
+    """A function that updates, and the options that it takes by name."""
 
     call: Callable[..., None]
     options: tuple[str, ...]
     fuses: bool = False  # it has a fused form
     counts: bool = True  # updates
     begins: bool = False  # its optimizer makes state before the first update
+
+
+def lion(
+    params: list[Tensor],
+    grads: list[Tensor],
+    moments: list[Tensor],
+    steps: list[Tensor],
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    **torchs: Any,
+) -> None:
+    """As ``bitsandbytes.optim.Lion`` with ``optim_bits=32``. The number of updates does not matter to it."""
+    from bitsandbytes.functional import optimizer_update_32bit
+
+    for param, grad, moment in zip(params, grads, moments, strict=True):
+        optimizer_update_32bit("lion", grad, param, moment, beta1, 0.0, 1, lr, None, beta2, weight_decay=weight_decay)
+    torch._foreach_add_(steps, 1)
 
 
 BETAS = ("lr", "betas", "eps", "weight_decay")
@@ -60,6 +81,7 @@ KERNELS: Mapping[str, Kernel] = {
     "Adam": Kernel(adam, (*AMSGRAD, "decoupled_weight_decay"), fuses=True),
     "Adamax": Kernel(adamax, BETAS),
     "AdamW": Kernel(adamw, AMSGRAD, fuses=True),
+    "Lion": Kernel(lion, ("lr", "betas", "weight_decay")),
     "RAdam": Kernel(radam, (*BETAS, "decoupled_weight_decay")),
     "RMSprop": Kernel(rmsprop, ("lr", "alpha", "eps", "weight_decay", "momentum", "centered")),
     "SGD": Kernel(
@@ -68,9 +90,18 @@ KERNELS: Mapping[str, Kernel] = {
 }
 
 
+def class_of(kind: str) -> Any:
+    """The optimizer of a rule. Raise ImportError: it is bitsandbytes', which is not there."""
+    if kind == "Lion":
+        import bitsandbytes
+
+        return getattr(bitsandbytes.optim, kind)
+    return getattr(torch.optim, kind)
+
+
 class UpdateRule:
-    """The update of ``torch.optim``'s class ``kind``, one of ``KERNELS``, with its ``options``; for others its own
-    defaults. Raise ValueError: there is no such rule, or an option is one that it does not have.
+    """The update of the optimizer ``kind``, one of ``KERNELS``, with its ``options``; for others its own defaults.
+    Raise ValueError: there is no such rule, or an option is one that it does not have.
     """
 
     def __init__(self, kind: str, **options: Any) -> None:
@@ -78,14 +109,14 @@ class UpdateRule:
             raise ValueError(f"no update rule {kind}: there are {', '.join(KERNELS)}")
         self.kind, self.kernel = kind, KERNELS[kind]
         try:
-            made = getattr(torch.optim, kind)([nn.Parameter()], **options)
-        except TypeError as error:
-            raise ValueError(f"torch.optim.{kind}: {error}") from None
+            made = class_of(kind)([nn.Parameter()], **options)
+        except (TypeError, ImportError) as error:
+            raise ValueError(f"{kind}: {error}") from None
         self._defaults: dict[str, Any] = made.defaults
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Torch's names of its state, one fp32 number per element each."""
+        """The optimizer's names of its state, one fp32 number per element each."""
         return state_names(self.kind, self._defaults)
 
     @property
@@ -94,7 +125,7 @@ class UpdateRule:
         return bool(self._defaults.get("fused"))
 
     def defaults(self) -> dict[str, Any]:
-        """Of a parameter group, by torch's names, so that torch's own optimizer can load the state dict."""
+        """Of a parameter group, by the optimizer's names, so that it can load the state dict."""
         return dict(self._defaults)
 
     def update(self, on: Operands, group: Mapping[str, Any], bad: Tensor | None) -> None:
@@ -107,7 +138,7 @@ class UpdateRule:
         known = dict(zip(self.names, on.state, strict=True))
         lists = [known.get(name, []) for name in STATE[self.kind]]
         steps = [on.steps] if self.kernel.counts else []
-        self.kernel.call(on.params, on.grads, *lists, *steps, foreach=group["foreach"], maximize=False, **given)
+        self.kernel.call(on.params, on.grads, *lists, *steps, foreach=group.get("foreach"), maximize=False, **given)
         if not self.kernel.counts:
             torch._foreach_add_(on.steps, 1)
 

@@ -17,6 +17,8 @@ from trainer.errors import ConfigError
 
 SMALL = ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit")
 ADAMW = ("adam", "adamw", "fusedadam", "adamw_hf", "adamw_apex_fused", "paged_adamw", "paged_adamw_32bit", *SMALL)
+SMALL_LION = ("lion_8bit", "paged_lion_8bit")
+LION = ("lion", "fusedlion", "paged_lion_32bit", *SMALL_LION)
 SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine_with_min_lr"}
 # How FSDP says that weights are sharded all the time (stage 3), or gathered from forward to backward (2).
 FSDP = {"full_shard": 3, "shard_grad_op": 2, "no_shard": 0, "1": 3, "2": 2, "3": 0, "true": 3, "false": 2}
@@ -61,8 +63,9 @@ def _task(given: Given, draft: Draft) -> dict[str, Any]:
 
 def _optim(given: Given, draft: Draft) -> dict[str, Any]:
     name = str(given.value).lower()
-    lost = "AdamW in 32 bits is written; with strategies.offload its state rests on the host"
-    return {"training.optim": "adamw_torch_fused" if name in ADAMW else name, LOST: lost if name in SMALL else None}
+    ours = "adamw_torch_fused" if name in ADAMW else "lion_32bit" if name in LION else name
+    lost = f"{ours} is written, in 32 bits; with strategies.offload its state rests on the host"
+    return {"training.optim": ours, LOST: lost if name in (*SMALL, *SMALL_LION) else None}
 
 
 def _scheduler(given: Given, draft: Draft) -> dict[str, Any] | str:
