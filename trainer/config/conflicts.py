@@ -6,20 +6,20 @@ every comparison false, so that one mistake is never reported twice. Checks ther
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from strategies.core.optimizers import options_of
 from strategies.core.protocol import COMPILE_KEYS, Phase, Requirement
 from strategies.core.registry import available, find
+from trainer.config import smaller
 from trainer.config.arguments import KTO_LOSSES, TrainingSection
-from trainer.config.values import WRONG, Values
+from trainer.config.values import KEEP_ONE, LANGUAGE, NOT_THEIRS, WRONG, Found, Values
 from trainer.config.yaml_file import MISSING, Fault
 
 OFF = (None, False)  # and 0, 0.0, which are equal to False
 PLANNED = {Requirement.PARAMETERS, Requirement.COMPUTE_DTYPE}
 PYDOC = ("text", "pairs", "labels", "preferences", "ratings")
-LANGUAGE = ("sft", "pretrain")  # tasks that predict the next token of rows of text; they alone have ...
 OF_LANGUAGE = (
     "datasets",
     "packing",
@@ -37,17 +37,13 @@ METRICS = {  # of evaluations, where none are added
     "classification": ("loss", "accuracy", "f1", "mae"),
 }
 OWN_LOSS = (*PREFERENCES, "embedding")  # tasks whose losses do not have ...
-NOT_THEIRS = ("label_smoothing_factor", "use_liger_kernel")
-NOT_DISTILLED = (*NOT_THEIRS, *COMPILE_KEYS)
 OTHER_PROJECTS = {"comet_ml": "COMET_PROJECT_NAME", "swanlab": "SWANLAB_PROJECT"}
 KEEPS = "preprocess_logits_for_metrics"
-KEEP_ONE = "keep one of the two"
 EVALUATE = "write training.eval_strategy = steps or epoch"
 KEPT_INPUTS = (
     "frees nothing of layers with 8-bit weights: bitsandbytes keeps their inputs by itself; write "
     "model.quantization_config.load_in_4bit: true, or leave it out"
 )
-Found = Iterator[tuple[str, str]]
 
 
 def conflicts(sections: Mapping[str, Values]) -> list[Fault]:
@@ -55,8 +51,7 @@ def conflicts(sections: Mapping[str, Values]) -> list[Fault]:
     m, d, t = (sections[name] for name in ("model", "data", "training"))
     task = sections["task"].name
     found = [*_model(m, t), *_data(d, t), *_training(d, t), *_strategies(sections), *_keys_of_tasks(task, sections)]
-    found += [*_task(task, m, t), *_quantised(task, m, t), *_distilled(task, sections), *_pruned(task, sections)]
-    found += _compiled(task, m, t)
+    found += [*_task(task, m, t), *_quantised(task, m, t), *smaller.conflicts(task, sections), *_compiled(task, m, t)]
     return [Fault(tuple(key.split(".")), _value(sections, key), words) for key, words in found]
 
 
@@ -113,43 +108,6 @@ def _quantised(task: str, m: Values, t: Values) -> Found:
     for name in ("gradient_checkpointing", "activation_checkpointing"):
         if eight and t[name]:
             yield f"training.{name}", KEPT_INPUTS
-
-
-def _distilled(task: Any, sections: Mapping[str, Values]) -> Found:
-    if not sections["distill"]:
-        return
-    if task not in (*LANGUAGE, WRONG):
-        yield "distill", f"a teacher answers rows of task sft and pretrain, and this is {task}; leave it out"
-    if sections["data"].streaming:
-        yield "data.streaming", "cannot go with distill: the teacher answers all rows before training; leave it out"
-    for key in NOT_DISTILLED:
-        if sections["training"][key]:
-            yield f"training.{key}", f"cannot go with distill, whose loss does not have it; {KEEP_ONE}"
-
-
-def _pruned(task: Any, sections: Mapping[str, Values]) -> Found:
-    p, m, d, t = (sections[name] for name in ("prune", "model", "data", "training"))
-    if not p:
-        return
-    if task not in (*LANGUAGE, WRONG):
-        yield "prune", f"is for task sft and pretrain, and this is {task}; leave it out"
-    if p.method == "2:4" and p.sparsity != 0.5:
-        yield "prune.sparsity", "two of four are half of the weights; leave it out"
-    if p.method == "2:4" and p.schedule == "cubic":
-        yield "prune.schedule", "two of four go at once; leave it out, or write magnitude"
-    if m.lora:
-        yield "model.lora", "cannot go with prune: adapters are added to weights that stay as they are; leave it out"
-    if m.quantization_config:
-        yield "model.quantization_config", "cannot go with prune, whose weights are trained; leave it out"
-    for key in COMPILE_KEYS:
-        if t[key]:
-            yield f"training.{key}", f"has not been compared with prune; {KEEP_ONE}"
-    if p.method == "wanda" and d.streaming:
-        yield "data.streaming", "cannot go with wanda, which reads the first rows again; write magnitude"
-    for key in ("load_best_model_at_end", "early_stopping_patience"):
-        if t[key] and t[key] is not WRONG and p.method != "2:4" and p.schedule != "once":
-            what = "the best weights may be of before the last round of pruning; write prune.schedule: once"
-            yield f"training.{key}", what
 
 
 def _compiled(task: Any, m: Values, t: Values) -> Found:

@@ -207,14 +207,18 @@ class DistillSection(Section):
 
 
 class PruneSection(Section):
-    """Make weights of linear layers zero while training, and keep them so. See docs/prune.md."""
+    """Make weights of linear layers zero while training, and keep them so, or take parts of the model out before. See
+    docs/prune.md and docs/structured.md.
+    """
 
-    method: Literal["magnitude", "wanda", "2:4"] = option(
-        "Which weights go: the smallest of a matrix; of each output, the smallest times the norm of their input; or "
-        "two of four consecutive inputs.",
+    method: Literal["magnitude", "wanda", "2:4", "structured"] = option(
+        "Which weights go: the smallest of a matrix; of each output, the smallest times the norm of their input; two "
+        "of four consecutive inputs; or, before training, whole parts of a saved model.",
         "magnitude",
     )
-    sparsity: Annotated[float, Field(gt=0, lt=1)] = option("Share of the weights that are zero in the end.", 0.5)
+    sparsity: Annotated[float, Field(gt=0, lt=1)] = option(
+        "Share of the weights that are zero in the end; structured: share of each of parts that goes.", 0.5
+    )
     schedule: Literal["cubic", "once"] | None = option(
         "cubic: s_t = sparsity (1 - (1 - t/T)^3), where T is until of all steps; once: all before the first step; not "
         "set: cubic, and once for 2:4."
@@ -226,11 +230,21 @@ class PruneSection(Section):
     modules: Annotated[
         list[NonEmpty] | Pattern | None, Allowed("a list of module names, or a regular expression for all of a name")
     ] = option("Linear layers that are pruned; not set: all of the blocks.")
-    calibration_rows: Count = option("wanda: rows of the training data, from the first on, that inputs are of.", 32)
+    parts: Annotated[list[Literal["channels", "heads", "layers"]], Field(min_length=1)] | None = option(
+        "structured: what goes: channels of each MLP, heads with their whole group of key and value, whole layers; not "
+        "set: [channels, heads]."
+    )
+    calibration_rows: Count = option(
+        "wanda, structured: rows of the training data, from the first on, that choose what goes.", 32
+    )
 
     @property
     def is_cubic(self) -> bool:
-        return self.method != "2:4" and self.schedule != "once"
+        return self.method in ("magnitude", "wanda") and self.schedule != "once"
+
+    @property
+    def is_structured(self) -> bool:
+        return self.method == "structured"
 
 
 SECTIONS: Mapping[str, type[Section]] = {"model": ModelSection, "data": DataSection, "training": TrainingSection}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -25,3 +26,8 @@ class Values(dict[str, Any]):
 
 
 WRONG = Wrong()
+
+Found = Iterator[tuple[str, str]]  # a key, and what would work
+LANGUAGE = ("sft", "pretrain")  # tasks that predict the next token of rows of text
+NOT_THEIRS = ("label_smoothing_factor", "use_liger_kernel")  # what losses of our own do not have
+KEEP_ONE = "keep one of the two"

@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import torch
-import torch.distributed as dist
 from datasets import Dataset, concatenate_datasets
 from tqdm import tqdm
 
@@ -37,7 +36,6 @@ from strategies.core.commit import remove, replace_file, sync
 from strategies.core.protocol import Refusal
 from strategies.core.sealed import digest_of, seal, size_and_hash
 from strategies.core.sizes import human
-from strategies.engine import stow
 from strategies.engine.forward.distilled_loss import TEACHER, Distillation, answers
 from trainer.config.sections import ModelSection
 from trainer.data import tokenizer as tokenizers
@@ -47,7 +45,7 @@ from trainer.data.prepare import is_whole
 from trainer.errors import ConfigError, DataError, first_line
 from trainer.model import build
 from trainer.model.student import comparison
-from trainer.planning.plan_for import plan_for
+from trainer.planning.streamed import placed, plan_within, weights_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -183,26 +181,18 @@ def num_answers(rows: Dataset) -> int:
 def _place(config: RunConfig, lesson: Lesson, model: PreTrainedModel) -> tuple[Any, str]:
     """The plan that streams the teacher, or None if it fits, and what is said of it. ConfigError: there is no room."""
     assert config.distill is not None
-    weights = sum(each.numel() * each.element_size() for each in {*model.parameters(), *model.buffers()})
+    weights = weights_of(model)
     tokens, size = config.distill.teacher_batch_size * config.data.max_length, next(model.parameters()).element_size()
     logits = 2 * tokens * model.config.get_text_config().vocab_size * size
-    if weights + logits <= lesson.budget:
-        return None, f"{human(weights)} of weights, all on the device"
-    for each in model.parameters():
-        each.requires_grad_(False)
-    # The engine plans what is trained. The smallest parameter stands for that, and never gets a gradient.
-    least = min(model.parameters(), key=torch.numel).requires_grad_()
     try:
-        room = lesson.budget - logits
-        if room <= 1:  # which the engine would take for a share
-            raise ValueError("nothing is left for weights")
-        plan = plan_for(model, [least], max_grad_norm=None, gpu_memory=room, world_size=1)
+        plan = plan_within(model, lesson.budget - logits)
     except (Refusal, ValueError) as error:
         what = f"{human(weights)} of weights and {human(logits)} for logits of {tokens:,} tokens do not fit"
         why = first_line(error).replace("strategies.offload.", "")
         line = f"{what} into {human(lesson.budget)} ({why}); lower it, or data.max_length"
         raise config.error("distill.teacher_batch_size", config.distill.teacher_batch_size, line) from None
-    return plan, f"{human(weights)} of weights, streamed through {human(room)}"
+    through = "all on the device" if plan is None else f"streamed through {human(lesson.budget - logits)}"
+    return plan, f"{human(weights)} of weights, {through}"
 
 
 def answered(
@@ -300,21 +290,5 @@ def _teacher(config: RunConfig, lesson: Lesson, device: torch.device) -> Iterato
     """The teacher, to be called with tensors of the host; freed at the end."""
     section = section_of(config)
     model: Any = build.build(section, build.load_config(section), seed=0, partitioned=False)
-    plan, _ = _place(config, lesson, model)
-    stowed, group = None, None
-    if plan is None:
-        model.to(device)
-    else:
-        if dist.is_initialized() and dist.get_world_size() > 1:  # other ranks wait
-            group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        trained = [each for each in model.parameters() if each.requires_grad]
-        stowed = stow(model, plan, trained, device=device, process_group=group)
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield lambda **batch: model(**{name: each.to(device) for name, each in batch.items()})
-    finally:
-        if stowed is not None:
-            stowed.close()
-        if group is not None:
-            dist.destroy_process_group(group)
+    with placed(model, _place(config, lesson, model)[0], device) as call:
+        yield call

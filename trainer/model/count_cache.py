@@ -79,6 +79,7 @@ def name_of(config: RunConfig, what: str = "") -> tuple[str, bool]:
     known = {
         "model": model,
         "task": config.task,
+        "prune": config.prune and config.prune.is_structured and [config.prune.sparsity, config.prune.parts],
         "distill": config.distill and [config.distill.loss, config.distill.top_k],
         "what": what,
         "training": {name: getattr(config.training, name) for name in TRAINING},

@@ -36,10 +36,11 @@ from trainer.errors import ConfigError, first_line
 from trainer.machine.profiles import known_rates
 from trainer.model import config_keys, hub, pruned
 from trainer.model.adapters import loraplus_groups
-from trainer.model.build import load_config, with_lora
+from trainer.model.build import with_lora
 from trainer.model.count_cache import cached
 from trainer.model.params import decay_groups, list_params
 from trainer.model.quantise import quantise
+from trainer.model.structured import config_of
 from trainer.tasks.table import TASKS
 from trainer.tasks.task import loaded
 
@@ -75,18 +76,12 @@ def precision_of(config: RunConfig) -> Precision:
     return Precision.FP16 if config.training.fp16 else Precision.FP32
 
 
-def vocab_size_of(config: RunConfig) -> int | None:
-    """Rows of the embedding if they follow from a tokenizer that is yet to be trained; None if the model has them."""
-    tokenizer = config.model.tokenizer
-    return None if tokenizer is None or isinstance(tokenizer, str) else tokenizer.vocab_size
-
-
 def gather(config: RunConfig, world_size: int, local_world_size: int, machine: Machine) -> Facts:
     """All facts of a run on ``world_size`` ranks of ``machine``. ConfigError: the model cannot be described."""
     whole = counted(config)
     count = asked(whole, config)
     run = run_facts(config, world_size, accelerated=machine.device_kind != "cpu")
-    if config.prune is not None:
+    if config.prune is not None and not config.prune.is_structured:
         sizes = pruned.sizes(config.prune, whole.units, whole.params)
         if not sizes:
             raise config.error("prune.modules", config.prune.modules, "no layer of a block has such a name")
@@ -369,7 +364,7 @@ def _meta_model(config: RunConfig) -> PreTrainedModel:
 
     section, task = config.model, TASKS[config.task]
     auto = loaded(task.model_class)
-    hf_config = load_config(section, vocab_size_of(config))
+    hf_config = config_of(config)
     check_model(config, hf_config)
     for name in ("pad_token_id", "decoder_start_token_id"):  # a run takes those of the tokenizer
         if not task.language and getattr(hf_config, name, None) is None:

@@ -19,6 +19,7 @@ from trainer.errors import ConfigError, TooLargeError
 from trainer.machine import block_timing, gemm_timing
 from trainer.model import build
 from trainer.model.shrink import PER_LAYER
+from trainer.model.structured import config_of
 from trainer.planning import facts
 from trainer.tasks.table import TASKS, only_language
 
@@ -131,7 +132,7 @@ def check_options(config: RunConfig, world_size: int, *, installed: bool = True)
     machine.
     """
     found = [*TASKS[config.task].refusals(config), *refusals(config.strategies, facts.run_facts(config, world_size))]
-    if config.prune is not None:
+    if config.prune is not None and not config.prune.is_structured:
         found += _refuses_pruning(config, world_size)
     for strategy in in_order(config.strategies).values() if installed else ():
         try:
@@ -174,7 +175,7 @@ def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[st
         from strategies.engine.forward.compiled import compile_blocks
 
         section = config.model
-        hf_config = build.load_config(section, facts.vocab_size_of(config))
+        hf_config = config_of(config)
         text = hf_config.get_text_config()
         text.num_hidden_layers = blocks
         for name in PER_LAYER:

@@ -40,6 +40,7 @@ from trainer.errors import write_line
 from trainer.model import build, quantise
 from trainer.model.adapters import merged
 from trainer.model.mapped import Spilled
+from trainer.run import structured
 from trainer.run.callbacks import perplexity
 from trainer.run.checkpoint import move_aside, versions
 from trainer.run.resume_rules import RULES, SILENT
@@ -263,7 +264,7 @@ def model_card(
     source = ", ".join(f"`{one.path}` ({one.name})" if one.name else f"`{one.path}`" for one in data.parts())
     parts = [
         f"# {Path(config.training.output_dir).name}",
-        _origin(config, hf_config.model_type),
+        " ".join((_origin(config, hf_config.model_type), structured.sentence(config))).strip(),
         f"It was trained on {source} in sequences of up to {data.max_length} tokens, for {state.global_step} steps. "
         + " ".join(_results(state.log_history, odds=TASKS[config.task].language)),
         f"Settings: {', '.join(_settings(config))}.",

@@ -47,10 +47,11 @@ from trainer.machine import block_timing
 from trainer.machine.probe import Machine, probe
 from trainer.machine.profiles import known_rates
 from trainer.model import build, mapped, parts, student
+from trainer.model.structured import config_of
 from trainer.planning import facts
 from trainer.planning.fit import explained
 from trainer.planning.from_config import advice, plans_of, refuse_impossible
-from trainer.run import changes, checkpoint, disk_tier, machines, metrics, resuming, teaching
+from trainer.run import changes, checkpoint, disk_tier, machines, metrics, resuming, structured, teaching
 from trainer.run.callbacks import EarlyStopping, Meter, MetricsFile, ProgressLine, SampleText, StepSeen, sample_prompt
 from trainer.run.checkpoint import About, DataFacts, ModelFacts
 from trainer.run.plan_check import PlanCheck
@@ -58,6 +59,7 @@ from trainer.run.profile import Profile
 from trainer.run.pruning import Pruning
 from trainer.run.resuming import Resumed
 from trainer.run.stage_trial import form_of_stages
+from trainer.run.structured import Smaller
 from trainer.run.task_trainer import adapters_follow, class_for, left_out, options
 from trainer.run.trainer import Trainer
 from trainer.tasks.table import TASKS
@@ -82,6 +84,8 @@ class Run:
     form: Form | None = None  # of the architecture's forward, where the model is cut into stages
     stage: Stage | None = None
     lesson: Lesson | None = None  # what a teacher is asked before training
+    smaller: Smaller | None = None  # what becomes of the model before training
+    source: RunConfig | None = None  # names the model whose weights are loaded, if it is not the one of ``config``
     pour: Callable[[StowOptimizer], None] | None = None  # gives the stowed model its values
 
     def say(self, line: str) -> None:
@@ -93,10 +97,10 @@ class Run:
 def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> Run:
     """Prepare the data and plan: everything that can fail before a weight exists. ``resumed``: the checkpoint."""
     folder = Path(config.training.output_dir)
-    form = None
-    if config.model.config is not None:  # a saved model's is found by the first rank, with the data
-        facts.check_model(config, build.load_config(config.model, facts.vocab_size_of(config)))
-        form = form_of_stages(config)
+    known = config.model.config is not None  # a saved model's is found by the first rank, with the data
+    if known:
+        facts.check_model(config, config_of(config))
+    form = form_of_stages(config) if known else None
     machines.refuse(config, ranks)
     tokenizer, prepared = first_then_all(ranks, lambda: read_data(config, ranks, resumed, quiet=not ranks.is_first))
     machine = probe()
@@ -115,6 +119,7 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
             refuse_impossible(each)
     disk_tier.refuse_without_room(config, plan)
     run.lesson = teaching.check(config, ranks, tokenizer, prepared, plan, resumed)
+    run.smaller = structured.check(config, ranks, prepared, plan, machine)
     # Only after the last refusal, so that a refused run leaves the checkpoints of an earlier one in place.
     if aside := resuming.set_aside(config, ranks, resumed):
         run.say(aside)
@@ -141,8 +146,7 @@ def read_data(
     trained on, and ConfigError if the tokenizer cannot be used, or the run resumes one with other contents.
     """
     section, folder = config.model, Path(config.training.output_dir)
-    build.refuse_missing_folder(section)
-    hf_config = build.load_config(section, facts.vocab_size_of(config))
+    hf_config = config_of(config)
     facts.check_model(config, hf_config)
     if config.distill is not None:
         teacher.config_of(config)  # a missing one is said before rows are prepared
@@ -217,26 +221,24 @@ def make_arguments(run: Run) -> TrainingArguments:
         disable_tqdm=True,
         label_names=["labels"],
     )
-    if arguments.device.type != run.machine.device_kind and not given["use_cpu"]:
-        raise ConfigError(
-            f"the plan is for {run.machine.device_kind}, and Accelerate trains on {arguments.device}: "
-            f"training.use_cpu: true trains on the CPU"
-        )
+    kind = run.machine.device_kind
+    if arguments.device.type != kind and not given["use_cpu"]:
+        what = f"the plan is for {kind}, and Accelerate trains on {arguments.device}"
+        raise ConfigError(f"{what}: training.use_cpu: true trains on the CPU")
     if arguments.world_size != run.ranks.world_size:
-        raise ConfigError(
-            f"Accelerate knows no ranks on {run.machine.device_kind}: train in one process, or on the CPU"
-        )
+        raise ConfigError(f"Accelerate knows no ranks on {kind}: train in one process, or on the CPU")
     return arguments
 
 
 def make_model(run: Run) -> PreTrainedModel:
     """Build the model on the CPU, or split over the ranks where the plan splits parameters; of a pipeline the stage."""
-    section, seed, task = run.config.model, run.config.training.seed, TASKS[run.config.task]
-    hf_config = build.load_config(section, facts.vocab_size_of(run.config))
+    source = run.source or run.config
+    section, seed, task = source.model, run.config.training.seed, TASKS[run.config.task]
+    hf_config = config_of(source)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if section.config is not None and name not in section.config:
             setattr(hf_config, name, getattr(run.tokenizer, name))
-    in_spans, sliced = changes.loads_spans(run.config, run.plan), changes.loads_slices(run.config, run.plan)
+    in_spans, sliced = changes.loads_spans(run.config, run.plan), changes.loads_slices(source, run.plan)
     split, apart = deepspeed.stage(run.plan) == 3, run.plan.facts.run.apart > 0
     make = partial(build.build, sliced or section, hf_config, seed=seed, partitioned=split, task=task)
     weights = make(on_meta=run.form is not None or in_spans or apart or sliced is not None)
@@ -288,6 +290,8 @@ def make_trainer(run: Run) -> Trainer:
     if run.lesson is not None:  # before the arguments, or Hugging Face would split the teacher under ZeRO stage 3
         ask = partial(teaching.answered, run.config, run.lesson, run.tokenizer, run.prepared)
         run.prepared = first_then_all(run.ranks, partial(ask, compares=run.ranks.is_first_local))
+    if run.smaller is not None:
+        run.source = structured.made(run.config, run.ranks, run.smaller, run.prepared)
     arguments = make_arguments(run)
     meter = make_meter(run, arguments.device)
     task = TASKS[run.config.task]
@@ -333,7 +337,7 @@ def make_trainer(run: Run) -> Trainer:
             run.say(line)
         left = trainer.about.data.model_copy(update={"rows": len(trainer.train_dataset)})  # type: ignore[arg-type]
         trainer.about = trainer.about.model_copy(update={"data": left})  # TRL may have dropped some
-    if run.config.prune is not None:
+    if run.config.prune is not None and run.smaller is None:
         trainer.add_callback(Pruning(trainer, run.config))
     trainer.remove_callback(PrinterCallback)  # our line says more
     if training.profile is not None:
@@ -362,7 +366,7 @@ def about(run: Run, model: PreTrainedModel) -> About:
     shapes = digest_of({name: list(whole_shape(each)) for name, each in named})
     if run.resumed is not None:
         run.resumed.compare_shapes(shapes)
-    as_loaded = build.load_config(run.config.model, facts.vocab_size_of(run.config))  # the run may change its copy
+    as_loaded = config_of(run.config)  # the run may change its copy
     tree, data = json.loads(json.dumps(run.config.tree()), parse_constant=str), run.prepared
     rows = None if run.config.data.streaming else len(data.train)  # type: ignore[arg-type]
     hashes = {"fingerprint": data.fingerprint, "sources": data.sources, "tokenizer": data.tokenizer}

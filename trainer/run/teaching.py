@@ -16,8 +16,7 @@ from trainer.data.collate import check_packing
 from trainer.data.teacher import Lesson
 from trainer.dist.agreement import agreement
 from trainer.errors import write_line, write_nothing
-from trainer.model import build
-from trainer.planning import facts
+from trainer.model.structured import config_of
 from trainer.run.resuming import DAY_S
 
 if TYPE_CHECKING:
@@ -43,9 +42,8 @@ def check(
     """
     if config.distill is None:
         return None
-    student = build.load_config(config.model, facts.vocab_size_of(config)).get_text_config()
-    allowed = (each.budget(plan.facts) for each in in_order(config.strategies).values())
-    budget = min([plan.facts.machine.device_bytes, *(each for each in allowed if each is not None)])
+    student = config_of(config).get_text_config()
+    budget = budget_of(config, plan)
     with agreement(ranks, DAY_S) as together:
         lesson = together.on_first(
             ranks.rank,
@@ -57,6 +55,12 @@ def check(
         what = "its files are not those that the checkpoint was trained with; bring those back, or allow it with"
         raise config.error("distill.teacher", config.distill.teacher, f"{what} training.allow_change: [loss]")
     return lesson
+
+
+def budget_of(config: RunConfig, plan: Plan) -> int:
+    """Bytes of the device that the run may use, for what comes before training as well."""
+    allowed = (each.budget(plan.facts) for each in in_order(config.strategies).values())
+    return min([plan.facts.machine.device_bytes, *(each for each in allowed if each is not None)])
 
 
 def answered(

@@ -1,0 +1,75 @@
+"""Combinations of keys of the sections that make smaller models; ``conflicts.py`` says how they are found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from strategies.core.protocol import COMPILE_KEYS
+from trainer.config.values import KEEP_ONE, LANGUAGE, NOT_THEIRS, WRONG, Found, Values
+
+NOT_DISTILLED = (*NOT_THEIRS, *COMPILE_KEYS)
+
+
+def conflicts(task: Any, sections: Mapping[str, Values]) -> Found:
+    """Every conflict of ``distill`` and ``prune`` with the others."""
+    yield from _distilled(task, sections)
+    yield from _pruned(task, sections)
+
+
+def _distilled(task: Any, sections: Mapping[str, Values]) -> Found:
+    if not sections["distill"]:
+        return
+    if task not in (*LANGUAGE, WRONG):
+        yield "distill", f"a teacher answers rows of task sft and pretrain, and this is {task}; leave it out"
+    if sections["data"].streaming:
+        yield "data.streaming", "cannot go with distill: the teacher answers all rows before training; leave it out"
+    for key in NOT_DISTILLED:
+        if sections["training"][key]:
+            yield f"training.{key}", f"cannot go with distill, whose loss does not have it; {KEEP_ONE}"
+
+
+def _pruned(task: Any, sections: Mapping[str, Values]) -> Found:
+    p, m, d, t = (sections[name] for name in ("prune", "model", "data", "training"))
+    if not p:
+        return
+    if task not in (*LANGUAGE, WRONG):
+        yield "prune", f"is for task sft and pretrain, and this is {task}; leave it out"
+    if m.lora:
+        yield "model.lora", "cannot go with prune: adapters are added to weights that stay as they are; leave it out"
+    if m.quantization_config:
+        yield "model.quantization_config", "cannot go with prune, whose weights are trained; leave it out"
+    if p.method == "structured":
+        yield from _structured(p, m, d)
+        return
+    if p.parts and p.method != "structured":
+        yield "prune.parts", "are of method structured; leave them out"
+    if p.method == "2:4" and p.sparsity != 0.5:
+        yield "prune.sparsity", "two of four are half of the weights; leave it out"
+    if p.method == "2:4" and p.schedule == "cubic":
+        yield "prune.schedule", "two of four go at once; leave it out, or write magnitude"
+    for key in COMPILE_KEYS:
+        if t[key]:
+            yield f"training.{key}", f"has not been compared with prune; {KEEP_ONE}"
+    if p.method == "wanda" and d.streaming:
+        yield "data.streaming", "cannot go with wanda, which reads the first rows again; write magnitude"
+    for key in ("load_best_model_at_end", "early_stopping_patience"):
+        if t[key] and t[key] is not WRONG and p.method != "2:4" and p.schedule != "once":
+            what = "the best weights may be of before the last round of pruning; write prune.schedule: once"
+            yield f"training.{key}", what
+
+
+def _structured(p: Values, m: Values, d: Values) -> Found:
+    """What goes once, before training, from a saved model, by the rows that are trained on."""
+    for key, value in {"schedule": None, "modules": None, "until": 0.5, "rounds": 10}.items():
+        if p[key] != value:
+            yield f"prune.{key}", "is for weights that become zero; with method structured, leave it out"
+    if isinstance(p.parts, list) and len(set(p.parts)) != len(p.parts):
+        yield "prune.parts", "must be names, all different"
+    if m.config:
+        what = "random weights are all alike; name a saved model, or write smaller sizes here"
+        yield "model.config", f"cannot go with prune.method structured: {what}"
+    if m.trust_remote_code:
+        yield "model.trust_remote_code", "cannot go with prune.method structured, which knows Transformers' own models"
+    if d.streaming:
+        yield "data.streaming", "cannot go with prune.method structured, which reads the first rows before training"

@@ -1,0 +1,160 @@
+"""A model with fewer channels, heads or layers: its configuration, and which rows and columns of each weight it keeps.
+
+Invariant. The logits of the smaller model are those of the large one in which what goes adds nothing: the columns of
+``down_proj`` for channels, those of ``o_proj`` for heads, both for all of a layer. Only sums have fewer terms.
+
+Each layer keeps as many channels and heads as every other, since a configuration has one number for all. Channels that
+stay are a multiple of 8, for kernels, if there were one before. A head goes with its whole group: the heads that
+read the same key and value, and these.
+
+Refused, by the configuration alone: families other than ``FAMILIES``, whose configuration cannot say it, or of which
+no test has shown the invariant; numbers of heads that the family does not take; shares of which nothing goes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from trainer.model.build import load_config
+from trainer.model.shrink import PER_LAYER
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PretrainedConfig
+
+    from trainer.config.sections import PruneSection, RunConfig
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
+ALIGN = 8
+PARTS = ("channels", "heads")  # that go if none are named
+
+
+class Sizes(NamedTuple):
+    """How many there are, or stay: ``channels`` and ``groups`` of heads in each of ``layers``."""
+
+    channels: int
+    groups: int
+    layers: int
+
+
+class Kept(NamedTuple):
+    """What stays: numbers of layers of the large model, and of each its channels and groups, in order."""
+
+    layers: list[int]
+    channels: dict[int, Tensor]
+    groups: dict[int, Tensor]
+
+
+def vocab_size_of(config: RunConfig) -> int | None:
+    """Rows of the embedding if they follow from a tokenizer that is yet to be trained; None if the model has them."""
+    tokenizer = config.model.tokenizer
+    return None if tokenizer is None or isinstance(tokenizer, str) else tokenizer.vocab_size
+
+
+def config_of(config: RunConfig) -> PretrainedConfig:
+    """The configuration of the model that is trained. ConfigError: there is none, or it cannot be as small as asked."""
+    built = load_config(config.model, vocab_size_of(config))
+    return smaller(config, built) if config.prune is not None and config.prune.is_structured else built
+
+
+def sizes_of(built: PretrainedConfig) -> Sizes:
+    """What a model of this configuration has."""
+    return Sizes(built.intermediate_size, built.num_key_value_heads, built.num_hidden_layers)
+
+
+def staying(section: PruneSection, whole: Sizes) -> Sizes:
+    """How much of ``whole`` stays: at least one of each, and never fewer than the share asks for."""
+    parts = section.parts or PARTS
+
+    def left(part: str, number: int) -> int:
+        return number - int(section.sparsity * number + 1e-9) if part in parts else number
+
+    channels = left("channels", whole.channels)
+    if whole.channels % ALIGN == 0:
+        channels = -(-channels // ALIGN) * ALIGN
+    return Sizes(channels, left("heads", whole.groups), left("layers", whole.layers))
+
+
+def smaller(config: RunConfig, built: PretrainedConfig) -> PretrainedConfig:
+    """``built`` with the sizes that stay. ConfigError: see the module."""
+    assert config.prune is not None
+    section, family = config.prune, built.model_type
+    if family not in FAMILIES:
+        what = f"a {family} model cannot be made smaller so; it can be done for {', '.join(FAMILIES)}"
+        raise config.error("prune.method", section.method, what)
+    whole = sizes_of(built)
+    stay = staying(section, whole)
+    asked = section.parts or PARTS
+    names = ("channels", "heads", "layers")
+    for part, before, after in zip(names, whole, stay, strict=True):
+        if part in asked and before == after:
+            counted = "groups of heads" if part == "heads" else part
+            least = f"write {1 / before:.2f} or more" if before > 1 and part != "channels" else "write more"
+            what = f"none of {before} {counted} would go; {least}, or leave {part} out of prune.parts"
+            raise config.error("prune.sparsity", section.sparsity, what)
+    if stay.layers < whole.layers and (kinds := set(getattr(built, PER_LAYER[0], None) or ())) and len(kinds) > 1:
+        what = f"its layers are of several kinds ({', '.join(sorted(kinds))}), and each would go for another reason"
+        raise config.error("prune.parts", section.parts, f"{what}; leave layers out")
+    found = _resized(built, whole, stay)
+    if found is None:
+        better = next((n for n in range(stay.groups - 1, 0, -1) if _resized(built, whole, stay._replace(groups=n))), 0)
+        per_group = built.num_attention_heads // whole.groups
+        took = f"{stay.groups * per_group} of {built.num_attention_heads} heads would stay, which {family} models of "
+        took += f"hidden_size {built.hidden_size} cannot have in Transformers"
+        cure = f"{1 - better / whole.groups + 0.005:.2f} keeps {better * per_group}, or " if better else ""
+        raise config.error("prune.sparsity", section.sparsity, f"{took}; {cure}leave heads out of prune.parts")
+    return found
+
+
+def _resized(built: PretrainedConfig, whole: Sizes, stay: Sizes) -> PretrainedConfig | None:
+    """``built`` with other sizes; None if its class does not take them."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    tree = built.to_dict()
+    heads = built.num_attention_heads // whole.groups * stay.groups
+    size = getattr(built, "head_dim", None) or built.hidden_size // built.num_attention_heads
+    tree |= {"intermediate_size": stay.channels, "num_hidden_layers": stay.layers, "head_dim": size}
+    tree |= {"num_attention_heads": heads, "num_key_value_heads": stay.groups}
+    tree |= {name: tree[name][: stay.layers] for name in PER_LAYER if tree.get(name)}
+    try:
+        return type(built).from_dict(tree)
+    except (StrictDataclassError, ValueError):
+        return None
+
+
+# --- weights, by their names in the families above -------------------------------------------------------------------
+
+_IN_LAYER = re.compile(r"(.*\blayers\.)(\d+)\.(.+)\.(weight|bias)")
+_ROWS = {"mlp.gate_proj", "mlp.up_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}
+_COLUMNS = {"mlp.down_proj", "self_attn.o_proj"}
+
+
+def cut(state: Mapping[str, Tensor], kept: Kept, built: PretrainedConfig) -> dict[str, Tensor]:
+    """The smaller model's weights, of the large one's ``state`` and configuration."""
+    size = getattr(built, "head_dim", None) or built.hidden_size // built.num_attention_heads
+    shared = built.num_attention_heads // built.num_key_value_heads
+    place = {old: new for new, old in enumerate(kept.layers)}
+    found: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        in_layer = _IN_LAYER.fullmatch(name)
+        if in_layer is None:
+            found[name] = tensor
+            continue
+        before, layer, module, kind = in_layer[1], int(in_layer[2]), in_layer[3], in_layer[4]
+        if layer not in place:
+            continue
+        if (module in _ROWS) or (module in _COLUMNS and kind == "weight"):
+            of_heads = size * (1 if module.endswith(("k_proj", "v_proj")) else shared)
+            index = kept.channels[layer] if "mlp" in module else _spread(kept.groups[layer], of_heads)
+            tensor = tensor.index_select(0 if module in _ROWS else 1, index.to(tensor.device))
+        found[f"{before}{place[layer]}.{module}.{kind}"] = tensor
+    return found
+
+
+def _spread(groups: Tensor, size: int) -> Tensor:
+    """The rows of ``groups`` of so many rows each."""
+    import torch
+
+    return (groups[:, None] * size + torch.arange(size)).flatten()

@@ -1,0 +1,58 @@
+"""A model that only runs forward, on a device that need not hold its weights: the memory engine streams them then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from strategies.engine import stow
+from trainer.planning.plan_for import plan_for
+
+if TYPE_CHECKING:
+    from strategies.core.plan import Plan
+
+
+def weights_of(model: Any) -> int:
+    """Bytes of parameters and buffers."""
+    return sum(each.numel() * each.element_size() for each in {*model.parameters(), *model.buffers()})
+
+
+def plan_within(model: Any, room: int) -> Plan | None:
+    """The plan that streams the weights through ``room`` bytes; None: all fit. Parameters are frozen but for one. Raise
+    Refusal or ValueError if that is too little.
+    """
+    if weights_of(model) <= room:
+        return None
+    for each in model.parameters():
+        each.requires_grad_(False)
+    # The engine plans what is trained. The smallest parameter stands for that, and never gets a gradient.
+    least = min(model.parameters(), key=torch.numel).requires_grad_()
+    if room <= 1:  # which the engine would take for a share
+        raise ValueError("nothing is left for weights")
+    return plan_for(model, [least], max_grad_norm=None, gpu_memory=room, world_size=1)
+
+
+@contextmanager
+def placed(model: Any, plan: Plan | None, device: torch.device) -> Iterator[Callable[..., Any]]:
+    """The model in evaluation, to be called with tensors of the host, without gradients. Other ranks may wait."""
+    stowed, group = None, None
+    if plan is None:
+        model.to(device)
+    else:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        trained = [each for each in model.parameters() if each.requires_grad]
+        stowed = stow(model, plan, trained, device=device, process_group=group)
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield lambda **batch: model(**{name: each.to(device) for name, each in batch.items()})
+    finally:
+        if stowed is not None:
+            stowed.close()
+        if group is not None:
+            dist.destroy_process_group(group)

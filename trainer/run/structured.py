@@ -1,0 +1,248 @@
+"""A run whose model loses parts before training: the smaller model is made once, as a folder, and trained as any other.
+
+The first rows of the training data go through the saved model one at a time, without dropout and without gradients. All
+scores are of that one pass: of channels and heads the squares of what they add to the residual stream, summed over all
+tokens; of layers how far they turn it, 1 - cos(input, output), as a mean over tokens (arXiv 2403.03853). The smallest
+go, of equal ones the first. If the model does not fit into what the run may use of the device, the memory engine
+streams its weights, once for each row.
+
+The smaller model is in ``<output_dir>/pruned``, sealed under a hash of the contents of model and rows and of all that
+decides what goes. A run that is resumed or started again finds it there. All ranks load it as they load a saved model,
+so what follows, healing, checkpoints, the export, is an ordinary run of it. The plan is of the smaller model.
+
+Refused, before a weight is loaded: too little room in host memory or on the disk. After: activations that are not
+finite.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from strategies.core.commit import replaced_folder, same_modes
+from strategies.core.protocol import Refusal
+from strategies.core.sealed import Damaged, damage, digest_of, read, seal
+from strategies.core.sizes import human
+from strategies.engine.forward.blocks import find_blocks
+from strategies.engine.memory.accelerator import device_of
+from strategies.engine.pruning import smallest
+from trainer.data.teacher import contents
+from trainer.dist.agreement import agreement
+from trainer.errors import first_line, write_line
+from trainer.model import build
+from trainer.model.structured import Kept, Sizes, config_of, cut, sizes_of
+from trainer.planning.streamed import placed, plan_within, weights_of
+from trainer.run.resuming import DAY_S
+from trainer.run.teaching import budget_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from strategies.core.plan import Plan
+    from trainer.config.sections import RunConfig
+    from trainer.data.prepare import Prepared
+    from trainer.dist.ranks import Ranks
+    from trainer.machine.probe import Machine
+
+KIND = "pruned"
+WEEK_S = 7 * DAY_S
+
+
+@dataclass(frozen=True)
+class Smaller:
+    """What will be made: ``folder``, the ``key`` of all that decides it, and bytes of the device that it may use."""
+
+    folder: Path
+    key: str
+    budget: int
+
+
+def check(config: RunConfig, ranks: Ranks, prepared: Prepared, plan: Plan, machine: Machine) -> Smaller | None:
+    """What the model will become, after a line about it; None if nothing is taken out. A collective. ConfigError: there
+    is no room.
+    """
+    if config.prune is None or not config.prune.is_structured:
+        return None
+    budget, host = budget_of(config, plan), machine.host_available_bytes
+    with agreement(ranks, DAY_S) as together:
+        return together.on_first(ranks.rank, lambda: _check(config, prepared, budget, host))
+
+
+def _check(config: RunConfig, prepared: Prepared, budget: int, host_bytes: int) -> Smaller:
+    section, base = config.prune, config.model.name_or_path
+    assert section is not None and base is not None
+    large, small = build.load_config(config.model), config_of(config)
+    by = section.sparsity, section.parts, section.calibration_rows
+    decide = [contents(base, large), prepared.fingerprint, config.model.dtype, *by]
+    folder = Path(config.training.output_dir) / KIND
+    asked = Smaller(folder, digest_of(decide)[:16], budget)
+    if _is_whole(asked):
+        write_line(f"prune: {_said(folder)}: in {folder} already")
+        return asked
+    model = build.build(config.model, large, seed=0, partitioned=False, on_meta=True)
+    before = weights_of(model)
+    with torch.device("meta"):
+        left: Any = type(model)(small)  # type: ignore[call-arg]
+    kept = sum(each.numel() for each in left.parameters()) * next(model.parameters()).element_size()
+    if before + kept > host_bytes:
+        what = f"{human(before)} of weights and {human(kept)} that stay do not fit into {human(host_bytes)} of memory"
+        raise config.error("prune.method", section.method, f"{what}; write model.dtype: bfloat16, or leave it out")
+    free = shutil.disk_usage(next(path for path in folder.absolute().parents if path.exists())).free
+    if kept > free:
+        what = f"the smaller model takes {human(kept)}, and {folder.parent} has {human(free)} free; make room"
+        raise config.error("prune.method", section.method, what)
+    how = _place(config, asked, model)[1]
+    write_line(f"prune: {_change(large, small)}; {base}, {how}; the smaller model, {human(kept)}, will be in {folder}")
+    return asked
+
+
+def _change(large: PretrainedConfig, small: PretrainedConfig) -> str:
+    names = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")
+    pairs = ((name, getattr(large, name), getattr(small, name)) for name in names)
+    return ", ".join(f"{name} {before} -> {after}" for name, before, after in pairs if before != after)
+
+
+def _is_whole(asked: Smaller) -> bool:
+    try:
+        sealed = read(asked.folder, KIND)
+    except Damaged:
+        return False
+    return sealed.about["key"] == asked.key and not damage(asked.folder, sealed)
+
+
+def _said(folder: Path) -> str:
+    return str(read(folder, KIND).about["said"])
+
+
+def sentence(config: RunConfig) -> str:
+    """What the model's card says; empty if nothing was taken out."""
+    if config.prune is None or not config.prune.is_structured:
+        return ""
+    return f"Before training parts of it were taken out: {_said(Path(config.training.output_dir) / KIND)}."
+
+
+def _place(config: RunConfig, asked: Smaller, model: PreTrainedModel) -> tuple[Plan | None, str]:
+    """The plan that streams the large model, or None if it fits, and what is said of it. ConfigError: no room."""
+    assert config.prune is not None
+    text = model.config.get_text_config()
+    # Of a row: hidden states, keys, values, the MLP's products, and those that scores are of, in fp32.
+    row = 8 * 4 * config.data.max_length * (text.hidden_size + text.intermediate_size)
+    weights = f"{human(weights_of(model))} of weights"
+    try:
+        plan = plan_within(model, asked.budget - row)
+    except (Refusal, ValueError) as error:
+        why = first_line(error).replace("strategies.offload.", "")
+        what = f"{weights} and {human(row)} for a row do not fit into {human(asked.budget)} ({why})"
+        raise config.error("prune.method", config.prune.method, f"{what}; lower data.max_length") from None
+    through = "all on the device" if plan is None else f"streamed through {human(asked.budget - row)}"
+    return plan, f"{weights}, {through}"
+
+
+def made(config: RunConfig, ranks: Ranks, asked: Smaller, prepared: Prepared) -> RunConfig:
+    """The config whose model is the smaller one, after it was made, if it is not there. A collective. ConfigError: its
+    activations are not finite.
+    """
+    device = device_of("cpu" if config.training.use_cpu else None)
+    with agreement(ranks, WEEK_S) as together:
+        together.on_first(ranks.rank, lambda: None if _is_whole(asked) else _make(config, asked, prepared, device))
+    section = config.model.model_copy(update={"name_or_path": str(asked.folder)})
+    return config.model_copy(update={"model": section, "prune": None})
+
+
+def _make(config: RunConfig, asked: Smaller, prepared: Prepared, device: torch.device) -> None:
+    assert config.prune is not None
+    model: Any = build.build(config.model, build.load_config(config.model), seed=0, partitioned=False)
+    small, rows = config_of(config), prepared.train
+    count = min(config.prune.calibration_rows, len(rows))  # type: ignore[arg-type]
+    given = [{k: rows[i][k] for k in ("input_ids", "position_ids") if k in rows[i]} for i in range(count)]  # type: ignore[index]
+    scores = scored(model, _place(config, asked, model)[0], given, device)
+    if bad := next((name for each in scores for name, score in each.items() if not score.isfinite().all()), None):
+        what = f"its activations in layer {bad} are not finite; take another model, or another model.dtype"
+        raise config.error("model.name_or_path", config.model.name_or_path, what)
+    model.to("cpu")
+    build.set_use_cache(small, model.own_use_cache)
+    with torch.device("meta"):
+        narrow: Any = type(model)(small)
+    narrow.load_state_dict(cut(model.state_dict(), chosen(scores, sizes_of(small)), model.config), assign=True)
+    narrow.tie_weights()
+    narrow.generation_config = model.generation_config
+    numbers = [sum(each.numel() for each in some.parameters()) for some in (model, narrow)]
+    said = f"{_change(model.config, small)}: {numbers[0]:,} -> {numbers[1]:,} parameters"
+    with replaced_folder(asked.folder) as draft:
+        narrow.save_pretrained(draft)
+        same_modes(draft)
+        seal(draft, KIND, {"key": asked.key, "said": said})
+    write_line(f"prune: {said}, by {count} rows; in {asked.folder}")
+
+
+# --- what goes -------------------------------------------------------------------------------------------------------
+
+Scores = tuple[dict[int, Tensor], dict[int, Tensor], dict[int, Tensor]]  # of channels, groups and layers, by layer
+
+
+def scored(model: Any, plan: Plan | None, rows: Sequence[Mapping[str, Any]], device: torch.device) -> Scores:
+    """The scores of all parts over ``rows`` of token ids, and positions if they are packed."""
+    found: Scores = ({}, {}, {})
+    with placed(model, plan, device) as call, _watched(model, found):
+        for row in rows:
+            call(
+                **{name: torch.as_tensor(value)[None] for name, value in row.items()}, logits_to_keep=torch.tensor([0])
+            )
+    return found
+
+
+@contextmanager
+def _watched(model: Any, found: Scores) -> Iterator[None]:
+    """Inside, every forward adds to ``found``."""
+    groups = model.config.num_key_value_heads
+
+    def add(kind: int, layer: int, more: Tensor) -> None:
+        more = more.double().cpu()
+        found[kind][layer] = found[kind][layer] + more if layer in found[kind] else more
+
+    def channels(layer: int, module: nn.Linear, inputs: Any) -> None:
+        columns = module.weight.float().square().sum(0)
+        add(0, layer, inputs[0].float().square().flatten(0, -2).sum(0) * columns)
+
+    def heads(layer: int, module: nn.Linear, inputs: Any) -> None:
+        pairs = zip(inputs[0].flatten(0, -2).chunk(groups, -1), module.weight.chunk(groups, 1), strict=True)
+        add(1, layer, torch.stack([(part @ columns.t()).float().square().sum() for part, columns in pairs]))
+
+    def layers(layer: int, module: nn.Module, inputs: Any, keywords: Any, outputs: Any) -> None:
+        before = (inputs[0] if inputs else keywords["hidden_states"]).float()
+        after = (outputs[0] if isinstance(outputs, tuple) else outputs).float()
+        add(2, layer, (1 - nn.functional.cosine_similarity(before, after, dim=-1)).sum())
+
+    with ExitStack() as hooks:
+        for index, block in enumerate(find_blocks(model).values()):
+            made: Any = block
+            for hook in (
+                made.mlp.down_proj.register_forward_pre_hook(partial(channels, index)),
+                made.self_attn.o_proj.register_forward_pre_hook(partial(heads, index)),
+                made.register_forward_hook(partial(layers, index), with_kwargs=True),
+            ):
+                hooks.callback(hook.remove)
+        yield
+
+
+def chosen(scores: Scores, stay: Sizes) -> Kept:
+    """What stays of each layer, and which layers."""
+    channels, groups, layers = scores
+
+    def best(values: Tensor, count: int) -> Tensor:
+        return (~smallest(values[None], len(values) - count)[0]).nonzero().flatten()
+
+    kept = best(torch.stack([layers[index] for index in sorted(layers)]), stay.layers).tolist()
+    return Kept(
+        kept,
+        {index: best(channels[index], stay.channels) for index in kept},
+        {index: best(groups[index], stay.groups) for index in kept},
+    )
