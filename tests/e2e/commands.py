@@ -30,12 +30,13 @@ MODEL = {
 
 @dataclass(frozen=True)
 class Result:
-    """What a command said, and its exit code."""
+    """What a command said, its exit code, and of a job of the server how much memory its largest rank has had."""
 
     code: int
     out: str
     err: str
     seconds: float
+    peak_mib: int = 0
 
     @property
     def text(self) -> str:
@@ -73,8 +74,11 @@ def environment(**more: str) -> dict[str, str]:
 class Job:
     """A command that runs in a session of its own, so that all of it can be killed at once."""
 
-    def __init__(self, pid: int, out: Path, err: Path, poll: Callable[[], int | None]) -> None:
+    def __init__(
+        self, pid: int, out: Path, err: Path, poll: Callable[[], int | None], peak_mib: Callable[[], int] = lambda: 0
+    ) -> None:
         self.pid, self.poll, self._out, self._err, self._began_s = pid, poll, out, err, time.monotonic()
+        self._peak_mib = peak_mib
 
     @property
     def text(self) -> str:
@@ -113,7 +117,7 @@ class Job:
             time.sleep(0.02)
         seconds = time.monotonic() - self._began_s
         self.wait_gone(10.0)
-        return Result(code, self._out.read_text(), self._err.read_text(), seconds)
+        return Result(code, self._out.read_text(), self._err.read_text(), seconds, self._peak_mib())
 
 
 def started(command: Sequence[str], folder: Path, **variables: str) -> Job:
@@ -128,33 +132,45 @@ def started(command: Sequence[str], folder: Path, **variables: str) -> Job:
 
 
 class Server:
-    """See ``ranks_server.py``."""
+    """See ``ranks_server.py``; ``variables`` are in the environment of all that it starts."""
 
-    def __init__(self) -> None:
+    def __init__(self, **variables: str) -> None:
         self._process = subprocess.Popen(
             [PYTHON, str(Path(__file__).with_name("ranks_server.py"))],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPO, start_new_session=True,
-            env=environment(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", DS_ACCELERATOR="cpu"),
+            env=environment(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", DS_ACCELERATOR="cpu", **variables),
         )  # fmt: skip
         assert self._process.stdout is not None
         while (line := self._process.stdout.readline()) != "ready\n":
             assert line, "the server of ranks did not start"
 
     def start(
-        self, num_ranks: int, arguments: Sequence[str], folder: Path, *, to_the_end: bool = False, terminal: str = ""
+        self,
+        num_ranks: int,
+        arguments: Sequence[str],
+        folder: Path,
+        *,
+        to_the_end: bool = False,
+        terminal: str = "",
+        script: str = TRAIN,
+        **variables: str,
     ) -> Job:
-        """``launch/train.py`` on ranks of the server; ``terminal``: the device that they have as a terminal."""
+        """``script`` on ranks of the server; ``terminal``: the device that they have as a terminal."""
         assert self._process.stdin is not None and self._process.stdout is not None
         out, err = _outputs(folder)
         code, port = out.with_name("code"), str(free_port())
         rank = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_PORT": port, "TERM": "xterm"}
-        ranks = [rank | {"RANK": str(i), "LOCAL_RANK": str(i), "MASTER_ADDR": "127.0.0.1"} for i in range(num_ranks)]
+        ranks = [
+            rank | variables | {"RANK": str(i), "LOCAL_RANK": str(i), "MASTER_ADDR": "127.0.0.1"}
+            for i in range(num_ranks)
+        ]
         job = {"environments": ranks, "arguments": list(arguments), "out": str(out), "err": str(err), "code": str(code)}
-        job |= {"to_the_end": to_the_end} | ({"out": terminal, "err": terminal} if terminal else {})
+        job |= {"to_the_end": to_the_end, "script": script} | ({"out": terminal, "err": terminal} if terminal else {})
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         pid = int(self._process.stdout.readline())
-        return Job(pid, out, err, lambda: int(code.read_text()) if code.exists() else None)
+        told = lambda: [int(word) for word in code.read_text().split()]  # noqa: E731
+        return Job(pid, out, err, lambda: told()[0] if code.exists() else None, lambda: told()[1])
 
     def run(self, num_ranks: int, config: Path, *overrides: str, to_the_end: bool = False) -> Result:
         arguments = ["--config", str(config), *overrides]

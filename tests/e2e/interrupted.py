@@ -38,7 +38,7 @@ def until(true: Callable[[], object], job: Job, what: str, timeout_s: float = 60
     while not true():
         assert job.poll() is None, f"over before {what}\n{job.wait().text}"
         assert time.monotonic() < deadline_s, f"not {what} after {timeout_s} s"
-        time.sleep(0.002)
+        time.sleep(0.005)
 
 
 def step_of(folder: Path) -> int:

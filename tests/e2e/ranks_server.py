@@ -2,8 +2,9 @@
 
 Run as a program. Each line on its input is one job; each job gets a session (hence a process group) of its own, led
 by a process that does what a launcher does: it starts the ranks, ends the others when one has failed, and writes the
-first failure's code into the file ``code``. A rank runs ``launch/train.py`` as ``__main__`` and leaves through the
-interpreter's own shutdown, where unclosed gloo groups would show. It stays in there for a while, but only a job that is
+first failure's code into the file ``code``, with the most memory that a rank has had. A rank runs a script, usually
+``launch/train.py``, as ``__main__`` and leaves through the interpreter's own shutdown, where unclosed gloo groups would
+show. It stays in there for a while, but only a job that is
 to run ``to_the_end`` takes all modules apart: that copies the pages of everything imported, half a second per rank.
 Nothing here has run a kernel or opened a group: a process forked after that may hang.
 """
@@ -11,6 +12,7 @@ Nothing here has run a kernel or opened a group: a process forked after that may
 import importlib
 import json
 import os
+import resource
 import runpy
 import signal
 import sys
@@ -52,11 +54,11 @@ def lead(job: dict[str, Any]) -> int:
         pid = os.fork()
         if pid == 0:
             os.environ.update(environment)
-            train(job["arguments"], job["to_the_end"])
+            run(job["script"], job["arguments"], job["to_the_end"])
         pids.append(pid)
     code = wait(pids)
     draft = Path(job["code"] + ".draft")
-    draft.write_text(str(code))
+    draft.write_text(f"{code} {resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10}")  # MiB
     draft.rename(job["code"])
     os._exit(0)
 
@@ -72,11 +74,10 @@ class LastModule:
         self.leave(self.code)
 
 
-def train(arguments: list[str], to_the_end: bool) -> NoReturn:
-    script = str(REPO / "launch" / "train.py")
-    sys.argv = [script, *arguments]
+def run(script: str, arguments: list[str], to_the_end: bool) -> NoReturn:
+    sys.argv = [str(REPO / script), *arguments]
     try:
-        runpy.run_path(script, run_name="__main__")
+        runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as end:
         if not to_the_end:
             sys.modules["last"] = LastModule(int(end.code or 0))  # type: ignore[assignment]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from launch import bench, cli, plan, verify
-from tests.e2e.commands import PYTHON, REPO, TRAIN, run, write_config
-from tests.e2e.test_errors import MEASURED, without_torch
+from tests.e2e.commands import REPO, TRAIN, Server, write_config
+from tests.e2e.test_errors import without_torch
 from tests.helpers.releases import needs_stage_3
 from trainer.errors import ExitCode
 
@@ -52,14 +52,14 @@ def test_the_command_deepstow(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.slow
-def test_plan_of_a_70_b_model(tmp_path: Path) -> None:
+def test_plan_of_a_70_b_model(server: Server, tmp_path: Path) -> None:
     """On any laptop: no weights, no GPU, two gigabytes."""
     written = tmp_path / "plan.json"
     arguments = ["--config", LARGE, "--world-size", "64", "--profile", "h100-sxm-pcie5", "--json", str(written)]
-    command = [PYTHON, "-c", MEASURED, PYTHON, "launch/plan.py", *arguments, "--explain", "model.layers.3"]
-    found = run([*command, "--deepspeed"], tmp_path).check().quiet()
+    arguments += ["--explain", "model.layers.3", "--deepspeed"]
+    found = server.start(1, arguments, tmp_path, script="launch/plan.py").wait().check().quiet()
     assert found.err == ""
-    assert int(found.lines("peak ")[0].split()[1]) < 2000  # MiB
+    assert 100 < found.peak_mib < 2000
     assert found.lines("plan: 70,553.7 M parameters")
     (blocks,) = found.lines("model.layers.0..79 x80")
     assert "1/64" in blocks and "stage 3" in blocks

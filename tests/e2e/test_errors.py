@@ -5,13 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from launch import plan
+from launch import plan, train
 from tests.e2e.commands import PYTHON, REPO, TRAIN, Result, Server, launcher, run, write_config, write_jsonl
 
 pytestmark = pytest.mark.ranks
-
-MEASURED = "import resource, subprocess, sys; code = subprocess.call(sys.argv[1:]); \
-print('peak', resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10); sys.exit(code)"
 
 
 @pytest.fixture
@@ -66,11 +63,14 @@ def test_a_refusal_for_memory_is_told_once_per_job_with_its_table(server: Server
     assert any(each.startswith("full fine-tuning fits: ") for each in lines)
 
 
-def test_the_command_line(config: Path) -> None:
-    folder = config.parent
-
+def test_the_command_line(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refused(*arguments: str) -> str:
-        return without_torch(folder, TRAIN, *arguments).check(2).err
+        try:
+            code = train.main(arguments)
+        except SystemExit as end:  # by argparse
+            code = end.code  # type: ignore[assignment]
+        assert code == 2
+        return capsys.readouterr().err
 
     near = config.with_name("confg.yaml")
     assert refused("--config", str(near)).splitlines() == [f"{near}: no such file; did you mean '{config}'?"]
@@ -130,18 +130,17 @@ def test_bad_data_met_while_training(server: Server, tmp_path: Path) -> None:
     assert found.lines("step 1/50")
 
 
-def test_a_state_larger_than_the_machine_is_never_allocated(config: Path) -> None:
+def test_a_state_larger_than_the_machine_is_never_allocated(server: Server, config: Path) -> None:
     large = ["model.config.hidden_size=262144", "model.config.num_hidden_layers=7", "strategies.zero={stage: 2}"]
     earlier = config.parent / "run" / "checkpoint-4"
     earlier.mkdir(parents=True)
-    command = [PYTHON, "-c", MEASURED, PYTHON, TRAIN, "--config", str(config), *large]
-    found = run(command, config.parent).check(2).quiet()
+    found = server.run(1, config, *large).check(2).quiet()
     assert earlier.is_dir()  # a refused run moves nothing of an earlier one
     assert found.lines("plan: 1,") and found.lines("model.layers.")
     line, *more = found.err.splitlines()
     assert line.startswith("the training state needs 2") and line.endswith(" too much")
     assert any(each.startswith("does it fit? llama on cpu: ") for each in more)
-    assert int(found.lines("peak ")[0].split()[1]) < 2000  # MiB, of which the libraries are 500
+    assert 100 < found.peak_mib < 2000  # of which the libraries are 500
     assert (config.parent / "run" / "plan.json").exists()
 
 

@@ -50,7 +50,8 @@ def test_completions(server: Server, pretrained: Path, tmp_path: Path) -> None:
 
 def test_adapters_on_an_export(server: Server, pretrained: Path, tmp_path: Path) -> None:
     lora = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
-    config = finetuning(tmp_path, pretrained, {"path": "pydoc", "name": "pairs"}, lora=lora)
+    rows = [{"prompt": f"question {i} of a few", "completion": f"answer {i}"} for i in range(24)]
+    config = finetuning(tmp_path, pretrained, {"path": str(write_jsonl(tmp_path / "few.jsonl", rows))}, lora=lora)
     found = server.run(2, config, "strategies.zero={stage: 2}").check().quiet()
     assert "[transformers]" not in found.text and "Warning" not in found.text, found.text
     export = tmp_path / "run" / "export"

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from launch import import_config
-from tests.e2e.commands import PYTHON, TRAIN, run
+from tests.e2e.commands import Server
 from tests.helpers.tiny import LLAMA
 from tests.helpers.trainers import tokenizer
 
@@ -27,7 +27,7 @@ WORDS = ("a", "model", "trains", "on", "rows", "of", "text")
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_trained_as_trl_trains(lora: bool, tmp_path: Path) -> None:
+def test_trained_as_trl_trains(lora: bool, server: Server, tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
     from trl.scripts import sft
 
@@ -48,7 +48,7 @@ def test_trained_as_trl_trains(lora: bool, tmp_path: Path) -> None:
     sft.main(*sft.make_parser().parse_args_and_config(shlex.split(theirs)[1:], fail_with_unknown_args=False))
     config = tmp_path / "ours.yaml"
     assert import_config.main(["--out", str(config), "--", "python", *shlex.split(ours)]) == 0
-    run([PYTHON, TRAIN, "--config", str(config)], tmp_path).check().quiet()
+    server.run(1, config).check().quiet()
 
     export = tmp_path / "ours" / "export"
     if lora:  # which begin from other random numbers

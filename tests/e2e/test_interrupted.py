@@ -23,17 +23,28 @@ LONG = 100_000  # steps; nobody waits for them
 ZERO = {"zero": {"stage": 2}}
 
 
+@pytest.fixture(scope="module")
+def whole(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config of a run of one rank that nothing happens to."""
+    config = config_in(tmp_path_factory.mktemp("whole"))
+    server.run(1, config).check()
+    return config
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "to", "number", "strategies"),
     [(1, 0, signal.SIGHUP, {}), (2, 1, signal.SIGUSR1, ZERO)],
     ids=["plain", "one of two ranks"],
 )
 def test_a_signal_saves_at_the_end_of_the_step(
-    num_ranks: int, to: int, number: signal.Signals, strategies: dict[str, Any], server: Server, tmp_path: Path
-) -> None:
+    num_ranks: int, to: int, number: signal.Signals, strategies: dict[str, Any], whole: Path, server: Server,
+    tmp_path: Path,
+) -> None:  # fmt: skip
     """While it trains it listens on the loopback interface alone."""
-    whole, config = config_in(tmp_path / "whole", strategies), config_in(tmp_path / "run", strategies)
-    server.run(num_ranks, whole).check()
+    config = config_in(tmp_path / "run", strategies)
+    if num_ranks > 1:
+        whole = config_in(tmp_path / "whole", strategies)
+        server.run(num_ranks, whole).check()
     job = start(server, num_ranks, config)
     at_step(job, config, 2)
     pids = ranks_of(job)
@@ -53,14 +64,12 @@ def test_a_signal_saves_at_the_end_of_the_step(
     assert ended(config) == (0, STEPS)
 
 
-def test_a_signal_between_evaluations_that_save_only_the_best(server: Server, tmp_path: Path) -> None:
+def test_a_signal_between_evaluations_that_save_only_the_best(whole: Path, server: Server, tmp_path: Path) -> None:
     """Evaluations change no bit of training, and the resumed run saves as often as its own config says."""
-    whole = config_in(tmp_path / "whole")
     config = config_in(
         tmp_path / "run", save_strategy="best", eval_strategy="steps", eval_steps=1, metric_for_best_model="loss",
         greater_is_better=True,
     )  # fmt: skip
-    server.run(1, whole).check()
     overrides = [f"data.eval_path={tmp_path / 'run' / 'few.jsonl'}"]
     job = start(server, 1, config, *overrides)  # the first evaluation, of the highest loss, is the best one
     at_step(job, config, 4)
@@ -114,12 +123,14 @@ def test_a_stopped_rank_ends_all_with_their_stacks(server: Server, tmp_path: Pat
     """Under ZeRO, whose groups have another timeout by themselves. Before, a second run in its folder is refused."""
     config = config_in(tmp_path, ZERO, max_steps=LONG, ddp_timeout=5)
     job = start(server, 2, config)
-    at_step(job, config, 100)
+    at_step(job, config, 100)  # by then each knows of the other
     first, second = ranks_of(job)
+    for pid in (first, second):  # while another run is refused, for which neither has to train
+        os.kill(pid, signal.SIGSTOP)
     refused = server.run(1, config).check(2).quiet()
     assert refused.err.count("\n") == 1 and f"in use by another run: process {first} on" in refused.err
     assert "data:" not in refused.text and not (tmp_path / "run" / "exit.json").exists()
-    os.kill(second, signal.SIGSTOP)
+    os.kill(first, signal.SIGCONT)
     until(lambda: not psutil.pid_exists(first), job, "ended", timeout_s=30.0)
     os.kill(second, signal.SIGKILL)
     result = job.wait().check(13)
@@ -129,10 +140,9 @@ def test_a_stopped_rank_ends_all_with_their_stacks(server: Server, tmp_path: Pat
     assert "rank 0, thread MainThread:" in result.err and "trainer/run/run.py" in result.err
 
 
-def test_a_full_disk_costs_a_checkpoint_and_nothing_else(server: Server, tmp_path: Path) -> None:
+def test_a_full_disk_costs_a_checkpoint_and_nothing_else(whole: Path, server: Server, tmp_path: Path) -> None:
     """The disk is full for large files only, from step 2 until one save was in vain."""
-    whole, config = config_in(tmp_path / "whole"), config_in(tmp_path / "run", save_steps=8)
-    server.run(1, whole).check()
+    config = config_in(tmp_path / "run", save_steps=8)
     job = start(server, 1, config)
     at_step(job, config, 2)
     (pid,) = ranks_of(job)

@@ -34,17 +34,17 @@ def launched(by: str, config: Path, folder: Path) -> list[Job]:
 
 
 @pytest.mark.ranks
-def test_two_launchers_make_what_one_process_makes(server: Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", ["torchrun", pytest.param("deepspeed", marks=pytest.mark.rare)])
+def test_two_launchers_make_what_one_process_makes(by: str, server: Server, tmp_path: Path) -> None:
     training = {"gradient_accumulation_steps": 2, "max_steps": 2}
     alone = write_config(tmp_path / "alone", training=training, model=SECTION)
     server.run(1, alone).check()
-    for by in ("torchrun", "deepspeed"):
-        config = write_config(tmp_path / by, training=training, model=SECTION, strategies={"pipeline": {"stages": 2}})
-        first, second = (command.wait(120.0).check() for command in launched(by, config, tmp_path / by))
-        assert first.lines("export: ")
-        assert not second.lines("step "), "only the first rank of all prints"
-        assert strange(by, first.err + second.text) == []
-        runs = [tmp_path / name / "run" for name in ("alone", by)]
-        assert digest(runs[0] / "export") == digest(runs[1] / "export")
-        losses = [[(line["loss"], line["grad_norm"]) for line in metrics(run) if "loss" in line] for run in runs]
-        assert losses[0] == losses[1]
+    config = write_config(tmp_path / by, training=training, model=SECTION, strategies={"pipeline": {"stages": 2}})
+    first, second = (command.wait(120.0).check() for command in launched(by, config, tmp_path / by))
+    assert first.lines("export: ")
+    assert not second.lines("step "), "only the first rank of all prints"
+    assert strange(by, first.err + second.text) == []
+    runs = [tmp_path / name / "run" for name in ("alone", by)]
+    assert digest(runs[0] / "export") == digest(runs[1] / "export")
+    losses = [[(line["loss"], line["grad_norm"]) for line in metrics(run) if "loss" in line] for run in runs]
+    assert losses[0] == losses[1]

@@ -2,9 +2,11 @@
 
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 
 from strategies.core import commit
+from tests.e2e.commands import REPO
 
 TRACED = {commit.__file__, shutil.__file__}
 LINES = 200  # more than any of these operations has
@@ -102,16 +105,12 @@ def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
-@pytest.mark.usefixtures("unsynced")
-@pytest.mark.parametrize("had", [True, False], ids=["replaces", "first"])
-@pytest.mark.parametrize("write", WRITERS)
-@pytest.mark.parametrize("ends", [fails, killed])
-def test_an_end_at_any_step(ends: Any, write: Any, had: bool, tmp_path: Path) -> None:
+def at_any_step(ends: Any, write: Any, had: bool, folder: Path) -> None:
     """A kill may leave a hidden draft, an error nothing; the next write works after both."""
     seen = set()
     for number in range(1, LINES):
-        place = tmp_path / str(number) / "place"
-        place.parent.mkdir()
+        place = folder / str(number) / "place"
+        place.parent.mkdir(parents=True)
         if had:
             write(place, "old")
         there = ends(lambda place=place: write(place, "new"), number)
@@ -124,6 +123,27 @@ def test_an_end_at_any_step(ends: Any, write: Any, had: bool, tmp_path: Path) ->
             assert [*place.parent.glob("*" if ends is fails else "[!.]*")] == [place]
     assert not there and number > 10
     assert seen == {"old" if had else None, "new"} if write is not add_folder or not had else seen == {"old"}
+
+
+@pytest.mark.usefixtures("unsynced")
+@pytest.mark.parametrize("had", [True, False], ids=["replaces", "first"])
+@pytest.mark.parametrize("write", WRITERS)
+def test_an_error_at_any_step(write: Any, had: bool, tmp_path: Path) -> None:
+    at_any_step(fails, write, had, tmp_path)
+
+
+def all_killed(folder: Path) -> None:
+    os.fsync = lambda fd: None
+    for number, (write, had) in enumerate(product(WRITERS, (True, False))):
+        at_any_step(killed, write, had, folder / str(number))
+
+
+def test_a_kill_at_any_step(tmp_path: Path) -> None:
+    """Hundreds of forks of a process that is small: of this one, with all it has imported, each takes long."""
+    program = (
+        "import pathlib, sys; from tests.faults import test_commit as it; it.all_killed(pathlib.Path(sys.argv[1]))"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=REPO, check=True)
 
 
 @pytest.mark.parametrize("write", WRITERS)
