@@ -76,24 +76,22 @@ def listening(arguments: argparse.Namespace, ranks: Ranks, listener: Stop) -> in
 
 
 def train(arguments: argparse.Namespace, ranks: Ranks, stop: Stop) -> int:
-    """Check the config, then run, or show a sample. Returns the exit code."""
+    """Check the config, then run, or show the data. Returns the exit code."""
+    shows = arguments.show_sample or arguments.data_report
     try:
         config = load(arguments.config, arguments.overrides)
         settle_environment(ranks, cores()[1])
         from trainer.run import run
 
-        if not (arguments.show_sample or arguments.data_report):
+        if not shows:
             stop.ended.folder = Path(config.training.output_dir)
         run.refuse_unbuildable(config, ranks)
-        if arguments.show_sample:
-            if ranks.is_first:
-                run.show_sample(config)
-            return 0
-        if arguments.data_report:
-            if ranks.is_first:
-                run.show_data(config, arguments.plot)
-            return 0
-        return run.run(config, ranks, stop)
+        if not shows:
+            return run.run(config, ranks, stop)
+        if ranks.is_first:
+            with config.placing():
+                run.show_sample(config) if arguments.show_sample else run.show_data(config, arguments.plot)
+        return 0
     except UserError as error:
         stop.leave()
         if ranks.is_first:

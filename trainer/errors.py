@@ -49,6 +49,10 @@ class UserError(Exception):
         """Complete sentences, one per problem."""
         return self._lines
 
+    def rewrite(self, change: Callable[[str], str]) -> None:
+        """Say ``change`` of each line that is known already."""
+        self._lines = tuple(map(change, self._lines))
+
     def __str__(self) -> str:
         return "\n".join(self.lines)
 

@@ -97,6 +97,13 @@ def test_bad_data_on_two_ranks(server: Server, config: Path) -> None:
     assert found.out == ""
 
 
+def test_a_key_that_only_the_data_shows_to_be_wrong_has_its_line(server: Server, config: Path) -> None:
+    line = next(n for n, text in enumerate(config.read_text().splitlines(), 1) if "path:" in text)
+    (config.parent / "text.jsonl").unlink()
+    found = server.run(1, config).check(3).quiet().err.splitlines()
+    assert len(found) == 1 and found[0].startswith(f"{config}:{line}: data.path: ") and "does not exist" in found[0]
+
+
 def test_options_that_cannot_work_are_all_told_before_data_is_read(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,7 +20,7 @@ from trainer.config.doc import pages
 from trainer.config.load import json_schema, load
 from trainer.config.sections import DataSection, ModelSection, RunConfig
 from trainer.config.yaml_file import parse
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, DataError
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = """
@@ -155,6 +155,16 @@ def test_frozen_and_checked_in_python_too(file: Path) -> None:
     with pytest.raises(ValidationError, match=r"training\.fp16: cannot go with training\.bf16"):
         training = config.training.model_copy(update={"bf16": True, "fp16": True})
         RunConfig(model=config.model, data=config.data, training=training)
+
+
+def test_errors_that_come_later_have_file_and_line(file: Path) -> None:
+    """If they begin with a key, and not with a file whose name is like one."""
+    config = load(file)
+    line = next(n for n, text in enumerate(file.read_text().splitlines(), 1) if text.startswith("data:"))
+    said = ["data.path: is none", "data.datasets[1].path: is none", "data.jsonl:1: broken", "model.yaml: is none", "no"]
+    with pytest.raises(DataError) as caught, config.placing(), config.placing():
+        raise DataError(said)
+    assert list(caught.value.lines) == [f"{file}:{line}: {said[0]}", f"{file}:{line}: {said[1]}", *said[2:]]
 
 
 def test_what_a_strategy_excludes(file: Path) -> None:

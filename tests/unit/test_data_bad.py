@@ -225,8 +225,11 @@ CASES = [
     case("assistant-only loss on text", {"d.jsonl": jsonl(OK)}, {"assistant_only_loss": True},
         "data.assistant_only_loss: true needs messages data; d.jsonl is text data"),
     case("several", {"d.jsonl": jsonl(OK, *[{"text": n} for n in range(7)], OK)}, {},
-        *(f"d.jsonl:{n}: field 'text' is an integer; every row needs a string" for n in range(2, 7)),
-        "... and 2 more bad rows"),
+        "d.jsonl:2: field 'text' is an integer; every row needs a string (also d.jsonl:3, d.jsonl:4, d.jsonl:5, "
+        "d.jsonl:6, d.jsonl:7 and 1 more)"),
+    case("several kinds", {"d.jsonl": jsonl(*[{"text": [None] * 0 if n % 2 else n} for n in range(3)])}, {},
+        "d.jsonl:1: field 'text' is an integer; every row needs a string (also d.jsonl:3)",
+        "d.jsonl:2: field 'text' is a list; every row needs a string"),
 ]  # fmt: skip
 
 # What files are made of, to be put together at random.

@@ -138,12 +138,30 @@ GOOD: dict[str, dict[str, Any]] = {
         ("dpo", {"rejected": 3}, "rows.jsonl:2: field 'rejected' is an integer; every row needs a string or a list"),
         ("dpo", {"rejected": [{"role": "user", "content": "c"}]}, "rows.jsonl:2: prompt and answers are not all text"),
         ("kto", {"label": 1}, "rows.jsonl:2: field 'label' is an integer; every row needs a boolean"),
+        ("kto", {"completion": [{"role": "user", "content": "c"}]}, "rows.jsonl:2: prompt and answers are not all"),
     ],
 )
 def test_bad_rows(task: str, row: dict[str, Any], line: str, words: Any, tmp_path: Path) -> None:
     with pytest.raises(DataError) as refused:
         made(task, [GOOD[task], GOOD[task] | row], words, tmp_path)
     assert len(refused.value.lines) == 1 and line in refused.value.lines[0], refused.value.lines
+
+
+def test_what_is_wrong_is_said_once(words: Any, tmp_path: Path) -> None:
+    """With the places of the first rows; of what is no matter of rows, with the key."""
+    chats = [{name: [{"role": "user", "content": "a"}] for name in GOOD["dpo"]}] * 9
+    plain = deepcopy(words)
+    plain.chat_template = None
+    with pytest.raises(DataError) as refused:
+        made("dpo", chats, plain, tmp_path)
+    (line,) = refused.value.lines
+    assert line.startswith("data.chat_template: messages need one and the tokenizer has none; write chatml, ")
+    with pytest.raises(DataError) as refused:
+        made("classification", [{"text": "a", "label": "god"}] * 8, words, tmp_path)
+    (line,) = refused.value.lines
+    assert (
+        line.count("field 'label' is 'god'") == 1 and line.count("rows.jsonl:") == 6 and line.endswith(" and 2 more)")
+    )
 
 
 def test_a_column_is_missing(words: Any, tmp_path: Path) -> None:

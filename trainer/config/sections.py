@@ -7,7 +7,8 @@ lines, the JSON schema and ``docs/config.md`` are derived from that. A strategy'
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Field, PrivateAttr, SerializeAsAny, model_validator
@@ -17,7 +18,7 @@ from trainer.config.arguments import Allowed, Count, NonEmpty, Positive, Ratio, 
 from trainer.config.conflicts import conflicts
 from trainer.config.values import WRONG, Values
 from trainer.config.yaml_file import Key, Location, dotted, error_line, location_of, write
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, UserError
 
 Share = Annotated[float, Field(ge=0, le=0.5)]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -285,6 +286,21 @@ class RunConfig(Section):
         """``text`` after the file and line of the dotted ``key``, or of the section that it belongs to."""
         location = location_of(tuple(key.split(".")), self._locations)
         return f"{location}: {text}" if location else text
+
+    @contextmanager
+    def placing(self) -> Iterator[None]:
+        """Lines of errors that are raised inside, and begin with one of our keys, get file and line before it."""
+        try:
+            yield
+        except UserError as error:
+            error.rewrite(self._placed)
+            raise
+
+    def _placed(self, line: str) -> str:
+        found = re.match(r"(\w+)(?:\.(\w+))?[\w.\[\]]*(?=: | = )", line)
+        section = {**SECTIONS, **OPTIONAL}.get(found[1]) if found else None
+        known = found and section and (found[2] is None or found[2] in section.model_fields)
+        return self.located(found[0], line) if found and known else line
 
     def error(self, key: str, value: object, what: str) -> ConfigError:
         """The error about the ``value`` of a dotted ``key``, in the same words as those found while loading."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -27,7 +27,8 @@ UNTRAINED = "without a token that is trained on"
 BEYOND = "whose first trained token is beyond data.max_length"
 LONG = "longer than data.max_length"
 
-_PATIENCE = 10_000  # rows still read after the first bad one, to report the others with it
+PATIENCE = 10_000  # rows still read after the first bad one, to report the others with it
+MOST = 5  # lines, and further places in a line
 
 
 class Document(NamedTuple):
@@ -47,6 +48,21 @@ class Dropped(NamedTuple):
 
 # A row after each step: a Document, or why there is none, or a line about what is wrong.
 Encoded = Document | Dropped | str
+
+
+def by_cause(bad: Sequence[str]) -> list[str]:
+    """Lines about bad rows, each ``place: what is wrong``, so that each thing that is wrong is said once."""
+    places = dict[str, list[str]]()
+    for line in bad:
+        place, _, what = line.partition(": ")
+        places.setdefault(what, []).append(place)
+    said = [f"{first}: {what}{_also(others)}" for what, (first, *others) in places.items()]
+    return said if len(said) <= MOST else [*said[:MOST], f"... and {len(said) - MOST:,} more things that are wrong"]
+
+
+def _also(places: Sequence[str]) -> str:
+    more = f" and {len(places) - MOST:,} more" if len(places) > MOST else ""
+    return f" (also {', '.join(places[:MOST])}{more})" if places else ""
 
 
 @dataclass
@@ -78,13 +94,13 @@ class Tally:
                 if isinstance(result, Document):
                     yield result
             num_after_bad += bool(bad)
-            if num_after_bad > _PATIENCE:
+            if num_after_bad > PATIENCE:
                 break
             if bar.disable and time.monotonic() - spoken > 10:
                 spoken = time.monotonic()
                 say(f"data: {self.name}: {self.rows:,} rows tokenised")
         if bad:
-            raise DataError(bad if len(bad) <= 5 else [*bad[:5], f"... and {len(bad) - 5:,} more bad rows"])
+            raise DataError(by_cause(bad))
         if not self.rows:
             total = self.dropped.total()
             what = f"all {total:,} rows are dropped: {self._dropped()}" if total else "there are no rows"

@@ -1,8 +1,9 @@
 """The rows of a task that is not the prediction of the next token: read, checked, made and saved once.
 
-Columns are the task's fields, or those that ``data.columns`` gives for them. Of the first bad rows each is a line with
-its place. Rows are saved as in ``prepare.py``: sealed, under a fingerprint of all that decides them, and opened through
-a link in a folder of its own, where TRL may put what it makes of them for the next run and for other ranks.
+Columns are the task's fields, or those that ``data.columns`` gives for them. What is wrong with rows is said once for
+each cause, with the places of the first. Rows are saved as in ``prepare.py``: sealed, under a fingerprint of all that
+decides them, and opened through a link in a folder of its own, where TRL may put what it makes of them for the next
+run and for other ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from trainer.data import packing
 from trainer.data.chats import find_template
 from trainer.data.encoding import batched
 from trainer.data.prepare import KIND, Prepared, is_whole, open_eval, open_train, tokenizer_content
-from trainer.data.report import Say
+from trainer.data.report import PATIENCE, Say, by_cause
 from trainer.data.sources import Row, Source
 from trainer.errors import DataError, kind, nearest
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from trainer.config.sections import DataSection, RunConfig
     from trainer.tasks.task import Task
 
-BATCH, MOST_BAD = 256, 5
+BATCH = 256
 
 
 def prepare(
@@ -116,21 +117,25 @@ def _made(
     task: Task, source: Source, data: DataSection, tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig, say: Say
 ) -> Iterator[dict[str, Any]]:
     """The rows of a source; after the first bad one only others are looked for, and DataError has them."""
-    columns, bad, same = columns_of(task, data, source), list[str](), list[str]()
+    columns, bad, same, num_after_bad = columns_of(task, data, source), list[str](), list[str](), 0
     for batch in batched(islice(source.rows(list(columns.values())), data.limit), BATCH):
         read = [(row.place, _fields(task, columns, row)) for row in batch]
         bad += [f"{place}: {values}" for place, values in read if isinstance(values, str)]
         good = [(place, values) for place, values in read if not isinstance(values, str)]
+        speaks = {field.name for field in task.fields if list in field.kinds}  # of those that may be messages
+        if not tokenizer.chat_template and any(type(v.get(name)) is list for _, v in good for name in speaks):
+            find_template(data, tokenizer)  # raises DataError
         made = task.features([values for _, values in good], tokenizer, model, data) if good else []
         pairs = zip(good, made, strict=True)
         same += [place for place, values in good if "chosen" in values and values["chosen"] == values["rejected"]]
         bad += [f"{place}: {line}" for (place, _), line in pairs if isinstance(line, str)]
         if not bad:
             yield from (row for row in made if not isinstance(row, str))
-        elif len(bad) > MOST_BAD:
-            raise DataError([*bad[:MOST_BAD], "... and more bad rows"])
+        num_after_bad += len(batch) * bool(bad)
+        if num_after_bad > PATIENCE:
+            break
     if bad:
-        raise DataError(bad)
+        raise DataError(by_cause(bad))
     if same:
         say(f"data: chosen and rejected are the same in {len(same):,} rows, the first at {same[0]}: no preference")
 

@@ -219,9 +219,10 @@ class Fit:
 
 @contextmanager
 def explained(config: RunConfig, ranks: Ranks, machine: Machine) -> Iterator[None]:
-    """A refusal for memory that is raised inside ends with the table when it is reported."""
+    """A refusal for memory that is raised inside ends with the table when it is reported; others have file and line."""
     try:
-        yield
+        with config.placing():
+            yield
     except TooLargeError as refused:
         refused.what_fits = lambda: ["", *Fit(config, ranks, machine).lines()]
         raise

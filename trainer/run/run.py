@@ -143,7 +143,8 @@ def _guarded(config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | N
     """
     seen: list[Run] = []
     try:
-        _whole(config, ranks, stop, watchdog, seen)
+        with config.placing():
+            _whole(config, ranks, stop, watchdog, seen)
         return ExitCode.FINISHED
     except (UserError, Stopped, KeyboardInterrupt) as error:
         stop.leave()

@@ -22,6 +22,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from strategies.core.protocol import Refusal
+from trainer.errors import DataError
 from trainer.tasks.task import Field, Saved, Task, takes_no_count
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     from trainer.config.sections import RunConfig
 
-NEGATIVE = "rows have a negative, too; write data.columns: {negative: negative}, so that it is trained on and counted"
+CURE = "write data.columns: {negative: negative}, so that it is trained on and counted"
 MODULES = ("Transformer", "Pooling", "Normalize")  # of a saved SentenceTransformer; the last changes no cosine
 
 
@@ -64,7 +65,7 @@ class Embedding(Task):
         self, rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig, data: Any
     ) -> list[dict[str, Any] | str]:
         if "negative" in rows[0] and "negative" not in data.columns:
-            return [NEGATIVE] * len(rows)
+            raise DataError(f"data.columns: rows have a negative, too; {CURE}")
         names = [field.name for field in self.fields if field.name in rows[0]]
         limits: dict[str, Any] = {"truncation": True, "max_length": data.max_length, "verbose": False}
         made = [tokenizer([row[name] for row in rows], **limits)["input_ids"] for name in names]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from strategies.core.compose import requirements_of
 from strategies.core.protocol import Refusal, Requirement
+from trainer.errors import DataError
 from trainer.tasks.task import Field, Task, loaded
 
 if TYPE_CHECKING:
@@ -56,12 +57,10 @@ class Preference(Task):
         self, rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig, data: Any
     ) -> list[dict[str, Any] | str]:
         if tokenizer.eos_token is None:
-            return ["the tokenizer has no eos token, with which an answer ends"] * len(rows)
+            raise DataError("model.tokenizer: it has no eos token, with which an answer ends; name one that has")
         texts = [name for name in ("prompt", "chosen", "rejected", "completion") if name in rows[0]]
         mixed = "prompt and answers are not all text, or all lists of messages"
         kinds = [{type(row[name]) for name in texts} for row in rows]
-        if [list] in map(list, kinds) and tokenizer.chat_template is None:
-            return ["messages need a chat template; write one in data.chat_template"] * len(rows)
         return [
             mixed if kind != kinds[0] or len(kind) > 1 else dict(row) for row, kind in zip(rows, kinds, strict=True)
         ]

@@ -97,7 +97,9 @@ class Task:
     def features(
         self, rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig, data: Any
     ) -> list[dict[str, Any] | str]:
-        """What the Trainer is given of each of some rows, or a line about what is wrong. ``data``: the section."""
+        """What the Trainer is given of each of some rows, or a line about what is wrong. ``data``: the section. Raise
+        DataError for what is no matter of a row.
+        """
         raise NotImplementedError
 
     def name_tokens(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
