@@ -85,6 +85,10 @@ def test_what_goes_adds_nothing(family: str, tmp_path: Path) -> None:
     with torch.no_grad():
         gone = sorted(set(range(3)) - set(kept.layers))
         check = kept.layers[0]
+        assert gone == [min(range(3), key=lambda index: scores[2][index].item())]
+        for kind, stayed in ((0, kept.channels[check]), (1, kept.groups[check])):
+            best = scores[kind][check].argsort(descending=True)[: len(stayed)]
+            assert stayed.tolist() == sorted(best.tolist())
         layer = blocks[check]
         seen: dict[str, Tensor] = {}
         for name, module in (("down", layer.mlp.down_proj), ("o", layer.self_attn.o_proj)):
@@ -234,6 +238,12 @@ def test_refused(home: Path, tmp_path: Path) -> None:
             plan_of(config_of(model, tmp_path / "run", prune), Ranks(), probe())
         assert line.split(": ", 1)[-1] in str(error.value) and str(error.value).count("\n") == 0, str(error.value)
     tree = config_of(home, tmp_path / "run").tree()
+    plain = load_tree({key: section for key, section in tree.items() if key != "prune"})
+    sizes = [
+        sum(unit.num_params for unit in plan_of(each, Ranks(), probe()).facts.units)
+        for each in (plain, config_of(home, tmp_path / "run"))
+    ]
+    assert sizes == [77_520, 52_080]  # the one is not in the cache for the other
     with pytest.raises(ConfigError, match=r"cannot go with prune.method structured: random weights"):
         load_tree({**tree, "model": {"config": dict(LLAMA), "tokenizer": "none"}})
 

@@ -248,9 +248,22 @@ class PruneSection(Section):
         return self.method == "structured"
 
 
+class QuantizeSection(Section):
+    """Export the trained model in 8 or 4 bits as well, after training. See docs/quantize.md. Needs bitsandbytes."""
+
+    formats: Annotated[list[Literal["int8", "nf4", "fp4"]], Field(min_length=1)] = option(
+        "One export each, in export-FORMAT: 8 bits with a scale for each output, or 4 with one for each 64 weights.",
+        ["nf4"],
+    )
+    bnb_4bit_use_double_quant: bool = option("Quantise the scales of 4-bit weights as well.", False)
+    llm_int8_skip_modules: list[NonEmpty] | None = option(
+        "Modules that are not quantised, of either width; not set means the head."
+    )
+
+
 SECTIONS: Mapping[str, type[Section]] = {"model": ModelSection, "data": DataSection, "training": TrainingSection}
 # What is not done without them.
-OPTIONAL: Mapping[str, type[Section]] = {"distill": DistillSection, "prune": PruneSection}
+OPTIONAL: Mapping[str, type[Section]] = {"distill": DistillSection, "prune": PruneSection, "quantize": QuantizeSection}
 
 
 class RunConfig(Section):
@@ -262,6 +275,7 @@ class RunConfig(Section):
     training: TrainingSection
     distill: DistillSection | None = None
     prune: PruneSection | None = None
+    quantize: QuantizeSection | None = None
     strategies: dict[str, SerializeAsAny[Strategy]] = option("Strategy by name; one that is present is on.", {})
 
     # Where each key was written; empty for a config built in Python.

@@ -12,9 +12,10 @@ NOT_DISTILLED = (*NOT_THEIRS, *COMPILE_KEYS)
 
 
 def conflicts(task: Any, sections: Mapping[str, Values]) -> Found:
-    """Every conflict of ``distill`` and ``prune`` with the others."""
+    """Every conflict of ``distill``, ``prune`` and ``quantize`` with the others."""
     yield from _distilled(task, sections)
     yield from _pruned(task, sections)
+    yield from _quantized(task, sections)
 
 
 def _distilled(task: Any, sections: Mapping[str, Values]) -> Found:
@@ -73,3 +74,19 @@ def _structured(p: Values, m: Values, d: Values) -> Found:
         yield "model.trust_remote_code", "cannot go with prune.method structured, which knows Transformers' own models"
     if d.streaming:
         yield "data.streaming", "cannot go with prune.method structured, which reads the first rows before training"
+
+
+def _quantized(task: Any, sections: Mapping[str, Values]) -> Found:
+    q, m, d = (sections[name] for name in ("quantize", "model", "data"))
+    if not q:
+        return
+    if task not in (*LANGUAGE, WRONG):
+        yield "quantize", f"is for task sft and pretrain, and this is {task}; leave it out"
+    if isinstance(q.formats, list) and len(set(q.formats)) != len(q.formats):
+        yield "quantize.formats", "must be names, all different"
+    if d.eval_fraction == 0 and d.eval_path is None and d.eval_split is None:
+        what = "says what it costs in perplexity; write data.eval_fraction, data.eval_split or data.eval_path"
+        yield "quantize", what
+    if isinstance(m.lora, dict) and m.lora.get("export") != "merged" and (m.lora.get("export") or m.name_or_path):
+        what = "missing; adapters are exported without their base, which quantize would need; write merged"
+        yield "model.lora.export", what

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,6 +146,9 @@ def check_options(config: RunConfig, world_size: int, *, installed: bool = True)
         if config.training.use_cpu or accelerator.kind() is None:
             cure = "Accelerate trains in fp32 on the CPU then, without a word; write training.bf16, or leave it out"
             found.append(Refusal("training.fp16", True, cure))
+    if installed and config.quantize is not None and find_spec("bitsandbytes") is None:
+        what = "needs the package bitsandbytes; install it with: pip install 'deepstow[qlora]'"
+        found.append(Refusal("quantize.formats", config.quantize.formats, what))
     compiles = config.training.compile_key
     if installed and compiles and config.training.compile_backend:
         from strategies.engine.forward import compiled

@@ -137,7 +137,7 @@ def set_aside(config: RunConfig, ranks: Ranks, resumed: Resumed | None) -> str:
         return ""
     old = checkpoint.folders(folder)
     if resumed is None:
-        old += [folder / "export"]
+        old += [folder / "export", *sorted(folder.glob("export-*"))]
         old += [folder / "metrics.jsonl"] if any(path.exists() for path in old) else []
         aside = checkpoint.move_aside(old, folder, overwrite=config.training.overwrite)
         return f"a fresh run: the checkpoints and the export of the earlier one are now in {aside}" if aside else ""
