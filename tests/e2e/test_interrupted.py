@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,8 @@ def test_a_stopped_rank_ends_all_with_their_stacks(server: Server, tmp_path: Pat
     """Under ZeRO, whose groups have another timeout by themselves. Before, a second run in its folder is refused."""
     config = config_in(tmp_path, ZERO, max_steps=LONG, ddp_timeout=5)
     job = start(server, 2, config)
-    at_step(job, config, 100)  # by then each knows of the other
+    at_step(job, config, 5)
+    time.sleep(1.5)  # two beats of the watchdogs: each has heard what the other does in training
     first, second = ranks_of(job)
     for pid in (first, second):  # while another run is refused, for which neither has to train
         os.kill(pid, signal.SIGSTOP)

@@ -53,6 +53,7 @@ SMALL: dict[str, Any] = {
     "strategies": {"offload": {"gpu_memory": "1200KiB"}},
 }  # fmt: skip
 
+ROWS = 100
 FEW_STEPS = {"training": {"max_steps": 2, "warmup_steps": 1, "eval_steps": 2}}
 
 
@@ -84,7 +85,9 @@ def test_commands_that_train(server: Server, tmp_path: Path) -> None:
         (tmp_path / "configs").mkdir(exist_ok=True)
         tree = yaml.safe_load(text)
         sizes = FEW_STEPS if "task" in tree else SMALL  # those of tasks are small as they are
-        (tmp_path / "configs" / path.name).write_text(yaml.safe_dump(shrunk(tree, sizes)))
+        tree = shrunk(tree, sizes)
+        tree.get("data", {})["limit"] = ROWS
+        (tmp_path / "configs" / path.name).write_text(yaml.safe_dump(tree))
     commands = [(ranks, arguments) for script, ranks, arguments in published() if script == "train"]
     assert len(commands) >= 5
     for ranks, arguments in commands:
