@@ -17,12 +17,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from strategies.core.compose import compose
 from strategies.core.facts import Facts, Home, Param, UnitKind
 from strategies.core.layout import Bucket, Layout, Site
 from strategies.core.moments import MomentsAs
 from strategies.core.optimizers import state_names
 from strategies.core.plan import Plan
 from strategies.core.protocol import MemoryRefusal
+from strategies.core.registry import find
 from strategies.core.validate import check
 from strategies.engine import AdamW, StowOptimizer, UpdateRule, stow
 from strategies.engine.transfer.transfer import Transfer
@@ -287,11 +289,24 @@ class Made:
         return 0
 
 
-def least(model: nn.Module, **known: Any) -> Plan:
+def planned(facts: Facts, *, zero: Mapping[str, Any] | None = None, debug: bool = False, **offload: Any) -> Plan:
+    """What ``plan_for`` makes of a model that has been counted."""
+    options = {"gpu_memory": "auto", "host_memory": "auto", **offload}
+    asked = {"offload": options, "buffers": {"debug": debug}} | ({} if zero is None else {"zero": zero})
+    return compose({name: find(name).model_validate(given) for name, given in asked.items()}, facts)
+
+
+def least(model: nn.Module, *, batch: Any = None, max_grad_norm: float | None, **known: Any) -> Plan:
     """The planner's plan at the smallest budget that it does not refuse."""
+    counted = {name: known.pop(name) for name in ("machine", "world_size") if name in known}
+    return least_of(plan_for(model, batch=batch, max_grad_norm=max_grad_norm, **counted).facts, **known)
+
+
+def least_of(facts: Facts, **known: Any) -> Plan:
+    """The same of a model that has been counted."""
     with pytest.raises(MemoryRefusal) as refused:
-        plan_for(model, gpu_memory="1KiB", **known)
-    plan = plan_for(model, gpu_memory=refused.value.needed, **known)
+        planned(facts, gpu_memory="1KiB", **known)
+    plan = planned(facts, gpu_memory=refused.value.needed, **known)
     assert plan.place is not None and plan.place.addresses.num_bytes(Home.DEVICE) <= refused.value.needed
     return plan
 

@@ -6,17 +6,19 @@ a CPU machine the arena is ordinary memory, and the same code fills it.
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
+from strategies.core.facts import Facts
 from strategies.core.plan import Home, Plan
 from strategies.engine import StowOptimizer, stow
 from strategies.planner.step_cost import evictions_of, problem_of, traffic
 from strategies.planner.tasks import build_tasks
 from strategies.planner.weight_schedule import ASSUMED
-from tests.helpers.engine import least
+from tests.helpers.engine import least_of, planned
 from tests.helpers.live import Live
 from tests.helpers.tiny import GPT2, LLAMA
 from trainer.model.build import load_config
@@ -37,14 +39,22 @@ MODELS: Mapping[str, dict[str, Any]] = {
     "llama": LLAMA | {"num_hidden_layers": 4, "tie_word_embeddings": False},
     "llama tied": LLAMA | {"num_hidden_layers": 4, "tie_word_embeddings": True},
     "gpt2": GPT2 | {"n_layer": 4},
+    "many words": LLAMA | {"num_hidden_layers": 4, "tie_word_embeddings": False, "vocab_size": 4096},
 }
-MANY_WORDS = MODELS["llama"] | {"vocab_size": 4096}
 
 
-def plan_of(model: Any, options: Mapping[str, Any], norm: float | None = 1.0) -> Plan:
+@cache
+def facts_of(name: str, dtype: torch.dtype, norm: float | None) -> Facts:
+    """Counted once for all options."""
+    return plan_for(model_of(MODELS[name]).to(dtype), batch=(ROWS, LENGTH), max_grad_norm=norm).facts
+
+
+def plan_of(
+    name: str, options: Mapping[str, Any], norm: float | None = 1.0, dtype: torch.dtype = torch.float32
+) -> Plan:
     """``LEAST``: at the budget that a refusal names."""
-    known: dict[str, Any] = {"batch": (ROWS, LENGTH), "max_grad_norm": norm}
-    return least(model, **known) if options == LEAST else plan_for(model, **known, **options)
+    facts = facts_of(name, dtype, norm)
+    return least_of(facts) if options == LEAST else planned(facts, **options)
 
 
 def model_of(config: Mapping[str, Any]) -> Any:
@@ -75,21 +85,20 @@ def train(model: Any, plan: Plan, steps: int = 3) -> tuple[StowOptimizer, int]:
 
 
 @pytest.mark.parametrize(
-    ("config", "options"),
+    ("name", "options"),
     [
-        *((MODELS["llama"], options) for options in OPTIONS),
-        (MODELS["llama tied"], OPTIONS[5]),
-        (MODELS["gpt2"], OPTIONS[6]),
-        (MANY_WORDS, LEAST),
+        *(("llama", options) for options in OPTIONS),
+        ("llama tied", OPTIONS[5]),
+        ("gpt2", OPTIONS[6]),
+        ("many words", LEAST),
     ],
     ids=str,
 )
-def test_peak_on_the_device_is_what_the_plan_says(config: Mapping[str, Any], options: dict[str, Any]) -> None:
+def test_peak_on_the_device_is_what_the_plan_says(name: str, options: dict[str, Any]) -> None:
     """Never more than 1 % above the plan, and at most 2 % below it. At the least budget no gradient of embedding or
     head is there twice: without slots it has the memory in which backward made it.
     """
-    model = model_of(config)
-    plan = plan_of(model, options)
+    model, plan = model_of(MODELS[name]), plan_of(name, options)
     assert plan.layout is not None and plan.addresses is not None
     direct = [bucket.name for bucket in plan.layout.buckets if bucket.grad_direct]
     assert direct == (["embedding", "head"] if options == LEAST else [])
@@ -114,8 +123,8 @@ def test_peak_on_the_device_is_what_the_plan_says(config: Mapping[str, Any], opt
 )
 def test_bytes_over_the_link_per_step(options: dict[str, Any], dtype: torch.dtype, norm: float | None) -> None:
     """Those that are predicted; without a norm updates start in backward."""
-    model = model_of(MANY_WORDS if options == LEAST else MODELS["llama"]).to(dtype)
-    plan = plan_of(model, options, norm)
+    name = "many words" if options == LEAST else "llama"
+    model, plan = model_of(MODELS[name]).to(dtype), plan_of(name, options, norm, dtype)
     assert plan.layout is not None and plan.layout.in_backward is (norm is None)
     optimizer = stow(model, plan, device="cpu")
     transfer, ids = optimizer.engine.transfer, torch.ones((ROWS, LENGTH), dtype=torch.long)
@@ -132,9 +141,7 @@ def test_bytes_over_the_link_per_step(options: dict[str, Any], dtype: torch.dtyp
 
 def test_an_update_that_makes_a_weight_waits_until_its_addresses_are_free() -> None:
     """In the simulator it takes the place of the reload: the weight that was there has gone down before."""
-    model = model_of(MODELS["llama"]).to(torch.bfloat16)
-    options: dict[str, Any] = {"site": "streamed", "weights": "streamed", "prefetch": 1}
-    plan = plan_for(model, batch=(ROWS, LENGTH), max_grad_norm=1.0, **options)
+    plan = plan_of("llama", OPTIONS[5], 1.0, torch.bfloat16)
     assert plan.layout is not None
     problem = problem_of(plan.facts, plan.layout, ASSUMED)
     tasks = build_tasks(problem, list(evictions_of(problem, plan.layout)), 3)

@@ -5,6 +5,7 @@ different by design: the engine looks for finished ones at borders only, the sim
 """
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from strategies.planner.simulate import simulate
 from strategies.planner.step_cost import evictions_of, problem_of
 from strategies.planner.tasks import Resource
 from tests.helpers.clock import Clocked, drive
+from tests.helpers.engine import planned
 from tests.helpers.fakes import GPU
 from tests.helpers.models import build, tokens
 from tests.helpers.pairwise import Table
@@ -40,6 +42,12 @@ def frozen_base() -> nn.Module:
     for name, param in model.named_parameters():
         param.requires_grad_("embed" in name)
     return model
+
+
+@cache
+def counted() -> Facts:
+    """Once for all plans."""
+    return plan_for(frozen_base(), batch=(2, 8), max_grad_norm=None).facts
 
 
 def known(facts: Facts, rates: Rates) -> Facts:
@@ -74,13 +82,13 @@ FACTORS = {"prefetch": ("auto", 0, 1), "factor": (0.3, 1.5, 4.0), "spare_blocks"
 
 @pytest.mark.parametrize(("prefetch", "factor", "spare_blocks"), [tuple(row.values()) for row in Table(FACTORS).rows()])
 def test_a_plan_takes_the_simulated_seconds(prefetch: int | str, factor: float, spare_blocks: int) -> None:
-    asked: dict[str, Any] = {"site": "device", "batch": (2, 8), "max_grad_norm": None}
-    model = frozen_base()
-    probe = plan_for(model, weights="streamed", prefetch=0, **asked)
+    model, facts = frozen_base(), counted()
+    probe = planned(facts, site="device", weights="streamed", prefetch=0)
     assert probe.layout is not None
     block = max(b.weight_bytes for b in probe.layout.buckets if not b.resident)
     rates = slow_link(block / factor)
-    plan = plan_for(model, gpu_memory=probe.peak(Home.DEVICE) + spare_blocks * block, prefetch=prefetch, **asked)
+    most = probe.peak(Home.DEVICE) + spare_blocks * block
+    plan = planned(facts, site="device", gpu_memory=most, prefetch=prefetch)
     assert plan.layout is not None and not all(b.resident for b in plan.layout.buckets)
     problem = problem_of(known(plan.facts, rates), plan.layout, rates)
     outcome = simulate(problem, list(evictions_of(problem, plan.layout)), iterations=5)

@@ -24,7 +24,7 @@ from strategies.engine.memory.arena import Arena
 from strategies.engine.memory.scratch_file import DiskError, ScratchFile
 from strategies.engine.transfer.transfer import Transfer
 from tests.helpers.doubles import Delayed, RaceDetector
-from tests.helpers.engine import LR, differences, plain, plan_of, stowed
+from tests.helpers.engine import LR, differences, plain, plan_of, planned, stowed
 from tests.helpers.late import Late
 from tests.helpers.models import build, tokens
 from tests.helpers.releases import needs_scratch
@@ -124,25 +124,25 @@ def test_state_of_three_times_the_memory_of_the_host(tmp_path: Path) -> None:
     def made() -> Any:
         return model_of(config).to(BF16).train()
 
-    known: Any = {"site": "host", "max_grad_norm": 0.0, "batch": (2, 16), "disk": str(tmp_path)}
     model = made()
+    facts = plan_for(model, max_grad_norm=0.0, batch=(2, 16)).facts
     state = 12 * sum(param.numel() for param in model.parameters())
-    given: Any = {**known, "disk_memory": "64MiB", "host_memory": state // 3}
-    plan = plan_for(model, **given)
+    given: Any = {"site": "host", "disk": str(tmp_path), "disk_memory": "64MiB", "host_memory": state // 3}
+    plan = planned(facts, **given)
     assert plan.layout is not None and plan.place is not None
     assert plan.place.addresses.num_bytes(Home.HOST) <= state // 3
     assert disk_bytes(plan.layout) > state // 2
-    some = plan_for(model, **given | {"host_memory": state})
+    some = planned(facts, **given | {"host_memory": state})
     assert some.layout is not None and some.place is not None
     largest = max(bucket.state_bytes(2) for bucket in some.layout.buckets if bucket.on_disk)
     assert state - some.place.addresses.num_bytes(Home.HOST) < 2 * largest, "more is there than has to be"
-    assert disk_bytes(plan_for(model, **given | {"host_memory": 2 * state}).layout) == 0
+    assert disk_bytes(planned(facts, **given | {"host_memory": 2 * state}).layout) == 0
     with pytest.raises(MemoryRefusal) as refused:
-        plan_for(model, **given | {"host_memory": 10_000})
-    enough = plan_for(model, **given | {"host_memory": refused.value.needed})
+        planned(facts, **given | {"host_memory": 10_000})
+    enough = planned(facts, **given | {"host_memory": refused.value.needed})
     assert enough.place is not None and enough.place.addresses.num_bytes(Home.HOST) <= refused.value.needed
     with pytest.raises(MemoryRefusal):
-        plan_for(model, **given | {"disk_memory": "64KiB"})
+        planned(facts, **given | {"disk_memory": "64KiB"})
     ids = torch.randint(0, 32, (2, 16), generator=torch.Generator().manual_seed(1))
     batches = [{"input_ids": ids, "labels": ids}] * 3
     assert differences(plain(made(), batches), stowed(model, plan, batches)) == []

@@ -34,9 +34,10 @@ from tests.helpers.engine import (
     checkpointing,
     differences,
     groups_of,
-    least,
+    least_of,
     plain,
     plan_of,
+    planned,
     stowed,
 )
 from tests.helpers.grid import ENGINE, NORMS, batches_on, title
@@ -358,6 +359,8 @@ def test_refused(what: Callable[[Ranks], str], line: str) -> None:
 
 def shared_plans() -> Iterator[tuple[nn.Module, Plan]]:
     """Of two ranks; the last ones with a table that two units use, and that travels at the least budget."""
+    known: dict[str, Any] = {"batch": (2, 8), "max_grad_norm": 0.05, "world_size": 2}
+    counted = {each: plan_for(build("llama", dtype=each), **known).facts for each in (torch.float32, torch.bfloat16)}
     for dtype, stage, site, gather in (
         (torch.float32, 3, "host", "host"),
         (torch.float32, 3, "streamed", "network"),
@@ -368,12 +371,12 @@ def shared_plans() -> Iterator[tuple[nn.Module, Plan]]:
         model: Any = build("llama", dtype=dtype)
         options: dict[str, Any] = {"site": site, "gather": gather, "zero": {"stage": stage}}
         options |= {"weights": "streamed", "prefetch": 1} if stage == 3 else {}
-        plan = plan_for(model, batch=(2, 8), max_grad_norm=0.05, world_size=2, **options)
-        yield model, plan
+        yield model, planned(counted[dtype], **options)
     sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6}
+    make = partial(causal, "llama", **sizes, num_attention_heads=4, tie_word_embeddings=True)
+    facts = plan_for(make(), **known).facts
     for gather in ("host", "network"):
-        model = causal("llama", **sizes, num_attention_heads=4, tie_word_embeddings=True)
-        plan = least(model, gather=gather, zero={"stage": 3}, world_size=2, batch=(2, 8), max_grad_norm=0.05)
+        model, plan = make(), least_of(facts, gather=gather, zero={"stage": 3})
         assert plan.layout is not None
         table = plan.layout.buckets[0]
         assert table.units == ("embedding", "head") and not table.resident

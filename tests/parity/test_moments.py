@@ -1,6 +1,6 @@
 """Moments in fewer bits in the engine: the bits of a plain loop that rounds its moments alike, whatever moves when."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -18,7 +18,7 @@ from strategies.engine.transfer.transfer import Transfer
 from strategies.engine.updating import updates
 from strategies.report import full_report
 from tests.helpers.doubles import Delayed, RaceDetector
-from tests.helpers.engine import differences, plain, plan_of, stowed
+from tests.helpers.engine import differences, plain, plan_of, planned, stowed
 from tests.helpers.models import build, tokens
 from tests.helpers.moments import rounding_adamw
 from tests.helpers.sides import BATCHES, everything, train, unequal
@@ -114,20 +114,21 @@ def test_other_rules_are_refused() -> None:
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "each"), [("fp32", 14), ("bf16", 10), ("int8", 8.03)])
-def test_bytes_per_parameter(kind: MomentsAs, each: float) -> None:
+def test_bytes_per_parameter() -> None:
     """Of the host's arena, within 1 %, where all weights travel in bf16: less what does not grow with the model."""
     config = MODELS["llama"] | {"vocab_size": 32, "hidden_size": 512, "intermediate_size": 1024}
     model = model_of(config).to(BF16).train()
-    known: Any = {"weights": "streamed", "site": "host", "gradients": "host", "max_grad_norm": 1.0, "batch": (1, 8)}
-    plan = plan_for(model, moments_as=kind, **known)
-    assert plan.place is not None and plan.layout is not None
-    addresses = plan.place.addresses
-    fixed = addresses.spots.get(("", Item.EXPANDED))
-    blocks = [bucket for bucket in plan.layout.buckets if not bucket.resident]
-    assert sum(sum(bucket.sizes) for bucket in blocks) > 0.9 * sum(p.numel() for p in model.parameters())
-    held = addresses.num_bytes(Home.HOST) - (fixed.num_bytes if fixed else 0)
-    assert held == pytest.approx(each * sum(p.numel() for p in model.parameters()), rel=0.01)
-    text = full_report.text(plan, None)
-    assert (f"not exact: moments in {kind}" in text) is (kind != "fp32")
-    assert ("expanded moments" in text) is (kind != "fp32") and ("scales of moments" in text) is (kind == "int8")
+    facts = plan_for(model, max_grad_norm=1.0, batch=(1, 8)).facts
+    kinds: Mapping[MomentsAs, float] = {"fp32": 14, "bf16": 10, "int8": 8.03}
+    for kind, each in kinds.items():
+        plan = planned(facts, weights="streamed", site="host", gradients="host", moments=kind)
+        assert plan.place is not None and plan.layout is not None
+        addresses = plan.place.addresses
+        fixed = addresses.spots.get(("", Item.EXPANDED))
+        blocks = [bucket for bucket in plan.layout.buckets if not bucket.resident]
+        assert sum(sum(bucket.sizes) for bucket in blocks) > 0.9 * sum(p.numel() for p in model.parameters())
+        held = addresses.num_bytes(Home.HOST) - (fixed.num_bytes if fixed else 0)
+        assert held == pytest.approx(each * sum(p.numel() for p in model.parameters()), rel=0.01), kind
+        text = full_report.text(plan, None)
+        assert (f"not exact: moments in {kind}" in text) is (kind != "fp32")
+        assert ("expanded moments" in text) is (kind != "fp32") and ("scales of moments" in text) is (kind == "int8")

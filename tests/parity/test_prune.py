@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from strategies.engine.pruning import chosen, exact, keep_zeros, replace
 from tests.e2e.commands import write_jsonl
 from tests.helpers.engine import LAYOUTS
+from tests.helpers.marks import rarely
 from tests.helpers.models import build
 from tests.helpers.sides import BATCHES, Plain, everything, stowed, train, unequal
 from trainer.config.load import load_tree
@@ -137,7 +138,7 @@ def ran(home: Path, run: Path, method: str, strategies: Any = None, **training: 
     return load_file(run / "export" / "model.safetensors")
 
 
-@pytest.mark.parametrize("method", ["magnitude", "wanda", "2:4"])
+@pytest.mark.parametrize("method", [rarely("magnitude"), "wanda", "2:4"])
 def test_as_a_loop_that_masks(home: Path, tmp_path: Path, method: str) -> None:
     """Plainly, streamed, and streamed from the checkpoint of the step before a round and of one between two."""
     found = ran(home, tmp_path / "plain", method)

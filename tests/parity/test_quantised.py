@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from peft.optimizers import create_loraplus_optimizer
 from transformers.integrations.bitsandbytes import dequantize_bnb_weight
 
+from tests.helpers.marks import rarely, some_rarely
 from tests.helpers.tiny import LLAMA, run_config
 from trainer.config.sections import RunConfig
 from trainer.data.collate import Collator
@@ -106,11 +107,9 @@ def leaves(trainer: Any) -> set[str]:
     return {bucket.dtype for bucket in trainer.plan.layout.buckets if not bucket.resident}
 
 
-SLOW = pytest.mark.slow  # kinds that differ from another one in PEFT's or bitsandbytes' code alone
-
-
-@pytest.mark.parametrize("bits", ["nf4", "int8", pytest.param("fp4", marks=SLOW)])
+@pytest.mark.parametrize("bits", ["nf4", rarely("int8"), rarely("fp4")])
 def test_as_peft_alone_and_resumed(bits: str, base: Path) -> None:
+    """Kinds of bits differ in bitsandbytes' code alone; 8 of them are in the next test as well."""
     expected = trained(by_itself(config_of(base, bits)))
     for strategies in ({}, {"offload": STAYS}, {"offload": TRAVELS}):
         trainer = ours(config_of(base, bits, strategies=strategies, save_strategy="steps", save_steps=2))
@@ -148,7 +147,7 @@ KINDS: Mapping[str, tuple[str | None, Mapping[str, Any], Mapping[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=SLOW) if k in ("rsLoRA", "DoRA") else k for k in KINDS])
+@pytest.mark.parametrize("kind", some_rarely(KINDS, ("DoRA", "rsLoRA", "NEFTune", "smooth labels")))
 def test_kinds_of_adapters_and_losses(kind: str, base: Path) -> None:
     bits, lora, training = KINDS[kind]
     expected = trained(by_itself(config_of(base, bits, {**LORA, **lora}, **training)))
@@ -156,9 +155,7 @@ def test_kinds_of_adapters_and_losses(kind: str, base: Path) -> None:
     assert unlike(expected, found) == []
 
 
-@pytest.mark.parametrize(
-    ("bits", "merge"), [("nf4", True), ("nf4", False), pytest.param("int8", True, marks=SLOW), (None, True)]
-)
+@pytest.mark.parametrize(("bits", "merge"), [("nf4", True), ("nf4", False), rarely("int8", True), rarely(None, True)])
 def test_exported(bits: str | None, merge: bool, base: Path) -> None:
     """Merged is the dequantised weight plus what the adapters add; the export itself compares logits."""
     config = config_of(

@@ -7,6 +7,7 @@ block only looks at what may be kept; from the second on it is kept.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from strategies.core.registry import find
 from strategies.engine.forward.checkpointing import checkpoint_blocks, checkpointed, recompute
 from tests.helpers.doubles import Delayed
 from tests.helpers.engine import STEPS, differences, plain, plan_of, stowed
+from tests.helpers.marks import rarely
 from tests.helpers.models import Odd, Spec, build, causal, odd_batches, tokens
 from tests.helpers.pairwise import Table
 from tests.helpers.releases import needs_stage_3
@@ -140,8 +142,12 @@ LAYOUTS: tuple[Mapping[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("number", range(len(LAYOUTS)))
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "experts"])
+# Each layout with two models.
+OFTEN = (("llama", 0), ("experts", 0), ("gpt2", 1), ("mixtral", 1), ("experts", 2), ("llama", 2))
+WITH_OFFLOAD = list(product(("llama", "gpt2", "mixtral", "experts"), range(len(LAYOUTS))))
+
+
+@pytest.mark.parametrize(("name", "number"), [case if case in OFTEN else rarely(*case) for case in WITH_OFFLOAD])
 def test_with_offload(name: str, number: int) -> None:
     """Weights come and go around a block that runs again; policies and dtypes take turns with the layouts."""
     dtype = (torch.float32, torch.bfloat16)[(number + len(name)) % 2]

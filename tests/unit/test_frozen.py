@@ -11,6 +11,7 @@ from strategies.core.facts import Facts, MachineFacts, Precision
 from strategies.core.plan import Kind, Plan
 from strategies.engine.tensors.quantised import scales_bytes
 from strategies.planner.step_cost import step_flops, unit_seconds
+from tests.helpers.marks import rarely
 from tests.helpers.tiny import run_config
 from trainer.config.sections import RunConfig
 from trainer.machine.profiles import profile as find_profile
@@ -38,12 +39,18 @@ def real(config: RunConfig) -> Any:
     return build(config.model, load_config(config.model), seed=0, partitioned=False).train()
 
 
+INT8 = {"load_in_8bit": True}
+
+
 @pytest.mark.parametrize(
-    ("lora", "quantised"),
-    [(None, None), (LORA, None), (LORA, NF4), (LORA, {"load_in_8bit": True})],
-    ids=["all weights", "lora", "nf4", "int8"],
-)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    ("dtype", "lora", "quantised"),
+    [
+        ("float32", None, None), ("bfloat16", LORA, None), ("float32", LORA, INT8), ("bfloat16", LORA, NF4),
+        rarely("bfloat16", None, None), rarely("float32", LORA, None), rarely("bfloat16", LORA, INT8),
+        rarely("float32", LORA, NF4),
+    ],
+    ids=["all weights", "lora", "int8", "nf4", "all weights too", "lora too", "int8 too", "nf4 too"],
+)  # fmt: skip
 def test_bytes_are_those_of_plain_training(
     dtype: str, lora: dict[str, Any] | None, quantised: dict[str, Any] | None
 ) -> None:

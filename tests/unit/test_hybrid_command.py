@@ -21,6 +21,7 @@ from tests.helpers.tiny import GPT2, LLAMA, MIXTRAL, run_config
 from trainer.config.load import build, load
 from trainer.dist.ranks import Ranks
 from trainer.machine.profiles import profile, sized
+from trainer.planning import hybrid
 from trainer.planning.facts import gather
 from trainer.planning.from_config import plan_of, plans_of
 from trainer.planning.hybrid import Shares
@@ -34,6 +35,12 @@ SCALARS = 64  # bytes
 COUNTED = run_config(WIDE, stage=0, data=DATA, bf16=True, per_device_train_batch_size=2)
 
 
+@pytest.fixture(autouse=True)
+def fewer_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each the model is counted, whole and in stages."""
+    monkeypatch.setattr(hybrid, "MICRO_BATCHES", (1, 2))
+
+
 @cache
 def parts() -> dict[tuple[int, int], Facts]:
     found, why = Shares(COUNTED, RANKS, CARD, lambda line: None).by_tensor(16)
@@ -44,11 +51,11 @@ def parts() -> dict[tuple[int, int], Facts]:
 
 
 def test_shares_are_counted_as_if_they_were_configured() -> None:
-    assert set(parts()) == {(size, tensor) for size in (1, 2, 4) for tensor in (1, 2)}  # of 2 heads
+    assert set(parts()) == {(size, tensor) for size in (1, 2) for tensor in (1, 2)}  # of 2 heads
     tree = COUNTED.tree()
-    tree["training"]["per_device_train_batch_size"] = 4
+    tree["training"]["per_device_train_batch_size"] = 1
     whole = gather(build(tree), 8, 8, CARD)
-    assert parts()[4, 1].units == whole.units and parts()[4, 1].run == whole.run
+    assert parts()[1, 1].units == whole.units and parts()[1, 1].run == whole.run
     divided = gather(build(keys.without(COUNTED.tree(), 2)), 8, 8, CARD)
     assert parts()[2, 2].units == divided.units
     assert parts()[2, 2].run.forward_flops == divided.run.forward_flops
@@ -56,7 +63,8 @@ def test_shares_are_counted_as_if_they_were_configured() -> None:
 
 @pytest.mark.parametrize(("model", "why"), [(GPT2, "Conv1D"), (MIXTRAL, "experts")])
 def test_models_that_tensor_ranks_cannot_share(model: dict[str, object], why: str) -> None:
-    found, said = Shares(run_config(model, bf16=True), RANKS, CARD, lambda line: None).by_tensor(8)
+    config = run_config(model, bf16=True, per_device_train_batch_size=1)
+    found, said = Shares(config, RANKS, CARD, lambda line: None).by_tensor(1)
     assert all(why in each for each in said) and {tensor for _, tensor in found} == {1}
 
 

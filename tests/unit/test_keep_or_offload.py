@@ -86,12 +86,12 @@ def test_more_memory_is_never_slower(accumulation: int, max_grad_norm: float) ->
     """Than a quarter of it, exactly; between, a climb may miss 1 % of what the one for a little less found."""
     known = large(blocks=4, accumulation=accumulation, max_grad_norm=max_grad_norm)
     found = []
-    for size in (2, 3, 4, 6, 12, 40) if accumulation == 1 else (3, 4, 6, 12, 40):
+    for size in (2, 3, 4, 6, 40) if accumulation == 1 else (3, 6, 40):
         try:
             found.append(seconds(known, size * GIB))
         except Refusal:
             assert not found, "what fits into less fits into more"
-    assert len(found) > 4
+    assert len(found) > 4 - 2 * (accumulation > 1)
     for slow, fast in pairwise(found):
         assert fast <= slow * 1.01
     assert found[-1] < 0.8 * found[0]

@@ -286,7 +286,7 @@ def fits(known: Facts, saved: int, device_bytes: int, host_bytes: int, **asked: 
     return True
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(random_facts(), st.integers(1, 300_000), st.integers(1, 600_000), st.booleans(), st.booleans())
 def test_a_refusal_is_true_and_its_advice_is_enough(
     known: Facts, device: int, host: int, knows_rates: bool, copies: bool
@@ -360,7 +360,7 @@ options = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(random_facts(), options, st.integers(1, 400_000), st.booleans())
 def test_what_is_chosen_is_valid_and_within_the_budget(
     known: Facts, asked: dict[str, Any], budget: int, knows_rates: bool

@@ -12,6 +12,7 @@ from trainer.config.load import load
 from trainer.dist.ranks import Ranks
 from trainer.dist.stopping import Stop
 from trainer.errors import ConfigError
+from trainer.planning import fit
 from trainer.planning.from_config import check_options
 from trainer.run import run
 
@@ -45,6 +46,13 @@ def write(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return written
+
+
+@pytest.fixture(autouse=True)
+def fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the table that follows a refusal for memory, each of which is a plan."""
+    monkeypatch.setattr(fit, "MORE_RANKS", ())
+    monkeypatch.setattr(fit, "_saving", list)
 
 
 def planned(path: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:

@@ -11,6 +11,7 @@ from strategies.report import run_budget
 from strategies.report.run_budget import Asked
 from tests.helpers.tiny import LLAMA, MIXTRAL, run_config
 from trainer.machine.profiles import profile
+from trainer.planning import hybrid
 from trainer.planning.facts import gather
 
 DATA = {"path": "random tokens", "max_length": 64}
@@ -41,7 +42,7 @@ def test_a_run_by_hand() -> None:
 
 def write(folder: Path, **strategies: object) -> list[str]:
     path = folder / "mine.yaml"
-    training = {"output_dir": str(folder / "run"), "bf16": True}
+    training = {"output_dir": str(folder / "run"), "bf16": True, "per_device_train_batch_size": 2}
     tree = {"model": {"config": LLAMA, "tokenizer": "none"}, "data": DATA, "training": training}
     path.write_text(yaml.safe_dump(tree | {"strategies": strategies}))
     return ["--config", str(path)]
@@ -51,7 +52,10 @@ def rows_of(said: str) -> list[list[str]]:
     return [line.split() for line in said.split("a run of ")[1].splitlines()[4:-1]]
 
 
-def test_a_plan_and_a_search_say_what_a_run_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_and_a_search_say_what_a_run_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hybrid, "MICRO_BATCHES", (1,))
     asked = ["--tokens", "15M", "--price-per-gpu-hour", "2.5", "--profile", "h100-sxm-pcie5"]
     assert main([*write(tmp_path, offload={"site": "host"}), *asked]) == 0
     said = capsys.readouterr().out
