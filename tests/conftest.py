@@ -41,9 +41,10 @@ def pytest_sessionstart() -> None:
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[Server]:
-    """One server of ranks (``tests/e2e/ranks_server.py``) for all tests of runs."""
-    found = Server()
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server of ranks (``tests/e2e/ranks_server.py``) for all tests of runs, and all processes of pytest-xdist."""
+    own = tmp_path_factory.getbasetemp()
+    found = Server((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "ranks")
     yield found
     found.close()
 

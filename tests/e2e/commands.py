@@ -132,17 +132,24 @@ def started(command: Sequence[str], folder: Path, **variables: str) -> Job:
 
 
 class Server:
-    """See ``ranks_server.py``; ``variables`` are in the environment of all that it starts."""
+    """See ``ranks_server.py``: the one that reads from ``pipe``, for all that ask there, started by the first.
 
-    def __init__(self, **variables: str) -> None:
-        self._process = subprocess.Popen(
-            [PYTHON, str(Path(__file__).with_name("ranks_server.py"))],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPO, start_new_session=True,
-            env=environment(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", DS_ACCELERATOR="cpu", **variables),
-        )  # fmt: skip
-        assert self._process.stdout is not None
-        while (line := self._process.stdout.readline()) != "ready\n":
-            assert line, "the server of ranks did not start"
+    ``variables`` are in the environment of all that it starts.
+    """
+
+    def __init__(self, pipe: Path, **variables: str) -> None:
+        try:
+            os.mkfifo(pipe)
+            first = True
+        except FileExistsError:
+            first = False
+        self._pipe = os.open(pipe, os.O_RDWR)  # which waits for no reader
+        if first:
+            self._process = subprocess.Popen(
+                [PYTHON, str(Path(__file__).with_name("ranks_server.py")), str(pipe)], cwd=REPO, start_new_session=True,
+                env=environment(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", DS_ACCELERATOR="cpu", **variables),
+                stdin=subprocess.DEVNULL,
+            )  # fmt: skip
 
     def start(
         self,
@@ -156,30 +163,31 @@ class Server:
         **variables: str,
     ) -> Job:
         """``script`` on ranks of the server; ``terminal``: the device that they have as a terminal."""
-        assert self._process.stdin is not None and self._process.stdout is not None
         out, err = _outputs(folder)
-        code, port = out.with_name("code"), str(free_port())
+        own, port = out.parent, str(free_port())
         rank = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_PORT": port, "TERM": "xterm"}
         ranks = [
             rank | variables | {"RANK": str(i), "LOCAL_RANK": str(i), "MASTER_ADDR": "127.0.0.1"}
             for i in range(num_ranks)
         ]
-        job = {"environments": ranks, "arguments": list(arguments), "out": str(out), "err": str(err), "code": str(code)}
-        job |= {"to_the_end": to_the_end, "script": script} | ({"out": terminal, "err": terminal} if terminal else {})
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        pid = int(self._process.stdout.readline())
-        told = lambda: [int(word) for word in code.read_text().split()]  # noqa: E731
-        return Job(pid, out, err, lambda: told()[0] if code.exists() else None, lambda: told()[1])
+        job = {"environments": ranks, "arguments": list(arguments), "script": script, "terminal": terminal}
+        (own / "job").write_text(json.dumps(job | {"to_the_end": to_the_end}))
+        os.write(self._pipe, f"{own}\n".encode())
+        deadline_s = time.monotonic() + 120.0
+        while not (own / "pid").exists():
+            assert time.monotonic() < deadline_s, "the server of ranks does not answer"
+            time.sleep(0.005)
+        pid, told = int((own / "pid").read_text()), own / "code"
+        ended: Callable[[], list[int]] = lambda: [int(word) for word in told.read_text().split()]  # noqa: E731
+        return Job(pid, out, err, lambda: ended()[0] if told.exists() else None, lambda: ended()[1])
 
     def run(self, num_ranks: int, config: Path, *overrides: str, to_the_end: bool = False) -> Result:
         arguments = ["--config", str(config), *overrides]
         return self.start(num_ranks, arguments, config.parent, to_the_end=to_the_end).wait()
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(10.0)
+        """It ends when the last one has done this."""
+        os.close(self._pipe)
 
 
 def _outputs(folder: Path) -> tuple[Path, Path]:

@@ -1,11 +1,12 @@
 """A process that has imported everything once, and forks jobs: real ranks that start in a second instead of six.
 
-Run as a program. Each line on its input is one job; each job gets a session (hence a process group) of its own, led
-by a process that does what a launcher does: it starts the ranks, ends the others when one has failed, and writes the
-first failure's code into the file ``code``, with the most memory that a rank has had. A rank runs a script, usually
+Run as a program. It reads from a pipe that has a name, until nobody holds that open: each line is a folder with a
+``job``. Each job gets a session (hence a process group) of its own, whose id goes into the file ``pid``, led by a
+process that does what a launcher does: it starts the ranks, ends the others when one has failed, and writes the first
+failure's code into the file ``code``, with the most memory that a rank has had. A rank runs a script, usually
 ``launch/train.py``, as ``__main__`` and leaves through the interpreter's own shutdown, where unclosed gloo groups would
-show. It stays in there for a while, but only a job that is
-to run ``to_the_end`` takes all modules apart: that copies the pages of everything imported, half a second per rank.
+show. It stays in there for a while, but only a job that is to run ``to_the_end`` takes all modules apart: that copies
+the pages of everything imported, half a second per rank.
 Nothing here has run a kernel or opened a group: a process forked after that may hang.
 """
 
@@ -24,29 +25,41 @@ REPO = Path(__file__).resolve().parents[2]
 WINDOW_S = 0.1
 
 
-def main() -> int:
+def main(pipe: Path) -> int:
     sys.path.insert(0, str(REPO))
     sys.path.insert(0, str(REPO / "launch"))  # as the interpreter does for `python launch/train.py`
     os.chdir(REPO)
     importlib.import_module("trainer.dist.preloaded")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries finished jobs
-    print("ready", flush=True)
-    for line in sys.stdin:
-        job = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            return lead(job)
-        print(pid, flush=True)
+    with pipe.open() as folders:
+        for line in folders:
+            folder = Path(line.rstrip("\n"))
+            pid = os.fork()
+            if pid == 0:
+                return lead(folder, json.loads((folder / "job").read_text()))
+            write(folder / "pid", str(pid))
+        pipe.unlink(missing_ok=True)  # the next one who asks starts a server
     return 0
 
 
-def lead(job: dict[str, Any]) -> int:
+def write(path: Path, text: str) -> None:
+    """All of it at once, for those who wait for the file."""
+    draft = path.with_suffix(".draft")
+    draft.write_text(text)
+    draft.rename(path)
+
+
+def lead(folder: Path, job: dict[str, Any]) -> int:
     """The launcher of one job; returns in its ranks, too, with what the command returned."""
     os.setsid()
     for number in (signal.SIGCHLD, signal.SIGHUP):  # the tests themselves may run under nohup
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where they run in the background
-    for number, name in ((0, os.devnull), (1, job["out"]), (2, job["err"])):
+    for number, name in (
+        (0, os.devnull),
+        (1, job["terminal"] or folder / "out"),
+        (2, job["terminal"] or folder / "err"),
+    ):
         file = os.open(name, os.O_RDONLY if number == 0 else os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
         os.dup2(file, number)
     pids: list[int] = []
@@ -57,9 +70,7 @@ def lead(job: dict[str, Any]) -> int:
             run(job["script"], job["arguments"], job["to_the_end"])
         pids.append(pid)
     code = wait(pids)
-    draft = Path(job["code"] + ".draft")
-    draft.write_text(f"{code} {resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10}")  # MiB
-    draft.rename(job["code"])
+    write(folder / "code", f"{code} {resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10}")  # MiB
     os._exit(0)
 
 
@@ -101,4 +112,4 @@ def wait(pids: list[int]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(Path(sys.argv[1])))

@@ -22,7 +22,8 @@ def hub() -> Iterator[Hub]:
 @pytest.fixture(scope="module")
 def told(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server of ranks that know of the hub: its client reads that when it is imported."""
-    found = Server(**hub.variables, HF_HOME=str(tmp_path_factory.mktemp("home")))
+    folder = tmp_path_factory.mktemp("told")
+    found = Server(folder / "ranks", **hub.variables, HF_HOME=str(folder))
     yield found
     found.close()
 
