@@ -114,6 +114,7 @@ def show(arguments: argparse.Namespace) -> None:
     from strategies.report import full_report
     from trainer.planning.fit import explained
     from trainer.planning.from_config import advice, measure, plans_of, refuse_impossible
+    from trainer.planning.positions import beyond
 
     with explained(config, ranks, machine):
         if arguments.measure:
@@ -122,6 +123,8 @@ def show(arguments: argparse.Namespace) -> None:
     plan = plans[0]
     cost = plan_cost(plan)
     print(full_report.text(plan, cost, advice(config, plan), plans))
+    for line in beyond(config, plan.facts.run.positions):
+        say(line)
     if asked is not None:
         from trainer.planning.hybrid import budget
 

@@ -156,9 +156,7 @@ class Param:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelNumbers:
-    """What is counted of a model besides its units. Of a rank's part of it, but for ``model_params`` and
-    ``model_flops``.
-    """
+    """What is counted of a model besides its units; of a rank's part, but for ``model_params`` and ``model_flops``."""
 
     hidden_size: int = 0  # 0: the model has no such number; bucket sizes then take their defaults
     largest_param: int = 0  # elements of the largest single parameter tensor
@@ -171,6 +169,7 @@ class ModelNumbers:
     tied: bool = False  # the head multiplies by the embedding's weight
     num_experts: int = 0  # of a layer; 0: there are none
     experts_per_token: int = 0
+    positions: int = 0  # tokens of a row that the model is made for; 0: it says no number
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,16 +7,18 @@ attention kernel, on batches that need a mask (padded or packed) or do not.
 import gc
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch._subclasses.fake_tensor import FakeTensor
 
+from launch.plan import main
 from strategies.core.facts import Facts, Precision, Unit, UnitKind
 from strategies.engine.forward.blocks import find_blocks
 from strategies.engine.memory import accelerator
 from tests.helpers.fakes import GPU, run_facts
-from tests.helpers.tiny import BLOOM, GPT2, LLAMA, MIXTRAL, MODELS, VOCAB, run_config
+from tests.helpers.tiny import BLOOM, ENDS, GPT2, LLAMA, MIXTRAL, MODELS, VOCAB, run_config
 from trainer.config.sections import RunConfig
 from trainer.data.collate import Collator
 from trainer.errors import ConfigError
@@ -24,6 +26,7 @@ from trainer.machine.probe import probe
 from trainer.model import build as model_module
 from trainer.model.count_cache import name_of
 from trainer.model.counting import Counter
+from trainer.planning import positions
 from trainer.planning.facts import ModelCount, count_model, gather, machine_facts, saved_without_mask
 
 BATCH, LENGTH = 2, 16
@@ -262,10 +265,57 @@ def test_a_model_that_cannot_be_built_is_refused_in_one_line() -> None:
     assert all("\n" not in line for line in (heads, refused({**LLAMA, "hidden_size": "x"})))
 
 
-def test_rows_of_more_tokens_than_positions() -> None:
-    """Fake tensors let GPT-2 look further, and real ones do not."""
-    with pytest.raises(ConfigError, match=r"data\.max_length = 65: the model has 64 positions; write 64 or less$"):
-        count_model(run_config(GPT2, data={"max_length": 65}))
+SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+ROBERTA = {"model_type": "roberta", **SMALL, "max_position_embeddings": 66, "vocab_size": 300, "pad_token_id": 1}
+GPTJ = {"model_type": "gptj", "n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 8, "n_positions": 64, **ENDS}
+BART = {
+    "model_type": "bart", "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "max_position_embeddings": 64,
+    "vocab_size": 300,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "task", "key"),
+    [
+        (GPT2, "sft", "max_length"),
+        (ROBERTA, "classification", "max_length"),  # two of its 66 are for padding
+        (GPTJ, "sft", "max_length"),  # in a buffer
+        (BART, "seq2seq", "max_target_length"),
+    ],
+)
+def test_rows_of_more_tokens_than_positions(model: Any, task: str, key: str) -> None:
+    """Fake tensors let models look further, and real ones do not."""
+    for length in (64, 65):
+        config = run_config(model)
+        section = config.model.model_copy(update={"labels": ["a", "b"]} if task == "classification" else {})
+        data = config.data.model_copy(update={"max_length": 64, key: length})
+        config = config.model_copy(update={"task": task, "model": section, "data": data})
+        if length == 64:
+            assert count_model(config).positions >= 64
+            continue
+        with pytest.raises(ConfigError, match=rf"data\.{key} = 65: the model has 64 positions; write 64 or less$"):
+            count_model(config)
+
+
+def test_rows_beyond_what_rotary_embeddings_were_made_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    for more, most in (
+        ({}, 64),
+        ({"rope_scaling": yarn}, 256),
+        ({"rope_scaling": {**yarn, "original_max_position_embeddings": 16}}, 64),
+    ):
+        config = run_config({**LLAMA, "max_position_embeddings": 64, **more}, data={"max_length": most})
+        assert count_model(config).positions == most and positions.beyond(config, most) == []
+        longer = config.model_copy(update={"data": config.data.model_copy(update={"max_length": most + 1})})
+        (line,) = positions.beyond(longer, most)
+        assert line.startswith(f"data.max_length = {most + 1}: the model is made for {most} positions")
+    assert count_model(run_config(BLOOM)).positions == 0 and positions.beyond(run_config(BLOOM), 0) == []
+    file = tmp_path / "x.yaml"
+    file.write_text(run_config(LLAMA, data={"max_length": 65}).dump())
+    assert main(["--config", str(file)]) == 0
+    line = next(n for n, text in enumerate(file.read_text().splitlines(), 1) if "max_length" in text)
+    assert f"{file}:{line}: data.max_length = 65: the model is made for 64 positions" in capsys.readouterr().err
 
 
 # The run and the machine

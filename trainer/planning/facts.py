@@ -41,6 +41,7 @@ from trainer.model.count_cache import cached
 from trainer.model.params import decay_groups, list_params
 from trainer.model.quantise import quantise
 from trainer.model.structured import config_of
+from trainer.planning import positions
 from trainer.tasks.table import TASKS
 from trainer.tasks.task import loaded
 
@@ -125,17 +126,6 @@ def sees_what_follows(built: Any) -> bool:
     """Whether the model is BERT or its like, whose words all see each other unless ``is_decoder`` is set."""
     masked = type(built) in loaded("transformers.AutoModelForMaskedLM")._model_mapping
     return masked and not built.is_encoder_decoder and getattr(built, "is_decoder", None) is False
-
-
-def refuse_positions(config: RunConfig, model: Any) -> None:
-    """Raise ConfigError for rows of more tokens than the model has vectors for positions, which fake tensors allow."""
-    from torch import nn
-
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    learned = (name for name, each in model.named_modules() if isinstance(each, nn.Embedding))
-    if most and config.data.max_length > most and any("position" in name or name.endswith("wpe") for name in learned):
-        what = f"the model has {most} positions; write {most} or less"
-        raise config.error("data.max_length", config.data.max_length, what)
 
 
 def refuse(config: RunConfig, found: Sequence[Refusal]) -> None:
@@ -233,7 +223,7 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
     casted = casts(config.strategies, precision)
     autocast = None if casted else compute
     model: Any = _meta_model(config)
-    refuse_positions(config, model)
+    positions.refuse(config, model)
     whole = _whole(config)
     if whole is not None:
         of_ranks = run_facts(config, 1)
@@ -282,6 +272,7 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
         model_params=0 if whole is None else sum(unit.num_params for unit in whole.units),
         model_flops=whole.forward_flops if whole is not None else slices * found.flops if slices > 1 else 0,
         tied=tensor_share.is_tied(model),
+        positions=positions.made_for(model.config),
         **_experts(model),
     )
 

@@ -48,7 +48,7 @@ from trainer.machine.probe import Machine, probe
 from trainer.machine.profiles import known_rates
 from trainer.model import build, mapped, parts, student
 from trainer.model.structured import config_of
-from trainer.planning import facts
+from trainer.planning import facts, positions
 from trainer.planning.fit import explained
 from trainer.planning.from_config import advice, plans_of, refuse_impossible
 from trainer.run import changes, checkpoint, disk_tier, machines, metrics, resuming, structured, teaching
@@ -194,9 +194,9 @@ def show_plan(run: Run, plans: Sequence[Plan]) -> None:
     replace_file(run.folder / "plan.txt", text + "\n")
     replace_file(run.folder / "ds_config.json", json.dumps(deepspeed.ds_config(run.plan), indent=1))
     block_timing.store(run.folder, run.plan.facts)
-    if ignored := known_rates(run.machine).ignored:
-        write_line(ignored)
-    write_line(f"\n{text}\n")
+    remarks = [known_rates(run.machine).ignored, *positions.beyond(run.config, run.plan.facts.run.positions)]
+    for line in [*filter(None, remarks), f"\n{text}\n"]:
+        write_line(line)
 
 
 def make_arguments(run: Run) -> TrainingArguments:
