@@ -21,7 +21,7 @@ from trainer.dist.ranks import Ranks
 from trainer.dist.stopping import Stop
 from trainer.errors import ConfigError
 from trainer.planning import from_config
-from trainer.run import quantized
+from trainer.run import further
 from trainer.run import run as runs
 
 pytest.importorskip("bitsandbytes")
@@ -91,7 +91,7 @@ def test_exports_are_those_of_anyone(home: Path, tmp_path: Path, capfd: pytest.C
         assert unequal(stock.state_dict(), own.state_dict()) == []
         keep_packing(stock)  # a forward may pack weights anew, and then computes in bf16
         assert not torch.equal(stock(ids).logits, exact(ids).logits)
-        before, after = read(run / f"export-{name}", quantized.KIND).about["perplexity"]
+        before, after = read(run / f"export-{name}", further.KIND).about["perplexity"]
         assert before == pytest.approx(logged, rel=1e-5)
         assert before == pytest.approx(perplexity_by_rows(exact, rows), rel=1e-5)
         rounds = 1e-2 if name == "int8" else 1e-5  # which columns of inputs are outliers depends on the batch
@@ -105,7 +105,7 @@ def test_exports_are_those_of_anyone(home: Path, tmp_path: Path, capfd: pytest.C
     (run / "export-nf4" / "config.json").unlink()
     for _ in range(2):  # then nothing is left to do
         assert runs.run(load_tree(tree), Ranks(), Stop()) == 0
-        assert quantized.missing(load_tree(tree)) == [] and whole.stat().st_mtime_ns == stamp
+        assert further.missing(load_tree(tree)) == [] and whole.stat().st_mtime_ns == stamp
     assert (run / "metrics.jsonl").read_text() == lines
 
 

@@ -261,9 +261,17 @@ class QuantizeSection(Section):
     )
 
 
+class ExportSection(Section):
+    """Export the trained model as a program as well, after training. See docs/export.md."""
+
+    format: Literal["torch_export"] = option("torch_export: a file for torch.export.load.", "torch_export")
+
+
 SECTIONS: Mapping[str, type[Section]] = {"model": ModelSection, "data": DataSection, "training": TrainingSection}
 # What is not done without them.
-OPTIONAL: Mapping[str, type[Section]] = {"distill": DistillSection, "prune": PruneSection, "quantize": QuantizeSection}
+OPTIONAL: Mapping[str, type[Section]] = {
+    "distill": DistillSection, "prune": PruneSection, "quantize": QuantizeSection, "export": ExportSection
+}  # fmt: skip
 
 
 class RunConfig(Section):
@@ -276,6 +284,7 @@ class RunConfig(Section):
     distill: DistillSection | None = None
     prune: PruneSection | None = None
     quantize: QuantizeSection | None = None
+    export: ExportSection | None = None
     strategies: dict[str, SerializeAsAny[Strategy]] = option("Strategy by name; one that is present is on.", {})
 
     # Where each key was written; empty for a config built in Python.

@@ -12,10 +12,10 @@ NOT_DISTILLED = (*NOT_THEIRS, *COMPILE_KEYS)
 
 
 def conflicts(task: Any, sections: Mapping[str, Values]) -> Found:
-    """Every conflict of ``distill``, ``prune`` and ``quantize`` with the others."""
+    """Every conflict of ``distill``, ``prune``, ``quantize`` and ``export`` with the others."""
     yield from _distilled(task, sections)
     yield from _pruned(task, sections)
-    yield from _quantized(task, sections)
+    yield from _exported(task, sections)
 
 
 def _distilled(task: Any, sections: Mapping[str, Values]) -> Found:
@@ -76,17 +76,18 @@ def _structured(p: Values, m: Values, d: Values) -> Found:
         yield "data.streaming", "cannot go with prune.method structured, which reads the first rows before training"
 
 
-def _quantized(task: Any, sections: Mapping[str, Values]) -> Found:
+def _exported(task: Any, sections: Mapping[str, Values]) -> Found:
     q, m, d = (sections[name] for name in ("quantize", "model", "data"))
-    if not q:
-        return
-    if task not in (*LANGUAGE, WRONG):
-        yield "quantize", f"is for task sft and pretrain, and this is {task}; leave it out"
-    if isinstance(q.formats, list) and len(set(q.formats)) != len(q.formats):
+    asked = [name for name in ("quantize", "export") if sections[name]]
+    for name in asked:
+        if task not in (*LANGUAGE, WRONG):
+            yield name, f"is for task sft and pretrain, and this is {task}; leave it out"
+    kept = m.lora.get("export", "adapter" if m.name_or_path else "merged") if isinstance(m.lora, dict) else "merged"
+    if asked and kept != "merged":
+        what = f"adapters are exported without their base, which {asked[0]} needs; write merged"
+        yield "model.lora.export", what
+    if q and isinstance(q.formats, list) and len(set(q.formats)) != len(q.formats):
         yield "quantize.formats", "must be names, all different"
-    if d.eval_fraction == 0 and d.eval_path is None and d.eval_split is None:
+    if q and d.eval_fraction == 0 and d.eval_path is None and d.eval_split is None:
         what = "says what it costs in perplexity; write data.eval_fraction, data.eval_split or data.eval_path"
         yield "quantize", what
-    if isinstance(m.lora, dict) and m.lora.get("export") != "merged" and (m.lora.get("export") or m.name_or_path):
-        what = "missing; adapters are exported without their base, which quantize would need; write merged"
-        yield "model.lora.export", what

@@ -278,6 +278,12 @@ def model_card(
     return ModelCard(f"---\n{header.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n")
 
 
+def after(folder: Path, said: str) -> ModelCard:
+    """The card of the export in ``folder``, behind what is ``said`` of what was made of it."""
+    card = ModelCard.load(folder / "README.md")
+    return ModelCard(f"---\n{card.data.to_yaml()}\n---\n\n{said}\n\n{card.text.lstrip()}")
+
+
 def _origin(config: RunConfig, model_type: str) -> str:
     lora, base = config.model.lora, config.model.name_or_path
     if lora is not None and not config.model.merges:

@@ -82,6 +82,7 @@ RULES: Mapping[str, str] = {
     **{f"training.{name}": SILENT for name in _SILENT_TRAINING.split()},
     "data.num_proc": SILENT,
     "quantize": SILENT,
+    "export": SILENT,
     "model.trust_remote_code": SILENT,
     "model.lora.export": SILENT,
     **{key: name for name, keys in _GROUPS.items() for key in keys.split()},

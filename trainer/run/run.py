@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ from trainer.dist.stopping import Phase, Stop, Stopped
 from trainer.dist.watchdog import Watchdog
 from trainer.errors import ConfigError, ExitCode, UserError, first_line, report, write_line
 from trainer.planning.from_config import check_options, refuse_folder
-from trainer.run import export, live, lock, metrics, oom, order, quantized, resuming, saving, teaching, trackers, upload
+from trainer.run import export, further, live, lock, metrics, oom, order, resuming, saving, teaching, trackers, upload
 from trainer.run.callbacks import SAID, Watched
 from trainer.run.order import Run
 from trainer.run.resume_rules import leaves
@@ -211,7 +212,7 @@ def _whole(config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | Non
         resumed = resuming.decide(config, ranks)
         step = resumed.found.step if resumed else None
         over = together.on_first(ranks.rank, lambda: None if step is None else export.finished_before(config, step))
-        left = over is not None and together.on_first(ranks.rank, lambda: quantized.missing(config))
+        left = over is not None and together.on_first(ranks.rank, lambda: further.missing(config))
         if over is not None and not left:
             if ranks.is_first:
                 write_line(over)
@@ -219,8 +220,7 @@ def _whole(config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | Non
             return
         seen.append(order.prepare(config, ranks, resumed))
         train(seen[0], stop, together, watchdog)
-        if config.quantize is not None:
-            quantise(seen[0])
+        export_further(seen[0])
 
 
 def show_sample(config: RunConfig) -> None:
@@ -305,12 +305,14 @@ def finish(run: Run, trainer: Trainer, together: Agreement) -> None:
         write_line("next:       make finetune")
 
 
-def quantise(run: Run) -> None:
-    """Export in few bits as well, on the first rank, once training has left the device."""
-    rows, budget = run.prepared.eval, teaching.budget_of(run.config, run.plan)
-    assert rows is not None
-    with agreement(run.ranks, order.WEEK_S) as patient:
-        patient.on_first(run.ranks.rank, lambda: quantized.make(run.config, run.tokenizer, rows, budget))
+def export_further(run: Run) -> None:
+    """Make what else the config exports, on the first rank, once training has left the device."""
+    if run.config.quantize is None and run.config.export is None:
+        return
+    budget = teaching.budget_of(run.config, run.plan)
+    with agreement(run.ranks, order.WEEK_S) as together:
+        work = partial(further.make, run.config, run.tokenizer, run.prepared.eval, budget)
+        together.on_first(run.ranks.rank, work)
 
 
 def publish(config: RunConfig) -> None:

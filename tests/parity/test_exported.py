@@ -1,0 +1,112 @@
+"""The program of ``torch.export`` gives the model's logits without Transformers; what cannot be exported is refused."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.helpers.tiny import LLAMA, VOCAB
+from trainer.config.load import load_tree
+from trainer.dist.ranks import Ranks
+from trainer.dist.stopping import Stop
+from trainer.errors import ConfigError
+from trainer.run import exported, further
+from trainer.run import run as runs
+from trainer.run.export import ExportError
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+ALONE = """
+import sys, torch
+program = torch.export.load(sys.argv[1] + "/model.pt2").module()
+torch.save(program(*torch.load(sys.argv[1] + "/rows.pt")), sys.argv[1] + "/logits.pt")
+assert "transformers" not in sys.modules
+"""
+
+
+def model_of(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    options = {"initializer_range": 0.3, **LLAMA}
+    config = transformers.AutoConfig.for_model(options.pop("model_type"), **options)
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def config_of(run: Path, **model: Any) -> Any:
+    """A run that exports a program."""
+    given = {"config": {**LLAMA, "vocab_size": 300}, "tokenizer": {"train": "bpe", "vocab_size": 300}, **model}
+    return load_tree(
+        {
+            "model": {key: value for key, value in given.items() if value is not None},
+            "data": {"path": "pydoc", "max_length": 16, "limit": 8},
+            "training": {
+                "output_dir": str(run), "max_steps": 2, "use_cpu": True, "report_to": "none", "save_steps": 2,
+                "resume_from_checkpoint": "auto",
+            },
+            "export": {"format": "torch_export"},
+        }
+    )  # fmt: skip
+
+
+def test_the_program_is_the_model_without_transformers(tmp_path: Path) -> None:
+    """In a process of its own, on rows of other lengths than it was made with, padded on the left."""
+    model, program = model_of(), tmp_path / "program"
+    model.save_pretrained(tmp_path / "exact")
+    (tmp_path / "exact" / "README.md").write_text("---\ntags: [deepstow]\n---\n\n# Exact\n")
+    program.mkdir()
+    exported.make(config_of(tmp_path / "run"), tmp_path / "exact", program)
+    ids = torch.randint(VOCAB, (4, 29))
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    torch.save((ids, mask), program / "rows.pt")
+    subprocess.run([sys.executable, "-c", ALONE, str(program)], check=True)
+    with torch.no_grad():
+        expected = model(input_ids=ids, attention_mask=mask).logits
+    torch.testing.assert_close(torch.load(program / "logits.pt")[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-5)
+    card = (program / "README.md").read_text()
+    assert card.startswith("---\ntags:") and 'torch.export.load("model.pt2")' in card and card.endswith("# Exact\n")
+
+
+def test_another_program_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_of().save_pretrained(tmp_path)
+    other = exported.program_of(model_of(1))
+    monkeypatch.setattr(exported, "program_of", lambda model: other)
+    with pytest.raises(ExportError, match="logits of the program differ by"):
+        exported.make(config_of(tmp_path / "run"), tmp_path, tmp_path)
+
+
+def test_what_torch_cannot_export_is_refused(tmp_path: Path) -> None:
+    """By name, from a small copy, before the model is built."""
+    neo = {
+        "model_type": "gpt_neo", "hidden_size": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 300,
+        "attention_types": [[["global", "local"], 1]], "max_position_embeddings": 64,
+    }  # fmt: skip
+    with pytest.raises(
+        ConfigError, match=r'export.format = "torch_export": torch cannot export a gpt_neo model: UserError: Con'
+    ):
+        exported.refuse(config_of(tmp_path, config=neo))
+    with pytest.raises(ConfigError, match="adapters are exported without their base, which export needs"):
+        config_of(tmp_path, config=None, name_or_path="some", lora={"r": 2})
+    tree = {**config_of(tmp_path).tree(), "export": {"format": "onnx"}}
+    with pytest.raises(ConfigError, match=r'export.format = "onnx": must be torch_export'):
+        load_tree(tree)
+
+
+@pytest.mark.slow
+def test_a_run_leaves_one(tmp_path: Path) -> None:
+    """Made again alone if it is damaged, without a step of training."""
+    config, program = config_of(tmp_path), tmp_path / "export-torch" / "model.pt2"
+    assert runs.run(config, Ranks(), Stop()) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    before = (tmp_path / "metrics.jsonl").read_text()
+    for left in ([], ["torch"]):
+        if left:
+            program.write_bytes(program.read_bytes()[:-1])
+        assert further.missing(config) == left
+        assert runs.run(config, Ranks(), Stop()) == 0
+        assert exported.largest_difference(torch.export.load(program).module(), model) < 1e-6
+    assert further.missing(config) == [] and (tmp_path / "metrics.jsonl").read_text() == before
+    assert json.loads((tmp_path / "export-torch" / "manifest.json").read_text())["content"]["kind"] == further.KIND

@@ -1,0 +1,114 @@
+"""The trained model as a program of ``torch.export``: a file that runs without Transformers and the model's own code.
+
+The program takes ``input_ids`` and ``attention_mask`` of any number of rows and tokens, and returns logits. It is made
+on the CPU of the exact export, saved, opened again with ``torch.export.load`` and run on rows of other lengths, padded
+ones among them; its logits must be those of the model.
+
+Refused, before any weight is loaded: architectures that torch cannot export, which a small copy of the model shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trainer.errors import first_line, write_line
+from trainer.model.shrink import shrink_model
+from trainer.model.structured import config_of
+from trainer.run.export import FP32_TOLERANCE, HALF_TOLERANCE, ExportError, after
+
+if TYPE_CHECKING:
+    from trainer.config.sections import RunConfig
+
+FILE = "model.pt2"
+TRACED = (2, 12)  # rows and tokens
+USE = f"""```python
+import torch
+program = torch.export.load("{FILE}").module()
+logits = program(input_ids, attention_mask)  # [rows, tokens], int64, on the CPU
+```"""
+
+
+class Logits(nn.Module):
+    """A causal language model as a function of two tensors."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        found: Tensor = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+        return found
+
+
+def program_of(model: Any) -> ExportedProgram:
+    """``model`` as a program for any number of rows and tokens. Raises what torch raises if it cannot be exported."""
+    most = getattr(model.config, "max_position_embeddings", None)
+    axes = {0: Dim("rows"), 1: Dim("tokens", max=most) if most else Dim("tokens")}
+    inputs = (torch.zeros(TRACED, dtype=torch.int64), torch.ones(TRACED, dtype=torch.int64))
+    with torch.no_grad():
+        return torch.export.export(
+            Logits(model.eval()), inputs, dynamic_shapes={"input_ids": axes, "attention_mask": axes}
+        )
+
+
+def refuse(config: RunConfig) -> None:
+    """Raise ConfigError if a small copy of the model cannot be exported, or is another model after it."""
+    if config.export is None:
+        return
+    built = config_of(config)
+    small = shrink_model(built)
+    attention = {"attn_implementation": "eager"} if config.model.attn_implementation == "eager" else {}
+    copy: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(small.pop("model_type"), **small), **attention)
+    try:
+        difference = largest_difference(program_of(copy).module(), copy)
+    except Exception as error:  # whatever the tracer meets in somebody's forward
+        why = f"torch cannot export a {built.model_type} model: {first_line(error)}"
+        raise config.error("export.format", config.export.format, f"{why}; leave it out") from None
+    if not difference <= FP32_TOLERANCE:
+        what = f"logits of a {built.model_type} model differ by {difference:.1e} of the largest once it is exported"
+        raise config.error("export.format", config.export.format, f"{what}; leave it out")
+
+
+def largest_difference(program: Any, model: Any) -> float:
+    """Of a logit, relative to the largest, over a few rows; where padding is, logits mean nothing."""
+    worst = 0.0
+    for ids, mask in _rows(model.get_input_embeddings().num_embeddings):
+        with torch.no_grad():
+            ours, theirs = (each(ids, mask).float()[mask.bool()] for each in (Logits(model), program))
+        worst = max(worst, float((ours - theirs).abs().max() / ours.abs().max().clamp_min(1e-12)))
+        worst = worst if theirs.isfinite().all() else float("inf")
+    return worst
+
+
+def _rows(words: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Token ids and masks: a short row, and longer ones that are padded on either side."""
+    for rows, tokens in ((1, 5), (3, 17)):
+        ids = (torch.arange(rows * tokens) * 7919 % words).view(rows, tokens)
+        mask = torch.ones_like(ids)
+        if rows > 1:
+            mask[0, :4], mask[1, -3:] = 0, 0
+        yield ids, mask
+
+
+def make(config: RunConfig, exact: Path, draft: Path) -> None:
+    """Write the program of the ``exact`` export into ``draft``. Raise ExportError if its logits are not the model's."""
+    trusts = config.model.trust_remote_code
+    model: Any = AutoModelForCausalLM.from_pretrained(exact, trust_remote_code=trusts)
+    try:
+        torch.export.save(program_of(model), draft / FILE)
+    except Exception as error:
+        raise ExportError(f"export: torch cannot export the model: {first_line(error)}") from error
+    difference = largest_difference(torch.export.load(draft / FILE).module(), model)
+    if not difference <= (FP32_TOLERANCE if model.dtype is torch.float32 else HALF_TOLERANCE):
+        raise ExportError(f"export: logits of the program differ by {difference:.2e} of the largest")
+    title = f"# As a program of torch {torch.__version__}"
+    said = f"Logits differ from the model's by {difference:.1e} of the largest at most."
+    after(exact, f"{title}\n\n{said}\n\n{USE}").save(draft / "README.md")
+    write_line(f"export: as a program of torch.export, reloaded: largest difference of a logit {difference:.1e}")

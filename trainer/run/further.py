@@ -1,0 +1,77 @@
+"""Exports that are made of the exact one, after training: each in ``<output_dir>/export-NAME``.
+
+Invariant. Each is sealed under the manifest of the exact export and what else decides it. A run that is started again
+makes what is missing or damaged, of the export that is there, without a step of training. All are made on the first
+rank, once training has left the device.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from strategies.core.commit import replaced_folder, same_modes
+from strategies.core.sealed import MANIFEST, Damaged, damage, read, seal, size_and_hash
+from trainer.run import exported, quantized
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+    from trainer.config.sections import RunConfig
+
+KIND = "further export"
+PROGRAM = "torch"
+
+
+def folder_of(config: RunConfig, name: str) -> Path:
+    """Where one is."""
+    return Path(config.training.output_dir) / f"export-{name}"
+
+
+def missing(config: RunConfig) -> list[str]:
+    """Those that are asked for and are not there, whole and made of the export that is there."""
+    names: list[str] = [*config.quantize.formats] if config.quantize else []
+    names += [PROGRAM] if config.export else []
+    return [name for name in names if not _is_whole(config, name)]
+
+
+def _exact(config: RunConfig) -> Path:
+    return Path(config.training.output_dir) / "export"
+
+
+def _decides(config: RunConfig, name: str) -> dict[str, Any]:
+    section = config.export if name == PROGRAM else config.quantize
+    assert section is not None
+    return {"of": size_and_hash(_exact(config) / MANIFEST)[1], **section.model_dump(exclude={"formats"})}
+
+
+def _is_whole(config: RunConfig, name: str) -> bool:
+    folder = folder_of(config, name)
+    try:
+        sealed = read(folder, KIND)
+        return sealed.about["decided by"] == _decides(config, name) and not damage(folder, sealed)
+    except (Damaged, OSError):
+        return False
+
+
+def make(config: RunConfig, tokenizer: PreTrainedTokenizerBase, rows: Dataset | None, budget: int) -> None:
+    """Make what is missing; ``rows`` are evaluated, ``budget``: bytes of the device. Raise ExportError if one is not
+    what was made, after reloading.
+    """
+    names, exact, report = missing(config), _exact(config), None
+    for name in names:
+        if name != PROGRAM and report is None:
+            assert rows is not None
+            report = quantized.Report(config, exact, tokenizer, rows, budget)
+        with replaced_folder(folder_of(config, name)) as draft:
+            about: dict[str, Any] = {}
+            if name == PROGRAM:
+                exported.make(config, exact, draft)
+            elif report is not None:
+                about["perplexity"] = report.make(name, draft)
+            tokenizer.save_pretrained(draft)
+            same_modes(draft)
+            seal(draft, KIND, {"decided by": _decides(config, name), **about})
+    if report is not None:
+        report.say()
