@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import MISSING, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import TrainingArguments
 
 from tests.helpers.checkpoints import about, make
 from tests.helpers.tiny import GPT2, LLAMA, run_config
@@ -34,6 +36,13 @@ def keys() -> Iterator[str]:
     for name, section in SECTIONS.items():
         yield from (f"{name}.{key}" for key in section.model_fields)
     yield from (f"model.lora.{key}" for key in LoraSection.model_fields)
+
+
+def test_defaults_are_those_of_transformers() -> None:
+    """Which are read without importing it; ``optim``'s is computed there, and every config says it."""
+    given = {field.name: field.default for field in fields(TrainingArguments) if field.default is not MISSING}
+    wanted = {f"training.{name}": default for name, default in given.items() if name not in ("optim", "use_cpu")}
+    assert resume_rules.unset() == wanted and len(wanted) > 80 and "optim" in run_config().tree()["training"]
 
 
 def test_every_key_has_a_rule_and_every_rule_a_key() -> None:

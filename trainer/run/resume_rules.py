@@ -16,11 +16,12 @@ that is in no rule is refused, and a test compares the table with the sections o
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
-
-from transformers import TrainingArguments
 
 from strategies.core.registry import available, find
 from trainer.config.arguments import ALLOWABLE
@@ -89,12 +90,27 @@ RULES: Mapping[str, str] = {
     **dict.fromkeys(_SAID.split(), SAID),
     **dict.fromkeys(_NEVER.split(), NEVER),
 }
-# What an unset key means; writing it out is no change. Without ``use_cpu``, the device is the machine's.
-UNSET: Mapping[str, object] = {
-    f"training.{field.name}": field.default
-    for field in fields(TrainingArguments)
-    if field.default is not MISSING and field.name != "use_cpu"
-}
+
+
+def unset() -> dict[str, object]:
+    """What an unset key means; writing it out is no change. Without ``use_cpu``, the device is the machine's. Read from
+    the source of Transformers, which takes seconds to import.
+    """
+    found = find_spec("transformers")
+    if found is None or found.origin is None:
+        return {}
+    tree = ast.parse(Path(found.origin).with_name("training_args.py").read_text(encoding="utf-8"))
+    (theirs,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments")
+    defaults = dict[str, object]()
+    for node in theirs.body:
+        if not isinstance(node, ast.AnnAssign) or node.value is None:
+            continue
+        given = {each.arg: each.value for each in node.value.keywords} if isinstance(node.value, ast.Call) else {}
+        with suppress(ValueError):  # no default, or one that is not written out: every config says ``optim``
+            defaults[f"training.{ast.unparse(node.target)}"] = ast.literal_eval(given.get("default", node.value))
+    return {key: value for key, value in defaults.items() if key != "training.use_cpu"}
+
+
 # Keys of Hugging Face's model configs on which names or shapes of parameters depend, or how a head is cut out of them.
 _SHAPES = """
     model_type vocab_size hidden_size n_embd d_model dim intermediate_size n_inner ffn_dim d_ff num_hidden_layers
@@ -190,12 +206,12 @@ def compare_contents(
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Dotted keys with both values, where they differ; a section without rules inside is one key."""
-    old, new = leaves(saved), leaves(now)
+    old, new, means = leaves(saved), leaves(now), unset()
     built = [any(key.startswith("model.config.") for key in tree) for tree in (old, new)]
     for key in old | new:
         if built[0] is not built[1] and key.startswith("model.config."):
             continue  # model.name_or_path differs, which says it all
-        before, after = old.get(key, UNSET.get(key)), new.get(key, UNSET.get(key))
+        before, after = old.get(key, means.get(key)), new.get(key, means.get(key))
         if key == "training.data_seed":  # unset, it is the seed
             before, after = (tree.get(key, tree.get("training.seed")) for tree in (old, new))
             if old.get(key) is None and new.get(key) is None:
