@@ -28,7 +28,7 @@ PYTEST := OMP_NUM_THREADS=1 python -m pytest -n 3 --dist loadfile --no-loadscope
 PARTS  := tests/e2e tests/faults tests/parity tests/memory tests/unit
 test: $(READY) ## the tests, in three processes; the twenty slowest of each part are named at its end
 	$(PYTEST) $(PARTS) -m "not slow"
-	OMP_NUM_THREADS=1 python -m pytest tests/accelerator -n 2 --durations=20
+	OMP_NUM_THREADS=1 python -m pytest tests/accelerator -n 2 --dist loadfile --durations=20
 
 test-all: $(READY) ## the slower tests that make test leaves out
 	$(PYTEST) $(PARTS) -m "slow and not rare"
