@@ -38,7 +38,7 @@ def opened(export: Path) -> Any:
 
 
 def test_completions(server: Server, pretrained: Path, tmp_path: Path) -> None:
-    config = finetuning(tmp_path, pretrained, {"path": "pydoc", "name": "pairs", "eval_fraction": 0.1})
+    config = finetuning(tmp_path, pretrained, {"path": "pydoc", "name": "pairs", "limit": 40, "eval_fraction": 0.1})
     found = server.run(2, config, f"strategies.zero={{stage: {HIGHEST_STAGE}}}").check().quiet()
     summary = next(line for line in found.lines("data: train: ") if "tokens trained on" in line)
     trained, everything = (int(word.replace(",", "")) for word in summary.split("; ")[1].split(" ")[:3:2])

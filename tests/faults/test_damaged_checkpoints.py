@@ -34,7 +34,7 @@ def train(folder: Path, strategies: dict[str, Any], *overrides: str) -> int:
     """Train in ``folder``/run with a config in ``folder``; the exit code."""
     config = {
         "model": {"config": MODEL, "tokenizer": {"train": "bpe", "vocab_size": 300}},
-        "data": {"path": "pydoc", "max_length": 32, "packing": True},
+        "data": {"path": "pydoc", "limit": 40, "max_length": 32, "packing": True},
         "training": {
             "output_dir": str(folder / "run"), "max_steps": STEPS, "save_steps": SAVE, "logging_steps": 1,
             "per_device_train_batch_size": 2, "learning_rate": 1e-3, "report_to": ["none"],
@@ -149,7 +149,7 @@ def test_the_best_one_is_kept_by_its_name_and_compared_before_it_is_loaded(
     """The "best" loss is the greatest one here, so it is the first; Hugging Face has seen it in the draft only."""
     best = ["eval_strategy=steps", f"eval_steps={SAVE}", "load_best_model_at_end=true", "metric_for_best_model=loss"]
     best += ["greater_is_better=true", "save_total_limit=1", "learning_rate=0.05"]
-    overrides = ["data.eval_fraction=0.01", *(f"training.{each}" for each in best)]
+    overrides = ["data.eval_fraction=0.1", *(f"training.{each}" for each in best)]
     assert train(tmp_path, {}, *overrides) == 0
     first, last = (tmp_path / f"run/checkpoint-{step}" for step in (SAVE, STEPS))
     for folder in (first, last):
@@ -163,4 +163,6 @@ def test_the_best_one_is_kept_by_its_name_and_compared_before_it_is_loaded(
     capsys.readouterr()
     assert train(tmp_path, {}, *overrides, "training.resume_from_checkpoint=auto", "training.max_steps=6") == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "damaged" in line]
-    assert line.startswith(f"training.load_best_model_at_end = true: {first} cannot be loaded: damaged: model.safetens")
+    assert line.startswith(
+        f"command line: training.load_best_model_at_end = true: {first} cannot be loaded: damaged: model.safetens"
+    )
