@@ -17,9 +17,9 @@ from strategies.backends.autotp import Cut, cut_of
 from tests.helpers.engine import shared_state
 from tests.helpers.tiny import LLAMA, VOCAB, run_config
 from tests.helpers.trainers import in_fp16
+from tests.helpers.worlds import run_counted
 from trainer.config.sections import RunConfig
 from trainer.dist.ranks import Ranks
-from trainer.dist.spawn import run_world
 
 ROWS = [
     {"input_ids": (ids := [1 + (7 * row + 3 * place * place) % (VOCAB - 1) for place in range(12)]), "labels": ids}
@@ -115,7 +115,7 @@ def staged(ranks: int, schedule: str = "gpipe", **training: Any) -> Kind:
 
 def run(kind: Kind, folder: Path, steps: int, resume: Path | None = None) -> dict[str, Any]:
     """Train up to ``steps``. Returns the state at the beginning, at every save and at the end, and the losses."""
-    return dict(run_world(kind.ranks, _run, kind.config(folder, steps), str(resume) if resume else None))
+    return dict(run_counted(kind.ranks, _run, kind.config(folder, steps), str(resume) if resume else None))
 
 
 Job = tuple[str, RunConfig, str | None]  # a name, the run, and the checkpoint that it goes on from

@@ -20,6 +20,7 @@ from strategies.engine.tensors.nested import tensors_in
 from tests.helpers.fakes import block, facts
 from tests.helpers.releases import needs_stage_3
 from tests.helpers.tiny import GPT2, run_config
+from tests.helpers.worlds import run_counted
 from trainer.config.sections import RunConfig
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
@@ -115,7 +116,7 @@ def test_the_plan_is_what_deepspeed_holds(
         )
         for number, (stage, each, model) in enumerate(cases)
     ]  # fmt: skip
-    for (stage, each, model), found in zip(cases, run_world(RANKS, held_by_each, configs), strict=True):
+    for (stage, each, model), found in zip(cases, run_counted(RANKS, held_by_each, configs), strict=True):
         compare(stage, found, compute_bytes=2 if each and stage is not None else 4)
         if model:  # adapters of rank 3 at two layers: 3 x 33 down and 99 x 3 up, halved, both moments in fp32
             assert 0 < found["moments"] <= 2 * 4 * (2 * (3 * 33 + 99 * 3) // RANKS + 2 * GROUPS + found["tensors"])

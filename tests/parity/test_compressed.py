@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from strategies.backends.compressed import Compressed
 from strategies.core.facts import Compression
 from tests.helpers.moves import Kind, different, in_turn
+from tests.helpers.worlds import run_counted
 from trainer.config.sections import RunConfig
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
@@ -143,6 +144,6 @@ def test_a_run_goes_on_with_what_it_owes(tmp_path: Path) -> None:
     for method in ("fp16", "bf16"):
         kind = Kind(4, {"collectives": {"compress": method}}, {**training, "fp16": True, "save_strategy": "no"})
         jobs.append((method, kind.config(tmp_path / method, 3), None))
-    found = run_world(4, _train, jobs)
+    found = run_counted(4, _train, jobs)
     for method in ("topk", "int8", "powersgd"):
         assert different(found[f"{method} whole"], found[f"{method} resumed"]) == [], method

@@ -19,6 +19,7 @@ from strategies.core.plan import Kind as Bytes
 from tests.helpers.moves import ROWS, SAVED, Kind, different, made, run
 from tests.helpers.releases import needs
 from tests.helpers.tiny import LLAMA, MIXTRAL, VOCAB
+from tests.helpers.worlds import run_counted
 from trainer.config.sections import RunConfig
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
@@ -123,7 +124,7 @@ def test_as_one_process(names: list[str], tmp_path: Path) -> None:
     alone = [Kind(1, {}, {**SGD, "gradient_accumulation_steps": 2}, MODELS[name]) for name in names]
     divided = [Kind(2, two, SGD, MODELS[name]) for name in names]
     sides = [
-        run_world(kinds[0].ranks, trained, [kind.config(tmp_path, STEPS) for kind in kinds])
+        run_counted(kinds[0].ranks, trained, [kind.config(tmp_path, STEPS) for kind in kinds])
         for kinds in (alone, divided)
     ]
     for name, expected, found in zip(names, *sides, strict=True):
@@ -143,7 +144,7 @@ def test_two_copies_and_any_slices(tmp_path: Path) -> None:
     strategies: list[dict[str, Any]] = [{}, *({"experts": each} for each in options)]
     strategies.append({"experts": {"degree": 4}, "recompute": {"policy": "selective"}})
     kinds = [Kind(4, each, training, QWEN3) for each in strategies]
-    expected, one, *others, four = run_world(4, trained, [kind.config(tmp_path, STEPS) for kind in kinds])
+    expected, one, *others, four = run_counted(4, trained, [kind.config(tmp_path, STEPS) for kind in kinds])
     same(expected, one)
     same(expected, four)
     for other in others:
@@ -157,7 +158,7 @@ def test_beside_zero(ranks: int, tmp_path: Path) -> None:
     training = {**SGD, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}
     options: list[dict[str, Any]] = [{"experts": {"degree": 2}, "zero": {"stage": stage}} for stage in (1, 2)]
     kinds = [Kind(ranks, each, training, MODELS["mixtral"]) for each in ({}, *options)]
-    expected, *found = run_world(ranks, trained, [kind.config(tmp_path, STEPS) for kind in kinds])
+    expected, *found = run_counted(ranks, trained, [kind.config(tmp_path, STEPS) for kind in kinds])
     for each in found:
         same(expected, each)
         assert each["state"] == pytest.approx(each["planned state"], rel=0.02)

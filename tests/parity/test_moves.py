@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.marks import rarely
 from tests.helpers.moves import (
     OFFLOAD,
     RECOMPUTE,
@@ -111,15 +112,13 @@ def test_to_more_ranks(tmp_path: Path) -> None:
 
 
 def test_shared_buckets(tmp_path: Path) -> None:
-    """From and to other strategies, stages and numbers of ranks; three ranks add in another order."""
-    runs = moved(tmp_path, shared(2), shared(2, stage=1), offload(2), shared(3))
-    all_equal(runs[:3])
+    """From and to other strategies, stages and numbers of ranks."""
+    all_equal(moved(tmp_path, shared(2), shared(2, stage=1), offload(2)))
     moved(tmp_path / "back", zero(HIGHEST_STAGE, 3), shared(2))
-    runs = moved(tmp_path / "bf16", shared(2, **BF16), shared(2, stage=1, **BF16), shared(3, **BF16))
-    all_equal(runs[:2])
+    all_equal(moved(tmp_path / "bf16", shared(2, **BF16), shared(2, stage=1, **BF16)))
 
 
-@pytest.mark.parametrize("ranks", [3, *(pytest.param(count, marks=pytest.mark.slow) for count in (4, 6))])
+@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow), rarely(6)])
 def test_to_several_ranks_and_back(ranks: int, tmp_path: Path) -> None:
     """Ranks that share buckets go on with the bits of one process that accumulates, and it goes on with theirs."""
     alone = run(accumulating(ranks), tmp_path / "alone", 5)
@@ -333,7 +332,7 @@ def _replaced(ranks: Ranks, config: Any, mark: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", [plain(), offload(), zero(HIGHEST_STAGE)], ids=["plain", "offload", "zero"])
+@pytest.mark.parametrize("kind", [rarely(plain()), offload(), zero(HIGHEST_STAGE)], ids=["plain", "offload", "zero"])
 def test_no_file_is_unpickled(tmp_path: Path, kind: Kind) -> None:
     found = run_world(1, _replaced, kind.config(tmp_path / "run", SAVED + 1), str(tmp_path / "mark"))
     assert not (tmp_path / "mark").exists()

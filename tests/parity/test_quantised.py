@@ -75,7 +75,8 @@ def adapted(config: RunConfig) -> Any:
 
 def by_itself(config: RunConfig, wrap: Callable[[type], type] = lambda base: base, ranks: Ranks = ALONE) -> Any:
     """The Trainer with the model, nothing of ours but its arguments and rows, and how ``wrap`` changes it."""
-    run, model = run_of(config.model_copy(update={"strategies": {}}), ranks), adapted(config)
+    plain = run_config(model={"dtype": "float32"})  # which is counted sooner, and arguments do not ask for the model
+    run, model = run_of(config.model_copy(update={"strategies": {}, "model": plain.model}), ranks), adapted(config)
     ratio, optimizer = config.model.lora and config.model.lora.loraplus_lr_ratio, None
     if ratio:
         optimizer = create_loraplus_optimizer(

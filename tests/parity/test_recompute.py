@@ -29,9 +29,9 @@ from tests.helpers.releases import needs_stage_3
 from tests.helpers.sides import both_sides
 from tests.helpers.sides import train as train_steps
 from tests.helpers.tiny import MODELS
+from tests.helpers.worlds import run_counted
 from tests.helpers.zoo import branches, hub, text
 from trainer.config.sections import RunConfig
-from trainer.dist.spawn import run_world
 from trainer.machine.probe import probe
 from trainer.planning.plan_for import plan_for
 from trainer.verify.verify import compare, shrink, train
@@ -241,8 +241,8 @@ def test_with_zero_on_two_ranks(model_type: str, stage: int, tmp_path: Path) -> 
         return shrink(RunConfig.model_validate(sections), tmp_path, 3)
 
     zero = {"zero": {"stage": stage}}
-    wanted = run_world(2, train, config(zero))["weights"]
-    found = run_world(2, train, config({**zero, "recompute": POLICIES["selective, on the host"]}))["weights"]
+    wanted = run_counted(2, train, config(zero))["weights"]
+    found = run_counted(2, train, config({**zero, "recompute": POLICIES["selective, on the host"]}))["weights"]
     assert compare(wanted, found) == []
 
 

@@ -28,7 +28,7 @@ from tests.helpers.moves import (
     zero,
 )
 from tests.helpers.releases import HIGHEST_STAGE
-from trainer.dist.spawn import run_world
+from tests.helpers.worlds import run_counted
 from trainer.run import checkpoint, resuming
 
 pytestmark = pytest.mark.ranks
@@ -63,7 +63,7 @@ def trained(jobs: Iterable[tuple[Kind, Job]]) -> dict[str, dict[str, Any]]:
     worlds: dict[tuple[int, bool], list[Job]] = {}
     for each, job in jobs:
         worlds.setdefault((each.ranks, "tensor" in each.strategies), []).append(job)
-    return {name: it for (ranks, _), one in worlds.items() for name, it in run_world(ranks, in_turn, one).items()}
+    return {name: it for (ranks, _), one in worlds.items() for name, it in run_counted(ranks, in_turn, one).items()}
 
 
 def begun(folder: Path, names: Iterable[str]) -> Iterator[tuple[Kind, Job]]:

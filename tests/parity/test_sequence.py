@@ -17,6 +17,7 @@ from strategies.sequence import MODELS as NOT_REFUSED
 from tests.helpers.moves import ROWS, Kind, different, far, made, run
 from tests.helpers.releases import needs
 from tests.helpers.tiny import LLAMA, QWEN3, VOCAB
+from tests.helpers.worlds import run_counted
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
 from trainer.verify.verify import compare, full_weights
@@ -96,7 +97,7 @@ def test_as_plain(model: str, tmp_path: Path) -> None:
     packed = model in ("mistral", "qwen2")
     plain = run_world(1, trained, config(tmp_path, 1, {}, MODELS[model], packed=packed), packed)
     divided = {"sequence": {"degree": 2}, **BESIDE[model]}
-    same(plain, run_world(2, trained, config(tmp_path, 2, divided, MODELS[model], packed=packed), packed))
+    same(plain, run_counted(2, trained, config(tmp_path, 2, divided, MODELS[model], packed=packed), packed))
 
 
 @pytest.mark.slow
@@ -105,15 +106,15 @@ def test_more_slices_than_heads_of_keys(tmp_path: Path) -> None:
     plain = run_world(1, trained, config(tmp_path, 1, {}, MODELS["llama"], packed=True), True)
     beside = {"recompute": {"policy": "full"}, "cross_entropy": {"chunked": True}}
     divided = config(tmp_path, 4, {"sequence": {"degree": 4}, **beside}, MODELS["llama"], packed=True)
-    same(plain, run_world(4, trained, divided, True))
+    same(plain, run_counted(4, trained, divided, True))
 
 
 @pytest.mark.parametrize("average", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_slices_and_other_rows(average: bool, tmp_path: Path) -> None:
     """Four ranks as sequence 2 x data 2, as two ranks of plain training, whose rows have other numbers of tokens."""
     more = {"average_tokens_across_devices": average}
-    plain = run_world(2, trained, config(tmp_path, 2, {}, MODELS["mistral"], **more))
-    same(plain, run_world(4, trained, config(tmp_path, 4, {"sequence": {"degree": 2}}, MODELS["mistral"], **more)))
+    plain = run_counted(2, trained, config(tmp_path, 2, {}, MODELS["mistral"], **more))
+    same(plain, run_counted(4, trained, config(tmp_path, 4, {"sequence": {"degree": 2}}, MODELS["mistral"], **more)))
 
 
 def in_fp64(ranks: Ranks) -> float:

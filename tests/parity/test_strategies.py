@@ -21,6 +21,7 @@ from strategies.core.protocol import Parity, Phase, Strategy
 from strategies.core.registry import available, find
 from tests.helpers.releases import is_refused, needs, needs_stage_3
 from tests.helpers.tiny import run_config
+from tests.helpers.worlds import run_counted
 from trainer.config.sections import RunConfig
 from trainer.dist.spawn import run_world
 from trainer.planning.facts import run_facts
@@ -66,7 +67,7 @@ def plain(
     copies = run_facts(config, RANKS).replicas
     key = (case, copies < RANKS, copies)  # then the config is of a model without dropout
     if key not in plain_results:
-        plain_results[key] = run_world(copies, train, without_strategies(config))["weights"]
+        plain_results[key] = run_counted(copies, train, without_strategies(config))["weights"]
     return plain_results[key]
 
 
@@ -121,7 +122,7 @@ def equal(case: str, strategies: Mapping[str, Strategy], folder: Path) -> None:
     """Whether training with ``strategies`` is as equal to plain training as they declare."""
     config = config_of(case, strategies, folder)
     run = run_facts(config, RANKS)
-    found = compare(plain(case, folder, strategies), run_world(RANKS, train, config)["weights"])
+    found = compare(plain(case, folder, strategies), run_counted(RANKS, train, config)["weights"])
     parity = max((declared(each, run, case) for each in strategies.values()), key=lambda each: each.tolerance)
     if parity.tolerance == 0.0:
         assert found == []

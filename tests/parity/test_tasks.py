@@ -246,7 +246,7 @@ def slow(*values: str, also: Sequence[Any] = ()) -> Any:
 
 CASES = [
     ("classification", "llama", ""), ("seq2seq", "t5", ""), ("dpo", "llama", ""), ("reward", "llama", ""),
-    ("classification", "bert", "regression"), slow("classification", "llama", "regression"),
+    slow("classification", "bert", "regression"), slow("classification", "llama", "regression"),
     pytest.param("embedding", "bert", "", marks=needs_embedding),
     slow("classification", "bert", ""), slow("classification", "llama", "multi_label_classification"),
     slow("classification", "bert", "multi_label_classification"),

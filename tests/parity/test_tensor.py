@@ -21,9 +21,11 @@ from strategies.core.plan import Home
 from strategies.core.plan import Kind as Bytes
 from strategies.core.registry import find
 from strategies.planner.cuts import Schedule
+from tests.helpers.marks import rarely
 from tests.helpers.moves import ROWS, Kind, forget_run, made, made_run
 from tests.helpers.releases import needs_to_return
 from tests.helpers.tiny import LLAMA, OPT, QWEN3, VOCAB, run_config
+from tests.helpers.worlds import run_counted
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
 from trainer.run import order
@@ -97,11 +99,15 @@ def test_every_architecture_that_is_not_refused_is_here() -> None:
     assert sorted(MODELS) == sorted(autotp.MODELS)
 
 
-@pytest.mark.parametrize(("model", "stage"), [(name, index % 3) for index, name in enumerate(MODELS)])
+# Mistral and Qwen 2 are divided as Llama is.
+STAGE_OF = [("llama", 0), rarely("mistral", 1), ("opt", 2), rarely("qwen2", 0), ("qwen3", 1)]
+
+
+@pytest.mark.parametrize(("model", "stage"), STAGE_OF)
 def test_as_plain(model: str, stage: int, tmp_path: Path) -> None:
     options = {"tensor": {"degree": 2}, "zero": {"stage": stage}}
     plain = run_world(1, trained, Kind(1, {}, SGD, MODELS[model]).config(tmp_path, STEPS))
-    found = run_world(2, trained, Kind(2, options, SGD, MODELS[model]).config(tmp_path, STEPS))
+    found = run_counted(2, trained, Kind(2, options, SGD, MODELS[model]).config(tmp_path, STEPS))
     same(plain, found)
     assert found["apart"] == [] and len(found["whole"]) > 3
     assert found["elements"][0] == found["planned"] < 0.8 * sum(value.numel() for value in plain["weights"].values())
@@ -110,9 +116,9 @@ def test_as_plain(model: str, stage: int, tmp_path: Path) -> None:
 
 def test_two_copies(tmp_path: Path) -> None:
     """Four ranks as tensor 2 x data 2, as two ranks of plain training; blocks are recomputed."""
-    plain = run_world(2, trained, Kind(2, {}, SGD, OPT).config(tmp_path, STEPS))
+    plain = run_counted(2, trained, Kind(2, {}, SGD, OPT).config(tmp_path, STEPS))
     options = {"tensor": {"degree": 2}, "zero": {"stage": 2}, "recompute": {"policy": "full"}}
-    same(plain, run_world(4, trained, Kind(4, options, SGD, OPT).config(tmp_path, STEPS)))
+    same(plain, run_counted(4, trained, Kind(4, options, SGD, OPT).config(tmp_path, STEPS)))
 
 
 def of_little_memory(run: Any) -> Any:
@@ -167,7 +173,7 @@ def test_what_is_kept_of_a_block(tmp_path: Path) -> None:
     kinds = {
         name: Kind(2, {"tensor": {"degree": 2}, "recompute": each}, SGD, LLAMA3) for name, each in policies.items()
     }
-    found = run_world(2, kept, {name: kind.config(tmp_path / name, 2) for name, kind in kinds.items()})
+    found = run_counted(2, kept, {name: kind.config(tmp_path / name, 2) for name, kind in kinds.items()})
     for name, each in found.items():
         assert each["loss"] == found["none"]["loss"], name
         assert [one.name for one in compare(found["none"]["weights"], each["weights"])] == [], name
@@ -196,8 +202,8 @@ def test_in_stages(tmp_path: Path) -> None:
     options, model = {"tensor": {"degree": 2}, "zero": {"stage": 0}}, {**MODELS["llama"], "num_hidden_layers": 4}
     policies = [{"recompute": {"policy": policy}} for policy in ("none", "selective", "auto")]
     kinds = [Kind(4, {**options, **STAGES, **each}, SGD, model) for each in policies]
-    alone = run_world(2, trained, Kind(2, options, SGD, model).config(tmp_path, STEPS))
-    every = run_world(4, in_stages, [kind.config(tmp_path, STEPS) for kind in kinds])
+    alone = run_counted(2, trained, Kind(2, options, SGD, model).config(tmp_path, STEPS))
+    every = run_counted(4, in_stages, [kind.config(tmp_path, STEPS) for kind in kinds])
     for found in every:
         assert compare(alone["weights"], found["weights"]) == []
         assert all(alone[key] == found[key] for key in ("loss", "grad_norm"))
@@ -241,7 +247,7 @@ def test_adapters(tmp_path: Path) -> None:
 
     options = {"tensor": {"degree": 2}, "recompute": {"policy": "selective"}}
     plain = run_world(1, trained, config("plain", {}))
-    found = run_world(2, adapted, config("first", options), config("again", options))
+    found = run_counted(2, adapted, config("first", options), config("again", options))
     same(plain, found)
     assert found["apart"] == [] and found["elements"] == [found["planned"], found["planned"] - LLAMA["hidden_size"]]
     assert compare(found["weights"], found["again"]) == []
@@ -373,5 +379,5 @@ def test_dropout_keeps_ranks_together(ranks: int, others: Mapping[str, Any], tmp
     """Between layers and inside attention, recomputed: what is not divided stays equal, and so do the generators."""
     model = {**OPT, "dropout": 0.1, "attention_dropout": 0.3}
     kind = Kind(ranks, {"tensor": {"degree": 2}, **others}, {**SGD, "gradient_checkpointing": True}, model)
-    found = run_world(ranks, with_dropout, kind.config(tmp_path, STEPS))
+    found = run_counted(ranks, with_dropout, kind.config(tmp_path, STEPS))
     assert found["apart"] == [] and found["drawn alike"]

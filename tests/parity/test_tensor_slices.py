@@ -14,6 +14,7 @@ from strategies.backends import autotp, scattered, tensor_shards
 from strategies.engine.forward.checkpointing import checkpoint_blocks
 from tests.helpers.moves import Kind, different, far, forget_run, made, run
 from tests.helpers.tiny import LLAMA, QWEN3, VOCAB
+from tests.helpers.worlds import run_counted
 from tests.parity.test_tensor import (
     LLAMA3,
     MODELS,
@@ -87,7 +88,7 @@ def test_in_slices(tmp_path: Path) -> None:
     kinds = {name: Kind(2, {**SLICES, **each}, {**SGD, **ODD}, LLAMA3) for name, each in options.items()}
     kinds["whole"] = Kind(2, {"tensor": {"degree": 2}}, {**SGD, **ODD}, LLAMA3)
     plain = run_world(1, trained, Kind(1, {}, {**SGD, **ODD}, LLAMA3).config(tmp_path, 2))
-    found, fp64 = run_world(2, in_turn, {name: kind.config(tmp_path / name, 2) for name, kind in kinds.items()})
+    found, fp64 = run_counted(2, in_turn, {name: kind.config(tmp_path / name, 2) for name, kind in kinds.items()})
     for name, each in found.items():
         assert each["loss"] == pytest.approx(plain["loss"], rel=TOLERANCE)
         worst = {it.name: it.relative for it in compare(plain["weights"], each["weights"])}
@@ -111,8 +112,8 @@ def test_each_architecture_in_fp64(ranks: int) -> None:
 @pytest.mark.slow
 def test_two_copies(tmp_path: Path) -> None:
     """Four ranks as tensor 2 x data 2, as two ranks of plain training; ranks of one copy have the same bits."""
-    plain = run_world(2, trained, Kind(2, {}, SGD, QWEN3).config(tmp_path, STEPS))
-    found = run_world(4, trained, Kind(4, {**SLICES, "zero": {"stage": 2}}, SGD, QWEN3).config(tmp_path, STEPS))
+    plain = run_counted(2, trained, Kind(2, {}, SGD, QWEN3).config(tmp_path, STEPS))
+    found = run_counted(4, trained, Kind(4, {**SLICES, "zero": {"stage": 2}}, SGD, QWEN3).config(tmp_path, STEPS))
     same(plain, found)
     assert found["apart"] == [] and len(found["whole"]) > 3
 
@@ -143,6 +144,6 @@ def test_resumed_and_exported(tmp_path: Path) -> None:
         else:
             assert far(first["end"], found["end"], 2e-2) == []
     more = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "no", "warmup_steps": 0}
-    weights, file, sides = run_world(2, exported, Kind(2, SLICES, more, LLAMA).config(tmp_path / "export", 2))
+    weights, file, sides = run_counted(2, exported, Kind(2, SLICES, more, LLAMA).config(tmp_path / "export", 2))
     assert sides["apart"] == [] and weights.keys() == file.keys()
     assert all(torch.equal(weights[name], value) for name, value in file.items())

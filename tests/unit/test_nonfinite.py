@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from tests.helpers.moves import made
 from tests.helpers.tiny import LLAMA, run_config
+from tests.helpers.worlds import run_counted
 from tests.unit.test_trainer import UNEVEN
 from trainer.config.sections import RunConfig
 from trainer.dist.ranks import Ranks
@@ -67,7 +68,7 @@ def test_the_run_ends(tmp_path: Path, strategies: dict[str, Any], ranks: int, st
         LLAMA, output_dir=tmp_path, strategies=strategies, max_steps=20, save_strategy="steps", save_steps=1,
         save_total_limit=2, logging_steps=1, per_device_train_batch_size=2,
     )  # fmt: skip
-    found = run_world(ranks, train, config, step, "output")
+    found = run_counted(ranks, train, config, step, "output")
     assert found["said"].startswith(f"step {step}: ")
     assert "not finite first: the output of model.layers.1.mlp. Nothing was saved since" in found["said"]
     assert f"checkpoint-{checkpoint} is the last checkpoint. Lower training.learning_rate" in found["said"]
@@ -86,7 +87,7 @@ def test_the_run_ends(tmp_path: Path, strategies: dict[str, Any], ranks: int, st
 def test_a_gradient_alone(tmp_path: Path, strategies: dict[str, Any]) -> None:
     """Forward is finite: the first gradient of backward is named."""
     config = run_config(LLAMA, output_dir=tmp_path, strategies=strategies, max_steps=9, per_device_train_batch_size=2)
-    found = run_world(2 if "pipeline" in strategies else 1, train, config, 1, "gradient")
+    found = run_counted(2 if "pipeline" in strategies else 1, train, config, 1, "gradient")
     assert "not finite first: the gradient of model.layers.1.mlp.down_proj.weight. " in found["said"]
     assert "there is no checkpoint yet" in found["said"]
 

@@ -14,6 +14,7 @@ import torch
 
 from tests.helpers.moves import made
 from tests.helpers.tiny import GPT2, LLAMA, VOCAB, run_config
+from tests.helpers.worlds import run_counted
 from trainer.config.sections import RunConfig
 from trainer.data.packing import MASKED, rows, whole
 from trainer.dist.ranks import Ranks
@@ -103,7 +104,7 @@ def test_evaluation_is_the_mean_over_tokens(tmp_path: Path, strategies: Any) -> 
         {**LLAMA, "initializer_range": 0.4}, output_dir=tmp_path, per_device_eval_batch_size=2, eval_strategy="epoch",
         data={"eval_fraction": 0.5}, strategies=strategies,
     )  # fmt: skip
-    found = run_world(2, evaluate, config, held_out)
+    found = run_counted(2, evaluate, config, held_out)
     assert found["tokens"] == found["counted"]
     assert found["reported"] == pytest.approx(found["hand"], rel=1e-6)
     assert found["perplexity"] == pytest.approx(np.exp(found["hand"]), rel=1e-5)
@@ -127,7 +128,7 @@ def test_accumulation_is_only_a_matter_of_memory(tmp_path: Path) -> None:
             LLAMA, output_dir=tmp_path, stage=2, max_steps=2, logging_steps=1,
             per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation, **STEP,
         )  # fmt: skip
-        return dict(run_world(2, train, config, UNEVEN))
+        return dict(run_counted(2, train, config, UNEVEN))
 
     parts, whole_batch, other = found(2, 4), found(8, 1), found(2, 1)
     assert worst(parts, whole_batch) <= 1e-6
@@ -176,7 +177,7 @@ def test_stage_0_clips_as_torch_does_and_logs_the_norm(tmp_path: Path) -> None:
             LLAMA, output_dir=tmp_path, stage=stage, max_steps=3, logging_steps=1, per_device_train_batch_size=2,
             gradient_accumulation_steps=2, max_grad_norm=limit, learning_rate=1e-2,
         )  # fmt: skip
-        return dict(run_world(2, train, config, UNEVEN))
+        return dict(run_counted(2, train, config, UNEVEN))
 
     plain, stage_0, unclipped = found(None, 0.05), found(0, 0.05), found(0, 0.0)
     assert compare(stage_0["weights"], plain["weights"]) == []

@@ -230,6 +230,11 @@ class TrainingSection(Section):
     generation_num_beams: Annotated[Count | None, For(["seq2seq"])] = option("seq2seq: beams of generation.")
 
     @property
+    def recomputes(self) -> bool:
+        """Whether Hugging Face recomputes blocks, by the name of any release."""
+        return bool(self.gradient_checkpointing or self.activation_checkpointing)
+
+    @property
     def compile_backend(self) -> str | None:
         """What compiles blocks; None: they are not compiled."""
         return (self.torch_compile_backend or "inductor") if self.compile_key else None

@@ -39,6 +39,7 @@ PACKAGES = ("torch", "transformers", "peft", "trl")
 _HERE: dict[str, Any] = {}  # counts that are valid in this process only
 TRAINING = (
     "per_device_train_batch_size", "bf16", "fp16", "label_smoothing_factor", "disable_dropout", "compile_backend",
+    "recomputes",
 )  # fmt: skip
 
 
@@ -82,7 +83,6 @@ def name_of(config: RunConfig, what: str = "") -> tuple[str, bool]:
         "distill": config.distill and [config.distill.loss, config.distill.top_k],
         "what": what,
         "training": {name: getattr(config.training, name) for name in TRAINING},
-        "recomputes": bool(config.training.gradient_checkpointing or config.training.activation_checkpointing),
         "data": [config.data.max_length, config.data.max_target_length, config.data.packing],
         # Alone of what strategies require these change the forward; the rest is chosen from one count for all.
         "casts": sorted({each.name for each in requirements_of(config.strategies)} & {"COMPUTE_DTYPE", "DEEPSPEED"}),

@@ -302,7 +302,7 @@ def make_trainer(run: Run) -> Trainer:
     generates = task.generates and not {Axis.STAGES, Axis.EXPERTS} & degrees(run.config.strategies).keys()
     sample = [SampleText(prompt, training.sample_prompts or (), file)] if generates else []
     patience, threshold = training.early_stopping_patience, training.early_stopping_threshold
-    recomputes = arguments.gradient_checkpointing or bool(run.config.training.activation_checkpointing)
+    recomputes = run.config.training.recomputes
     without_mask = partial(facts.saved_without_mask, run.config)
     check = PlanCheck(run.plan, run.folder, recomputes=recomputes, without_mask=without_mask)
     plan_check = check if (run.folder / "plan.json").is_file() else None
