@@ -106,6 +106,8 @@ def test_masters(tmp_path: Path) -> None:
     all_equal(runs[1:])
 
 
+@pytest.mark.slow
+@pytest.mark.rare
 def test_to_more_ranks(tmp_path: Path) -> None:
     """On three ranks ZeRO adds gradients in another order than plain training, so only the beginning is compared."""
     moved(tmp_path, offload(), zero(1, 2), zero(HIGHEST_STAGE, 3))
@@ -132,7 +134,11 @@ def test_to_several_ranks_and_back(ranks: int, tmp_path: Path) -> None:
 def test_divided_layers(tmp_path: Path) -> None:
     """Rows and columns of weights, whole or in ZeRO's shares; copies add in another order than one rank."""
     moved(tmp_path, tensor(2, 4), tensor(0), tensor(1))
-    moved(tmp_path / "bf16", tensor(1, **BF16), offload(1, **BF16))
+
+
+@pytest.mark.slow
+def test_masters_of_divided_layers(tmp_path: Path) -> None:
+    moved(tmp_path, tensor(1, **BF16), offload(1, **BF16))
 
 
 @pytest.mark.slow
@@ -190,16 +196,22 @@ def weights(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in state.items() if name.endswith(" weight")}
 
 
-def test_the_memory_engine_in_stages(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "schedule", "bits", "more"),
+    [(1, "1f1b", BF16, RECOMPUTE), pytest.param(2, "gpipe", {}, {}, marks=pytest.mark.slow)],
+    ids=["one copy", "two copies"],
+)
+def test_the_memory_engine_in_stages(
+    ranks: int, schedule: str, bits: dict[str, Any], more: dict[str, Any], tmp_path: Path
+) -> None:
     """The bits of the engine on the whole model: clipped, accumulated, with fewer micro-batches in the last step."""
     common: dict[str, Any] = {"gradient_accumulation_steps": 5, "per_device_train_batch_size": 1, "max_grad_norm": 0.05}
     four: Any = {"model": {"num_hidden_layers": 4}}
-    for ranks, schedule, bits, more in ((1, "1f1b", BF16, RECOMPUTE), (2, "gpipe", {}, {})):
-        apart = staged(2 * ranks, schedule, **common, **bits)
-        kinds = (offload(ranks, **common, **bits), replace(apart, strategies=apart.strategies | more))
-        runs = [run(replace(kind, **four), tmp_path / f"{ranks} {at}", 5) for at, kind in enumerate(kinds)]
-        assert max(len(each["loss"]) for each in runs) == 5
-        all_equal(runs)
+    apart = staged(2 * ranks, schedule, **common, **bits)
+    kinds = (offload(ranks, **common, **bits), replace(apart, strategies=apart.strategies | more))
+    runs = [run(replace(kind, **four), tmp_path / str(at), 5) for at, kind in enumerate(kinds)]
+    assert max(len(each["loss"]) for each in runs) == 5
+    all_equal(runs)
 
 
 def test_weights_that_hugging_face_converts(tmp_path: Path) -> None:
@@ -208,7 +220,11 @@ def test_weights_that_hugging_face_converts(tmp_path: Path) -> None:
     stages = replace(pipeline(2), model=MIXTRAL)
     all_equal(moved(tmp_path, experts, experts, stages))
     all_equal(moved(tmp_path / "back", stages, experts))
-    run(replace(staged(4), model=MIXTRAL), tmp_path / "copies", STEPS)  # one of the copies writes whole weights
+
+
+@pytest.mark.slow
+def test_one_of_the_copies_writes_whole_weights(tmp_path: Path) -> None:
+    run(replace(staged(4), model=MIXTRAL), tmp_path, STEPS)
 
 
 def test_weights_that_hugging_face_renames(tmp_path: Path) -> None:
