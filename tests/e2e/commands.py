@@ -138,9 +138,9 @@ class Server:
     """
 
     def __init__(self, pipe: Path, **variables: str) -> None:
+        first, self._process = True, None
         try:
             os.mkfifo(pipe)
-            first = True
         except FileExistsError:
             first = False
         self._pipe = os.open(pipe, os.O_RDWR)  # which waits for no reader
@@ -175,7 +175,8 @@ class Server:
         os.write(self._pipe, f"{own}\n".encode())
         deadline_s = time.monotonic() + 120.0
         while not (own / "pid").exists():
-            assert time.monotonic() < deadline_s, "the server of ranks does not answer"
+            gone = self._process is not None and self._process.poll() is not None
+            assert time.monotonic() < deadline_s and not gone, "the server of ranks does not answer"
             time.sleep(0.005)
         pid, told = int((own / "pid").read_text()), own / "code"
         ended: Callable[[], list[int]] = lambda: [int(word) for word in told.read_text().split()]  # noqa: E731
