@@ -77,9 +77,9 @@ def test_compiled_blocks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        pytest.param({"optim": "sgd", "optim_args": "momentum=0.9,nesterov=true"}, marks=pytest.mark.slow),
+        rarely({"optim": "sgd", "optim_args": "momentum=0.9,nesterov=true"}),
         pytest.param({"optim": "rmsprop", "optim_args": "centered=true,momentum=0.9"}, marks=pytest.mark.slow),
-        pytest.param({"optim": "adagrad", "optim_args": "lr_decay=0.1"}, marks=pytest.mark.slow),
+        rarely({"optim": "adagrad", "optim_args": "lr_decay=0.1"}),
         pytest.param({"optim": "lion_32bit"}, marks=pytest.mark.slow),
         {"fp16": True},
     ],

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch.utils.data import SequentialSampler
 
 from tests.e2e.commands import metrics, write_jsonl
+from tests.helpers.marks import rarely
 from tests.helpers.releases import needs_embedding, needs_modules
 from trainer.config.load import load_tree
 from trainer.data import pydoc_rows
@@ -246,13 +247,13 @@ def slow(*values: str, also: Sequence[Any] = ()) -> Any:
 
 CASES = [
     ("classification", "llama", ""), ("seq2seq", "t5", ""), ("dpo", "llama", ""), ("reward", "llama", ""),
-    slow("classification", "bert", "regression"), slow("classification", "llama", "regression"),
+    slow("classification", "bert", "regression"), rarely("classification", "llama", "regression"),
     pytest.param("embedding", "bert", "", marks=needs_embedding),
-    slow("classification", "bert", ""), slow("classification", "llama", "multi_label_classification"),
+    rarely("classification", "bert", ""), rarely("classification", "llama", "multi_label_classification"),
     slow("classification", "bert", "multi_label_classification"),
     slow("classification", "llama", "lora", also=[needs_modules]), slow("dpo", "llama", "lora"),
     slow("kto", "llama", ""), slow("orpo", "llama", ""), slow("reward", "llama", "lora", also=[needs_modules]),
-    slow("seq2seq", "t5", "lora"), slow("seq2seq", "bart", ""),
+    rarely("seq2seq", "t5", "lora"), slow("seq2seq", "bart", ""),
 ]  # fmt: skip
 
 
