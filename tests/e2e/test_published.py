@@ -42,7 +42,7 @@ STARTS = r"(?:python |(?:deepspeed|torchrun) (?:[^\n]*?--(?:num_gpus|nproc_per_n
 COMMAND = re.compile(STARTS + r"launch/(train|plan|verify|doctor|bench|watch|compare)\.py( [^`\n#|]*)?")
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
 BLOCKS = {"num_hidden_layers": 4}  # two in each of two stages
-FEW = {"num_hidden_layers": 2, "vocab_size": 512}  # where a command names them
+FEW = {"num_hidden_layers": 2, "vocab_size": 512, "model_type": "llama"}  # where a command names them
 SMALL: dict[str, Any] = {
     "model": {"config": SIZES | BLOCKS, "tokenizer": {"vocab_size": 512}},
     "data": {"max_length": 64},
