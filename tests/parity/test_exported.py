@@ -15,6 +15,7 @@ from trainer.config.load import load_tree
 from trainer.dist.ranks import Ranks
 from trainer.dist.stopping import Stop
 from trainer.errors import ConfigError
+from trainer.planning import from_config
 from trainer.run import exported, further
 from trainer.run import run as runs
 from trainer.run.export import ExportError
@@ -90,9 +91,32 @@ def test_what_torch_cannot_export_is_refused(tmp_path: Path) -> None:
         exported.refuse(config_of(tmp_path, config=neo))
     with pytest.raises(ConfigError, match="adapters are exported without their base, which export needs"):
         config_of(tmp_path, config=None, name_or_path="some", lora={"r": 2})
-    tree = {**config_of(tmp_path).tree(), "export": {"format": "onnx"}}
-    with pytest.raises(ConfigError, match=r'export.format = "onnx": must be torch_export'):
-        load_tree(tree)
+
+
+def as_onnx(run: Path) -> Any:
+    return load_tree({**config_of(run).tree(), "export": {"format": "onnx"}})
+
+
+def test_onnx_without_its_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.planning.from_config.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r'export.format = "onnx": needs onnx, onnxscript, onnxruntime; write pip'):
+        from_config.check_options(as_onnx(tmp_path), 1)
+
+
+def test_onnx(tmp_path: Path) -> None:
+    """In the runtime alone, on rows of other lengths; where the packages are."""
+    runtime = pytest.importorskip("onnxruntime")
+    model, ids = model_of(), torch.randint(VOCAB, (4, 29))
+    model.save_pretrained(tmp_path)
+    (tmp_path / "README.md").write_text("---\ntags: [deepstow]\n---\n\n# Exact\n")
+    exported.make(as_onnx(tmp_path), tmp_path, tmp_path)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    session = runtime.InferenceSession(tmp_path / "model.onnx")
+    (found,) = session.run(["logits"], {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})
+    with torch.no_grad():
+        expected = model(input_ids=ids, attention_mask=mask).logits
+    torch.testing.assert_close(torch.from_numpy(found)[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow

@@ -264,7 +264,10 @@ class QuantizeSection(Section):
 class ExportSection(Section):
     """Export the trained model as a program as well, after training. See docs/export.md."""
 
-    format: Literal["torch_export"] = option("torch_export: a file for torch.export.load.", "torch_export")
+    format: Literal["torch_export", "onnx"] = option(
+        "A file for torch.export.load, or for ONNX's runtimes, which takes onnx, onnxscript and onnxruntime.",
+        "torch_export",
+    )
 
 
 SECTIONS: Mapping[str, type[Section]] = {"model": ModelSection, "data": DataSection, "training": TrainingSection}

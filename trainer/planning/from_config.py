@@ -149,6 +149,11 @@ def check_options(config: RunConfig, world_size: int, *, installed: bool = True)
     if installed and config.quantize is not None and find_spec("bitsandbytes") is None:
         what = "needs the package bitsandbytes; install it with: pip install 'deepstow[qlora]'"
         found.append(Refusal("quantize.formats", config.quantize.formats, what))
+    if installed and config.export is not None and config.export.format == "onnx":
+        absent = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
+        if absent:
+            what = f"needs {', '.join(absent)}; write pip install {' '.join(absent)}, or torch_export"
+            found.append(Refusal("export.format", "onnx", what))
     compiles = config.training.compile_key
     if installed and compiles and config.training.compile_backend:
         from strategies.engine.forward import compiled

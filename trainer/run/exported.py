@@ -1,16 +1,18 @@
-"""The trained model as a program of ``torch.export``: a file that runs without Transformers and the model's own code.
+"""The trained model as a program, of ``torch.export`` or ONNX, that runs without Transformers and the model's own code.
 
 The program takes ``input_ids`` and ``attention_mask`` of any number of rows and tokens, and returns logits. It is made
-on the CPU of the exact export, saved, opened again with ``torch.export.load`` and run on rows of other lengths, padded
-ones among them; its logits must be those of the model.
+on the CPU of the exact export, saved, opened again (by ``torch.export.load`` or onnxruntime) and run on rows of other
+lengths, padded ones among them; its logits must be those of the model.
 
-Refused, before any weight is loaded: architectures that torch cannot export, which a small copy of the model shows.
+Refused, before any weight is loaded: architectures that torch cannot export, which a small copy of the model shows, and
+ONNX without its packages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,13 +28,19 @@ from trainer.run.export import FP32_TOLERANCE, HALF_TOLERANCE, ExportError, afte
 if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
 
-FILE = "model.pt2"
 TRACED = (2, 12)  # rows and tokens
-USE = f"""```python
+USE = {
+    "torch_export": """```python
 import torch
-program = torch.export.load("{FILE}").module()
+program = torch.export.load("model.pt2").module()
 logits = program(input_ids, attention_mask)  # [rows, tokens], int64, on the CPU
-```"""
+```""",
+    "onnx": """```python
+import onnxruntime
+session = onnxruntime.InferenceSession("model.onnx")
+(logits,) = session.run(None, {"input_ids": ids, "attention_mask": mask})  # [rows, tokens], int64
+```""",
+}
 
 
 class Logits(nn.Module):
@@ -58,6 +66,24 @@ def program_of(model: Any) -> ExportedProgram:
         )
 
 
+def saved(model: Any, form: str, folder: Path) -> Callable[[Tensor, Tensor], Tensor]:
+    """The program of ``model`` as it is opened again from a file in ``folder``. Raises what the library raises."""
+    program = program_of(model)
+    if form == "torch_export":
+        torch.export.save(program, folder / "model.pt2")
+        return torch.export.load(folder / "model.pt2").module()
+    import onnxruntime
+
+    made: Any = torch.onnx.export(program, dynamo=True, verbose=False, output_names=["logits"])
+    made.save(folder / "model.onnx", external_data=True)
+    session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
+
+    def call(ids: Tensor, mask: Tensor) -> Tensor:
+        return torch.from_numpy(session.run(None, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})[0])
+
+    return call
+
+
 def refuse(config: RunConfig) -> None:
     """Raise ConfigError if a small copy of the model cannot be exported, or is another model after it."""
     if config.export is None:
@@ -67,7 +93,8 @@ def refuse(config: RunConfig) -> None:
     attention = {"attn_implementation": "eager"} if config.model.attn_implementation == "eager" else {}
     copy: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(small.pop("model_type"), **small), **attention)
     try:
-        difference = largest_difference(program_of(copy).module(), copy)
+        with TemporaryDirectory() as folder:
+            difference = largest_difference(saved(copy, config.export.format, Path(folder)), copy)
     except Exception as error:  # whatever the tracer meets in somebody's forward
         why = f"torch cannot export a {built.model_type} model: {first_line(error)}"
         raise config.error("export.format", config.export.format, f"{why}; leave it out") from None
@@ -101,14 +128,17 @@ def make(config: RunConfig, exact: Path, draft: Path) -> None:
     """Write the program of the ``exact`` export into ``draft``. Raise ExportError if its logits are not the model's."""
     trusts = config.model.trust_remote_code
     model: Any = AutoModelForCausalLM.from_pretrained(exact, trust_remote_code=trusts)
+    assert config.export is not None
     try:
-        torch.export.save(program_of(model), draft / FILE)
+        program = saved(model, config.export.format, draft)
     except Exception as error:
         raise ExportError(f"export: torch cannot export the model: {first_line(error)}") from error
-    difference = largest_difference(torch.export.load(draft / FILE).module(), model)
+    difference = largest_difference(program, model)
     if not difference <= (FP32_TOLERANCE if model.dtype is torch.float32 else HALF_TOLERANCE):
         raise ExportError(f"export: logits of the program differ by {difference:.2e} of the largest")
-    title = f"# As a program of torch {torch.__version__}"
+    title = f"# As a program ({config.export.format}, by torch {torch.__version__})"
     said = f"Logits differ from the model's by {difference:.1e} of the largest at most."
-    after(exact, f"{title}\n\n{said}\n\n{USE}").save(draft / "README.md")
-    write_line(f"export: as a program of torch.export, reloaded: largest difference of a logit {difference:.1e}")
+    after(exact, f"{title}\n\n{said}\n\n{USE[config.export.format]}").save(draft / "README.md")
+    write_line(
+        f"export: as a program ({config.export.format}), reloaded: largest difference of a logit {difference:.1e}"
+    )

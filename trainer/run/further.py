@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
 
 KIND = "further export"
-PROGRAM = "torch"
+PROGRAMS = {"torch": "torch_export", "onnx": "onnx"}  # by the end of the folder's name
 
 
 def folder_of(config: RunConfig, name: str) -> Path:
@@ -32,7 +32,7 @@ def folder_of(config: RunConfig, name: str) -> Path:
 def missing(config: RunConfig) -> list[str]:
     """Those that are asked for and are not there, whole and made of the export that is there."""
     names: list[str] = [*config.quantize.formats] if config.quantize else []
-    names += [PROGRAM] if config.export else []
+    names += [name for name, form in PROGRAMS.items() if config.export and config.export.format == form]
     return [name for name in names if not _is_whole(config, name)]
 
 
@@ -41,7 +41,7 @@ def _exact(config: RunConfig) -> Path:
 
 
 def _decides(config: RunConfig, name: str) -> dict[str, Any]:
-    section = config.export if name == PROGRAM else config.quantize
+    section = config.export if name in PROGRAMS else config.quantize
     assert section is not None
     return {"of": size_and_hash(_exact(config) / MANIFEST)[1], **section.model_dump(exclude={"formats"})}
 
@@ -61,12 +61,12 @@ def make(config: RunConfig, tokenizer: PreTrainedTokenizerBase, rows: Dataset | 
     """
     names, exact, report = missing(config), _exact(config), None
     for name in names:
-        if name != PROGRAM and report is None:
+        if name not in PROGRAMS and report is None:
             assert rows is not None
             report = quantized.Report(config, exact, tokenizer, rows, budget)
         with replaced_folder(folder_of(config, name)) as draft:
             about: dict[str, Any] = {}
-            if name == PROGRAM:
+            if name in PROGRAMS:
                 exported.make(config, exact, draft)
             elif report is not None:
                 about["perplexity"] = report.make(name, draft)
