@@ -33,7 +33,7 @@ test: $(READY) ## the tests, in three processes; the twenty slowest of each part
 test-all: $(READY) ## the slower tests that make test leaves out
 	$(PYTEST) $(PARTS) -m "slow and not rare"
 
-test-rare: $(READY) ## the longest ones, which make test-all leaves out: one more way over several ranks
+test-rare: $(READY) ## what make test-all leaves out: one more way of what others test
 	$(PYTEST) $(PARTS) -m rare
 
 # What is in tests/faults/full is collected only by its path; two processes, since most of it waits.
