@@ -27,6 +27,11 @@ SENT = {"recompute": {"policy": "selective", "activation_offloading": True}}
 STAGES: dict[str, Any] = {"pipeline": {"stages": 2, "schedule": "gpipe"}}
 ON_HOST: dict[str, Any] = {"offload": {"site": "host"}, "zero": {"stage": 1}}
 NO_DROPOUT = MODEL | {"attention_dropout": 0.0}
+QLORA = (
+    "model.lora={r: 4, lora_dropout: 0.1, target_modules: all-linear}",
+    "model.quantization_config={load_in_4bit: true}",
+    "training.optim=lion_32bit",
+)
 MIXTURE = NO_DROPOUT | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
@@ -39,10 +44,11 @@ def case(
     rare: bool = False,
     model: Any = MODEL,
     killed: bool = False,
+    more: tuple[str, ...] = (),
 ) -> Any:
     kept = [*([pytest.mark.slow] if slow or rare else []), *([pytest.mark.rare] if rare else [])]
     marks = [*kept, *map(needs, strategies.keys() & {"sequence", "experts"})]
-    return pytest.param(num_ranks, strategies, model, killed, id=name, marks=marks)
+    return pytest.param(num_ranks, strategies, model, killed, more, id=name, marks=marks)
 
 
 CASES = [
@@ -51,6 +57,7 @@ CASES = [
     case("offload, recompute", 1, {**STREAMED, **SENT}),
     case("offload on two ranks", 2, STREAMED, rare=True),
     case("offload shared by two ranks, weights too", 2, {**STREAMED, "zero": {"stage": 3}}, killed=True),
+    case("adapters on four bits, by Lion", 1, STREAMED, slow=True, killed=True, more=QLORA),
     case("tensor 2 x data 2", 4, {"tensor": {"degree": 2}, "zero": {"stage": 2}}, rare=True),
     case("pipeline 2 x data 2, offload shared by copies", 4, {**STAGES, **ON_HOST}, slow=True),
     case("pipeline 2 x data 2, divided state", 4, {**STAGES, "zero": {"stage": 1}}, rare=True),
@@ -67,26 +74,32 @@ def config_of(folder: Path, strategies: dict[str, Any], model: Any) -> Path:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("num_ranks", "strategies", "model", "killed"), CASES)
+@pytest.mark.parametrize(("num_ranks", "strategies", "model", "killed", "more"), CASES)
 def test_killed_and_resumed(
-    num_ranks: int, strategies: dict[str, Any], model: Any, killed: bool, server: Server, tmp_path: Path
+    num_ranks: int,
+    strategies: dict[str, Any],
+    model: Any,
+    killed: bool,
+    more: tuple[str, ...],
+    server: Server,
+    tmp_path: Path,
 ) -> None:
     config, folder = config_of(tmp_path / "whole", strategies, model), tmp_path / "whole" / "run"
-    server.run(num_ranks, config).check().quiet()
+    server.run(num_ranks, config, *more).check().quiet()
     history, expected = history_of(folder), digest(folder / "export")
     assert [step for step, *_ in history] == list(range(1, STEPS + 1))
     if "offload" in strategies and "pipeline" not in strategies:  # of stages neither tensors nor blocks are measured
         predicted_is_measured(folder)
     if killed:
         config, folder = config_of(tmp_path / "killed", strategies, model), tmp_path / "killed" / "run"
-        job = start(server, num_ranks, config)
+        job = start(server, num_ranks, config, *more)
         until((folder / f"checkpoint-{SAVE}" / "manifest.json").exists, job, "saved", 120.0)
         job.kill()
         assert not (folder / "export").exists(), "the run was over before it was killed"
     else:
         for path in (folder / "export", folder / f"checkpoint-{STEPS}"):
             shutil.rmtree(path)
-    found = server.run(num_ranks, config, "training.resume_from_checkpoint=auto").check().quiet()
+    found = server.run(num_ranks, config, *more, "training.resume_from_checkpoint=auto").check().quiet()
     assert len(found.lines("resuming from ")) == 1 and (killed or len(found.lines("step ")) == STEPS - SAVE)
     assert history_of(folder) == history
     if "offload" in strategies:
