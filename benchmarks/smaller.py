@@ -34,7 +34,7 @@ WAYS: dict[str, list[str]] = {
     "2:4": ["prune={method: '2:4'}"],
     "channels 25 %": ["prune={method: structured, sparsity: 0.25, parts: [channels]}"],
     "channels 25 %, taught": ["prune={method: structured, sparsity: 0.25, parts: [channels]}", "distill={teacher: T}"],
-    "heads 34 %": ["prune={method: structured, sparsity: 0.34, parts: [heads]}"],
+    "heads 50 %": ["prune={method: structured, sparsity: 0.5, parts: [heads]}"],
     "layers 34 %": ["prune={method: structured, sparsity: 0.34, parts: [layers]}"],
 }
 HEADS = ("way", "export", "parameters", "bytes", "perplexity before", "after", "tokens/s")

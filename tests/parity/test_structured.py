@@ -227,7 +227,7 @@ def test_refused(home: Path, tmp_path: Path) -> None:
         "prune.method = \"structured\": a gpt2 model cannot be made smaller so; it can be done for llama, mistral": (
             tmp_path / "gpt2", ALL),
         "its layers are of several kinds (full_attention, sliding_attention)": (tmp_path / "mixed", ALL),
-        "prune.sparsity = 0.25: none of 3 groups of heads would go; write 0.33 or more, or leave heads out": (
+        "prune.sparsity = 0.25: none of 3 groups of heads would go; write 0.34 or more, or leave heads out": (
             home, {"sparsity": 0.25}),
         "prune.sparsity = 0.1: none of 64 channels would go; write more": (home, {"sparsity": 0.1}),
         "prune.parts: are of method structured": (home, {"method": "magnitude", "parts": ["heads"]}),
@@ -256,7 +256,7 @@ def test_heads_that_a_family_cannot_have(tmp_path: Path) -> None:
     run = tmp_path / "run"
     config = config_of(tmp_path / "mistral", run, {"sparsity": 0.34})
     assert structured.config_of(config).num_attention_heads == 8
-    with pytest.raises(ConfigError, match=r"8 of 12 heads would stay, which llama .* cannot have .*; 0.5. keeps 6, or"):
+    with pytest.raises(ConfigError, match=r"8 of 12 heads would stay, which llama .* cannot have .*; 0.50 keeps 6, or"):
         structured.config_of(config_of(tmp_path / "llama", run, {"sparsity": 0.34}))
-    better = config_of(tmp_path / "llama", run, {"sparsity": 0.51})
+    better = config_of(tmp_path / "llama", run, {"sparsity": 0.50})
     assert structured.config_of(better).num_attention_heads == 6

@@ -265,7 +265,7 @@ class ExportSection(Section):
     """Export the trained model as a program as well, after training. See docs/export.md."""
 
     format: Literal["torch_export", "onnx"] = option(
-        "A file for torch.export.load, or for ONNX's runtimes, which takes onnx, onnxscript and onnxruntime.",
+        "A file for torch.export.load, or one of ONNX, which takes onnx, onnxscript and onnxruntime.",
         "torch_export",
     )
 

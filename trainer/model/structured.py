@@ -13,6 +13,7 @@ no test has shown the invariant; numbers of heads that the family does not take;
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
@@ -91,7 +92,7 @@ def smaller(config: RunConfig, built: PretrainedConfig) -> PretrainedConfig:
     for part, before, after in zip(names, whole, stay, strict=True):
         if part in asked and before == after:
             counted = "groups of heads" if part == "heads" else part
-            least = f"write {1 / before:.2f} or more" if before > 1 and part != "channels" else "write more"
+            least = f"write {_up(1 / before)} or more" if before > 1 and part != "channels" else "write more"
             what = f"none of {before} {counted} would go; {least}, or leave {part} out of prune.parts"
             raise config.error("prune.sparsity", section.sparsity, what)
     if stay.layers < whole.layers and (kinds := set(getattr(built, PER_LAYER[0], None) or ())) and len(kinds) > 1:
@@ -103,9 +104,14 @@ def smaller(config: RunConfig, built: PretrainedConfig) -> PretrainedConfig:
         per_group = built.num_attention_heads // whole.groups
         took = f"{stay.groups * per_group} of {built.num_attention_heads} heads would stay, which {family} models of "
         took += f"hidden_size {built.hidden_size} cannot have in Transformers"
-        cure = f"{1 - better / whole.groups + 0.005:.2f} keeps {better * per_group}, or " if better else ""
+        cure = f"{_up(1 - better / whole.groups)} keeps {better * per_group}, or " if better else ""
         raise config.error("prune.sparsity", section.sparsity, f"{took}; {cure}leave heads out of prune.parts")
     return found
+
+
+def _up(share: float) -> str:
+    """With two digits, rounded up, so that it takes as much."""
+    return f"{math.ceil(100 * share - 1e-9) / 100:.2f}"
 
 
 def _resized(built: PretrainedConfig, whole: Sizes, stay: Sizes) -> PretrainedConfig | None:
