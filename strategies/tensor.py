@@ -7,7 +7,8 @@ activations fall to 1 / T; the hidden states between them are whole.
 Invariant. Ranks of one copy are given the same rows and compute the same hidden states, so what is not divided stays
 equal on them to the last bit without being sent. The product of a layer divided by rows is summed in another order
 than in plain training, so that a step is equal to rounding only. With ``sequence_parallel`` they compute slices of the
-hidden states between divided layers (``strategies/backends/scattered.py``), and send as many bytes in forward.
+hidden states between divided layers (``strategies/backends/scattered.py``), and send as many bytes in forward. With
+``chunks`` they sum the rows of one chunk while they compute the next (``strategies/backends/chunked.py``).
 
 DeepSpeed's AutoTP does the work, in its engine or, for the stage of a pipeline, alone: the pipeline sums, clips and
 updates then. Which layers it divides is said in ``strategies/backends/autotp.py``, how many bytes
@@ -18,7 +19,7 @@ about one rank's part. What is refused, and why: docs/strategies/tensor.md.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
@@ -32,12 +33,17 @@ if TYPE_CHECKING:
 
 KEY = "strategies.tensor.degree"
 SLICES = Axis.TOKENS.value
+CHUNKS = "strategies.tensor.chunks"
 _SUMS = "ranks sum the parts of a product in another order than one rank does, and Adam enlarges what differs"
 _ROUNDING = "DeepSpeed computes with weights and gradients rounded to 16 bits; plain training autocasts fp32 weights"
 _OTHERS: Mapping[str, str] = {
     "offload": "its engine moves whole layers; write strategies.zero with stage 1 or 2 instead of strategies.offload",
     "linear": "it replaces products of whole layers; leave strategies.linear out",
     "cross_entropy": "it multiplies by the whole head; leave strategies.cross_entropy out",
+}
+_NOT_CHUNKED: Mapping[str, str] = {
+    "pipeline": "its stages run blocks one by one",
+    "recompute": "blocks that run again were not compared with plain training",
 }
 _OPTIMIZERS: Mapping[str, str] = {
     "adafactor": "its state is of whole rows and columns, which strategies.tensor divides",
@@ -71,6 +77,11 @@ class Tensor(Strategy):
         default=False,
         description="Between divided layers each rank computes and saves a slice of the tokens instead of all.",
     )
+    chunks: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="Attention and MLP take the rows of a micro-batch in as many chunks, and ranks sum one while they "
+        "compute the next; left out: all at once.",
+    )
 
     def parity(self, run: RunFacts) -> Parity:
         if run.precision is not Precision.FP32:
@@ -97,23 +108,49 @@ class Tensor(Strategy):
         if "pipeline" in others and self.sequence_parallel:
             cure = "cannot go with strategies.pipeline, whose stages send each other whole hidden states; leave one out"
             yield Refusal(SLICES, True, cure)
+        if self.chunks is not None:
+            yield from self._refuses_chunks(run, others)
         if run.optim in _OPTIMIZERS:
             yield Refusal("training.optim", run.optim, f"{_OPTIMIZERS[run.optim]}; write adamw_torch_fused")
+
+    def _refuses_chunks(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
+        rows = run.micro_batch
+        for name, why in _NOT_CHUNKED.items():
+            if name in others and others[name].model_dump().get("policy") != "none":
+                yield Refusal(CHUNKS, self.chunks, f"cannot go with strategies.{name}: {why}; leave one of the two out")
+        if run.recomputes:
+            cure = (
+                f"cannot go with training.gradient_checkpointing: {_NOT_CHUNKED['recompute']}; leave one of the two out"
+            )
+            yield Refusal(CHUNKS, self.chunks, cure)
+        if self.sequence_parallel:
+            cure = "cannot go with strategies.tensor.sequence_parallel, which divides tokens; leave one of the two out"
+            yield Refusal(CHUNKS, self.chunks, cure)
+        if run.adapters:
+            yield Refusal(CHUNKS, self.chunks, "was not compared with plain training of adapters; leave it out")
+        if self.chunks is not None and rows % self.chunks:
+            fits = autotp.listed([str(each) for each in range(1, rows + 1) if not rows % each])
+            cure = f"must divide the rows of a micro-batch, training.per_device_train_batch_size = {rows}; write {fits}"
+            yield Refusal(CHUNKS, self.chunks, cure)
 
     def refuses_model(self, model: Mapping[str, Any]) -> Iterator[Refusal]:
         for why in autotp.complaints(model, self.degree):
             yield Refusal(KEY, self.degree, why)
-        if self.sequence_parallel and (kind := model.get("model_type")) not in autotp.IN_SLICES:
-            kinds = ", ".join(autotp.IN_SLICES)
-            yield Refusal(
-                SLICES, True, f"{kind} was not compared with plain training; architectures that were: {kinds}"
+        if (kind := model.get("model_type")) not in autotp.IN_SLICES:
+            cure = (
+                f"{kind} was not compared with plain training; architectures that were: {', '.join(autotp.IN_SLICES)}"
             )
+            if self.sequence_parallel:
+                yield Refusal(SLICES, True, cure)
+            if self.chunks is not None:
+                yield Refusal(CHUNKS, self.chunks, cure)
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
         """The shares are those of one rank's part of the model, which ``zero`` decides about. A stage of a pipeline is
         divided without the engine (``apply``).
         """
         slices = ", tokens between them as well" if self.sequence_parallel else ""
+        slices += f", rows in {self.chunks} chunks" if self.chunks is not None else ""
         reason = f"attention and MLP divided over {self.degree} ranks{slices}"
         if facts.run.stages > 1:
             for unit in (each for each in facts.units if each.kind is UnitKind.BLOCK):
@@ -123,9 +160,9 @@ class Tensor(Strategy):
         yield EngineSet(unit=RUN, reason=reason, key=deepspeed.TENSOR_DEGREE, value=self.degree)
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
-        from strategies.backends import scattered, tensor_adapters, tensor_shards
+        from strategies.backends import chunked, scattered, tensor_adapters, tensor_shards
 
-        if plan.facts.run.stages > 1 or self.sequence_parallel:
+        if plan.facts.run.stages > 1 or self.sequence_parallel or self.chunks is not None:
             tied = plan.facts.run.tied
             tensor_shards.divide(model, self.degree, tied=tied, in_slices=self.sequence_parallel)
         else:
@@ -133,4 +170,7 @@ class Tensor(Strategy):
         if self.sequence_parallel:
             ranks = tensor_shards.group()
             scattered.start(model, scattered.Tokens(self.degree, tensor_shards.tensor_rank(), ranks.group_name))
+        if self.chunks is not None:
+            blocks = sum(unit.kind is UnitKind.BLOCK for unit in plan.facts.units)
+            chunked.start(model, [self.chunks] * 2 * blocks, tensor_shards.group())
         tensor_shards.apart(model, plan.facts.run.grid)

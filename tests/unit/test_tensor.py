@@ -26,6 +26,8 @@ strategies:
   tensor: {degree: 2}
 """
 SLICES = "strategies.tensor.sequence_parallel=true"
+CHUNKS = "strategies.tensor.chunks=2"
+ROWS = "training.per_device_train_batch_size=4"
 KINDS = "architectures that can be divided: llama, mistral, opt, qwen2, qwen3; others with strategies.zero alone"
 CASES: list[tuple[list[str], str]] = [
     (["strategies.zero.stage=3"], "zero.stage = 3: cannot go with strategies.tensor, which divides weights; write 2"),
@@ -48,6 +50,18 @@ CASES: list[tuple[list[str], str]] = [
         [SLICES, "strategies.pipeline={stages: 2, schedule: gpipe}"],
         "whose stages send each other whole hidden states; leave one out",
     ),
+    ([CHUNKS, SLICES, ROWS], "which divides tokens; leave one of the two out"),
+    ([CHUNKS, ROWS, "strategies.recompute={}"], "blocks that run again were not compared with plain training; leave"),
+    (
+        [CHUNKS, ROWS, "strategies.pipeline={stages: 2, schedule: gpipe}"],
+        "strategies.pipeline: its stages run blocks",
+    ),
+    ([CHUNKS, ROWS, "training.gradient_checkpointing=true"], "cannot go with training.gradient_checkpointing: blocks"),
+    ([CHUNKS, ROWS, "model.lora={}"], "was not compared with plain training of adapters; leave it out"),
+    (
+        ["strategies.tensor.chunks=3", ROWS],
+        "must divide the rows of a micro-batch, training.per_device_train_batch_size = 4; write 1, 2 or 4",
+    ),
     ([SLICES, "model.lora={}"], "was not compared with plain training of adapters; leave it or model.lora out"),
 ]
 
@@ -67,6 +81,8 @@ def test_gpt2_and_a_world_of_other_ranks_are_refused() -> None:
         counted(GPT2, tensor={"degree": 2})
     with pytest.raises(ConfigError, match="sequence_parallel = true: opt was not compared with plain training"):
         counted(OPT, tensor={"degree": 2, "sequence_parallel": True})
+    with pytest.raises(ConfigError, match="chunks = 2: opt was not compared with plain training"):
+        counted(OPT, tensor={"degree": 2, "chunks": 2})
     for ranks, instead in ((3, "start 2 or 4 ranks, not 3"), (1, "start 2 ranks, not 1$")):
         with pytest.raises(ConfigError, match=f"one replica takes tensor 2 = 2 ranks: {instead}"):
             check_options(run_config(strategies={"tensor": {"degree": 2}}), ranks)
