@@ -19,14 +19,16 @@ about one rank's part. What is refused, and why: docs/strategies/tensor.md.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from strategies.backends import autotp, deepspeed
 from strategies.core.facts import Facts, Precision, RunFacts, UnitKind
-from strategies.core.plan import RUN, Decision, EngineSet, Kind, Plan, Share
+from strategies.core.plan import RUN, Decision, EngineSet, Kind, Plan, Reserve, Share
 from strategies.core.protocol import COMPILING, Axis, Parity, Phase, Refusal, Requirement, Strategy
+from strategies.planner.chunks import UNDER_WAY, UNKNOWN, Passes, divisors, named
+from strategies.planner.pipeline_bytes import boundary_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -77,10 +79,10 @@ class Tensor(Strategy):
         default=False,
         description="Between divided layers each rank computes and saves a slice of the tokens instead of all.",
     )
-    chunks: Annotated[int, Field(ge=1)] | None = Field(
+    chunks: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
         default=None,
         description="Attention and MLP take the rows of a micro-batch in as many chunks, and ranks sum one while they "
-        "compute the next; left out: all at once.",
+        "compute the next; auto: by the rates, if they are known; left out: all at once.",
     )
 
     def parity(self, run: RunFacts) -> Parity:
@@ -128,7 +130,7 @@ class Tensor(Strategy):
             yield Refusal(CHUNKS, self.chunks, cure)
         if run.adapters:
             yield Refusal(CHUNKS, self.chunks, "was not compared with plain training of adapters; leave it out")
-        if self.chunks is not None and rows % self.chunks:
+        if isinstance(self.chunks, int) and rows % self.chunks:
             fits = autotp.listed([str(each) for each in range(1, rows + 1) if not rows % each])
             cure = f"must divide the rows of a micro-batch, training.per_device_train_batch_size = {rows}; write {fits}"
             yield Refusal(CHUNKS, self.chunks, cure)
@@ -150,14 +152,33 @@ class Tensor(Strategy):
         divided without the engine (``apply``).
         """
         slices = ", tokens between them as well" if self.sequence_parallel else ""
-        slices += f", rows in {self.chunks} chunks" if self.chunks is not None else ""
         reason = f"attention and MLP divided over {self.degree} ranks{slices}"
         if facts.run.stages > 1:
             for unit in (each for each in facts.units if each.kind is UnitKind.BLOCK):
                 size = plan.share(unit.name, Kind.PARAM).element_bytes
                 yield Share(unit=unit.name, reason=reason, kind=Kind.PARAM, ways=1, element_bytes=size)
             return
+        if self.chunks is not None:
+            size = 2 * boundary_bytes(facts.run) // min(self._chunks(facts))  # gradients of a chunk, before and behind
+            yield Reserve(unit=RUN, reason=self._words(facts), owner=UNDER_WAY, num_bytes=size, in_passes=True)
         yield EngineSet(unit=RUN, reason=reason, key=deepspeed.TENSOR_DEGREE, value=self.degree)
+
+    def _chunks(self, facts: Facts) -> tuple[int, ...]:
+        """Of each sub-layer, attention and MLP in turn."""
+        many, chunks = 2 * sum(unit.kind is UnitKind.BLOCK for unit in facts.units), self.chunks
+        passes = Passes.of(facts)
+        if chunks == "auto" and passes is not None:
+            return passes.choose()
+        return (divisors(facts.run.micro_batch, UNKNOWN)[-1] if chunks == "auto" else chunks or 1,) * many
+
+    def _words(self, facts: Facts) -> str:
+        found, passes = self._chunks(facts), Passes.of(facts, [self.chunks] if isinstance(self.chunks, int) else [])
+        said = f"attention and MLP take rows in {named(found)} chunks, one summed while the next is computed"
+        if passes is None:
+            return f"{said}; the rates are unknown"
+        times = {named(each): passes.seconds(each) for each in [*passes.alike(), found]}
+        blocks = ", ".join(f"in {name} {time:.3g} s" for name, time in times.items())
+        return f"{said}: forward and backward of the blocks {blocks} (simulated)"
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
         from strategies.backends import chunked, scattered, tensor_adapters, tensor_shards
@@ -171,6 +192,5 @@ class Tensor(Strategy):
             ranks = tensor_shards.group()
             scattered.start(model, scattered.Tokens(self.degree, tensor_shards.tensor_rank(), ranks.group_name))
         if self.chunks is not None:
-            blocks = sum(unit.kind is UnitKind.BLOCK for unit in plan.facts.units)
-            chunked.start(model, [self.chunks] * 2 * blocks, tensor_shards.group())
+            chunked.start(model, chunked.agreed(self._chunks(plan.facts), tensor_shards.group()), tensor_shards.group())
         tensor_shards.apart(model, plan.facts.run.grid)

@@ -105,10 +105,22 @@ def test_each_architecture_in_fp64() -> None:
     assert found.keys() == set(autotp.IN_SLICES) and max(found.values()) < 1e-14, found
 
 
+def in_chunks(ranks: Ranks, config: Any) -> dict[str, Any]:
+    """``trained``, and in how many chunks each sub-layer took its rows."""
+    found, begin = list[Any](), chunked.start
+
+    def start(model: Any, chunks: Any, group: Any) -> None:
+        found.extend(chunks)
+        begin(model, chunks, group)
+
+    chunked.start = start
+    return {**trained(ranks, config), "chunks": found}
+
+
 def test_as_plain(tmp_path: Path) -> None:
     """A run, with clipping, accumulation and ZeRO; ranks of one copy have the same bits."""
     options = {"tensor": {"degree": 2, "chunks": 2}, "zero": {"stage": 2}}
     plain = run_world(1, trained, Kind(1, {}, SGD, QWEN3).config(tmp_path, STEPS))
-    found = run_world(2, trained, Kind(2, options, SGD, QWEN3).config(tmp_path, STEPS))
+    found = run_world(2, in_chunks, Kind(2, options, SGD, QWEN3).config(tmp_path, STEPS))
     same(plain, found)
-    assert found["apart"] == [] and len(found["whole"]) > 3
+    assert found["apart"] == [] and len(found["whole"]) > 3 and found["chunks"] == [2] * 4

@@ -1,0 +1,96 @@
+"""How many chunks each sub-layer takes: the search against trying all, by a clock of its own."""
+
+import random
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from strategies.core.compose import compose
+from strategies.core.facts import MachineFacts
+from strategies.core.plan import Home
+from strategies.core.registry import find
+from strategies.planner.chunks import Passes, Table, divisors, fastest, seconds
+from tests.helpers.fakes import facts
+from tests.unit.test_rates import some_rates
+
+ROWS = 12
+
+
+def clocked(tables: list[Table], chunks: tuple[int, ...]) -> float:
+    """By events over single rows: what is free and ready runs, in order."""
+    there, compute_free, link_free = [0.0] * ROWS, 0.0, 0.0
+    for table, many in zip(tables, chunks, strict=True):
+        compute, exchange, after = table[many]
+        summed = list(there)
+        for chunk in range(many):
+            rows = range(ROWS * chunk // many, ROWS * (chunk + 1) // many)
+            compute_free = max(compute_free, *(there[row] for row in rows)) + compute
+            link_free = max(link_free, compute_free) + exchange
+            for row in rows:
+                summed[row] = link_free
+            compute_free += after
+        there = summed
+    return max(*there, compute_free)
+
+
+def chain(draw: random.Random, length: int) -> list[Table]:
+    """Sub-layers whose compute and sums take about as long, each chunk something besides its rows."""
+    found = []
+    for _ in range(length):
+        compute, exchange = draw.uniform(0.5, 2), draw.uniform(0.5, 2)
+        more, wait = draw.uniform(0, 0.3), draw.uniform(0, 0.3)
+        after = draw.choice([0.0, compute / 2])
+        found.append({many: (more + compute / many, wait + exchange / many, after / many) for many in (1, 2, 3, 4)})
+    return found
+
+
+def test_the_search_is_as_good_as_trying_all() -> None:
+    draw, apart = random.Random(0), 0
+    for _ in range(200):
+        tables = chain(draw, draw.randint(1, 4))
+        all_ways = {way: clocked(tables, way) for way in product(*tables)}
+        least, found = min(all_ways.values()), fastest(tables)
+        assert abs(all_ways[found] - least) < 1e-12 and abs(seconds(tables, found) - least) < 1e-12
+        apart += len(set(found)) > 1
+    assert apart > 40, "one number for all would have done"
+
+
+def test_one_number_for_all_where_it_is_nearly_as_good() -> None:
+    draw = random.Random(1)
+    for _ in range(30):
+        forward = chain(draw, 4)
+        backward = [{many: (2 * each[0], *each[1:]) for many, each in table.items()} for table in forward]
+        passes = Passes(forward, backward)
+        found = passes.choose()
+        alike = min(passes.seconds((each,) * 4) for each in (1, 2, 3, 4))
+        assert passes.seconds(found) <= 1.02 * alike and (len(set(found)) == 1) != (
+            passes.seconds(found) < alike / 1.02
+        )
+    one: Table = {1: (1.0, 1.0, 0.0), 2: (0.5, 0.5, 0.0), 4: (0.3, 0.25, 0.0)}
+    other: Table = {1: (1.0, 1.0, 0.0), 2: (5.0, 0.5, 0.0), 4: (5.0, 0.3, 0.0)}  # whose chunks are slow
+    assert Passes([one] * 4, [one] * 4).choose() == (2, 2, 2, 2)
+    assert Passes([one, one, other, other], [one, one, other, other]).choose()[2:] == (1, 1)
+    assert divisors(6) == (1, 2, 3, 6) and divisors(32) == (1, 2, 4, 8)
+
+
+def test_labels_stay_few() -> None:
+    """192 sub-layers take no time; they would be 4 ** 192 ways."""
+    tables = chain(random.Random(2), 192)
+    assert len(fastest(tables)) == 192
+    assert seconds(tables, fastest(tables)) < min(seconds(tables, (each,) * 192) for each in tables[0])
+
+
+@pytest.mark.parametrize(("link", "said"), [(1e15, "in 1 chunks"), (5e8, "in 2 chunks"), (None, "in 2 chunks")])
+def test_auto_is_by_the_rates(link: float | None, said: str) -> None:
+    """Sums of no time; of about as much as compute; of unknown."""
+    machine = MachineFacts("test gpu", 1 << 40, 1 << 40)
+    if link is not None:
+        machine = replace(machine, rates=some_rates(net_bytes_per_s=link, net_latency_s=0.0))
+    known = facts(
+        machine=machine, world_size=2, tensor=2, micro_batch=8, sequence=64, hidden_size=512, forward_flops=10**11
+    )
+    plan = compose({"tensor": find("tensor")(degree=2, chunks="auto"), "zero": find("zero")(stage=1)}, known)
+    (rows,) = (one for one in plan.reserves(Home.DEVICE) if one.owner == "tensor: rows under way")
+    assert said in rows.reason, rows.reason
+    assert ("rates are unknown" in rows.reason) == (link is None)
