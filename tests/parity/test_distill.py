@@ -22,6 +22,7 @@ from trainer.dist.spawn import run_world
 from trainer.dist.stopping import Stop
 from trainer.errors import ConfigError, ExitCode
 from trainer.run import run as runs
+from trainer.run.order import read_data
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 LENGTH, WORDS = 24, 300
@@ -99,14 +100,12 @@ def plain(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_as_a_loop_with_a_live_teacher(home: Path, plain: Path, tmp_path: Path) -> None:
     """Rounding apart: the teacher's batches are others, and its answers are added up in another order."""
-    found = prepare.cache(home).glob("*/train.arrow")  # other tests prepare rows there, too
-    rows = max(found, key=lambda path: path.stat().st_mtime).parent
     given = {key: value for key, value in SAID.items() if key != "report_to"}
     arguments = transformers.TrainingArguments(
         str(tmp_path), **given, report_to="none", remove_unused_columns=False, lr_scheduler_type="linear"
     )
     model, live = (transformers.AutoModelForCausalLM.from_pretrained(home / name) for name in ("student", "teacher"))
-    dataset = prepare._open(rows / "train.arrow")
+    dataset: Any = read_data(load_tree(tree_of(home, plain)), Ranks(), quiet=True)[1].train
     trainer = Live(model=model, args=arguments, train_dataset=dataset, data_collator=Collator(0, packing=False))
     trainer.teacher = live.eval()
     trainer.train()

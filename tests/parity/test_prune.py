@@ -18,12 +18,13 @@ from tests.helpers.marks import rarely
 from tests.helpers.models import build
 from tests.helpers.sides import BATCHES, Plain, everything, stowed, train, unequal
 from trainer.config.load import load_tree
-from trainer.data import prepare, pydoc_rows
+from trainer.data import pydoc_rows
 from trainer.data import tokenizer as tokenizers
 from trainer.data.collate import Collator
 from trainer.dist.ranks import Ranks
 from trainer.dist.stopping import Stop
 from trainer.run import run as runs
+from trainer.run.order import read_data
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 LENGTH, WORDS, STEPS = 24, 300, 6
@@ -125,16 +126,19 @@ SAID: dict[str, Any] = {
 }  # fmt: skip
 
 
-def ran(home: Path, run: Path, method: str, strategies: Any = None, **training: Any) -> dict[str, Tensor]:
-    """The weights that a run exports."""
-    tree = {
+def tree_of(home: Path, run: Path, method: str, strategies: Any = None, **training: Any) -> dict[str, Any]:
+    return {
         "model": {"name_or_path": str(home / "model")},
         "data": {"path": str(home / "rows.jsonl"), "max_length": LENGTH},
         "training": {**SAID, "output_dir": str(run), **training},
         "prune": {"method": method, "calibration_rows": 3, **({} if method == "2:4" else {"rounds": 2})},
         "strategies": strategies or {},
     }
-    assert runs.run(load_tree(tree), Ranks(), Stop()) == 0
+
+
+def ran(home: Path, run: Path, method: str, strategies: Any = None, **training: Any) -> dict[str, Tensor]:
+    """The weights that a run exports."""
+    assert runs.run(load_tree(tree_of(home, run, method, strategies, **training)), Ranks(), Stop()) == 0
     return load_file(run / "export" / "model.safetensors")
 
 
@@ -142,8 +146,7 @@ def ran(home: Path, run: Path, method: str, strategies: Any = None, **training: 
 def test_as_a_loop_that_masks(home: Path, tmp_path: Path, method: str) -> None:
     """Plainly, streamed, and streamed from the checkpoint of the step before a round and of one between two."""
     found = ran(home, tmp_path / "plain", method)
-    newest = max(prepare.cache(home).glob("*/train.arrow"), key=lambda path: path.stat().st_mtime)
-    rows = prepare._open(newest)
+    rows: Any = read_data(load_tree(tree_of(home, tmp_path / "plain", method)), Ranks(), quiet=True)[1].train
     given = {key: value for key, value in SAID.items() if key != "report_to"}
     arguments = transformers.TrainingArguments(
         str(tmp_path), **given, report_to="none", remove_unused_columns=False, optim="adamw_torch_fused"

@@ -15,7 +15,7 @@ from strategies.engine.tensors.quantised import keep_packing
 from tests.e2e.commands import write_jsonl
 from tests.helpers.sides import unequal
 from trainer.config.load import load_tree
-from trainer.data import prepare, pydoc_rows
+from trainer.data import pydoc_rows
 from trainer.data import tokenizer as tokenizers
 from trainer.dist.ranks import Ranks
 from trainer.dist.stopping import Stop
@@ -23,6 +23,7 @@ from trainer.errors import ConfigError
 from trainer.planning import from_config
 from trainer.run import further
 from trainer.run import run as runs
+from trainer.run.order import read_data
 
 pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -73,8 +74,7 @@ def test_exports_are_those_of_anyone(home: Path, tmp_path: Path, capfd: pytest.C
     run, tree = tmp_path / "run", tree_of(home, tmp_path / "run")
     assert runs.run(load_tree(tree), Ranks(), Stop()) == 0
     assert capfd.readouterr().out.count("perplexity") >= 2
-    newest = max(prepare.cache(home).glob("*/eval.arrow"), key=lambda path: path.stat().st_mtime)
-    rows, ids = prepare._open(newest), torch.arange(20)[None]
+    rows, ids = read_data(load_tree(tree), Ranks(), quiet=True)[1].eval, torch.arange(20)[None]
     exact = transformers.AutoModelForCausalLM.from_pretrained(run / "export")
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     logged = next(record["eval_perplexity"] for record in records if "eval_perplexity" in record)
