@@ -81,14 +81,11 @@ def test_another_program_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_what_torch_cannot_export_is_refused(tmp_path: Path) -> None:
     """By name, from a small copy, before the model is built."""
-    neo = {
-        "model_type": "gpt_neo", "hidden_size": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 300,
-        "attention_types": [[["global", "local"], 1]], "max_position_embeddings": 64,
-    }  # fmt: skip
+    mamba = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 300, "state_size": 8}
     with pytest.raises(
-        ConfigError, match=r'export.format = "torch_export": torch cannot export a gpt_neo model: UserError: Con'
+        ConfigError, match=r'export.format = "torch_export": torch cannot export a mamba model: UserError: Con'
     ):
-        exported.refuse(config_of(tmp_path, config=neo))
+        exported.refuse(config_of(tmp_path, config=mamba))
     with pytest.raises(ConfigError, match="adapters are exported without their base, which export needs"):
         config_of(tmp_path, config=None, name_or_path="some", lora={"r": 2})
 

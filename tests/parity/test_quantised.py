@@ -141,7 +141,7 @@ KINDS: Mapping[str, tuple[str | None, Mapping[str, Any], Mapping[str, Any]]] = {
     "DoRA": (None, {"use_dora": True}, {}),
     "rsLoRA": ("nf4", {"use_rslora": True}, {}),
     "LoRA+": ("nf4", {"loraplus_lr_ratio": 16}, {}),
-    "a head in full": ("nf4", {"modules_to_save": ["lm_head"], "bias": "all"}, {}),
+    "a head in full": ("nf4", {"modules_to_save": ["lm_head"], "bias": "all", "export": "merged"}, {}),
     "NEFTune": ("nf4", {}, {"neftune_noise_alpha": 5.0}),
     "smooth labels": ("nf4", {}, {"label_smoothing_factor": 0.1}),
     "accumulated, recomputed": ("nf4", {}, {"gradient_accumulation_steps": 2, "gradient_checkpointing": True}),

@@ -58,7 +58,7 @@ class Logits(nn.Module):
 def program_of(model: Any) -> ExportedProgram:
     """``model`` as a program for any number of rows and tokens. Raises what torch raises if it cannot be exported."""
     most = getattr(model.config, "max_position_embeddings", None)
-    axes = {0: Dim("rows"), 1: Dim("tokens", max=most) if most else Dim("tokens")}
+    axes = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC(max=most) if most else Dim.DYNAMIC}
     inputs = (torch.zeros(TRACED, dtype=torch.int64), torch.ones(TRACED, dtype=torch.int64))
     with torch.no_grad():
         return torch.export.export(
