@@ -57,7 +57,7 @@ class Tensor(Strategy):
     """Divide attention and MLP layers over ``degree`` ranks that compute each layer together.
 
     Each copy of the model takes that many ranks; further ranks are further copies, with other data. Ranks exchange
-    hidden states four times per block, so the ranks of a copy belong on one machine with a fast link.
+    hidden states several times per block, so the ranks of a copy belong on one machine with a fast link.
     """
 
     phase = Phase.WHO
