@@ -49,9 +49,8 @@ def _pruned(task: Any, sections: Mapping[str, Values]) -> Found:
         yield "prune.sparsity", "two of four are half of the weights; leave it out"
     if p.method == "2:4" and p.schedule == "cubic":
         yield "prune.schedule", "two of four go at once; leave it out, or write magnitude"
-    for key in COMPILE_KEYS:
-        if t[key]:
-            yield f"training.{key}", f"has not been compared with prune; {KEEP_ONE}"
+    if key := next((key for key in COMPILE_KEYS if t[key]), None):
+        yield f"training.{key}", f"has not been compared with prune; {KEEP_ONE}"
     if p.method == "wanda" and d.streaming:
         yield "data.streaming", "cannot go with wanda, which reads the first rows again; write magnitude"
     for key in ("load_best_model_at_end", "early_stopping_patience"):
