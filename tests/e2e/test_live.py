@@ -52,14 +52,15 @@ def test_lines_above_a_screen_that_is_gone_when_the_run_is(how: str, server: Ser
             flag.touch()
             at = terminal.screen.index(rule)
             assert terminal.screen[at + 1].startswith(f"{tmp_path}/run  step ") and terminal.region == (0, at - 1)
-            assert terminal.screen[at + 2].startswith("  loss       █")
+            # The loss begins high; a mark may be the mean of some steps.
+            assert terminal.screen[at + 2][:14] in {f"  loss       {mark}" for mark in "▅▆▇█"}
             if how == "Ctrl-C":
                 os.kill(ranks_of(job)[0], signal.SIGINT)
     terminal.read(0.1)
     lines = terminal.shown()
     assert seen and terminal.region == (0, 39)
     assert {"at its end": 0, "Ctrl-C": 130}.get(how, 1) == job.poll()
-    assert [line for line in lines if "█" in line or line == rule or "at its peak" in line] == []
+    assert [line for line in lines if line.startswith("  loss  ") or line == rule or "at its peak" in line] == []
     numbers = [int(line.split("/")[0].removeprefix("step ")) for line in lines if line.startswith("step ")]
     assert numbers == list(range(1, len(numbers) + 1)) and len(numbers) > 2
     assert ENDS[how] in lines[-1] or (ranks == 2 and any(line == ENDS[how] for line in lines[-12:])), lines[-12:]
