@@ -15,7 +15,7 @@ from tests.helpers.releases import needs_scratch
 pytestmark = [pytest.mark.ranks, pytest.mark.slow, needs_scratch]
 
 
-STEPS = 60
+STEPS = 200  # some seconds, so that it still runs when its first checkpoint has been seen
 
 
 def config_of(folder: Path, disk: Path, steps: int) -> Path:
