@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +23,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.two_level import machines
+from benchmarks.two_level import machines, said_by_first, write
 from strategies.backends import chunked, tensor_shards
 from strategies.planner.chunks import LATER, Passes
 
@@ -131,17 +129,7 @@ def main() -> None:
         work(given.rank, given.rounds)
         return
     with machines(given.megabits, 10000.0, 2) as names:
-        command = [sys.executable, "-m", "benchmarks.chunks", *sys.argv[1:], "--rank"]
-        there = os.environ | {"GLOO_SOCKET_IFNAME": "stow", "OMP_NUM_THREADS": "1"}
-        ranks = [
-            subprocess.Popen(
-                ["ip", "netns", "exec", name, *command, str(rank)],
-                env=there, stdout=subprocess.PIPE if rank == 0 else None, text=True,
-            )
-            for rank, name in enumerate(names)
-        ]  # fmt: skip
-        said, _ = ranks[0].communicate()
-        assert not any(rank.wait() for rank in ranks), "a rank has failed"
+        said = said_by_first("benchmarks.chunks", names)
     found = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     expected = {line["candidate"]: line["predicted"] for line in found if "predicted" in line}
     measured: dict[str, list[float]] = {}
@@ -155,10 +143,7 @@ def main() -> None:
         for name, times in measured.items()
     ]
     lines.append({"predicted order is the measured one": order == sorted(expected, key=expected.__getitem__)})
-    text = "\n".join(map(json.dumps, lines)) + "\n"
-    print(text, end="")
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "results.jsonl").write_text(text)
+    write(lines, given.out)
 
 
 if __name__ == "__main__":

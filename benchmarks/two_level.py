@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -60,6 +60,30 @@ def machines(across: float, inside: float, count: int = COUNT) -> Iterator[list[
         for name in names:
             subprocess.run(("ip", "netns", "del", name), capture_output=True, check=False)
         subprocess.run(("ip", "link", "del", "stowbr"), capture_output=True, check=False)
+
+
+def said_by_first(module: str, names: Sequence[str]) -> str:
+    """What the first rank prints. Each runs ``module`` with this process's arguments and its number, in a namespace."""
+    command = [sys.executable, "-m", module, *sys.argv[1:], "--rank"]
+    there = os.environ | {"GLOO_SOCKET_IFNAME": "stow", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", name, *command, str(rank)],
+            env=there, stdout=subprocess.PIPE if rank == 0 else None, text=True,
+        )
+        for rank, name in enumerate(names)
+    ]  # fmt: skip
+    said, _ = ranks[0].communicate()
+    assert not any(rank.wait() for rank in ranks), "a rank has failed"
+    return said
+
+
+def write(lines: Sequence[Mapping[str, Any]], out: Path) -> None:
+    """Print ``lines``, and write them as ``results.jsonl``."""
+    text = "\n".join(map(json.dumps, lines)) + "\n"
+    print(text, end="")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "results.jsonl").write_text(text)
 
 
 def work(rank: int, num_bytes: int, rounds: int) -> None:
@@ -125,17 +149,7 @@ def main() -> None:
         work(given.rank, num_bytes, given.rounds)
         return
     with machines(given.across, given.inside) as names:
-        command = [sys.executable, "-m", "benchmarks.two_level", *sys.argv[1:], "--rank"]
-        there = os.environ | {"GLOO_SOCKET_IFNAME": "stow", "OMP_NUM_THREADS": "1"}
-        ranks = [
-            subprocess.Popen(
-                ["ip", "netns", "exec", names[rank // HERE], *command, str(rank)],
-                env=there, stdout=subprocess.PIPE if rank == 0 else None, text=True,
-            )
-            for rank in range(COUNT * HERE)
-        ]  # fmt: skip
-        said, _ = ranks[0].communicate()
-        assert not any(rank.wait() for rank in ranks), "a rank has failed"
+        said = said_by_first("benchmarks.two_level", [names[rank // HERE] for rank in range(COUNT * HERE)])
     found = [json.loads(line) for line in said.splitlines()]
     rates = {line["road"]: line["bytes_per_s"] for line in found if "road" in line}
     expected = predicted(num_bytes, **rates)
@@ -144,10 +158,7 @@ def main() -> None:
     lines: list[Any] = [{"limits in Mbit/s": [given.inside, given.across], "MiB": given.mebibytes, "measured": rates}]
     lines += [{"candidate": each, "measured": measured[each], "predicted": round(expected[each], 3)} for each in order]
     lines.append({"predicted order is the measured one": order == sorted(expected, key=lambda name: expected[name])})
-    text = "\n".join(map(json.dumps, lines)) + "\n"
-    print(text, end="")
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "results.jsonl").write_text(text)
+    write(lines, given.out)
 
 
 if __name__ == "__main__":

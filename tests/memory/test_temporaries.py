@@ -118,3 +118,15 @@ def test_chunks_free_what_the_plan_says(name: str, monkeypatch: pytest.MonkeyPat
     assert [plan.keep(unit.name).policy == CHUNKS for unit in plan.facts.units] == [False] * 5 + [True]
     facts_of.cache_clear()
     assert peaks["plain"] - peaks["chunks"] > 6 * logits
+
+
+def test_counts_do_not_depend_on_a_compilation_that_was_refused() -> None:
+    """After one, frames of Python hold on to what they pass."""
+    facts_of.cache_clear()
+    broken = torch.compile(lambda x: (torch._dynamo.graph_break(), x)[1], fullgraph=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        broken(torch.ones(1))
+    model, plan = prepared("gpt2, 3000 words", torch.float32, "plain")
+    grads = [plan.num_bytes(unit.name, Kind.GRAD) for unit in plan.facts.units]
+    assert backward_peak(plan.kept(), grads) == pytest.approx(measured(model, lands=False)[2], rel=0.03)
+    facts_of.cache_clear()

@@ -114,7 +114,7 @@ def test_exports_are_those_of_anyone(home: Path, tmp_path: Path, capfd: pytest.C
     [
         ("quantize", {"formats": ["int4"]}, "quantize.formats = "),
         ("quantize", {"formats": ["nf4", "nf4"]}, "must be names, all different"),
-        ("data", {"eval_fraction": 0.0}, "says what it costs in perplexity; write data.eval_fraction"),
+        ("data", {"eval_fraction": 0.0}, "quantize says what it costs on held-out rows; write a fraction"),
         ("model", {"lora": {"r": 2, "export": "adapter"}}, "adapters are exported without their base"),
     ],
 )

@@ -258,6 +258,15 @@ def test_adapters(tmp_path: Path) -> None:
     assert found["merged"].keys() == base.state_dict().keys()
 
 
+def in_fp64_with_biases(given: Mapping[str, Any]) -> Any:
+    """The whole model. Where nothing has trained them biases are zero, and norms one; here they are neither."""
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(**given)).double()
+    for param in plain.parameters():
+        param.data += 0.1 * torch.randn_like(param)
+    return plain
+
+
 def step_of_both(losses: Sequence[torch.Tensor], rules: Sequence[torch.optim.Optimizer]) -> float:
     """A clipped step of a whole model and of a divided one; the largest difference of their losses and norms."""
     from strategies.backends import tensor_shards

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from strategies.backends import autotp, chunked, tensor_shards
 from tests.helpers.moves import Kind
 from tests.helpers.tiny import LLAMA, QWEN3, VOCAB
-from tests.parity.test_tensor import MODELS, SGD, STEPS, same, step_of_both, trained
+from tests.parity.test_tensor import MODELS, SGD, STEPS, in_fp64_with_biases, same, step_of_both, trained
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
 
@@ -29,13 +29,9 @@ def in_fp64(ranks: Ranks, models: Mapping[str, Any]) -> dict[str, float]:
     """
     found = {}
     for name, given in models.items():
-        torch.manual_seed(0)
-        config = AutoConfig.for_model(**given)
-        plain: Any = AutoModelForCausalLM.from_config(config).double()
-        for param in plain.parameters():  # where nothing has trained them biases are zero, and norms one
-            param.data += 0.1 * torch.randn_like(param)
+        plain = in_fp64_with_biases(given)
         model = deepcopy(plain)
-        tensor_shards.divide(model, ranks.world_size, tied=config.tie_word_embeddings)
+        tensor_shards.divide(model, ranks.world_size, tied=plain.config.tie_word_embeddings)
         chunked.start(model, UNEQUAL, tensor_shards.group())
         rules = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (plain, model)]
         worst = 0.0

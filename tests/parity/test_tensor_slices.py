@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from strategies.backends import autotp, scattered, tensor_shards
 from strategies.engine.forward.checkpointing import checkpoint_blocks
@@ -22,6 +21,7 @@ from tests.parity.test_tensor import (
     STEPS,
     TOLERANCE,
     UNEVEN,
+    in_fp64_with_biases,
     kept,
     of_ranks,
     same,
@@ -45,13 +45,9 @@ def in_fp64(ranks: Ranks, models: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     """
     found = {}
     for name, given in models.items():
-        torch.manual_seed(0)
-        config = AutoConfig.for_model(**given)
-        plain: Any = AutoModelForCausalLM.from_config(config).double()
-        for param in plain.parameters():  # where nothing has trained them biases are zero, and norms one
-            param.data += 0.1 * torch.randn_like(param)
+        plain = in_fp64_with_biases(given)
         model = deepcopy(plain)
-        tensor_shards.divide(model, ranks.world_size, tied=config.tie_word_embeddings, in_slices=True)
+        tensor_shards.divide(model, ranks.world_size, tied=plain.config.tie_word_embeddings, in_slices=True)
         group = tensor_shards.group().group_name
         scattered.start(model, scattered.Tokens(ranks.world_size, ranks.rank, group))
         rules = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (plain, model)]

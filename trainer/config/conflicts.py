@@ -59,6 +59,8 @@ def _value(sections: Mapping[str, Any], key: str) -> Any:
     value: Any = sections
     for name in key.split("."):
         value = value[int(name)] if isinstance(value, list) else value.get(name) if isinstance(value, dict) else None
+    if isinstance(value, Values):
+        value = {name: each for name, each in value.items() if each is not WRONG}
     return MISSING if value is None else value
 
 

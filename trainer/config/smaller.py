@@ -88,5 +88,5 @@ def _exported(task: Any, sections: Mapping[str, Values]) -> Found:
     if q and isinstance(q.formats, list) and len(set(q.formats)) != len(q.formats):
         yield "quantize.formats", "must be names, all different"
     if q and d.eval_fraction == 0 and d.eval_path is None and d.eval_split is None:
-        what = "says what it costs in perplexity; write data.eval_fraction, data.eval_split or data.eval_path"
-        yield "quantize", what
+        what = "quantize says what it costs on held-out rows; write a fraction, data.eval_split or data.eval_path"
+        yield "data.eval_fraction", what

@@ -120,8 +120,8 @@ def _temporaries(counted: Counter, call: Call) -> dict[str, Temporaries]:
 def _backward(live: _Live, call: Call) -> None:
     """Backward of the loss in the output of ``call``, or of all that it holds where the loss is computed elsewhere.
 
-    The output is made here and not passed in: once dynamo has run in a process, a caller's frame may hold on to what it
-    passes, and the logits would count as alive.
+    The output is made here and not passed in: after a compilation that dynamo has refused, Python's frames in this
+    process hold on to what they pass, and the logits would count as alive.
     """
     output = call()
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
