@@ -3,6 +3,7 @@ bits, and leaves nothing on the disk.
 """
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,8 @@ def test_goes_on_to_the_same_bits(how: str, whole: str, server: Server, tmp_path
         ended = job.wait()
         assert ended.code == 14, ended.text
         (said,) = [line for line in ended.err.splitlines() if "the disk tier" in line]
-        assert "could not be read: nothing more came; training.resume_from_checkpoint=auto goes on" in said
+        why = "(nothing more came|some of the file's space was taken away)"  # by what was written since
+        assert re.search(f"could not be read: {why}; training.resume_from_checkpoint=auto goes on", said)
         assert "Traceback" not in ended.text
     assert not (other.parent / "run" / "export").exists(), "it was over before"
     assert list(disk.iterdir()) == []

@@ -2,9 +2,11 @@
 
 import errno
 import fcntl
+import mmap
 import os
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -15,7 +17,7 @@ import torch
 from torch import nn
 
 from strategies.core.facts import Home
-from strategies.core.layout import Item
+from strategies.core.layout import PAGE_BYTES, Item
 from strategies.core.on_disk import disk_bytes
 from strategies.core.protocol import MemoryRefusal
 from strategies.engine import SGD, AdamW, StowOptimizer, stow
@@ -212,6 +214,20 @@ def test_a_failure_ends_training_and_no_save(number: int, tmp_path: Path, monkey
     with pytest.raises(DiskError):
         optimizer.save(tmp_path / "saved")
     assert {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()} == kept
+
+
+def test_a_part_that_was_taken_away_is_not_read_as_zeros(tmp_path: Path) -> None:
+    """A write beyond what is gone gives the file its length again."""
+    memory = torch.frombuffer(mmap.mmap(-1, PAGE_BYTES), dtype=torch.uint8).fill_(1)
+    with closing(ScratchFile(tmp_path, 2 * PAGE_BYTES)) as file:
+        for offset in (0, PAGE_BYTES):
+            file.write(memory, offset)
+        os.truncate(f"/proc/self/fd/{file._handle}", 0)
+        file.write(memory, PAGE_BYTES)
+        with pytest.raises(DiskError, match="could not be read: some of the file's space was taken away"):
+            file.read(memory, 0)
+        file.write(memory, 0)
+        file.read(memory, 0)  # everything is there again
 
 
 def test_folders_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

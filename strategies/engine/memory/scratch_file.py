@@ -54,6 +54,10 @@ class ScratchFile:
         except OSError as error:
             self._file.close()
             raise ValueError(_why(error, self._folder, num_bytes)) from None
+        self._reserved = self._blocks()  # 0 on file systems that promise space without giving it
+
+    def _blocks(self) -> int:
+        return os.fstat(self._handle).st_blocks
 
     @property
     def _handle(self) -> int:
@@ -62,6 +66,8 @@ class ScratchFile:
     def read(self, memory: Tensor, offset: int) -> None:
         """Fill ``memory``, bytes that begin and end at pages, from ``offset`` on."""
         self._move(os.preadv, "read", memory, offset)
+        if self._blocks() < self._reserved:  # after the read: a write beyond what is gone makes it read as zeros
+            raise self._lost(memory, "read", "some of the file's space was taken away")
 
     def write(self, memory: Tensor, offset: int) -> None:
         self._move(os.pwritev, "written", memory, offset)
@@ -77,9 +83,12 @@ class ScratchFile:
                 if not count:
                     raise OSError(errno.EIO, "nothing more came")
             except OSError as error:
-                what = f"{human(memory.nbytes)} of optimizer state could not be {done}"
-                raise DiskError(f"the disk tier in {self._folder}: {what}: {error.strerror}") from error
+                raise self._lost(memory, done, error.strerror) from error
             left, offset = left[count:], offset + count
+
+    def _lost(self, memory: Tensor, done: str, why: str | None) -> DiskError:
+        what = f"{human(memory.nbytes)} of optimizer state could not be {done}"
+        return DiskError(f"the disk tier in {self._folder}: {what}: {why}")
 
     def close(self) -> None:
         self._file.close()
