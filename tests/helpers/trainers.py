@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pydoc_data.topics
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -128,6 +129,22 @@ def reward(wrap: Wrap, folder: str) -> Any:
     )
 
 
+def on_policy(wrap: Wrap, folder: str, kind: str, module: str, **more: Any) -> Any:
+    """TRL's trainers in which the student answers prompts in each step, and a second model says how well."""
+    from datasets import Dataset
+
+    trl, words, teacher = import_module(module), tokenizer(), llama()
+    words.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    with torch.no_grad():
+        teacher.lm_head.weight.mul_(-3)  # not what the student would say
+    texts = [sentence(5 * row, 6) for row in range(32)]
+    roles = ("user", "assistant")
+    rows = [{"prompt": text, "messages": [{"role": role, "content": text} for role in roles]} for text in texts]
+    dataset = Dataset.from_list(rows).remove_columns("prompt" if kind == "GKD" else "messages")
+    given = arguments(getattr(trl, f"{kind}Config"), folder, **more)
+    return wrap(getattr(trl, f"{kind}Trainer"))(llama(), teacher, given, train_dataset=dataset, processing_class=words)
+
+
 TRAINERS: Mapping[str, Callable[[Wrap, str], Any]] = {
     "Trainer": stock,
     "Trainer, accumulation": lambda wrap, folder: stock(wrap, folder, gradient_accumulation_steps=2),
@@ -141,6 +158,12 @@ TRAINERS: Mapping[str, Callable[[Wrap, str], Any]] = {
     "DPOTrainer": dpo,
     "DPOTrainer, peft_config": lambda wrap, folder: dpo(wrap, folder, peft_config=lora()),
     "RewardTrainer": reward,
+}
+
+# The student answers in each step.
+ON_POLICY: Mapping[str, Callable[[Wrap, str], Any]] = {
+    "DistillationTrainer": partial(on_policy, kind="Distillation", module="trl", max_completion_length=8),
+    "GKDTrainer": partial(on_policy, kind="GKD", module="trl.experimental.gkd", max_new_tokens=8, lmbda=1.0),
 }
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, Subset
 from transformers import Trainer
 
 from tests.helpers.marks import rarely, some_rarely
-from tests.helpers.trainers import TRAINERS, llama, stock, trained, unlike
+from tests.helpers.trainers import ON_POLICY, TRAINERS, llama, stock, trained, unlike
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
 from trainer.run.stowed_trainer import stowed
@@ -33,6 +33,13 @@ ALIKE = ("Trainer", "Trainer, rmsprop", "Trainer, fp16", "SFTTrainer, peft_confi
 @pytest.mark.parametrize("name", some_rarely(TRAINERS, ALIKE))
 def test_as_the_trainer_alone(name: str, tmp_path: Path) -> None:
     assert unlike(TRAINERS[name], travelling, str(tmp_path)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", some_rarely(ON_POLICY, ["GKDTrainer"]))
+def test_as_the_trainer_alone_whose_student_answers(name: str, tmp_path: Path) -> None:
+    """Weights that travel generate, too; the teacher is TRL's and stays where TRL has it."""
+    assert unlike(ON_POLICY[name], travelling, str(tmp_path)) == []
 
 
 def on_ranks(ranks: Ranks, folder: str) -> dict[str, list[str]]:
