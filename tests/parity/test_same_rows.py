@@ -52,6 +52,7 @@ KINDS = {
     "zero with offload": kind(shared(2)),
     "pipeline": kind(pipeline(2)),
     "tensor": kind(tensor(1)),
+    "tensor in chunks": kind(Kind(2, {"tensor": {"degree": 2, "chunks": ROWS}, "zero": {"stage": 1}})),
 }
 SOME = [("plain", reader) for reader in ("data", "zero with offload", "pipeline")]
 ALL = [(saver, reader) for saver in KINDS for reader in KINDS if saver != reader]
