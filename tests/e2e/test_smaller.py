@@ -39,7 +39,8 @@ def test_a_row_for_each_export(tmp_path: Path) -> None:
         "--out",
         str(tmp_path / "out"),
     ]
-    assert smaller.main([*where, "--steps", "2", "--only", "none", "layers 34 %"]) == 0
+    few = ["--steps", "2", "--student-steps", "1", "--only"]
+    assert smaller.main([*where, *few, "none", "layers 34 %"]) == 0
     rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
     assert [(row["way"], row["export"]) for row in rows] == [
         ("none", "export"), ("none", "export-int8"), ("none", "export-nf4"), ("layers 34 %", "export"),
@@ -48,4 +49,16 @@ def test_a_row_for_each_export(tmp_path: Path) -> None:
     assert exact["parameters"] == eight["parameters"] > layers["parameters"]
     assert exact["bytes"] > eight["bytes"] > four["bytes"]
     assert all(row["perplexity before"] > 1 and row["after"] > 1 and row["tokens/s"] > 0 for row in rows)
-    assert (tmp_path / "out" / "table.md").read_text().count("\n") == 6
+    assert smaller.main([*where, "--seeds", "42", "43", *few, "none", "student, taught"]) == 0  # goes on
+    after = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
+    assert after[:4] == rows and [(row["way"], row["seed"]) for row in after[4:]] == [
+        ("student, taught", 42), *[("none", 43)] * 3, ("student, taught", 43),
+    ]  # fmt: skip
+    assert after[4]["parameters"] < exact["parameters"] and after[5]["after"] != exact["after"]
+    lines = (tmp_path / "out" / "table.md").read_text().splitlines()
+    mean = (exact["after"] + after[5]["after"]) / 2
+    assert len(lines) == 7 and f"| {mean:,.1f} |" in lines[2] and lines[2].endswith("2 |")
+    from PIL import Image
+
+    with Image.open(tmp_path / "out" / "smaller.png") as image:
+        assert len(image.getcolors(1 << 20)) > 2
