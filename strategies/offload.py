@@ -91,7 +91,8 @@ class Offload(Strategy):
         "in a file there that ends with the run. Goes with disk_memory.",
     )
     disk_memory: Annotated[str, AfterValidator(_check_disk)] | None = Field(
-        default=None, description="How much of that disk may be used, at most: a size (800GiB)."
+        default=None,
+        description="How much of that disk all ranks of a machine may use together, at most: a size (800GiB).",
     )
     bucket_size: Annotated[str, AfterValidator(_check_size)] = Field(
         default=AUTO, description="Bytes that are copied together (64MiB); auto: one block."
@@ -255,8 +256,6 @@ class Offload(Strategy):
             return
         if self.disk_memory is None:
             yield self._refusal("disk", "how much of it? Write strategies.offload.disk_memory: a size, beside it")
-        if run.world_size > 1:
-            yield self._refusal("disk", f"is for one rank, and there are {run.world_size}; leave it out")
         if self.site in ("device", "streamed"):
             yield self._refusal(
                 "disk", f"is for state that the CPU updates, not with site: {self.site}; write site: auto"
@@ -295,6 +294,11 @@ class Offload(Strategy):
         """How many ranks hold a span of each bucket."""
         return run.copies if self._stage else 1
 
+    def _disk_bytes(self, facts: Facts) -> int:
+        """Of the disk, that one rank may use."""
+        ranks = facts.machine.ranks or facts.run.world_size
+        return parse_bytes(self.disk_memory) // ranks if self.disk and self.disk_memory else 0
+
     def _may_update_in_backward(self, run: RunFacts) -> bool:
         return self._ways(run) == run.stages == 1 and run.max_grad_norm == 0 and run.precision is not Precision.FP16
 
@@ -324,6 +328,6 @@ class Offload(Strategy):
             common_host=self._common_host(facts),
             reduction=self.reduction,
             disk=self.disk or "",
-            disk_bytes=parse_bytes(self.disk_memory) if self.disk and self.disk_memory else 0,
+            disk_bytes=self._disk_bytes(facts),
             decided=frozenset(name for name, is_so in decided.items() if is_so),
         )

@@ -289,9 +289,10 @@ class Rates:
             raise ValueError(f"duplex_factor = {self.duplex_factor!r}: must be at most 1")
 
     def shared_by(self, ranks: int) -> Rates:
-        """The rates of one of ``ranks`` that share the machine's memory and cores."""
-        names = ("dram_bytes_per_s", "update_fp32_params_per_s", "update_bf16_params_per_s")
-        return replace(self, **{name: getattr(self, name) / ranks for name in names})
+        """The rates of one of ``ranks`` that share the machine's memory, cores and disk."""
+        memory = ("dram_bytes_per_s", "update_fp32_params_per_s", "update_bf16_params_per_s")
+        disk = ("disk_read_bytes_per_s", "disk_write_bytes_per_s")
+        return replace(self, **{name: getattr(self, name) / ranks for name in (*memory, *disk)})
 
     def exchange_bytes_per_s(self) -> float:
         """Bytes per second that a rank sends to others, while it receives as many."""

@@ -125,8 +125,8 @@ def _choices(bucket: Bucket, layout: Layout) -> Iterator[str]:
         yield "ranks share gradients of one micro-batch that wait on the device, and no others"
     if bucket.grad_direct and not (bucket.site is Site.HOST and bucket.grad_home is Home.HOST and bucket.ways == 1):
         yield "its gradients need a slot: only those of one rank that wait on the host for an update there do not"
-    if bucket.on_disk and not (bucket.site is Site.HOST and bucket.ways == 1 and bucket.state_bytes(layout.moments)):
-        yield "only state of one rank that is updated on the host rests on the disk"
+    if bucket.on_disk and not (bucket.site is Site.HOST and bucket.state_bytes(layout.moments)):
+        yield "only state that is updated on the host rests on the disk"
     if layout.moments_as != "fp32" and not (bucket.site in (Site.NONE, Site.HOST) and bucket.ways == 1):
         yield f"only moments of one rank that are updated on the host rest in {layout.moments_as}"
     if layout.moments_as != "fp32" and bucket.on_disk:

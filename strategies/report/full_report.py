@@ -18,6 +18,7 @@ from strategies.report import plan_json, plan_table
 from strategies.report.table import table
 
 WORTH = 0.1  # a part of the step that is worth a row
+RATED_TB = 600  # written, as drives of 1 TB often are by their makers
 POLICIES = ("policy", "blocks", "kept", "on the host", "freed", "paid", "operations again")
 
 
@@ -74,15 +75,19 @@ def moment_lines(plan: Plan) -> Iterator[str]:
 
 
 def disk_lines(plan: Plan, cost: StepCost | None) -> Iterator[str]:
-    """What rests on the disk, and what a step reads and writes there."""
+    """What rests on the disk, what a step of all ranks of a machine reads and writes there, and what that wears."""
     layout, rates = plan.layout, plan.facts.machine.rates
     if layout is None or not (num_bytes := disk_bytes(layout)):
         return
-    line = f"on the disk ({layout.disk}): {human(num_bytes)} of optimizer state, read and written once per step"
+    ranks = plan.facts.machine.ranks or plan.facts.run.world_size
+    of = f"{ranks} ranks' optimizer state" if ranks > 1 else "optimizer state"
+    line = f"on the disk ({layout.disk}): {human(ranks * num_bytes)} of {of}, read and written once per step"
     if cost is not None and rates is not None:
         command = f"assumed; launch/doctor.py --rates --disk {layout.disk} measures"
-        line += f": {num_bytes / cost.seconds * 3600 / 1e12:.3g} TB written per hour; "
-        line += f"read {rates.disk_read_bytes_per_s / 1e9:.3g} GB/s, written {rates.disk_write_bytes_per_s / 1e9:.3g} "
+        per_hour = ranks * num_bytes / cost.seconds * 3600 / 1e12
+        read, write = (ranks * rate / 1e9 for rate in (rates.disk_read_bytes_per_s, rates.disk_write_bytes_per_s))
+        line += f": {per_hour:.3g} TB written per hour (a drive that is rated for {RATED_TB} TB lasts "
+        line += f"{RATED_TB / per_hour / 24:,.0f} days); read {read:.3g} GB/s, written {write:.3g} "
         line += f"({f'measured on {rates.disk_folder}' if rates.disk_folder else command})"
     yield line
 

@@ -19,18 +19,26 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow, needs_scratch]
 STEPS = 200  # some seconds, so that it still runs when its first checkpoint has been seen
 
 
-def config_of(folder: Path, disk: Path, steps: int) -> Path:
+def config_of(
+    folder: Path, disk: Path, steps: int, host: str = "1900KiB", strategies: dict[str, Any] | None = None
+) -> Path:
     """The host has no room for the blocks' state."""
     offload: dict[str, Any] = {
-        "site": "host", "weights": "streamed", "bucket_size": "16KiB", "host_memory": "1900KiB",
+        "site": "host", "weights": "streamed", "bucket_size": "16KiB",
         "disk": str(disk), "disk_memory": "10MiB",
     }  # fmt: skip
-    return config_in(folder, {"offload": offload}, max_steps=steps, save_steps=4, max_grad_norm=0.5)
+    return config_in(
+        folder,
+        {"offload": offload | {"host_memory": host}} | (strategies or {}),
+        max_steps=steps,
+        save_steps=4,
+        max_grad_norm=0.5,
+    )
 
 
-def file_of(job: Job, disk: Path) -> Path:
-    """The file without a name, by way of the process that has it open."""
-    for process in [job.pid, *ranks_of(job)]:
+def file_of(job: Job, disk: Path, *processes: int) -> Path:
+    """The file without a name, by way of the process that has it open: one of these, or any of the job's."""
+    for process in processes or [job.pid, *ranks_of(job)]:
         for handle in Path(f"/proc/{process}/fd").iterdir():
             if str(handle.readlink()).startswith(f"{disk}/") and handle.stat().st_size:
                 return handle
@@ -70,6 +78,29 @@ def test_goes_on_to_the_same_bits(how: str, whole: str, server: Server, tmp_path
     found = server.run(1, other, "training.resume_from_checkpoint=auto").check()
     assert len(found.lines("resuming from ")) == 1
     assert digest(other.parent / "run" / "export") == whole
+
+
+@pytest.mark.parametrize(
+    "host, zero", [("3800KiB", {}), ("2300KiB", {"zero": {"stage": 3}})], ids=["whole copies", "shares"]
+)
+def test_two_ranks_have_a_file_each(host: str, zero: dict[str, Any], server: Server, tmp_path: Path) -> None:
+    """One of them loses its file, and the run ends on both; then it goes on with the bits of one without a disk."""
+    (disk := tmp_path / "disk").mkdir()
+    config = config_of(tmp_path / "one", disk, 60, host, zero)
+    plain = config_in(tmp_path / "plain", {"offload": {}} | zero, max_steps=60, save_steps=60, max_grad_norm=0.5)
+    server.run(2, plain).check()
+    job = start(server, 2, config)
+    until(lambda: 4 in checkpoints(config), job, "saved", 120.0)
+    files = [file_of(job, disk, process) for process in ranks_of(job)]
+    assert len({file.stat().st_ino for file in files}) == 2
+    assert "of 2 ranks' optimizer state" in (config.parent / "run" / "plan.txt").read_text()
+    os.truncate(files[1], 0)
+    ended = job.wait()
+    assert ended.code == 14, ended.text
+    assert [line for line in ended.err.splitlines() if "the disk tier" in line]
+    found = server.run(2, config, "training.resume_from_checkpoint=auto").check()
+    assert len(found.lines("resuming from ")) == 1
+    assert digest(config.parent / "run" / "export") == digest(plain.parent / "run" / "export")
 
 
 def test_a_folder_is_refused_before_anything_is_made(server: Server, tmp_path: Path) -> None:

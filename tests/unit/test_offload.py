@@ -177,7 +177,6 @@ def test_refusals() -> None:
     for words, keys, run in (
         ("disk = '/fast': how much of it", {"disk": "/fast"}, {}),
         ("disk_memory = '1GiB': of which disk", {"disk_memory": "1GiB"}, {}),
-        ("disk = '/fast': is for one rank, and there are 2", disk, {"world_size": 2}),
         ("disk = '/fast': .* not with site: streamed", disk | {"site": "streamed"}, {}),
         ("disk = '/fast': has the masters", disk | {"weight_copies": False}, {"precision": Precision.BF16}),
     ):

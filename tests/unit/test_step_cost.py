@@ -8,7 +8,9 @@ import pytest
 from strategies.core.compose import compose, in_order
 from strategies.core.facts import Facts, Home, Param, Rates
 from strategies.core.layout import Item, Site
+from strategies.core.on_disk import disk_bytes
 from strategies.core.plan import Plan
+from strategies.core.protocol import MemoryRefusal
 from strategies.core.registry import find
 from strategies.core.validate import validate
 from strategies.planner.addresses import place
@@ -47,6 +49,24 @@ def test_with_free_copies_and_updates_a_step_is_its_compute() -> None:
         assert priced.compute_seconds == pytest.approx(15.0)  # 5 s forward, twice that backward
         assert priced.seconds == pytest.approx(15.0, rel=1e-3)
         assert priced.outcome.binds is Resource.COMPUTE
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_of_a_machine_share_its_disk(ranks: int) -> None:
+    rates = replace(FAST, disk_read_bytes_per_s=2e6, disk_write_bytes_per_s=1e6).shared_by(ranks)
+    about = known(rates, blocks=8, world_size=ranks)
+    about = replace(about, machine=replace(about.machine, ranks=ranks))
+    sizes = {"host_memory": f"{128 * ranks}MiB", "disk_memory": f"{64 * ranks}MiB"}
+    plan = planned(about, site="host", disk="/fast", **sizes)
+    assert plan.layout is not None and disk_bytes(plan.layout) == 64 << 20
+    cost = plan_cost(plan)
+    assert cost is not None
+    assert cost.seconds == pytest.approx(ranks * (64 << 20) * (1 / 2e6 + 1 / 1e6), rel=1e-3)
+    (line,) = full_report.disk_lines(plan, cost)
+    assert f"{64 * ranks}.0 MiB of" in line and "read 0.002 GB/s, written 0.001 (assumed" in line
+    assert "0.0024 TB written per hour (a drive that is rated for 600 TB lasts 10,417 days)" in line
+    with pytest.raises(MemoryRefusal, match=r"24\.0 MiB too much"):
+        planned(about, site="host", disk="/fast", **sizes | {"disk_memory": f"{32 * ranks}MiB"})
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,11 @@ class Fit:
 
     def _over_more_ranks(self) -> Iterator[FitRow]:
         """All weights over more ranks of this machine: what needs ranks alone if that fits, else with another one."""
-        whole, now = replace(_plain(self.config)[0], kept={}), self.ranks  # a disk is for one rank
+        whole, now = _plain(self.config)[0], self.ranks
+        kept = {
+            name: {key: value for key, value in some.items() if key != "moments"} for name, some in whole.kept.items()
+        }
+        whole = replace(whole, kept=kept)  # moments in fewer bits are for one rank
         alone = [name for name in _saving() if not find(name).needs_ranks]
         for sharing in (name for name in _saving() if find(name).needs_ranks):
             ways = [whole.using([sharing]), *(whole.using([sharing, name]) for name in alone)]

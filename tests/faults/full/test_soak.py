@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import psutil
@@ -52,6 +53,7 @@ def test_nothing_grows(variant: str, server: Server, tmp_path: Path) -> None:
     assert len(set(descriptors[1:])) == 1 and len(set(threads[1:])) == 1, samples
 
 
+ON_DISK = {"bucket_size": "16KiB", "host_memory": "1900KiB", "disk": gettempdir(), "disk_memory": "10MiB"}
 KILLED: dict[str, tuple[int, dict[str, Any]]] = {
     "plain": VARIANTS["plain"],
     "offload, recomputed on the host": (
@@ -62,6 +64,7 @@ KILLED: dict[str, tuple[int, dict[str, Any]]] = {
     "stage 1 on two ranks": (2, {"zero": {"stage": 1}}),
     "stage 3 on two ranks": (2, {"zero": {"stage": 3}}),
     "shared on two ranks": VARIANTS["shared on two ranks"],
+    "state on the disk": (1, {"offload": {**VARIANTS["offload"][1]["offload"], **ON_DISK}}),
 }
 LENGTH, SAVE, KILLS = 420, 3, 60
 

@@ -1,0 +1,41 @@
+"""Room on the disk is looked for once per machine, for all ranks that are on it."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trainer.dist.ranks import Ranks
+from trainer.run import disk_tier
+
+HERE, THERE = (0, 500), (2, 1 << 60)  # the first rank of a machine, and what one of its ranks needs
+
+
+class Together:
+    """Another rank of this machine, and one of another."""
+
+    def gathered(self, mine: tuple[int, int]) -> list[tuple[int, int]]:
+        return [mine, HERE, THERE]
+
+    def by_some(self, does: bool, work: Any) -> None:
+        if does:
+            work()
+
+
+def test_room_is_for_all_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[int]()
+    plan: Any = SimpleNamespace(layout=SimpleNamespace(disk="/fast"))
+    config: Any = SimpleNamespace(error=lambda key, value, what: RuntimeError(f"{key} = {value}: {what}"))
+
+    def full(folder: str, num_bytes: int) -> None:
+        asked.append(num_bytes)
+        raise ValueError("full")
+
+    monkeypatch.setattr(disk_tier, "agreement", lambda *_: nullcontext(Together()))
+    monkeypatch.setattr(disk_tier, "disk_bytes", lambda layout: 1000)
+    monkeypatch.setattr(disk_tier, "ScratchFile", full)
+    with pytest.raises(RuntimeError, match=r"strategies.offload.disk = /fast: full"):
+        disk_tier.refuse_without_room(config, Ranks(0, 0, 3, 2), plan)
+    disk_tier.refuse_without_room(config, Ranks(1, 1, 3, 2), plan)
+    assert asked == [1500]
