@@ -67,6 +67,7 @@ class Offload(Strategy):
     implies = {"buffers": {}, "cross_entropy": {}}
     takes_over = ("zero",)
     to_fit = {}
+    to_fit_inexactly = ({"moments": "bf16"}, {"moments": "int8"})
     of_machine = ("disk", "disk_memory", "moments")
     requires = frozenset([Requirement.PARAMETERS, Requirement.COMPUTE_DTYPE, Requirement.BLOCK_TIMES])
     examples = (

@@ -91,6 +91,22 @@ def test_what_the_machine_has_is_kept() -> None:
     assert not any(row.refused for row in rows if row.ranks == 2)
 
 
+def test_state_in_fewer_bits_is_an_answer_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tried where all of it does not fit, until it does."""
+    monkeypatch.setattr(fit, "MORE_RANKS", ())
+    machine = card(5 << 20, int(((1 << 30) + (6 << 20)) / 0.9))
+    rows = rows_of(machine, "model.config.num_hidden_layers=12")
+    found = [row for row in rows if row.kind == "full (inexact)"]
+    assert [row.tree["strategies"]["offload"] for row in found] == [{"moments": "bf16"}, {"moments": "int8"}]
+    assert [row.fits for row in found] == [False, True]
+    whole, inexact, *_ = lines(rows)
+    assert whole.startswith(
+        "full fine-tuning does not fit on 1 rank; nearest is full + recompute + offload, host lacks"
+    )
+    assert inexact.startswith("full fine-tuning with inexact state fits: full (inexact) + recompute + offload, ")
+    assert not [row for row in rows_of(machine, "training.optim=sgd") if row.kind == "full (inexact)"]
+
+
 def test_what_is_for_one_rank_is_refused_once_in_words() -> None:
     rows = rows_of(card(5 << 20), "prune={method: magnitude}", "strategies.offload={moments: int8}")
     assert next(row for row in rows if row.kind == "LoRA").refused.startswith("model.lora: cannot go with prune")

@@ -45,7 +45,8 @@ LORA_SECTION = {"r": 16, "target_modules": "all-linear"}
 # Of a model without a config file. The tokenizer is not read; the vocabulary is the model's.
 ROWS, LENGTH, TOKENIZER = 1, 2048, "the-model's-own"
 HEADER = ("fits", "training", "ranks", "device", "host", "step", "lines, in place of these sections of the config")
-KINDS = {"full": "full fine-tuning", "LoRA": "LoRA", "QLoRA": "QLoRA"}
+INEXACT = "full (inexact)"
+KINDS = {"full": "full fine-tuning", INEXACT: "full fine-tuning with inexact state", "LoRA": "LoRA", "QLoRA": "QLoRA"}
 FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 UNKNOWN = "-"
 SAME = 0.1  # relative difference of simulated seconds for which no strategy is worth writing
@@ -127,7 +128,9 @@ class Fit:
         """All rows; with ``as_given`` the first one is the config as it is, if it has strategies. Raises ConfigError if
         the model cannot be described.
         """
-        rows = [*self._here(as_given=as_given), *self._over_more_ranks()]
+        rows = self._here(as_given=as_given)
+        inexact = [] if any(row.fits for row in rows if row.kind == "full") else [*self._inexactly()]
+        rows += [*inexact, *self._over_more_ranks()]
         whole = (row for row in rows if row.kind == "full" and row.ranks <= self.ranks.world_size)
         return rows if any(row.fits for row in whole) else [*rows, *self._rows_divided()]
 
@@ -159,6 +162,20 @@ class Fit:
                 if not any(_alike(row, other) for other in rows):
                     rows.append(row)
         return rows
+
+    def _inexactly(self) -> Iterator[FitRow]:
+        """All weights on the ranks that were asked for, with ever less state until it fits."""
+        way = _plain(self.config)[0].using([each for each in _saving() if not find(each).needs_ranks])
+        less = [(name, options) for name in way.strategies for options in find(name).to_fit_inexactly]
+        for name, options in less:
+            chosen = {name: {**way.tree["strategies"][name], **options}}
+            tree = way.tree | {"strategies": way.tree["strategies"] | chosen}
+            row = self._row(replace(way, kind=INEXACT, tree=tree), self.ranks)
+            if row.refused:
+                return
+            yield row
+            if row.fits:
+                return
 
     def _over_more_ranks(self) -> Iterator[FitRow]:
         """All weights over more ranks of this machine: what needs ranks alone if that fits, else with another one."""
