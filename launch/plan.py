@@ -122,7 +122,12 @@ def show(arguments: argparse.Namespace) -> None:
         plans = plans_of(config, ranks, machine)
     plan = plans[0]
     cost = plan_cost(plan)
-    print(full_report.text(plan, cost, advice(config, plan), plans))
+    before = []
+    if config.distill is not None:
+        from trainer.run.teaching import priced
+
+        before = priced(config, plan, machine)
+    print(full_report.text(plan, cost, advice(config, plan), plans, before))
     for line in beyond(config, plan.facts.run.positions):
         say(line)
     if asked is not None:

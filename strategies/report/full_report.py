@@ -22,12 +22,19 @@ RATED_TB = 600  # written, as drives of 1 TB often are by their makers
 POLICIES = ("policy", "blocks", "kept", "on the host", "freed", "paid", "operations again")
 
 
-def text(plan: Plan, cost: StepCost | None, advice: Sequence[str] = (), stages: Sequence[Plan] = ()) -> str:
-    """What the run needs, its simulated step and ``advice``; then the grid of ranks and what each of the ``stages``
-    holds, the state, routes of linear layers, recomputation, the buckets, and what is busy in the step.
+def text(
+    plan: Plan,
+    cost: StepCost | None,
+    advice: Sequence[str] = (),
+    stages: Sequence[Plan] = (),
+    before: Sequence[str] = (),
+) -> str:
+    """What the run needs, its simulated step, what comes ``before`` and ``advice``; then the grid of ranks, what each
+    of the ``stages`` holds, the state, routes of linear layers, recomputation, buckets, and what is busy in the
+    step.
     """
     lines = [plan_table.title(plan), *plan_table.summary(plan), *([headline(plan, cost)] if cost else [])]
-    lines += [*moment_lines(plan), *disk_lines(plan, cost)]
+    lines += [*moment_lines(plan), *disk_lines(plan, cost), *before]
     lines += ["what would change it most, estimated:", *advice] if advice else []
     grid = [*plan_table.grid_table(plan.facts.run.grid), *plan_table.stage_table(stages)]
     tables = (plan_table.lines(plan), gemm_routes.lines(plan), recompute_lines(plan), plan_table.bucket_lines(plan))

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from datasets import Dataset
 from safetensors.torch import load_file
 from torch import Tensor
 
+from strategies.core.sizes import human
+from strategies.engine import stowed_by as streamed_by
 from tests.e2e.commands import write_jsonl
 from trainer.config.load import load_tree
 from trainer.data import prepare, pydoc_rows, teacher
@@ -21,6 +24,9 @@ from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
 from trainer.dist.stopping import Stop
 from trainer.errors import ConfigError, ExitCode
+from trainer.machine.probe import probe
+from trainer.model import student
+from trainer.planning.streamed import placed
 from trainer.run import run as runs
 from trainer.run.order import read_data
 
@@ -174,13 +180,66 @@ def test_a_teacher_is_streamed_and_asking_goes_on(
     found = [path.read_bytes() for path in parts]
     parts[1].write_bytes(b"?" + found[1][1:])  # damaged, it is asked anew, of a teacher that fits
     assert train(tree_of(home, tmp_path / "b", **options)) == 0
-    assert "all on the device" not in (said := capsys.readouterr().out) and "made anew" in said
+    assert "answered already" in (said := capsys.readouterr().out) and "made anew" in said
     assert [path.read_bytes() for path in parts] == found
+
+
+@pytest.mark.slow
+def test_several_teachers(
+    home: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The student learns from the average by weight, streamed or not; of a model with itself that is the model."""
+    monkeypatch.setattr(prepare, "cache", lambda otherwise: tmp_path / "cache")
+    again, second = home / "teacher", tmp_path / "second"
+    shutil.copytree(home / "student", second)
+    twin = shutil.copytree(again, tmp_path / "twin")
+    of_twins = {str(again): 1, str(twin): 3}
+    assert train(tree_of(home, tmp_path / "twins", {"offload": {"gpu_memory": "1100KiB"}}, teacher=of_twins)) == 0
+    said = capsys.readouterr().out
+    assert said.count("streamed through") >= 4 and "over the link" in said  # in the plan, and before it is asked
+    for name, each in weights(plain).items():
+        torch.testing.assert_close(weights(tmp_path / "twins")[name], each, rtol=0, atol=1e-6)
+    shares = {str(again): 1.0, str(second): 3.0}
+    assert train(tree_of(home, tmp_path / "two", teacher=shares, training={"max_steps": 1})) == 0
+    tree = load_tree(tree_of(home, tmp_path / "two", teacher=shares))
+    rows: Any = read_data(tree, Ranks(), quiet=True)[1].train
+    kept = max((tmp_path / "cache").glob("*/000000.arrow"), key=lambda path: path.stat().st_mtime)
+    answer = Dataset.from_file(str(kept))[0][student.TEACHER]
+    ids = torch.tensor(rows[0]["input_ids"])[None]
+    models = [transformers.AutoModelForCausalLM.from_pretrained(name) for name in shares]
+    with torch.no_grad():
+        one, other = ((each(input_ids=ids).logits[0, :-1, :WORDS] / 2).softmax(1) for each in models)
+    found = torch.frombuffer(bytearray(answer), dtype=torch.float32).view(-1, WORDS).exp()
+    torch.testing.assert_close(found, (one / 4 + 3 * other / 4)[-len(found) :], rtol=0, atol=1e-5)
+    assert train(tree_of(home, tmp_path / "bad", teacher={str(again): 1, str(home / "other"): 1})) == ExitCode.CONFIG
+
+
+def test_the_plan_says_what_a_teacher_takes(home: Path) -> None:
+    """Counted by hand, and by the engine while it answers a batch."""
+    config = load_tree(tree_of(home, home / "run", {"offload": {"gpu_memory": "900KiB"}}))
+    (line,) = teacher.priced(config, 900 << 10, probe())
+    layer = 4 * 32 * 32 + 3 * 32 * 48
+    products, tokens = 30 * layer + 32 * (WORDS + 8), 3 * LENGTH
+    attention = 30 * 2 * 2 * 3 * LENGTH * LENGTH * 32
+    flops = float(line.partition("tokens takes ")[2].partition(" TFLO")[0]) * 1e12
+    assert flops == pytest.approx(2 * products * tokens + attention, rel=0.02)
+    model = transformers.AutoModelForCausalLM.from_pretrained(home / "teacher")
+    ((plan, _),) = teacher._place(config, 900 << 10, [model])
+    with placed(model, plan, torch.device("cpu")) as call:
+        engine = streamed_by(model).engine
+        call(input_ids=torch.arange(24)[None])
+        before = engine.transfer.bytes_up
+        call(input_ids=torch.arange(24)[None])
+        up = engine.transfer.bytes_up - before
+    assert f"sends {human(up)} over the link" in line
 
 
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
+        ({"on": "hidden"}, 'distill.on = "hidden": must be logits; docs/distill.md says why hidden states'),
+        ({"teacher": {}}, "distill.teacher = {{}}: must be a folder or hub name, or several with a weight > 0 each"),
+        ({"teacher": {"teacher": 0.0}}, "must be a folder or hub name, or several with a weight > 0 each"),
         ({"teacher": "other"}, "its tokenizer has {less} tokens, and that of {home}/student has 300"),
         ({"teacher": "nowhere"}, "distill.teacher = '{home}/nowhere': there is no such folder"),
         ({"strategies": {"tensor": {"degree": 2}}}, "strategies.tensor"),
@@ -203,7 +262,7 @@ def test_refused(
 ) -> None:
     if line.endswith("no such folder"):
         monkeypatch.setattr(runs.order.preparing, "prepare", None)  # said before rows are prepared
-    if "teacher" in changed:
+    if isinstance(changed.get("teacher"), str):
         changed = {"teacher": str(home / changed["teacher"])}
     with pytest.raises(ConfigError) as error:
         config = load_tree(tree_of(home, tmp_path, **changed))

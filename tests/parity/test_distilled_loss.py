@@ -50,7 +50,7 @@ def labels_of() -> Tensor:
 
 
 def loss_of(student: Tensor, labels: Tensor, how: Distillation, items: Any = None) -> Tensor:
-    kept = answers(numbers(1).flatten(0, 1), how).view(ROWS, LENGTH, -1)
+    kept = answers([numbers(1).flatten(0, 1)], how).view(ROWS, LENGTH, -1)
     return student_loss(student, labels, WORDS + MORE, items, how=how, teacher=kept)
 
 
@@ -74,12 +74,25 @@ def test_formula_and_gradient(
 def test_all_words_are_kept_as_the_teacher_says_them() -> None:
     """To the bit, and top_k's with them, but for the last, which is all others."""
     logits, every = numbers(1).flatten(0, 1), Distillation("jsd", 0.5, 2.0, None, WORDS)
-    kept = answers(logits, every).view(torch.float32)
+    kept = answers([logits], every).view(torch.float32)
     assert torch.equal(kept, (logits[:, :WORDS] / 2).log_softmax(1))
-    few = answers(logits, Distillation("jsd", 0.5, 2.0, FEW, WORDS))
+    few = answers([logits], Distillation("jsd", 0.5, 2.0, FEW, WORDS))
     words, values = few[:, :FEW].long(), few[:, FEW:].contiguous().view(torch.float32)
     torch.testing.assert_close(values[:, :-1], kept.gather(1, words), rtol=0, atol=1e-6)
     torch.testing.assert_close(values.exp().sum(1), torch.ones(len(values)))
+
+
+@pytest.mark.parametrize("top_k", [ALL, FEW])
+def test_probabilities_of_several_teachers_are_averaged(top_k: int | None) -> None:
+    """At the temperature, over the words that all have; the most likely words are those of the average."""
+    first, second = numbers(1).flatten(0, 1), numbers(3, MORE).flatten(0, 1)
+    how = Distillation("jsd", 0.5, 2.0, top_k, WORDS)
+    mean = 0.75 * (first.double() / 2).softmax(1) + 0.25 * (second[:, :WORDS].double() / 2).softmax(1)
+    found, expected = answers([first, second], how, (0.75, 0.25)), answers([2 * mean.log()], how)
+    k = top_k or 0
+    assert torch.equal(found[:, :k], expected[:, :k])
+    values, wanted = (each[:, k:].contiguous().view(torch.float32) for each in (found, expected))
+    torch.testing.assert_close(values, wanted, rtol=0, atol=1e-5)
 
 
 def test_without_weight_it_is_the_loss_of_the_data() -> None:

@@ -17,7 +17,7 @@ from strategies.engine.updating.optim import zeros_stay
 from tests.helpers.models import build
 from tests.helpers.tiny import GPT2, run_config
 from trainer.config.load import load_tree
-from trainer.config.sections import PruneSection
+from trainer.config.smaller_sections import PruneSection
 from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError
 from trainer.machine.probe import probe

@@ -1,4 +1,4 @@
-"""A teacher's answers to the rows of a run: asked once, before training, and kept on the disk beside the rows.
+"""The answers of teachers to the rows of a run: asked once, before training, and kept on the disk beside the rows.
 
 A teacher that answers in the step would need memory for its weights beside the student's training state. Answers that
 are kept need none: training is a run of the student alone, whose rows have one more column, under any strategy that
@@ -6,7 +6,8 @@ leaves rows whole. They take 4 (2 top_k + 1) bytes for each token that is traine
 
 The teacher computes without gradients, in bf16 with ``training.bf16`` and else in fp32. If its weights and the logits
 of ``distill.teacher_batch_size`` rows fit into the memory of the device that the run may use, it is there; else the
-memory engine streams its weights from the host, row by row of blocks, with the same bits.
+memory engine streams its weights from the host, row by row of blocks, with the same bits. Several teachers answer each
+batch together, and share that memory by their weights' bytes: what is kept is their average.
 
 Answers are written in parts, each whole or not at all; asking goes on after the last that is there. At the end they
 are sealed under a hash of the contents of teacher and rows and of all that decides an answer. Several runs may ask at
@@ -20,8 +21,8 @@ from __future__ import annotations
 import fcntl
 import io
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
@@ -45,6 +46,7 @@ from trainer.data.prepare import is_whole
 from trainer.errors import ConfigError, DataError, first_line
 from trainer.model import build
 from trainer.model.student import comparison
+from trainer.planning import facts
 from trainer.planning.streamed import placed, plan_within, weights_of
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
     from trainer.data.prepare import Prepared
     from trainer.data.report import Say
+    from trainer.machine.probe import Machine
 
 PART_BYTES = 64 << 20  # of answers that are written at once
 SAY_EVERY_S = 10
@@ -60,8 +63,8 @@ SAY_EVERY_S = 10
 
 @dataclass(frozen=True)
 class Lesson:
-    """What is asked of a teacher. ``teacher``: a hash of its contents; ``key``: of all that decides the answers;
-    ``budget``: bytes of the device that it may use; ``rows``: as many are in a part.
+    """What is asked of the teachers. ``teacher``: a hash of their contents; ``key``: of all that decides the answers;
+    ``budget``: bytes of the device that they may use; ``rows``: as many are in a part.
     """
 
     how: Distillation
@@ -71,12 +74,14 @@ class Lesson:
     rows: int
 
 
-def section_of(config: RunConfig) -> ModelSection:
-    """The teacher as a model."""
+def sections_of(config: RunConfig) -> dict[str, ModelSection]:
+    """The teachers as models, by name."""
     assert config.distill is not None
     dtype: Any = "bfloat16" if config.training.bf16 else "float32"
     trusts = config.model.trust_remote_code
-    return ModelSection(name_or_path=config.distill.teacher, dtype=dtype, trust_remote_code=trusts)
+    return {
+        name: ModelSection(name_or_path=name, dtype=dtype, trust_remote_code=trusts) for name in config.distill.teachers
+    }
 
 
 def check(
@@ -92,18 +97,20 @@ def check(
     embedding; ``folder``: where answers are kept.
     """
     assert config.distill is not None
-    section, name, hf_config = section_of(config), config.distill.teacher, config_of(config)
-    with _named(config):
-        own = tokenizers.load(None, name, section.trust_remote_code, folder, ())
-    if why := unlike(own, tokenizer, config.model.name_or_path or "the student"):
-        raise config.error("distill.teacher", name, f"{why}; a teacher has the student's tokens")
-    teacher_words = hf_config.get_text_config().vocab_size
-    if teacher_words < len(tokenizer):
-        what = f"its model has {teacher_words} words, fewer than the {len(tokenizer)} of the tokenizer"
-        raise config.error("distill.teacher", name, what)
-    how = comparison(config, min(teacher_words, student_words))
-    mark = contents(name, hf_config)
-    decide = [prepared.fingerprint, mark, section.dtype, how.temperature, how.top_k, how.words]
+    configs, shares = configs_of(config), config.distill.teachers
+    sections, student = sections_of(config), config.model.name_or_path or "the student"
+    for name, hf_config in configs.items():
+        with _named(config, name):
+            own = tokenizers.load(None, name, config.model.trust_remote_code, folder, ())
+        if why := unlike(own, tokenizer, student):
+            raise config.error("distill.teacher", name, f"{why}; a teacher has the student's tokens")
+        if (words := hf_config.get_text_config().vocab_size) < len(tokenizer):
+            what = f"its model has {words} words, fewer than the {len(tokenizer)} of the tokenizer"
+            raise config.error("distill.teacher", name, what)
+    how = comparison(config, min(student_words, *(each.get_text_config().vocab_size for each in configs.values())))
+    marks = [contents(name, hf_config) for name, hf_config in configs.items()]
+    mark = marks[0] if len(marks) == 1 else digest_of([marks, list(shares.values())])
+    decide = [prepared.fingerprint, mark, next(iter(sections.values())).dtype, how.temperature, how.top_k, how.words]
     key = digest_of(decide)[:16]
     rows: Any = prepared.train
     count = num_answers(rows)
@@ -115,36 +122,66 @@ def check(
     if not home.is_dir() and needed - kept > free:
         what = f"{count:,} answers take {human(needed)}, and {folder} has {human(free)} free"
         raise config.error("distill.top_k", config.distill.top_k, f"{what}; lower it, or make room")
-    lesson = Lesson(how, mark, key, budget, in_part)
-    where = "answered already"
+    where = ["answered already"]
     if not home.is_dir():
-        with _named(config):
-            model = build.build(section, hf_config, seed=0, partitioned=False, on_meta=True)
-        where = _place(config, lesson, model)[1]
-    say(f"teacher: {name}, {where}; {count:,} answers of {human(4 * how.width)}: {human(needed)} in {folder}")
-    return lesson
+        where = [said for _, said in _place(config, budget, _described(config))]
+    said = "; ".join(f"{name}, {each}" for name, each in zip(configs, where * len(configs), strict=False))
+    say(f"teacher: {said}; {count:,} answers of {human(4 * how.width)}: {human(needed)} in {folder}")
+    return Lesson(how, mark, key, budget, in_part)
 
 
-def config_of(config: RunConfig) -> Any:
-    """The configuration of the teacher's model. ConfigError: there is none."""
-    section = section_of(config)
-    with _named(config):
-        build.refuse_missing_folder(section)
-        return build.load_config(section)
+def configs_of(config: RunConfig) -> dict[str, Any]:
+    """The configuration of each teacher's model. ConfigError: there is none."""
+    found = {}
+    for name, section in sections_of(config).items():
+        with _named(config, name):
+            build.refuse_missing_folder(section)
+            found[name] = build.load_config(section)
+    return found
+
+
+def _described(config: RunConfig, *, saved: bool = True) -> list[PreTrainedModel]:
+    """The teachers without values; those that are not ``saved`` yet, by their configuration."""
+    found = []
+    for (name, section), hf_config in zip(sections_of(config).items(), configs_of(config).values(), strict=True):
+        if not saved:
+            section = section.model_copy(update={"name_or_path": None, "config": {"model_type": hf_config.model_type}})
+        with _named(config, name):
+            found.append(build.build(section, hf_config, seed=0, partitioned=False, on_meta=True))
+    return found
+
+
+def priced(config: RunConfig, budget: int, machine: Machine) -> list[str]:
+    """A line of the plan for each teacher, by its configuration alone. ConfigError: see above."""
+    assert config.distill is not None
+    size, lines = config.distill.teacher_batch_size, []
+    training = config.training.model_copy(update={"per_device_train_batch_size": size})
+    alone = config.model_copy(update={"distill": None, "prune": None, "strategies": {}, "training": training})
+    places = _place(config, budget, _described(config, saved=False), machine)
+    for (name, section), (plan, where) in zip(sections_of(config).items(), places, strict=True):
+        with _named(config, name):
+            flops = facts.counted(alone.model_copy(update={"model": section})).forward_flops
+        buckets = () if plan is None or plan.layout is None else plan.layout.buckets
+        up = sum(bucket.weight_bytes for bucket in buckets if not bucket.resident)
+        lines.append(
+            f"teacher, before training: {name}, {where}; a forward of {size} x {config.data.max_length:,} tokens takes "
+            f"{flops / 1e12:,.4g} TFLO and sends {human(up)} over the link"
+        )
+    return lines
 
 
 @contextmanager
-def _named(config: RunConfig) -> Iterator[None]:
-    """Inside, errors about the teacher name its key."""
+def _named(config: RunConfig, name: str) -> Iterator[None]:
+    """Inside, errors about the teacher ``name`` have its key."""
     try:
         yield
     except ConfigError as error:
         lines = [line.replace("model.name_or_path", "distill.teacher") for line in error.lines]
         lines = [line.replace("model.tokenizer", "distill.teacher") for line in lines]
         raise ConfigError([config.located("distill.teacher", line) for line in lines]) from None
-    except ValueError as error:  # Transformers', of a configuration that has no such model
+    except (OSError, ValueError) as error:  # Transformers', of a folder without weights, or one that has no such model
         what = f"Transformers has no AutoModelForCausalLM of it: {str(error).splitlines()[0]}"
-        raise config.error("distill.teacher", config.distill and config.distill.teacher, what) from None
+        raise config.error("distill.teacher", name, what) from None
 
 
 def unlike(teacher: PreTrainedTokenizerBase, student: PreTrainedTokenizerBase, name: str) -> str:
@@ -178,21 +215,31 @@ def num_answers(rows: Dataset) -> int:
     return total
 
 
-def _place(config: RunConfig, lesson: Lesson, model: PreTrainedModel) -> tuple[Any, str]:
-    """The plan that streams the teacher, or None if it fits, and what is said of it. ConfigError: there is no room."""
+def _place(
+    config: RunConfig, budget: int, models: Sequence[PreTrainedModel], machine: Machine | None = None
+) -> list[tuple[Any, str]]:
+    """Of each teacher the plan that streams it, or None if all fit, and what is said of it. ConfigError: there is no
+    room.
+    """
     assert config.distill is not None
-    weights = weights_of(model)
-    tokens, size = config.distill.teacher_batch_size * config.data.max_length, next(model.parameters()).element_size()
-    logits = 2 * tokens * model.config.get_text_config().vocab_size * size
-    try:
-        plan = plan_within(model, lesson.budget - logits)
-    except (Refusal, ValueError) as error:
-        what = f"{human(weights)} of weights and {human(logits)} for logits of {tokens:,} tokens do not fit"
-        why = first_line(error).replace("strategies.offload.", "")
-        line = f"{what} into {human(lesson.budget)} ({why}); lower it, or data.max_length"
-        raise config.error("distill.teacher_batch_size", config.distill.teacher_batch_size, line) from None
-    through = "all on the device" if plan is None else f"streamed through {human(lesson.budget - logits)}"
-    return plan, f"{human(weights)} of weights, {through}"
+    tokens, needs = config.distill.teacher_batch_size * config.data.max_length, list(map(weights_of, models))
+    logits = sum(
+        2 * tokens * each.config.get_text_config().vocab_size * next(each.parameters()).element_size()
+        for each in models
+    )
+    room, found = budget - logits, []
+    for model, weights in zip(models, needs, strict=True):
+        own = room if len(models) == 1 else weights if sum(needs) <= room else room * weights // sum(needs)
+        try:
+            plan = plan_within(model, own, machine)
+        except (Refusal, ValueError) as error:
+            what = f"{human(sum(needs))} of weights and {human(logits)} for logits of {tokens:,} tokens do not fit"
+            why = first_line(error).replace("strategies.offload.", "")
+            line = f"{what} into {human(budget)} ({why}); lower it, or data.max_length"
+            raise config.error("distill.teacher_batch_size", config.distill.teacher_batch_size, line) from None
+        through = "all on the device" if plan is None else f"streamed through {human(own)}"
+        found.append((plan, f"{human(weights)} of weights, {through}"))
+    return found
 
 
 def answered(
@@ -239,7 +286,7 @@ def _ask(
     draft.mkdir(exist_ok=True)
     collate, said = Collator(pad, config.data.packing), monotonic()
     bar = tqdm(total=len(rows), desc="teacher", unit=" rows", leave=False, disable=None)
-    with _teacher(config, lesson, device) as model, bar:
+    with _teachers(config, lesson, device) as calls, bar:
         for number, start in enumerate(range(0, len(rows), lesson.rows)):
             path, stop = draft / f"{number:06}.arrow", min(start + lesson.rows, len(rows))
             if path.exists():
@@ -248,7 +295,7 @@ def _ask(
             made = list[bytes]()
             for at in range(start, stop, size):
                 batch = collate([rows[i] for i in range(at, min(at + size, stop))])
-                made += _asked(model, batch, lesson.how)
+                made += _asked(calls, batch, lesson.how, list(config.distill.teachers.values()))
                 bar.update(min(size, stop - at))
                 if bar.disable and monotonic() - said > SAY_EVERY_S:
                     said = monotonic()
@@ -260,14 +307,16 @@ def _ask(
     sync(home.parent)
 
 
-def _asked(model: Callable[..., Any], batch: dict[str, torch.Tensor], how: Distillation) -> list[bytes]:
+def _asked(
+    calls: Sequence[Callable[..., Any]], batch: dict[str, torch.Tensor], how: Distillation, shares: Sequence[float]
+) -> list[bytes]:
     """The answers to each row of ``batch``. Raise DataError if one is not finite."""
     labels = batch.pop("labels")
     predicts = labels[:, 1:] != MASKED
-    logits = model(**batch).logits
+    logits = [call(**batch).logits[:, :-1] for call in calls]
     found = []
-    for scores, trained in zip(logits[:, :-1], predicts, strict=True):
-        answer = answers(scores[trained.to(scores.device)], how).cpu()
+    for row, trained in enumerate(predicts):
+        answer = answers([each[row][trained.to(each.device)] for each in logits], how, shares).cpu()
         if not answer[:, how.top_k or 0 :].contiguous().view(torch.float32).isfinite().all():
             raise DataError(
                 "distill.teacher: its logits are not finite, so it has no answer; take another dtype or model"
@@ -286,9 +335,12 @@ def _arrow(made: list[bytes]) -> bytes:
 
 
 @contextmanager
-def _teacher(config: RunConfig, lesson: Lesson, device: torch.device) -> Iterator[Callable[..., Any]]:
-    """The teacher, to be called with tensors of the host; freed at the end."""
-    section = section_of(config)
-    model: Any = build.build(section, build.load_config(section), seed=0, partitioned=False)
-    with placed(model, _place(config, lesson, model)[0], device) as call:
-        yield call
+def _teachers(config: RunConfig, lesson: Lesson, device: torch.device) -> Iterator[list[Callable[..., Any]]]:
+    """The teachers, to be called with tensors of the host; freed at the end."""
+    sections = sections_of(config).values()
+    models: list[Any] = [build.build(each, build.load_config(each), seed=0, partitioned=False) for each in sections]
+    with ExitStack() as stack:
+        places = _place(config, lesson.budget, models)
+        yield [
+            stack.enter_context(placed(model, plan, device)) for model, (plan, _) in zip(models, places, strict=True)
+        ]

@@ -10,7 +10,7 @@ from strategies.core.facts import UnitKind
 
 if TYPE_CHECKING:
     from strategies.core.facts import Param, Unit
-    from trainer.config.sections import PruneSection
+    from trainer.config.smaller_sections import PruneSection
 
 SUFFIX = ".weight"
 

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig
 
-    from trainer.config.sections import PruneSection, RunConfig
+    from trainer.config.sections import RunConfig
+    from trainer.config.smaller_sections import PruneSection
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 ALIGN = 8

@@ -14,6 +14,7 @@ from trainer.planning.plan_for import plan_for
 
 if TYPE_CHECKING:
     from strategies.core.plan import Plan
+    from trainer.machine.probe import Machine
 
 
 def weights_of(model: Any) -> int:
@@ -21,9 +22,9 @@ def weights_of(model: Any) -> int:
     return sum(each.numel() * each.element_size() for each in {*model.parameters(), *model.buffers()})
 
 
-def plan_within(model: Any, room: int) -> Plan | None:
-    """The plan that streams the weights through ``room`` bytes; None: all fit. Parameters are frozen but for one. Raise
-    Refusal or ValueError if that is too little.
+def plan_within(model: Any, room: int, machine: Machine | None = None) -> Plan | None:
+    """The plan that streams the weights through ``room`` bytes (of ``machine``, or of this one); None: all fit. All
+    parameters are frozen but for one. Raise Refusal or ValueError if that is too little.
     """
     if weights_of(model) <= room:
         return None
@@ -33,7 +34,7 @@ def plan_within(model: Any, room: int) -> Plan | None:
     least = min(model.parameters(), key=torch.numel).requires_grad_()
     if room <= 1:  # which the engine would take for a share
         raise ValueError("nothing is left for weights")
-    return plan_for(model, [least], max_grad_norm=None, gpu_memory=room, world_size=1)
+    return plan_for(model, [least], max_grad_norm=None, gpu_memory=room, world_size=1, machine=machine)
 
 
 @contextmanager

@@ -39,7 +39,6 @@ from trainer.data import teacher
 from trainer.data import tokenizer as tokenizers
 from trainer.data.collate import check_batch, check_packing
 from trainer.data.prepare import Prepared
-from trainer.data.teacher import Lesson
 from trainer.dist.agreement import agreement
 from trainer.dist.ranks import Ranks, name_device
 from trainer.errors import ConfigError, write_line, write_nothing
@@ -83,7 +82,7 @@ class Run:
     resumed: Resumed | None = None
     form: Form | None = None  # of the architecture's forward, where the model is cut into stages
     stage: Stage | None = None
-    lesson: Lesson | None = None  # what a teacher is asked before training
+    lesson: teacher.Lesson | None = None  # what a teacher is asked before training
     smaller: Smaller | None = None  # what becomes of the model before training
     source: RunConfig | None = None  # names the model whose weights are loaded, if it is not the one of ``config``
     pour: Callable[[StowOptimizer], None] | None = None  # gives the stowed model its values
@@ -113,8 +112,9 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
     form = form or form_of_stages(config)
     refuse_under_zero(config, deepspeed.stage(plan))
     run = Run(config, ranks, folder, tokenizer, prepared, machine, plan, resumed, form)
+    before = teaching.priced(config, plan, machine)
     if ranks.is_first:
-        show_plan(run, plans)
+        show_plan(run, plans, before)
     with explained(config, ranks, machine):
         for each in plans:
             refuse_impossible(each)
@@ -150,7 +150,7 @@ def read_data(
     hf_config = config_of(config)
     facts.check_model(config, hf_config)
     if config.distill is not None:
-        teacher.config_of(config)  # a missing one is said before rows are prepared
+        teacher.configs_of(config)  # a missing one is said before rows are prepared
     task = TASKS[config.task]
     build.refuse_lost_buffers(section, hf_config, task)
     texts = preparing.texts(config.data) if task.language else task_rows.texts(task, config.data)
@@ -185,10 +185,10 @@ def first_then_all(ranks: Ranks, work: Callable[[], T]) -> T:
     return made[0] if made else work()
 
 
-def show_plan(run: Run, plans: Sequence[Plan]) -> None:
+def show_plan(run: Run, plans: Sequence[Plan], before: Sequence[str] = ()) -> None:
     """Print the plan; write it (as text and as JSON), config and DeepSpeed config into the run's folder."""
     cost = plan_cost(run.plan)
-    text = full_report.text(run.plan, cost, advice(run.config, run.plan), plans)
+    text = full_report.text(run.plan, cost, advice(run.config, run.plan), plans, before)
     run.folder.mkdir(parents=True, exist_ok=True)
     replace_file(run.folder / "config.yaml", run.config.dump())
     replace_file(run.folder / "plan.json", json.dumps(full_report.to_json(run.plan, cost), indent=1))

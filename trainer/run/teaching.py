@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
     from trainer.data.prepare import Prepared
     from trainer.dist.ranks import Ranks
+    from trainer.machine.probe import Machine
     from trainer.run.resuming import Resumed
 
 
@@ -49,12 +50,18 @@ def check(
             ranks.rank,
             lambda: teacher.check(config, tokenizer, prepared, student.vocab_size, budget, _home(config), write_line),
         )
-    check_packing(config.model_copy(update={"model": teacher.section_of(config)}))
+    for section in teacher.sections_of(config).values():
+        check_packing(config.model_copy(update={"model": section}))
     before = lesson.teacher if resumed is None else resumed.found.manifest.run.data.teacher
     if before not in ("", lesson.teacher) and "loss" not in config.training.allow_change:
         what = "its files are not those that the checkpoint was trained with; bring those back, or allow it with"
         raise config.error("distill.teacher", config.distill.teacher, f"{what} training.allow_change: [loss]")
     return lesson
+
+
+def priced(config: RunConfig, plan: Plan, machine: Machine) -> list[str]:
+    """What the teachers take, for the plan. ConfigError: one has no room, or cannot be described."""
+    return [] if config.distill is None else teacher.priced(config, budget_of(config, plan), machine)
 
 
 def budget_of(config: RunConfig, plan: Plan) -> int:

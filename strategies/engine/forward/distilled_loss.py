@@ -20,7 +20,7 @@ nothing on to it; a second derivative.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import log
@@ -51,11 +51,16 @@ class Distillation:
         return self.words if self.top_k is None else 2 * self.top_k + 1
 
 
-def answers(logits: Tensor, how: Distillation) -> Tensor:
-    """The answers of a teacher with these logits: [rows, vocabulary] -> int32 [rows, width]."""
-    found = torch.empty(len(logits), how.width, dtype=torch.int32, device=logits.device)
-    for part in chunks(*logits.shape):
-        scaled = logits[part, : how.words].float() / how.temperature
+def answers(logits: Sequence[Tensor], how: Distillation, shares: Sequence[float] = (1.0,)) -> Tensor:
+    """The answers of teachers with these logits: [rows, vocabulary] each -> int32 [rows, width]. Of several, they are
+    those of the average of their probabilities by ``shares``.
+    """
+    found = torch.empty(len(logits[0]), how.width, dtype=torch.int32, device=logits[0].device)
+    for part in chunks(len(logits[0]), max(each.shape[1] for each in logits) * len(logits)):
+        scaled, *others = (each[part, : how.words].float() / how.temperature for each in logits)
+        if others:
+            weighted = zip((scaled, *others), shares, strict=True)
+            scaled = torch.stack([log_softmax(each, 1) + log(share) for each, share in weighted]).logsumexp(0)
         if how.top_k is None:
             found[part] = log_softmax(scaled, 1).view(torch.int32)
             continue
