@@ -170,6 +170,8 @@ class ModelNumbers:
     num_experts: int = 0  # of a layer; 0: there are none
     experts_per_token: int = 0
     positions: int = 0  # tokens of a row that the model is made for; 0: it says no number
+    # Sums of a block's hidden states over tensor ranks: in forward, in backward, and where all of it runs again.
+    sums: tuple[int, int, int] = (2, 2, 2)
 
 
 @dataclass(frozen=True, slots=True)

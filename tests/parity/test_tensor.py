@@ -7,6 +7,7 @@ enlarges rounding. Rows have different numbers of trained tokens, so that losses
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from tests.helpers.tiny import LLAMA, OPT, QWEN3, VOCAB, run_config
 from tests.helpers.worlds import run_counted
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
+from trainer.planning.facts import counted
 from trainer.run import order
 from trainer.run.export import export
 from trainer.run.plan_check import count_saved
@@ -390,3 +392,35 @@ def test_dropout_keeps_ranks_together(ranks: int, others: Mapping[str, Any], tmp
     kind = Kind(ranks, {"tensor": {"degree": 2}, **others}, {**SGD, "gradient_checkpointing": True}, model)
     found = run_counted(ranks, with_dropout, kind.config(tmp_path, STEPS))
     assert found["apart"] == [] and found["drawn alike"]
+
+
+def summed(ranks: Ranks) -> tuple[int, int, int]:
+    """How often the ranks sum in a block's forward, in its backward, and there in addition if it runs again; what the
+    head sums is left out.
+    """
+    import deepspeed.module_inject.layers as layers
+
+    from strategies.backends import tensor_shards
+
+    made, comm = list[int](), layers.dist
+    layers.dist = SimpleNamespace(
+        **vars(comm) | {"all_reduce": lambda *a, **k: made.append(1) or comm.all_reduce(*a, **k)}
+    )
+    found = []
+    for again in (False, True):
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA | {"num_hidden_layers": 1})).train()
+        tensor_shards.divide(model, ranks.world_size, tied=False)
+        if again:
+            model.gradient_checkpointing_enable()
+        logits = model(input_ids=torch.zeros(2, 8, dtype=torch.long)).logits
+        found.append(len(made))
+        logits.square().mean().backward()
+        found.append(len(made) - found[-1] - 1)
+        made.clear()
+    return found[0], found[1], found[3] - found[1]
+
+
+@pytest.mark.slow
+def test_sums_are_those_that_are_priced() -> None:
+    config = run_config(strategies={"tensor": {"degree": 2}})
+    assert run_world(2, summed) == counted(config).sums == (2, 5, 1)

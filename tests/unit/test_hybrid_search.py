@@ -263,13 +263,14 @@ def test_what_tensor_ranks_exchange() -> None:
     """In gathers of the hidden states of a block: sums are two of them; slices are gathered again in backward."""
     on = Cluster(2, 2, Wire(1e6))
     found = {}
-    for in_slices in (False, True):
-        part = share(model(in_slices=in_slices), 1, 2)
+    for how in ({}, {"sums": (2, 5, 1)}, {"in_slices": True}):
+        part = share(model(**how), 1, 2)
         once = 8 * on.gather_seconds(boundary_bytes(part.run), 2)
         pricing = Pricing(Models({(1, 2): part}), on, RATES)
         prices = [pricing.price(Degrees(tensor=2, zero=1, recompute=policy)) for policy in POLICIES]
-        found[in_slices] = [round(price.parts["tensor exchanges"] / once, 6) for price in prices]
-    assert found == {False: [8, 8, 12], True: [10, 12, 13]}  # none, selective, full
+        found[" ".join(how)] = [round(price.parts["tensor exchanges"] / once, 6) for price in prices]
+    # none, selective, full; of Megatron, AutoTP and slices
+    assert found == {"": [8, 8, 12], "sums": [14, 14, 16], "in_slices": [10, 12, 13]}
 
 
 def test_a_gather_takes_a_latency_per_hop_and_the_slower_of_two_rates() -> None:

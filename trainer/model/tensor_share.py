@@ -7,6 +7,8 @@ keep nothing for backward.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from strategies.backends import scattered
 from strategies.backends.autotp import Cut, cut_of
+from strategies.core.linears import Linear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,6 +61,18 @@ def divide(model: PreTrainedModel, degree: int, *, in_slices: bool = False) -> N
             head.__class__, head.degree, head.vocabulary = GatheredHead, degree, embedding.num_embeddings
     if in_slices:
         scattered.start(model, scattered.Tokens(degree, 0, ""))
+
+
+def sums(linears: Iterable[Linear]) -> tuple[int, int, int]:
+    """How often ranks sum the hidden states of a block: in forward behind each layer divided by rows, in backward
+    before each divided by columns; where it runs again, without the last one, which nothing is saved of.
+    """
+    found = Counter((layer.unit, cut_of(layer.name, tied=True)) for layer in linears if "lora" not in layer.name)
+    rows, columns = (
+        max((number for (_, cut), number in found.items() if cut is kind), default=2)
+        for kind in (Cut.ROWS, Cut.COLUMNS)
+    )
+    return rows, columns, rows - 1
 
 
 def _resize(module: nn.Linear, *, rows: bool) -> None:

@@ -259,6 +259,7 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
             return str(param.dtype).removeprefix("torch.")
         return "bfloat16" if precision is Precision.BF16 else "float32"
 
+    linears = tuple(found.linears(autocast).values())
     return ModelCount(
         units=found.units(),
         forward_flops=found.flops,
@@ -268,10 +269,11 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
         frozen_bytes=sizes[False],
         scales_bytes=scales,
         params=list_params(model, groups, dtype_of, found.outside, found.computing),
-        linears=tuple(found.linears(autocast).values()),
+        linears=linears,
         model_params=0 if whole is None else sum(unit.num_params for unit in whole.units),
         model_flops=whole.forward_flops if whole is not None else slices * found.flops if slices > 1 else 0,
         tied=tensor_share.is_tied(model),
+        sums=tensor_share.sums(linears),
         positions=positions.made_for(model.config),
         **_experts(model),
     )

@@ -23,10 +23,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import nll_loss, pad
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
@@ -51,14 +53,18 @@ def chunks(rows: int, words: int) -> Iterator[slice]:
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
+def _parts(logits: Tensor) -> Iterator[slice]:
+    """The chunks; of fake logits, which are only counted, some: two chunks' tensors are alive at a time at most."""
+    return islice(chunks(*logits.shape), 3 if isinstance(logits, FakeTensor) else None)
+
+
 class _CrossEntropy(torch.autograd.Function):
     """``cross_entropy(logits.float(), target)`` of logits ``[rows, words]``, as mean or sum over the rows."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, reduction: int, ignored: int) -> Tensor:
-        rows, words = logits.shape
-        losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
-        for part in chunks(rows, words):
+        losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+        for part in _parts(logits):
             losses[part] = nll_loss(
                 _log_probabilities(logits[part]), target[part], ignore_index=ignored, reduction="none"
             )
@@ -80,7 +86,7 @@ class _CrossEntropy(torch.autograd.Function):
             )
         logits, target, weight = ctx.saved_tensors
         into = logits if is_free(ctx, logits) else torch.empty_like(logits)
-        for part in chunks(*logits.shape):
+        for part in _parts(logits):
             found = _log_probabilities(logits[part])
             of_found = aten.nll_loss_backward(grad, found, target[part], None, ctx.reduction, ctx.ignored, weight)
             into[part] = aten._log_softmax_backward_data(of_found, found, 1, torch.float32)

@@ -2,10 +2,11 @@
 
 A stage's forward and backward are those of ``step_cost.py``, with what recomputation repeats. To that come
 
-    tensor      per block two all-reduces of the hidden states in forward and two in backward, and under full
-                recomputation the first two again; nothing hides them. Where ranks have slices of the tokens each is a
-                gather or a scattered sum, as many bytes, before and after it; two gathers are made once more in
-                backward, and two when a block runs again, which under ``full`` also scatters a sum
+    tensor      per block all-reduces of the hidden states: two in forward, in backward one for each layer divided by
+                columns (``RunFacts.sums``), and under full recomputation the first one again; nothing hides them.
+                Where ranks have slices of the tokens there is a gather before and a scattered sum behind attention and
+                the MLP; two gathers are made once more in backward, and two when a block runs again, which under
+                ``full`` also scatters a sum
     ZeRO 3      weights gathered in forward and in backward, gradients scattered, at every micro-batch (3 M); ZeRO 2
                 scatters gradients at every micro-batch (M + 1); in a machine a pass takes the longer of compute and
                 exchange, across machines their sum (``cluster.py``). One message per unit: blocks are gathered whole
@@ -202,8 +203,9 @@ class Pricing:
             more = {"none": 0, FULL: 3}.get(degrees.recompute, 2)
             passes = 4 * one, (6 + more) * one
         else:
-            once = 2 * self._cluster.all_reduce_seconds(size, degrees.tensor)
-            passes = once, (2 if degrees.recompute == FULL else 1) * once
+            first, back, more = facts.run.sums
+            once = self._cluster.all_reduce_seconds(size, degrees.tensor)
+            passes = first * once, (back + more * (degrees.recompute == FULL)) * once
         forward, backward = ([one * (unit.kind is UnitKind.BLOCK) for unit in facts.units] for one in passes)
         columns = (
             [one for one, _ in plain],
