@@ -17,6 +17,7 @@ at. A search evaluates at most ``SEARCHED`` plans, each in O(ticks + gaps).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from heapq import merge
 from itertools import accumulate, islice
 from math import fsum, inf
@@ -35,6 +36,7 @@ class DoesNotFit(Exception):
     """No plan is within the budget; the message says how many bytes are missing."""
 
 
+@lru_cache(maxsize=1024)  # a search asks for many placements whose weights are the same
 def choose(problem: Problem, searched: int = SEARCHED) -> tuple[Eviction, ...]:
     """The best of so many plans.
 

@@ -107,15 +107,15 @@ def traffic(facts: Facts, layout: Layout, rates: Rates) -> tuple[int, int]:
 
 
 def problem_of(facts: Facts, layout: Layout, rates: Rates, *, updates: bool = True) -> Problem:
-    """Ticks, weights and link of ``layout``, with or without updates and what else depends on addresses. The budget is
-    unlimited: a layout fits by construction.
+    """Ticks, weights and link of ``layout``, with or without updates, saved tensors and what depends on addresses. The
+    budget is unlimited: a layout fits by construction.
     """
     names = [unit.name for unit in facts.units]
     slots, overlapping = (slot_numbers(layout), _overlapping(layout)) if updates else ({}, {})
     forward, backward = zip(*unit_seconds(facts, rates), strict=True)
     ticks_by_unit = ticks_of(names)
     ticks = [
-        Tick(f"forward {unit.name}", seconds, 0, unit.hosted_bytes)
+        Tick(f"forward {unit.name}", seconds, 0, unit.hosted_bytes * updates)
         for unit, seconds in zip(facts.units, forward, strict=True)
     ]
     ticks += [Tick(f"backward {names[i]}", backward[i], 0) for i in reversed(range(len(names)))]
@@ -259,11 +259,12 @@ def evictions_of(problem: Problem, layout: Layout) -> Iterator[Eviction]:
     A weight whose addresses no other one needs meanwhile stays there, and is not brought again.
     """
     count = len(problem.ticks)
-    present = [{tick for start, end in b.resident_ticks for tick in range(start, end)} for b in layout.buckets]
+    present = [sum((1 << end) - (1 << start) for start, end in b.resident_ticks) for b in layout.buckets]  # a bit each
     for gap in problem.gaps:
         here = present[gap.weight]
-        if here and (gap.after + 1) % count not in here:
-            issue = next(tick for tick in range(gap.after + 1, gap.before + 1) if tick % count in here)
-            away = {tick % count for tick in range(gap.after + 1, issue)}
-            if any(not away.isdisjoint(present[other]) for other in problem.weights[gap.weight].overlapping):
+        if here and not here >> (gap.after + 1) % count & 1:
+            issue = next(tick for tick in range(gap.after + 1, gap.before + 1) if here >> tick % count & 1)
+            away = (1 << issue) - (1 << gap.after + 1)
+            away |= away >> count
+            if any(away & present[other] for other in problem.weights[gap.weight].overlapping):
                 yield Eviction(gap, issue)

@@ -106,11 +106,11 @@ def _problem(facts: Facts, layout: Layout, indices: Collection[int], room: int) 
     for index in sorted(indices):
         together.setdefault(layout.buckets[index].units, []).append(index)
     groups = list(together.values())
-    whole = problem_of(facts, layout, facts.machine.rates or ASSUMED, updates=False)
+    few = replace(layout, buckets=tuple(layout.buckets[group[0]] for group in groups), accumulation=1)
+    whole = problem_of(facts, few, facts.machine.rates or ASSUMED, updates=False)
     sizes = [sum(aligned(layout.buckets[index].weight_bytes) for index in group) for group in groups]
-    weights = tuple(replace(whole.weights[group[0]], num_bytes=size) for group, size in zip(groups, sizes, strict=True))
-    ticks = tuple(replace(tick, hosted_bytes=0) for tick in whole.ticks)
-    return replace(whole, ticks=ticks, weights=weights, budget=room, accumulation=1), groups
+    weights = tuple(replace(one, num_bytes=size) for one, size in zip(whole.weights, sizes, strict=True))
+    return replace(whole, weights=weights, budget=room), groups
 
 
 def _capped(evictions: Sequence[Eviction], ahead: int | None) -> tuple[Eviction, ...]:
