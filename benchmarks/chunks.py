@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.two_level import machines, said_by_first, write
 from strategies.backends import chunked, tensor_shards
-from strategies.planner.chunks import LATER, Passes
+from strategies.planner.hybrid.chunks import LATER, Passes
 
 CHUNKS, ROWS, TOKENS, REPEATED = (1, 2, 4, 8), 8, 128, 9
 MODEL: Any = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 8, "num_hidden_layers": 4}

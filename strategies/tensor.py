@@ -27,7 +27,7 @@ from strategies.backends import autotp, deepspeed
 from strategies.core.facts import Facts, Precision, RunFacts, UnitKind
 from strategies.core.plan import RUN, Decision, EngineSet, Kind, Plan, Reserve, Share
 from strategies.core.protocol import COMPILING, Axis, Parity, Phase, Refusal, Requirement, Strategy
-from strategies.planner.chunks import UNDER_WAY, UNKNOWN, Passes, divisors, named
+from strategies.planner.hybrid.chunks import UNDER_WAY, UNKNOWN, Passes, divisors, named
 from strategies.planner.pipeline_bytes import boundary_bytes
 
 if TYPE_CHECKING:

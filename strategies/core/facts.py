@@ -170,8 +170,7 @@ class ModelNumbers:
     num_experts: int = 0  # of a layer; 0: there are none
     experts_per_token: int = 0
     positions: int = 0  # tokens of a row that the model is made for; 0: it says no number
-    # Sums of a block's hidden states over tensor ranks: in forward, in backward, and where all of it runs again.
-    sums: tuple[int, int, int] = (2, 2, 2)
+    sums: tuple[int, int, int] = (2, 2, 2)  # over tensor ranks, of a block: forward, backward, and if all runs again
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,9 +370,7 @@ class Facts:
         if self.params:
             elements = dict.fromkeys(names, 0)
             for param in self.params:
-                assert {param.unit, *param.users} <= elements.keys(), (
-                    f"{param.name} is used by a unit that is not there"
-                )
+                assert {param.unit, *param.users} <= {*names}, f"{param.name} is used by a unit that is not there"
                 elements[param.unit] += param.num_elements
             assert elements == {unit.name: unit.num_elements for unit in self.units}, "parameters add up to their units"
 

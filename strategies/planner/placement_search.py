@@ -84,7 +84,9 @@ class PlacementSearch:
         rates must be known.
         """
         found = self._search.quick(self._device_room)
-        layout = self.found() if found is None else found.layout
+        if found is not None:
+            return found.layout, found.seconds
+        layout = self.found()
         return None if layout is None else (layout, self._search.seconds(layout))
 
     def estimated(self) -> float | None:

@@ -118,8 +118,9 @@ class SiteSearch:
 
     def quick(self, device_room: int) -> Timed | None:
         """The fastest of a few mixes."""
-        found = (self.timed(self._mixed(mix), device_room) for _, mix in self._ranked(device_room)[:QUICK])
-        return min((one for one in found if one is not None), key=lambda one: one.seconds, default=None)
+        some = (self._mixed(mix) for _, mix in self._ranked(device_room)[:QUICK])
+        best = min(some, key=partial(self._simulated, device_room), default=None)
+        return None if best is None else self.timed(best, device_room)
 
     def estimated(self, device_room: int) -> float | None:
         """The estimated seconds of the best mix; None if none may fit. It may turn out not to fit."""

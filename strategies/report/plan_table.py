@@ -13,8 +13,8 @@ from strategies.core.layout import Addresses, Bucket, Item, Layout, Site, larges
 from strategies.core.plan import Home, Kind, Plan, When
 from strategies.core.sizes import human
 from strategies.planner.budget import loading_bytes, writing_bytes
-from strategies.planner.chunks import UNDER_WAY
 from strategies.planner.exchanges import crosses, leaving, sum_bound
+from strategies.planner.hybrid.chunks import UNDER_WAY
 from strategies.planner.memory_rows import UPDATES
 from strategies.report.table import table as aligned
 

@@ -10,7 +10,7 @@ from strategies.core.compose import compose
 from strategies.core.facts import MachineFacts
 from strategies.core.plan import Home
 from strategies.core.registry import find
-from strategies.planner.chunks import Passes, Table, divisors, fastest, seconds
+from strategies.planner.hybrid.chunks import Passes, Table, divisors, fastest, seconds
 from tests.helpers.fakes import facts
 from tests.unit.test_rates import some_rates
 

@@ -272,10 +272,8 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
         linears=linears,
         model_params=0 if whole is None else sum(unit.num_params for unit in whole.units),
         model_flops=whole.forward_flops if whole is not None else slices * found.flops if slices > 1 else 0,
-        tied=tensor_share.is_tied(model),
         sums=tensor_share.sums(linears),
-        positions=positions.made_for(model.config),
-        **_experts(model),
+        **_numbers(model),
     )
 
 
@@ -311,11 +309,14 @@ def _inputs(config: RunConfig, model: Any, shape: tuple[int, int], *, masked: bo
     return inputs
 
 
-def _experts(model: Any) -> dict[str, int]:
-    """How many experts a layer has, and how many of them a token is sent to."""
+def _numbers(model: Any) -> dict[str, Any]:
+    """How many experts a layer has, and how many of them a token is sent to; positions; whether a head is tied."""
+    from trainer.model.tensor_share import is_tied
+
     counts = (each for module in model.modules() if isinstance(each := getattr(module, "num_experts", 0), int))
     sent = getattr(model.config.get_text_config(), "num_experts_per_tok", 0)
-    return {"num_experts": max(counts, default=0), "experts_per_token": sent or 0}
+    found: dict[str, Any] = {"num_experts": max(counts, default=0), "experts_per_token": sent or 0}
+    return found | {"positions": positions.made_for(model.config), "tied": is_tied(model)}
 
 
 def _whole(config: RunConfig) -> ModelCount | None:
