@@ -39,6 +39,7 @@ class CrossEntropy(Strategy):
     """
 
     phase = Phase.KEEP
+    excludes = {"training.use_liger_kernel": "both replace the loss"}
     examples = ({"chunked": True},)
 
     chunked: bool | Literal["auto"] = Field(

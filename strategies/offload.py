@@ -68,6 +68,9 @@ class Offload(Strategy):
     takes_over = ("zero",)
     to_fit = {}
     to_fit_inexactly = ({"moments": "bf16"}, {"moments": "int8"})
+    excludes = {
+        "training.use_liger_kernel": "strategies.offload brings weights to modules, and Liger's loss reads others"
+    }
     of_machine = ("disk", "disk_memory", "moments")
     requires = frozenset([Requirement.PARAMETERS, Requirement.COMPUTE_DTYPE, Requirement.BLOCK_TIMES])
     examples = (

@@ -60,10 +60,13 @@ class Recompute(Strategy):
 
     phase = Phase.KEEP
     to_fit = {"policy": AUTO}
-    excludes = dict.fromkeys(
-        ("training.gradient_checkpointing", "training.activation_checkpointing"),
-        "strategies.recompute already decides what is kept",
-    )
+    excludes = {
+        **dict.fromkeys(
+            ("training.gradient_checkpointing", "training.activation_checkpointing"),
+            "strategies.recompute already decides what is kept",
+        ),
+        "training.use_liger_kernel": "what Liger's kernels save is not what strategies.recompute counts",
+    }
     examples = (
         {"policy": "full", "every": 2},
         {"policy": "selective"},

@@ -61,7 +61,14 @@ class Sequence(Strategy):
         "model.trust_remote_code": "strategies.sequence replaces attention where a model asks Transformers for it",
         **{
             f"model.attn_implementation = {name}": _KERNEL
-            for name in ("eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
+            for name in (
+                "eager",
+                "flash_attention_2",
+                "flash_attention_3",
+                "flash_attention_4",
+                "flex_attention",
+                "sdpa_varlen",
+            )
         },
         **dict.fromkeys(COMPILING, "strategies.sequence exchanges inside every attention, which is not compiled"),
     }

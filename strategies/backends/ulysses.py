@@ -10,7 +10,7 @@ Key-value heads that N does not divide are sent as often as it takes, at most on
 
 Invariant. A token attends to the tokens that it attends to in plain training. Masks are not built, which would take
 memory for every pair of tokens: where documents begin and end travels in ``attention_mask``, as numbers, and each
-document is causal by itself; a window is computed in blocks. A call without these numbers (generation, the comparison
+document is causal by itself, as in ``varlen.py``. A call without these numbers (generation, the comparison
 of an export) is plain attention on whole rows.
 
 Source: Jacobs et al., "DeepSpeed Ulysses", 2023. DeepSpeed's own needs its engine, and under Accelerate it logged
@@ -25,13 +25,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
+
+from strategies.backends import varlen
 
 if TYPE_CHECKING:
     from strategies.core.grid import Grid
 
 MASKED = -100  # the label of a token that is not trained on
-BLOCK = 1024  # at least so many queries of a window at a time
 
 
 class _AllToAll(torch.autograd.Function):
@@ -80,7 +81,7 @@ class Ulysses:
         heads = [part.shape[2] for part in parts]
         received = self._exchange(torch.cat(parts, dim=2)).movedim(0, 2).flatten(2, 3)
         query, key, value = received.split(heads, dim=1)
-        found = _attend(query, key, value, attention_mask, sliding_window, scaling)
+        found = varlen.attend(query, key, value, attention_mask, sliding_window, scaling).transpose(1, 2)
         back = self._exchange(found.unflatten(2, (self.degree, -1)).movedim(2, 0))
         return back.movedim(0, 1).flatten(1, 2).transpose(1, 2).contiguous(), None
 
@@ -103,7 +104,7 @@ class Ulysses:
         else:
             restarted = torch.arange(more, device=ids.device).expand(rows, -1)
             positions = torch.cat([positions, restarted], dim=1)
-            documents = _documents(positions)
+            documents = varlen.documents(positions)
         labels = pad(batch["labels"][:, 1:], (0, 1 + more), value=MASKED)
         width = (length + more) // self.degree
         mine = {"input_ids": pad(ids, (0, more)), "position_ids": positions, "labels": labels, "shift_labels": labels}
@@ -114,50 +115,6 @@ class Ulysses:
         """The sum over the slices of a row; a collective."""
         distributed.all_reduce(number, group=self.group)
         return number
-
-
-def _documents(positions: Tensor) -> Tensor:
-    """Row, start and stop of each document as [1, 1, documents, 3]; none if every row is one document."""
-    rows, length = positions.shape
-    begins = torch.ones_like(positions, dtype=torch.bool)
-    begins[:, 1:] = positions.diff(dim=1) != 1
-    starts = begins.flatten().nonzero().squeeze(1)
-    stops = torch.cat([starts[1:], starts.new_tensor([rows * length])])
-    found = torch.stack([starts // length, starts % length, (stops - 1) % length + 1], dim=1)
-    return found[: 0 if len(found) == rows else None].view(1, 1, -1, 3)
-
-
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, documents: Tensor, window: int | None, scaling: float | None
-) -> Tensor:
-    """Causal attention inside each document. [rows, heads, tokens, width]."""
-    if documents.shape[2] == 0:
-        return _causal(query, key, value, window, scaling)
-    found = []
-    for row, start, stop in documents[0, 0].tolist():
-        one, keys, values = (each[row, None, :, start:stop] for each in (query, key, value))
-        found.append(_causal(one, keys, values, window, scaling))
-    whole: Tensor = torch.cat(found, dim=2).unflatten(2, (len(query), -1)).squeeze(0)
-    return whole.transpose(0, 1)
-
-
-def _causal(query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None) -> Tensor:
-    length, times = query.shape[2], query.shape[1] // key.shape[1]
-    if window is None or length <= window:
-        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=times > 1)
-    if times > 1:
-        key, value = (each.repeat_interleave(times, dim=1) for each in (key, value))
-    found, step = [], max(window, BLOCK)
-    for start in range(0, length, step):
-        seen = slice(max(0, start - window + 1), min(length, start + step))
-        of = torch.arange(start, seen.stop, device=query.device)[:, None]
-        to = torch.arange(seen.start, seen.stop, device=query.device)
-        mask = (to <= of) & (to > of - window)
-        block = query[:, :, start : seen.stop]
-        found.append(
-            scaled_dot_product_attention(block, key[:, :, seen], value[:, :, seen], attn_mask=mask, scale=scaling)
-        )
-    return torch.cat(found, dim=2)
 
 
 def register(model: Any, attention: Ulysses, name: str) -> None:

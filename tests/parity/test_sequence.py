@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from strategies.backends import ulysses
+from strategies.backends import ulysses, varlen
 from strategies.core.grid import Grid
 from strategies.sequence import MODELS as NOT_REFUSED
 from tests.helpers.moves import ROWS, Kind, different, far, made, run
@@ -169,12 +169,12 @@ def test_in_fp64() -> None:
 
 def test_windows_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries of a window are computed some at a time, and see what they see under a mask of all pairs."""
-    monkeypatch.setattr(ulysses, "BLOCK", 5)
+    monkeypatch.setattr(varlen, "BLOCK", 5)
     query, key, value = torch.randn(3, 2, 4, 23, 8, dtype=torch.float64)
     place = torch.arange(23)
     mask = (place <= place[:, None]) & (place > place[:, None] - 3)
     whole = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-    assert torch.allclose(ulysses._causal(query, key, value, 3, None), whole, rtol=0, atol=1e-15)
+    assert torch.allclose(varlen.causal(query, key, value, 3, None), whole, rtol=0, atol=1e-15)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaConfig, MistralConfig
 
+from strategies.backends import varlen
 from trainer.data import mapped, packing
 from trainer.data.collate import Collator, packing_supported
 from trainer.data.packing import MASKED, chunk, pack, rows, split, whole
@@ -149,6 +150,7 @@ CONFIGS: dict[str, Any] = {
 
 
 def tiny(config: Any, attention: str = "eager") -> Any:
+    varlen.register()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
     with torch.no_grad():  # larger weights than the initial ones, so that a leak is loud
@@ -165,7 +167,7 @@ def loss_and_gradient(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch
     return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "sdpa_varlen"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_packed_equals_unpacked(name: str, attention: str) -> None:
     """Rows of several documents, or one row of all of them."""

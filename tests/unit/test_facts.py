@@ -166,6 +166,20 @@ def test_full_rows_keep_less_where_heads_are_grouped(packing: bool) -> None:
     assert more > 1.03 * less
 
 
+def test_documents_one_by_one_keep_no_mask() -> None:
+    """As a run has it, of two documents in a row or of more."""
+    config = config_of("qwen3", "sdpa_varlen", packing=True)
+    masked = count_of(config_of("qwen3", "sdpa", packing=True)).units
+    found = count_of(config).units
+    assert bare(found) == count_real(config, [row(8, 8), row(8, 8)])
+    more = count_real(config, [row(1, 3, 12), row(16)])
+    assert [unit.saved_bytes for unit in more] == [unit.saved_bytes for unit in found]
+    of_block = [(unit.choices.operators, unit.choices.running_bytes) for unit in (found[1], more[1]) if unit.choices]
+    names, sizes = ([[getattr(each, key) for each in one[0]] for one in of_block] for key in ("name", "num_bytes"))
+    assert names[0] == names[1] and sizes[0] == sizes[1] and names[0].count("attention 0") == 1
+    assert sum(unit.saved_bytes for unit in found) < sum(unit.saved_bytes for unit in masked)
+
+
 def test_checkpointing_keeps_the_input_of_each_block() -> None:
     plain = count_of(config_of("llama")).units
     for key in ("gradient_checkpointing", "activation_checkpointing"):

@@ -31,7 +31,7 @@ from trainer.errors import ConfigError, UserError
 
 Share = Annotated[float, Field(ge=0, le=0.5)]
 Dtype = Literal["float32", "bfloat16", "float16"]
-Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
+Attention = Literal["eager", "sdpa", "sdpa_varlen", "flash_attention_2", "flash_attention_3", "flex_attention"]
 Problem = Literal["single_label_classification", "multi_label_classification", "regression"]
 Excess = Literal["truncate", "drop", "split"]
 Columns = Literal[
@@ -105,7 +105,9 @@ class ModelSection(Section):
         NonEmpty | TrainTokenizer | None, Allowed("a name or folder, or a mapping {train: bpe, vocab_size: N}")
     ] = option("Name or folder, or one to train; not set means the model's own.")
     dtype: Dtype = option("Type in which the weights are loaded; see also training.bf16.", "float32")
-    attn_implementation: Attention | None = option("Attention kernel; not set means the model's default.")
+    attn_implementation: Attention | None = option(
+        "Attention kernel, see docs/attention.md; not set means the model's default."
+    )
     trust_remote_code: bool = option("Run Python code that comes with the model. It can do anything you can.", False)
     labels: Annotated[
         list[NonEmpty] | None, Allowed("a list of names, all different, as in [good, bad] or ['0', '1']")

@@ -24,6 +24,7 @@ from trainer.data import packing
 from trainer.data.packing import MASKED
 from trainer.errors import ConfigError
 from trainer.model import build
+from trainer.model.attention import of_copy
 from trainer.model.shrink import VOCAB, shrink_model
 
 if TYPE_CHECKING:
@@ -80,8 +81,9 @@ def check_packing(config: RunConfig) -> None:
     if not config.data.packing:
         return
     small = shrink_model(build.load_config(config.model, VOCAB))
-    attention = {"attn_implementation": "eager"} if config.model.attn_implementation == "eager" else {}
-    copy = AutoModelForCausalLM.from_config(AutoConfig.for_model(small.pop("model_type"), **small), **attention)
+    copy = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(small.pop("model_type"), **small), **of_copy(config.model)
+    )
     reason = packing_supported(copy)
     if reason is not None:
         raise ConfigError(f"data.packing = true: {reason}; set data.packing: false for this model")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from trainer.errors import ConfigError, nearest, nearest_file
-from trainer.model import hub, quantise
+from trainer.model import attention, hub, quantise
 from trainer.model.adapters import OURS
 from trainer.tasks.table import LANGUAGE
 from trainer.tasks.task import Task, loaded
@@ -165,13 +165,13 @@ def build(
 
     auto = loaded(task.model_class)
     dtype = getattr(torch, section.dtype)
-    attention = {"attn_implementation": section.attn_implementation} if section.attn_implementation else {}
+    chosen = attention.options(section)
     torch.manual_seed(seed)
     model: Any
     if section.name_or_path is not None:
         if section.trust_remote_code:
             logger.warning(REMOTE_CODE)
-        options: dict[str, Any] = {"dtype": dtype, **attention, **hub.options(section.name_or_path)}
+        options: dict[str, Any] = {"dtype": dtype, **chosen, **hub.options(section.name_or_path)}
         options |= quantise.loading(section.quantization_config, section.dtype)
         options |= of_head(section, config)
         if on_meta:
@@ -185,7 +185,7 @@ def build(
         own = deepcopy(config)  # Transformers derives the model's generation config from this one
         as_given = _own_config(section, config.get_text_config().vocab_size)
         set_use_cache(own, getattr(as_given, "use_cache", None))
-        make = partial(auto.from_config, own, dtype=dtype, **attention)
+        make = partial(auto.from_config, own, dtype=dtype, **chosen)
         model = make() if partitioned else _without_values(make) if on_meta else _random_weights(make, seed)
         if section.quantization_config is not None:
             quantise.quantise(model, section.quantization_config)

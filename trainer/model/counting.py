@@ -85,19 +85,20 @@ class BlockForward:
 
     def choices(self, saved_bytes: int, saved: Container[int]) -> Choices:
         """What may be kept of this forward, which saves ``saved_bytes``; ``saved``: all storages that were saved."""
-        operators, rest = [], Work()
+        operators, rest = dict[str, Operator](), Work()
         for name, work, outputs, versions in self.calls[: self.last_saved]:
             if name is None or [tensor._version for tensor in outputs] != versions:  # written to afterwards
                 rest += work
             else:
                 sizes = {out.untyped_storage()._cdata: out.untyped_storage().nbytes() for out in outputs}
-                operators.append(Operator(name, sum(sizes.values()), work))
+                before = operators.get(name, Operator(name, 0, NO_WORK))
+                operators[name] = Operator(name, before.num_bytes + sum(sizes.values()), before.work + work)
         not_saved = sum(size for storage, size in self.inputs.items() if storage not in saved)
         # The hidden states cannot wait elsewhere if they are a view, or an earlier block was given them.
         hidden, stream = self.hidden, 0
         if hidden is not None and hidden.untyped_storage().nbytes() == hidden.nbytes:
             stream = self.inputs.get(hidden.untyped_storage()._cdata, 0)
-        return Choices(sum(self.inputs.values()), saved_bytes + not_saved, tuple(operators), rest, stream)
+        return Choices(sum(self.inputs.values()), saved_bytes + not_saved, tuple(operators.values()), rest, stream)
 
 
 def _without_graph(tensor: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ from strategies.engine.forward.blocks import find_blocks
 from strategies.engine.forward.checkpointing import stream_in
 from strategies.engine.tensors.nested import tensors_in
 
+READ = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)  # fake tensors have none
 PLAIN = (bool, int, float, str, type(None))
 MOST_POSITIONS = 1 << 20  # elements of a tensor of whole numbers that keeps its values
 
@@ -135,7 +136,7 @@ class _Answers(TorchDispatchMode):
         known = not any(isinstance(tensor, FakeTensor) for tensor in read)
         if not known or not (read or func.overloadpacket is torch.ops.aten.arange):
             return func(*args, **kwargs)
-        if func is not torch.ops.aten._local_scalar_dense.default:
+        if func not in READ:
             out = func(*args, **kwargs)
             if any(made.is_floating_point() or made.numel() > MOST_POSITIONS for made in tensors_in(out)):
                 return out

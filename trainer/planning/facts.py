@@ -34,7 +34,7 @@ from strategies.core.optimizers import moments_of
 from strategies.core.protocol import Axis, Refusal, Requirement
 from trainer.errors import ConfigError, first_line
 from trainer.machine.profiles import known_rates
-from trainer.model import config_keys, hub, pruned
+from trainer.model import attention, config_keys, hub, pruned
 from trainer.model.adapters import loraplus_groups
 from trainer.model.build import with_lora
 from trainer.model.count_cache import cached
@@ -301,9 +301,12 @@ def _inputs(config: RunConfig, model: Any, shape: tuple[int, int], *, masked: bo
         from strategies.backends import ulysses
 
         return ulysses.count(model, slices).slice_of(inputs)
-    masked &= not str(config.model.attn_implementation).startswith("flash")
+    name = str(config.model.attn_implementation)
+    masked &= not name.startswith("fl")  # flash and flex attention have no mask for every pair
     if config.data.packing:
         inputs["position_ids"] = torch.zeros_like(ids) if masked else torch.arange(shape[1]).repeat(shape[0], 1)
+        if masked and name == attention.VARLEN:  # two documents: the results of several are copied into one
+            inputs["position_ids"] = (torch.arange(shape[1]) % -(-shape[1] // 2)).repeat(shape[0], 1)
     elif masked:
         inputs["attention_mask"] = torch.zeros_like(ids)
     return inputs
@@ -363,10 +366,10 @@ def _meta_model(config: RunConfig) -> PreTrainedModel:
     for name in ("pad_token_id", "decoder_start_token_id"):  # a run takes those of the tokenizer
         if not task.language and getattr(hf_config, name, None) is None:
             setattr(hf_config, name, 0)
-    # A flash kernel that is not installed here saves what torch's fused attention saves.
-    attention = "eager" if section.attn_implementation == "eager" else "sdpa"
+    # A flash kernel that is not installed here saves what torch's fused attention saves, and so does flex attention.
+    named = attention.of_copy(section).get("attn_implementation", "sdpa")
     options = {"dtype": getattr(torch, section.dtype), "trust_remote_code": section.trust_remote_code}
-    options["attn_implementation"] = attention
+    options["attn_implementation"] = named
     with torch.device("meta"):
         try:
             model: PreTrainedModel = auto.from_config(hf_config, **options)
@@ -374,14 +377,17 @@ def _meta_model(config: RunConfig) -> PreTrainedModel:
             reason = str(error).splitlines()[0]
             if "does not support" not in reason:
                 raise ConfigError(f"model: {reason}") from None
-            if section.attn_implementation == attention:
+            if section.attn_implementation == named:
                 what = f"{hf_config.model_type} does not support it; leave it out"
-                raise ConfigError(f"model.attn_implementation = {attention!r}: {what}") from None
+                raise ConfigError(f"model.attn_implementation = {named!r}: {what}") from None
             model = auto.from_config(hf_config, **options | {"attn_implementation": "eager"})
         except KeyError as error:  # looked up in a table of Transformers, as activation functions are
             raise ConfigError(f"model.config: Transformers knows no {error}") from None
         except RuntimeError as error:  # sizes whose product no machine can address
             raise ConfigError(f"model.config: cannot be built: {first_line(error)}") from None
+    if section.attn_implementation == attention.VARLEN and not model._supports_flash_attn:
+        what = f"{hf_config.model_type} models may need more than where documents begin; leave it out"
+        raise config.error("model.attn_implementation", attention.VARLEN, what)
     if section.quantization_config is not None:
         quantise(model, section.quantization_config)
     with torch.device("meta"):

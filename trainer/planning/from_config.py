@@ -18,7 +18,7 @@ from strategies.core.protocol import MemoryRefusal, Refusal, Requirement
 from strategies.core.sizes import human
 from trainer.errors import ConfigError, TooLargeError
 from trainer.machine import block_timing, gemm_timing
-from trainer.model import build
+from trainer.model import attention, build
 from trainer.model.shrink import PER_LAYER
 from trainer.model.structured import config_of
 from trainer.planning import facts
@@ -140,10 +140,12 @@ def check_options(config: RunConfig, world_size: int, *, installed: bool = True)
             strategy.check_installed()
         except Refusal as refused:
             found.append(refused)
-    if installed and config.training.fp16 and Requirement.DEEPSPEED not in requirements_of(config.strategies):
+    if installed:
         from strategies.engine.memory import accelerator
 
-        if config.training.use_cpu or accelerator.kind() is None:
+        on_cpu = bool(config.training.use_cpu) or accelerator.kind() is None
+        found += attention.refusals(config, on_cpu=on_cpu)
+        if on_cpu and config.training.fp16 and Requirement.DEEPSPEED not in requirements_of(config.strategies):
             cure = "Accelerate trains in fp32 on the CPU then, without a word; write training.bf16, or leave it out"
             found.append(Refusal("training.fp16", True, cure))
     if installed and config.quantize is not None and find_spec("bitsandbytes") is None:
@@ -157,9 +159,7 @@ def check_options(config: RunConfig, world_size: int, *, installed: bool = True)
     compiles = config.training.compile_key
     if installed and compiles and config.training.compile_backend:
         from strategies.engine.forward import compiled
-        from strategies.engine.memory import accelerator
 
-        on_cpu = bool(config.training.use_cpu) or accelerator.kind() is None
         if why := compiled.missing(config.training.compile_backend, on_cpu=on_cpu):
             found.append(Refusal(f"training.{compiles}", getattr(config.training, compiles), why))
     facts.refuse(config, found)

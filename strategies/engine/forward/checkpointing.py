@@ -72,7 +72,7 @@ class Names:
     def __init__(self, block: nn.Module) -> None:
         self._block = block
         self._counts: dict[str, int] = {}
-        self._after_softmax = False
+        self._last: str | None = None  # the kind that was named last
         self._product: str | None = None  # made just now
         self._weights: set[int] | None = None
 
@@ -86,8 +86,9 @@ class Names:
         kind = self._kind(func, args)
         if kind is None:
             return None
-        self._after_softmax = kind == "softmax"
-        number = self._counts[kind] = self._counts.get(kind, -1) + 1
+        again = kind == self._last == "attention"  # of another document of a packed row
+        number = self._counts[kind] = self._counts.get(kind, -1) + (not again)
+        self._last = kind
         name = f"{kind} {number}"
         self._product = name if kind == "linear" else None
         return None if kind == "attention" and draws(func, args, kwargs) else name
@@ -99,7 +100,7 @@ class Names:
         if packet in BATCHED:
             if any(isinstance(arg, Tensor) and self._is_weight(arg) for arg in args):
                 return "linear"
-            return "attention" if self._after_softmax else "scores"
+            return "attention" if self._last == "softmax" else "scores"
         name = packet.__name__
         if "backward" in name:
             return None

@@ -1,0 +1,62 @@
+"""Which attention a model is built with, and what this machine lacks for it.
+
+Names are Transformers' (``attn_implementation``), and ``sdpa_varlen``, which it is told of
+(``strategies/backends/varlen.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from strategies.core.protocol import Refusal
+
+if TYPE_CHECKING:
+    from trainer.config.sections import ModelSection, RunConfig
+
+ELSE = "write sdpa, or sdpa_varlen, which needs no mask for packed rows"
+FLASH = {"flash_attention_2": "flash-attn", "flash_attention_3": "flash-attn-3"}  # their packages
+VARLEN = "sdpa_varlen"
+HERE = ("eager", "sdpa", VARLEN)  # small copies and counts, which are on a CPU, take them
+
+
+def options(section: ModelSection) -> dict[str, str]:
+    """What Transformers is given for the configured attention; nothing: the model's own."""
+    if section.attn_implementation == VARLEN:
+        from strategies.backends import varlen
+
+        varlen.register()
+    return {"attn_implementation": section.attn_implementation} if section.attn_implementation else {}
+
+
+def of_copy(section: ModelSection) -> dict[str, str]:
+    """The same for a small copy on a CPU: the model's own for those that a CPU does not have."""
+    return options(section) if section.attn_implementation in HERE else {}
+
+
+def refusals(config: RunConfig, *, on_cpu: bool) -> Iterator[Refusal]:
+    """Kernels that cannot train here, known before anything is read: attention, and Liger's."""
+    name, training = config.model.attn_implementation, config.training
+    if name in FLASH:
+        from transformers.utils import import_utils
+
+        found = getattr(import_utils, f"is_flash_attn_{name[-1]}_available")() or import_utils.is_kernels_available()
+        rounds = training.bf16 or training.fp16 or config.model.dtype != "float32"
+        if on_cpu:
+            yield Refusal("model.attn_implementation", name, f"runs on a GPU only, and there is none; {ELSE}")
+        elif not found:
+            what = f"needs the package {FLASH[name]} or kernels; install one with: pip install kernels; or {ELSE}"
+            yield Refusal("model.attn_implementation", name, what)
+        elif not rounds:
+            yield Refusal("model.attn_implementation", name, "computes in 16 bits only; write training.bf16: true")
+    if name == "flex_attention" and on_cpu:
+        yield Refusal("model.attn_implementation", name, f"torch has no backward of it on a CPU; {ELSE}")
+    if training.use_liger_kernel:
+        from transformers.utils.import_utils import is_liger_kernel_available
+
+        if on_cpu:
+            what = "Liger's kernels are written in Triton, which has no device here; leave it out"
+            yield Refusal("training.use_liger_kernel", True, what)
+        elif not is_liger_kernel_available():
+            what = "needs the package liger-kernel; install it with: pip install liger-kernel"
+            yield Refusal("training.use_liger_kernel", True, what)
