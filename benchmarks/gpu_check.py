@@ -116,6 +116,13 @@ def recompute(real: bool, out: Path) -> Iterator[Step]:
         yield step(f"recompute, {attention}", 220, words, str(out / attention))
 
 
+def compute(real: bool, out: Path) -> Iterator[Step]:
+    """(h) Attention, compiled blocks, fused kernels; rows packed of four documents."""
+    work = "--dtype bf16 --rows 1 --length 4096" if real else "--rows 1 --subjects plain,plain-varlen,ours-streamed"
+    words = f"launch/bench.py compute --model {models(real)[1]} {work} --documents 4 --rounds 1 --steps 3 --out"
+    yield step("compute", 470, words, str(out / "compute"))
+
+
 def largest(real: bool, out: Path) -> Iterator[Step]:
     """(g) The largest model that can be trained exactly on this device and host."""
     options = "largest --gpu-memory 76GiB --length 2048" if real else "tiny --gpu-memory 64MiB --length 32"
@@ -124,7 +131,7 @@ def largest(real: bool, out: Path) -> Iterator[Step]:
 
 PARTS: Mapping[str, Callable[[bool, Path], Iterator[Step]]] = {
     "machine": machine, "engine": engine, "plan": planned, "peers": peers, "more-peers": more_peers, "linear": linear,
-    "recompute": recompute, "largest": largest,
+    "recompute": recompute, "largest": largest, "compute": compute,
 }  # fmt: skip
 
 

@@ -28,7 +28,7 @@ THEMES = {
     "offload": (work.OFFLOAD, "training with offload: memory and speed"),
     "recompute": (work.RECOMPUTE, "keeping less for backward: memory and speed"),
     "linear": (work.LINEAR, "routes of linear layers: speed"),
-    "compile": (work.COMPILE, "blocks compiled one by one: speed"),
+    "compute": (work.COMPUTE, "attention, compiled blocks, fused kernels: speed"),
 }
 IN_CHECKOUT = Path(__file__).resolve().parent.parent / "benchmarks" / "records"
 RECORDS = IN_CHECKOUT if IN_CHECKOUT.is_dir() else Path("records")  # installed: in the folder where one works
@@ -60,6 +60,7 @@ def parser() -> Parser:
         one.add_argument("--subjects", default="", metavar="NAMES", help=f"some of {names} (default: all)")
         one.add_argument("--out", type=Path, default=RECORDS, metavar="FOLDER", help="where the record is made")
     offload, again = themes.choices["offload"], themes.choices["recompute"]
+    _add(themes.choices["compute"], "--documents", work.whole, "1", "N", "that every row is packed of")
     offload.add_argument("--recompute", action="store_true", help="every contender recomputes its blocks in backward")
     _add(offload, "--ranks", work.whole, "1", "N", "processes, each with a device or its part of the cores")
     offload.add_argument("--gpu-memory", default="", metavar="SIZES", help="budgets for ours-budget: 16GiB,24GiB")

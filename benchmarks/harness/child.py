@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo.utils
 from torch import Tensor
 
 from benchmarks.harness.contenders import Trained, Unavailable
@@ -150,7 +151,11 @@ def tokens(work: Work, device: torch.device) -> list[list[dict[str, Tensor]]]:
     generator = torch.Generator().manual_seed(work.seed + 1)
     size = (NUM_BATCHES, work.accumulation, work.ranks, work.rows, work.length)
     ids = torch.randint(work.shape.vocab, size, generator=generator)[:, :, from_environment().rank].to(device)
-    return [[{"input_ids": micro, "labels": micro} for micro in step] for step in ids]
+    more = {}
+    if work.documents > 1:
+        places = torch.arange(work.length, device=device) % -(-work.length // work.documents)
+        more["position_ids"] = places.expand(work.rows, -1)
+    return [[{"input_ids": micro, "labels": micro, **more} for micro in step] for step in ids]
 
 
 def summed(numbers: Sequence[Tensor | float], work: Work) -> list[float]:
@@ -181,9 +186,10 @@ def timed(
             torch.distributed.barrier()
         return time.perf_counter()
 
+    graphs = torch._dynamo.utils.counters["stats"]
     torch.manual_seed(work.seed)  # of dropout
     losses = [step(index) for index in range(work.warmup)]
-    stamps, others_s, own_s = [settle()], others_cpu_s(), time.process_time()
+    stamps, others_s, own_s, compiled = [settle()], others_cpu_s(), time.process_time(), graphs["unique_graphs"]
     for index in range(work.warmup, work.warmup + work.steps):
         losses.append(step(index))
         stamps.append(time.perf_counter())
@@ -198,6 +204,7 @@ def timed(
         "losses": means,
         "loss": means[-1],
         "threads": torch.get_num_threads(),
+        "compiled_later": graphs["unique_graphs"] - compiled,
         "others_share": max(0.0, others_s / (seconds * cores()[1])),
     }
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness.work import Work
 from strategies.engine.forward.compiled import compile_blocks
+from trainer.errors import first_line
 
 Batch = Mapping[str, Tensor]
 
@@ -62,16 +63,39 @@ class Trained:
         """Release threads and process groups."""
 
 
+def prepare(model: Any, device: torch.device, compiled: str, attention: str, liger: bool = False) -> None:
+    """Compile blocks by a backend, choose the attention, or replace kernels by Liger's. Unavailable: not here."""
+    from strategies.backends import varlen
+
+    if attention == varlen.NAME:
+        varlen.register()
+    if device.type == "cpu" and (liger or attention.startswith("flash")):
+        raise Unavailable("needs a GPU")
+    try:
+        if liger:
+            from transformers.integrations.liger import apply_liger_kernel
+
+            apply_liger_kernel(model, None)
+        if attention:
+            model.set_attn_implementation(attention)
+    except ImportError as error:
+        raise Unavailable(first_line(error)) from error
+    if compiled:
+        compile_blocks(model, compiled)
+
+
 class Plain(Trained):
     """A torch loop with everything on the device. In bf16, weights are bf16 and the optimizer updates fp32 masters.
 
     Over ranks every micro-batch is averaged, as torch's data parallelism does it.
     """
 
-    def __init__(self, work: Work, model: nn.Module, device: torch.device, *, compiled: str = "") -> None:
+    def __init__(
+        self, work: Work, model: nn.Module, device: torch.device, *, compiled: str = "", attention: str = "",
+        liger: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(work, device)
-        if compiled:
-            compile_blocks(model, compiled)
+        prepare(model, device, compiled, attention, liger)
         self.model = model.to(device)
         self.params: list[Tensor] = list(model.parameters())
         if work.ranks > 1:
@@ -101,8 +125,9 @@ class Ours(Trained):
     """The memory engine with a plan for this model, batch and budget. Updates may overlap the next forward."""
 
     def __init__(
-        self, work: Work, model: nn.Module, device: torch.device, *, compiled: str = "", **options: Any
-    ) -> None:
+        self, work: Work, model: nn.Module, device: torch.device, *, compiled: str = "", attention: str = "",
+        **options: Any,
+    ) -> None:  # fmt: skip
         from strategies.core.facts import Home
         from strategies.engine import AdamW, stow
         from strategies.planner.step_cost import plan_cost
@@ -110,8 +135,7 @@ class Ours(Trained):
         from trainer.planning.plan_for import plan_for
 
         super().__init__(work, device)
-        if compiled:
-            compile_blocks(model, compiled)
+        prepare(model, device, compiled, attention)
         self.model = model
         batch, count, norm = (work.rows, work.length), work.accumulation, work.max_grad_norm
         plan = plan_for(model, batch=batch, accumulation=count, max_grad_norm=norm, world_size=work.ranks, **options)

@@ -16,12 +16,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from PIL import Image, ImageDraw
+
 from benchmarks.harness import processes
 from benchmarks.harness.processes import REPO, Run
 from benchmarks.harness.work import PLAIN, Contender, Work
 from strategies.core.sizes import human, human_number
 from strategies.report.table import table as aligned
 from trainer.errors import ConfigError, ExitCode
+from trainer.planning.picture import COLOURS, FONT, INK, MARGIN, RED, ROW
 
 UNKNOWN = "n/a"
 QUIET = 0.05  # the table says so if other processes used more of the cores than this while a run was measured
@@ -52,6 +55,7 @@ def answer(
     except KeyboardInterrupt:
         say("interrupted; the record has what had ended")
         code = ExitCode.INTERRUPTED
+    draw(runs, folder / "table.png")
     say(f"\n{text}\nrecord: {folder}")
     return code
 
@@ -81,10 +85,35 @@ def table(runs: Sequence[Run]) -> str:
     text = aligned(HEAD, [_cells(label, some, plain) for label, some in rows], HEAD[1:], markdown=True)
     remarks = [f"- {label}: {note}" for label, some in rows if some for note in some[-1]["notes"]]
     remarks += [f"- {run['label']} failed: {run['failed']}" for run in runs if "failed" in run]
+    later = {run["label"]: run["compiled_later"] for _, some in rows for run in some if run.get("compiled_later")}
+    remarks += [f"- {label}: {count} graphs were compiled while it was measured" for label, count in later.items()]
     shares = {label: max(run["others_share"] for run in some) for label, some in rows if some}
     if disturbed := [f"{label} {share:.0%}" for label, share in shares.items() if share > QUIET]:
         remarks.append(f"- not alone: other processes used the cores while it ran, at worst: {', '.join(disturbed)}")
     return "\n".join([*text, "", *remarks] if remarks else text)
+
+
+def draw(runs: Sequence[Run], path: Path) -> None:
+    """Tokens per second of plain of each contender, as a bar to the median and a line from least to most."""
+    plain = {run["round"]: run["tokens_per_s"] for run in runs if run["label"] == PLAIN and "failed" not in run}
+    found: dict[str, list[float]] = {}
+    for run in runs:
+        if "failed" not in run and run["round"] in plain:
+            found.setdefault(run["label"], []).append(run["tokens_per_s"] / plain[run["round"]])
+    if not found:
+        return
+    image = Image.new("RGB", (1000, ROW * (len(found) + 1)), "white")
+    pen, unit = ImageDraw.Draw(image), 700 / max(map(max, found.values()))
+    pen.text((MARGIN, MARGIN), "tokens per second, relative to plain in the same round", fill=INK, font=FONT)
+    for number, (label, ratios) in enumerate(found.items(), 1):
+        top, middle = ROW * number, statistics.median(ratios)
+        pen.text((MARGIN, top + 8), f"{label}  {middle:.2f}", fill=INK, font=FONT)
+        pen.rectangle((250, top, 250 + unit * middle, top + ROW // 2), fill=COLOURS["forward"])
+        pen.line(
+            (250 + unit * min(ratios), top + ROW // 4, 250 + unit * max(ratios), top + ROW // 4), fill=INK, width=3
+        )
+    pen.line((250 + unit, ROW, 250 + unit, image.height), fill=RED)
+    image.save(path)
 
 
 def _cells(label: str, runs: Sequence[Run], plain: Mapping[int, float]) -> tuple[str, ...]:

@@ -65,6 +65,7 @@ class Work:
     recompute: bool = False
     attention: str = "sdpa"
     dropout: float = 0.0  # of attention's probabilities
+    documents: int = 1  # that a row is packed of
     learning_rate: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -150,14 +151,22 @@ LINEAR: tuple[Contender, ...] = (
     Contender("ours-adaptive", "contenders:Routed", {"transpose": "adaptive"}),
 )
 
+RESIDENT: Mapping[str, Any] = {"site": "device", "weights": "resident"}
 STREAMED: Mapping[str, Any] = {"site": "host", "weights": "streamed"}
 BY: Mapping[str, Any] = {"compiled": "inductor"}
-COMPILE: tuple[Contender, ...] = (
+VARLEN: Mapping[str, Any] = {"attention": "sdpa_varlen"}
+COMPUTE: tuple[Contender, ...] = (
     Contender(PLAIN, "contenders:Plain"),
     Contender("plain-compiled", "contenders:Plain", BY),
-    Contender("ours-resident-compiled", "contenders:Ours", {"site": "device", "weights": "resident", **BY}),
+    Contender("plain-varlen", "contenders:Plain", VARLEN),
+    Contender("plain-flash", "contenders:Plain", {"attention": "flash_attention_2"}),
+    Contender("plain-liger", "contenders:Plain", {"liger": True}),
+    Contender("ours-resident", "contenders:Ours", RESIDENT),
+    Contender("ours-resident-compiled", "contenders:Ours", {**RESIDENT, **BY}),
     Contender("ours-streamed", "contenders:Ours", STREAMED),
     Contender("ours-streamed-compiled", "contenders:Ours", {**STREAMED, **BY}),
+    Contender("ours-streamed-varlen", "contenders:Ours", {**STREAMED, **VARLEN}),
+    Contender("fsdp2", "peers:Fsdp2"),
 )
 
 # --- options of the command line -----------------------------------------------------------------------------

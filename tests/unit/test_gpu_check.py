@@ -77,5 +77,5 @@ def test_commands_of_the_bench_are_accepted(real: bool, monkeypatch: pytest.Monk
     monkeypatch.setattr(bench.record, "answer", lambda *given: 0)
     steps = [step for steps in gpu_check.PARTS.values() for step in steps(real, Path("out"))]
     commands = [step.command[1:] for step in steps if step.command[0] == "launch/bench.py"]
-    assert {command[0] for command in commands} == {"offload", "linear", "recompute"}
+    assert {command[0] for command in commands} == {"offload", "linear", "recompute", "compute"}
     assert [command for command in commands if bench.main(command)] == []
