@@ -73,6 +73,14 @@ def test_only_a_mask_for_every_pair_is_left_out(monkeypatch: pytest.MonkeyPatch)
         varlen.mask(q_length=3, kv_length=3, use_vmap=True)
 
 
+def test_dropout_reaches_the_kernel() -> None:
+    """Over whole documents, and in blocks of a window."""
+    query = torch.randn(1, 2, 8, 4)
+    for window in (None, 3):
+        dropped, whole = (varlen.causal(query, query, query, window, None, dropout) for dropout in (0.5, 0.0))
+        assert not torch.equal(dropped, whole)
+
+
 def refused(config: Any, **model: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         count_model(run_config(config, model=model, data={"packing": True}))
