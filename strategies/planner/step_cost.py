@@ -107,15 +107,15 @@ def traffic(facts: Facts, layout: Layout, rates: Rates) -> tuple[int, int]:
 
 
 def problem_of(facts: Facts, layout: Layout, rates: Rates, *, updates: bool = True) -> Problem:
-    """Ticks, weights and link of ``layout``, with or without updates, saved tensors and what depends on addresses. The
-    budget is unlimited: a layout fits by construction.
+    """Ticks, weights and link of ``layout``, with or without updates and what else depends on addresses. The budget is
+    unlimited: a layout fits by construction.
     """
     names = [unit.name for unit in facts.units]
     slots, overlapping = (slot_numbers(layout), _overlapping(layout)) if updates else ({}, {})
     forward, backward = zip(*unit_seconds(facts, rates), strict=True)
     ticks_by_unit = ticks_of(names)
     ticks = [
-        Tick(f"forward {unit.name}", seconds, 0, unit.hosted_bytes * updates)
+        Tick(f"forward {unit.name}", seconds, 0, unit.hosted_bytes)
         for unit, seconds in zip(facts.units, forward, strict=True)
     ]
     ticks += [Tick(f"backward {names[i]}", backward[i], 0) for i in reversed(range(len(names)))]

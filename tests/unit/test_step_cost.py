@@ -1,6 +1,7 @@
 """The cost of a step, against arithmetic that a person can do."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from strategies.core.validate import validate
 from strategies.planner.addresses import place
 from strategies.planner.estimate import _together
 from strategies.planner.exchanges import gather_rate, leaving, sums_slowdown
-from strategies.planner.step_cost import plan_cost, problem_of, unit_flops
+from strategies.planner.problem import Link, Problem, Tick, Weight
+from strategies.planner.step_cost import evictions_of, plan_cost, problem_of, unit_flops
 from strategies.planner.tasks import Resource
 from strategies.planner.weight_schedule import ASSUMED
 from strategies.report import full_report
@@ -219,3 +221,12 @@ def test_a_fast_cpu_and_a_site_that_was_asked_for_keep_their_work() -> None:
 def test_two_works_share_a_memory(rate: float, seconds: float) -> None:
     """One second with 10 bytes beside two seconds with 10 bytes: 15 bytes per second, then 5."""
     assert _together((1.0, 10), (2.0, 10), rate) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("there", "leaves"), [((0, 1), True), ((3, 4), True), ((1, 3), False)])
+def test_a_weight_leaves_if_another_needs_its_bytes_meanwhile(there: tuple[int, int], leaves: bool) -> None:
+    """At the start of the next iteration as well; it is used at ticks 1 and 2 of four."""
+    weights = (Weight("one", 1, (1, 2), overlapping=(1,)), Weight("other", 1, (there[0],)))
+    problem = Problem(ticks=(Tick("tick", 1.0, 0),) * 4, weights=weights, link=Link(0.0, 1.0, 1.0), budget=2)
+    layout: Any = SimpleNamespace(buckets=[SimpleNamespace(resident_ticks=(each,)) for each in ((1, 3), there)])
+    assert [each.gap.weight for each in evictions_of(problem, layout)] == [0] * leaves
