@@ -109,6 +109,43 @@ def test_exports_are_those_of_anyone(home: Path, tmp_path: Path, capfd: pytest.C
     assert (run / "metrics.jsonl").read_text() == lines
 
 
+@pytest.mark.slow
+def test_by_group_as_torchao_does_it(home: Path, tmp_path: Path) -> None:
+    """Stock Transformers opens each, with the parts of every weight that anyone gets; the last bits cost the most."""
+    pytest.importorskip("torchao")
+    from torchao.quantization import IntxWeightOnlyConfig
+    from torchao.quantization.granularity import PerGroup
+
+    run, names = tmp_path / "run", {"int8_group": torch.int8, "int4_group": torch.int4}
+    tree = tree_of(home, run, formats=[*names], group_size=32)
+    assert runs.run(load_tree(tree), Ranks(), Stop()) == 0
+    rows, worse = read_data(load_tree(tree), Ranks(), quiet=True)[1].eval, []
+    for name, dtype in names.items():
+        stock = transformers.AutoModelForCausalLM.from_pretrained(run / f"export-{name}")
+        how = transformers.TorchAoConfig(IntxWeightOnlyConfig(weight_dtype=dtype, granularity=PerGroup(32)))
+        own = transformers.AutoModelForCausalLM.from_pretrained(run / "export", quantization_config=how)
+        weight, same = (each.model.layers[1].mlp.down_proj.weight for each in (stock, own))
+        assert weight.scale.shape == (64, 128 // 32) and weight.qdata.abs().max() <= (127 if dtype is torch.int8 else 8)
+        assert torch.equal(weight.qdata, same.qdata) and torch.equal(weight.scale, same.scale)
+        before, after = read(run / f"export-{name}", further.KIND).about["perplexity"]
+        assert after == pytest.approx(perplexity_by_rows(stock, rows), rel=1e-5) and after != before
+        assert "by torchao" in (run / f"export-{name}" / "README.md").read_text()
+        worse.append(abs(after - before))
+    assert worse[0] < worse[1]
+
+
+@pytest.mark.parametrize(("change", "line"), [
+    ({}, "quantize.group_size = 48: does not divide the 64 inputs of model.layers.0.self_attn.q_proj; 16 does"),
+    ({"model_type": "gpt2", "n_embd": 64, "n_layer": 1, "n_head": 4}, "and a gpt2 model has none; write int8"),
+])  # fmt: skip
+def test_groups_that_cannot_be(home: Path, tmp_path: Path, change: dict[str, Any], line: str) -> None:
+    tree = tree_of(home, tmp_path, formats=["int4_group"], group_size=48)
+    if change:
+        tree["model"]["config"] = {"vocab_size": WORDS, **change}
+    with pytest.raises(ConfigError, match=line):
+        further.refuse(load_tree(tree))
+
+
 @pytest.mark.parametrize(
     ("section", "change", "line"),
     [
@@ -130,7 +167,9 @@ def test_refused(home: Path, tmp_path: Path, section: str, change: dict[str, Any
     assert line in found
 
 
-def test_without_bitsandbytes(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.planning.from_config.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"quantize.formats = .*: needs the package bitsandbytes; install"):
-        from_config.check_options(load_tree(tree_of(home, tmp_path)), 1)
+    with pytest.raises(ConfigError) as error:
+        from_config.check_options(load_tree(tree_of(home, tmp_path, formats=["nf4", "int4_group"])), 1)
+    for line, (name, extra) in zip(error.value.lines, {"nf4": "qlora", "int4_group": "torchao"}.items(), strict=True):
+        assert line.endswith(f"install it with: pip install 'deepstow[{extra}]'") and f'formats = ["{name}"]' in line

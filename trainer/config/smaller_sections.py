@@ -98,15 +98,19 @@ class PruneSection(Section):
 
 
 class QuantizeSection(Section):
-    """Export the trained model in 8 or 4 bits as well, after training. See docs/quantize.md. Needs bitsandbytes."""
+    """Export the trained model in 8 or 4 bits as well, after training. See docs/quantize.md. Needs bitsandbytes, or
+    torchao for the formats by group.
+    """
 
-    formats: Annotated[list[Literal["int8", "nf4", "fp4"]], Field(min_length=1)] = option(
-        "One export each, in export-FORMAT: 8 bits with a scale for each output, or 4 with one for each 64 weights.",
+    formats: Annotated[list[Literal["int8", "nf4", "fp4", "int8_group", "int4_group"]], Field(min_length=1)] = option(
+        "One export each, in export-FORMAT: 8 bits with a scale for each output, or 4 with one for each 64 weights; "
+        "by torchao, 8 or 4 with one for each group.",
         ["nf4"],
     )
+    group_size: Count = option("int8_group, int4_group: weights of an output that have a scale together.", 128)
     bnb_4bit_use_double_quant: bool = option("Quantise the scales of 4-bit weights as well.", False)
     llm_int8_skip_modules: list[NonEmpty] | None = option(
-        "Modules that are not quantised, of either width; not set means the head."
+        "Modules that are not quantised, in any format; not set means the head."
     )
 
 

@@ -148,9 +148,12 @@ def check_options(config: RunConfig, world_size: int, *, installed: bool = True)
         if on_cpu and config.training.fp16 and Requirement.DEEPSPEED not in requirements_of(config.strategies):
             cure = "Accelerate trains in fp32 on the CPU then, without a word; write training.bf16, or leave it out"
             found.append(Refusal("training.fp16", True, cure))
-    if installed and config.quantize is not None and find_spec("bitsandbytes") is None:
-        what = "needs the package bitsandbytes; install it with: pip install 'deepstow[qlora]'"
-        found.append(Refusal("quantize.formats", config.quantize.formats, what))
+    for name, extra in (("bitsandbytes", "qlora"), ("torchao", "torchao")) if installed else ():
+        formats = config.quantize.formats if config.quantize else []
+        asked = [each for each in formats if each.endswith("_group") == (name == "torchao")]
+        if asked and find_spec(name) is None:
+            what = f"needs the package {name}; install it with: pip install 'deepstow[{extra}]'"
+            found.append(Refusal("quantize.formats", asked, what))
     if installed and config.export is not None and config.export.format == "onnx":
         absent = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
         if absent:

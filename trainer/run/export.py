@@ -216,7 +216,7 @@ def compare(
     """The largest difference of a logit. Raise ExportError if it is beyond ``tolerance``, or a tensor is not bit for
     bit the trained one (in the dtype of the file), or, if ``names`` are compared, is missing.
     """
-    found = model.state_dict()
+    found, state = _by_parts(model.state_dict()), _by_parts(state)
     trained = {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}  # the prefix is peft's
     # What peft keeps of a module that is trained in full is not saved, and a new head has other random numbers.
     trained = {name: tensor for name, tensor in trained.items() if ".original_module." not in name}
@@ -235,6 +235,16 @@ def compare(
     if not difference <= tolerance:
         raise ExportError(f"export: logits differ by {difference:.2e} of the largest after reloading")
     return difference
+
+
+def _by_parts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``state``, with the parts of torchao's tensors, which cannot be compared as they are."""
+    found = dict[str, Tensor]()
+    for name, each in state.items():
+        flatten = getattr(each, "__tensor_flatten__", None)
+        parts = flatten()[0] if flatten is not None else ()
+        found |= {f"{name}.{part}": getattr(each, part) for part in parts} or {name: each}
+    return found
 
 
 # --- the card, of the config, the log and the command line alone; whoever publishes adds a licence -------------------

@@ -29,6 +29,12 @@ def folder_of(config: RunConfig, name: str) -> Path:
     return Path(config.training.output_dir) / f"export-{name}"
 
 
+def refuse(config: RunConfig) -> None:
+    """Raise ConfigError for what cannot be made of the model."""
+    exported.refuse(config)
+    quantized.refuse(config)
+
+
 def missing(config: RunConfig) -> list[str]:
     """Those that are asked for and are not there, whole and made of the export that is there."""
     names: list[str] = [*config.quantize.formats] if config.quantize else []

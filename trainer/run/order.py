@@ -50,7 +50,7 @@ from trainer.model.structured import config_of
 from trainer.planning import facts, positions
 from trainer.planning.fit import explained
 from trainer.planning.from_config import advice, plans_of, refuse_impossible
-from trainer.run import changes, checkpoint, disk_tier, exported, machines, metrics, resuming, structured, teaching
+from trainer.run import changes, checkpoint, disk_tier, further, machines, metrics, resuming, structured, teaching
 from trainer.run.callbacks import EarlyStopping, Meter, MetricsFile, ProgressLine, SampleText, StepSeen, sample_prompt
 from trainer.run.checkpoint import About, DataFacts, ModelFacts
 from trainer.run.plan_check import PlanCheck
@@ -107,7 +107,7 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
         plans = plans_of(config, ranks, machine, resumes=resumed is not None, tune=True, say=write_line)
     plan = plans[plans[0].facts.run.grid.cell(ranks.rank).stage]
     check_packing(config)
-    exported.refuse(config)
+    further.refuse(config)
     check_batch(config, prepared.train, plan.facts.run.replicas)
     form = form or form_of_stages(config)
     refuse_under_zero(config, deepspeed.stage(plan))

@@ -1,16 +1,18 @@
 """What a run exports in 8 or 4 bits beside the exact model, and what that costs in perplexity.
 
 After the exact export has its name, and training has freed its memory, each of ``quantize.formats`` is made of it: its
-linear layers are quantised by bitsandbytes as Transformers loads it, as anyone could. The result is saved, opened again
-with ``from_pretrained`` and compared: every tensor by its bits, and the logits of a probe. Perplexity of the exact
-model and of each format is over all evaluation rows, by the same code, and is in the last lines and on the card.
+linear layers are quantised by bitsandbytes or torchao as Transformers loads it, as anyone could. The result is saved,
+opened again with ``from_pretrained`` and compared: every tensor by its bits, and the logits of a probe. Perplexity of
+the exact model and of each format is over all evaluation rows, by the same code, and is in the last lines and on the
+card.
 
-Refused, before anything is loaded: a run without evaluation data, adapters that are exported without their base, and a
-machine without bitsandbytes.
+Refused, before anything is loaded: a run without evaluation data, adapters that are exported without their base, a
+machine without the library, and widths that groups do not divide.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +29,7 @@ from strategies.report.table import table
 from trainer.data.collate import Collator
 from trainer.data.packing import MASKED
 from trainer.errors import write_line
+from trainer.model.structured import config_of
 from trainer.planning.streamed import placed, plan_within
 from trainer.run import export
 from trainer.run.callbacks import perplexity
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
 
 EVAL_ROWS = 8  # Hugging Face's default of per_device_eval_batch_size
-BITS = {"int8": 8, "nf4": 4, "fp4": 4}
+BITS = {"int8": 8, "nf4": 4, "fp4": 4, "int8_group": 8, "int4_group": 4}
 
 
 class Report:
@@ -99,6 +102,24 @@ class Report:
         write_line("\n".join(table(("export", "weights", "perplexity"), self._lines, {"weights", "perplexity"})))
 
 
+def refuse(config: RunConfig) -> None:
+    """Raise ConfigError if groups of weights do not divide the inputs of a linear layer, or torchao knows none."""
+    asked = config.quantize
+    if asked is None or not any(name.endswith("_group") for name in asked.formats):
+        return
+    with torch.device("meta"):
+        model = loaded(TASKS[config.task].model_class).from_config(config_of(config))
+    size, head = asked.group_size, model.get_output_embeddings()
+    layers = {name: each for name, each in model.named_modules() if type(each) is torch.nn.Linear and each is not head}
+    if not layers:
+        what = f"torchao quantises torch's linear layers, and a {model.config.model_type} model has none; write int8"
+        raise config.error("quantize.formats", asked.formats, what)
+    for name, each in layers.items():
+        if each.in_features % size:
+            what = f"does not divide the {each.in_features} inputs of {name}; {math.gcd(each.in_features, size)} does"
+            raise config.error("quantize.group_size", size, what)
+
+
 def _plan(model: Any, budget: int) -> Plan | None:
     """The plan that streams the exact model, or None where it fits; what cannot be streamed runs as it is."""
     try:
@@ -108,10 +129,17 @@ def _plan(model: Any, budget: int) -> Plan | None:
 
 
 def config_for(config: RunConfig, name: str) -> Any:
-    """Hugging Face's ``BitsAndBytesConfig`` of a format."""
-    from transformers import BitsAndBytesConfig
+    """Hugging Face's ``BitsAndBytesConfig`` or ``TorchAoConfig`` of a format."""
+    from transformers import BitsAndBytesConfig, TorchAoConfig
 
     assert config.quantize is not None
+    if name.endswith("_group"):
+        from torchao.quantization import IntxWeightOnlyConfig
+        from torchao.quantization.granularity import PerGroup
+
+        dtype, group = getattr(torch, f"int{BITS[name]}"), PerGroup(config.quantize.group_size)
+        leaves = config.quantize.llm_int8_skip_modules
+        return TorchAoConfig(IntxWeightOnlyConfig(weight_dtype=dtype, granularity=group), modules_to_not_convert=leaves)
     skip = {"llm_int8_skip_modules": config.quantize.llm_int8_skip_modules}
     if BITS[name] == 8:
         return BitsAndBytesConfig(load_in_8bit=True, **skip)
@@ -152,7 +180,8 @@ def mean_loss(call: Callable[..., Any], batches: Iterable[dict[str, torch.Tensor
 
 def _card(exact: Path, name: str, sizes: tuple[int, int], costs: tuple[float, float]) -> ModelCard:
     """The exact model's card, after what was done to it."""
-    how = f"{BITS[name]} bits ({name}), by bitsandbytes, which loading it takes"
+    library = "torchao" if name.endswith("_group") else "bitsandbytes"
+    how = f"{BITS[name]} bits ({name}), by {library}, which loading it takes"
     rows = [("exact", human(sizes[0]), f"{costs[0]:.2f}"), (name, human(sizes[1]), f"{costs[1]:.2f}")]
     lines = [f"| {' | '.join(row)} |" for row in (("", "weights", "perplexity on held-out rows"), ("---",) * 3, *rows)]
     said = f"# In {BITS[name]} bits\n\nLinear layers of the model below have {how}.\n\n" + "\n".join(lines)
