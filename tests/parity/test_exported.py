@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from tests.helpers.tiny import LLAMA, VOCAB
+from tests.helpers.trainers import tokenizer
 from trainer.config.load import load_tree
 from trainer.dist.ranks import Ranks
 from trainer.dist.stopping import Stop
@@ -114,6 +115,31 @@ def test_onnx(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = model(input_ids=ids, attention_mask=mask).logits
     torch.testing.assert_close(torch.from_numpy(found)[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-4)
+
+
+def test_gguf_by_the_converter_that_is_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A stand-in for llama.cpp's: it is given the export; what ends with an error leaves no folder."""
+    tree, exact, path = config_of(tmp_path).tree(), tmp_path / "export", tmp_path / "bin" / "convert_hf_to_gguf.py"
+    config = load_tree({**tree, "export": {"format": "gguf"}})
+    exact.mkdir()
+    (exact / "manifest.json").write_text("{}")
+    monkeypatch.setenv("PATH", str(path.parent))
+    further.refuse(config)
+    further.make(config, tokenizer(), None, 0)
+    assert f"with it: convert_hf_to_gguf.py {exact} --outfile model.gguf" in capfd.readouterr().out
+    path.parent.mkdir()
+    for script, error in (("echo wrong >&2; exit 3", "ended with 3: wrong"), ("echo x > $3", "ended with 0: it said")):
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        with pytest.raises(ExportError, match=error):
+            further.make(config, tokenizer(), None, 0)
+        assert not (tmp_path / "export-gguf").exists()
+    path.write_text('#!/bin/sh\nprintf GGUF > "$3"; printf "$1 $5" >> "$3"\n')
+    further.make(config, tokenizer(), None, 0)
+    assert (tmp_path / "export-gguf" / "model.gguf").read_text() == f"GGUF{exact} auto"
+    assert further.missing(config) == []
 
 
 @pytest.mark.slow

@@ -115,9 +115,10 @@ class QuantizeSection(Section):
 
 
 class ExportSection(Section):
-    """Export the trained model as a program as well, after training. See docs/export.md."""
+    """Export the trained model in another format as well, after training. See docs/export.md."""
 
-    format: Literal["torch_export", "onnx"] = option(
-        "A file for torch.export.load, or one of ONNX, which takes onnx, onnxscript and onnxruntime.",
+    format: Literal["torch_export", "onnx", "gguf"] = option(
+        "A file for torch.export.load, one of ONNX, which takes onnx, onnxscript and onnxruntime, or one of llama.cpp, "
+        "by its converter.",
         "torch_export",
     )

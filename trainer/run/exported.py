@@ -86,7 +86,7 @@ def saved(model: Any, form: str, folder: Path) -> Callable[[Tensor, Tensor], Ten
 
 def refuse(config: RunConfig) -> None:
     """Raise ConfigError if a small copy of the model cannot be exported, or is another model after it."""
-    if config.export is None:
+    if config.export is None or config.export.format == "gguf":
         return
     built = config_of(config)
     small = shrink_model(built)

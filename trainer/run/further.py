@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from strategies.core.commit import replaced_folder, same_modes
 from strategies.core.sealed import MANIFEST, Damaged, damage, read, seal, size_and_hash
-from trainer.run import exported, quantized
+from trainer.run import exported, gguf, quantized
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
 
 KIND = "further export"
-PROGRAMS = {"torch": "torch_export", "onnx": "onnx"}  # by the end of the folder's name
+PROGRAMS = {"torch": "torch_export", "onnx": "onnx", "gguf": "gguf"}  # by the end of the folder's name
 
 
 def folder_of(config: RunConfig, name: str) -> Path:
@@ -67,12 +67,16 @@ def make(config: RunConfig, tokenizer: PreTrainedTokenizerBase, rows: Dataset | 
     """
     names, exact, report = missing(config), _exact(config), None
     for name in names:
+        if name == "gguf" and not gguf.is_here(exact):
+            continue
         if name not in PROGRAMS and report is None:
             assert rows is not None
             report = quantized.Report(config, exact, tokenizer, rows, budget)
         with replaced_folder(folder_of(config, name)) as draft:
             about: dict[str, Any] = {}
-            if name in PROGRAMS:
+            if name == "gguf":
+                gguf.make(exact, draft)
+            elif name in PROGRAMS:
                 exported.make(config, exact, draft)
             elif report is not None:
                 about["perplexity"] = report.make(name, draft)
