@@ -130,7 +130,10 @@ def test_gguf_by_the_converter_that_is_here(
     further.make(config, tokenizer(), None, 0)
     assert f"with it: convert_hf_to_gguf.py {exact} --outfile model.gguf" in capfd.readouterr().out
     path.parent.mkdir()
-    for script, error in (("echo wrong >&2; exit 3", "ended with 3: wrong"), ("echo x > $3", "ended with 0: it said")):
+    for script, error in (
+        ("printf GGUF > $3; echo wrong >&2; exit 3", "ended with 3: wrong"),
+        ("echo x > $3", "ended with 0: it said"),
+    ):
         path.write_text(f"#!/bin/sh\n{script}\n")
         path.chmod(0o755)
         with pytest.raises(ExportError, match=error):
