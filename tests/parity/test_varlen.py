@@ -81,6 +81,16 @@ def test_dropout_reaches_the_kernel() -> None:
         assert not torch.equal(dropped, whole)
 
 
+def test_modules_that_see_what_follows_are_not_made_causal() -> None:
+    """Without a mask, as in an encoder: the first token attends to all."""
+    encoder = torch.nn.Identity()
+    encoder.is_causal = False  # type: ignore[assignment]
+    query = torch.randn(1, 2, 8, 4)
+    found = varlen.attention(encoder, query, query, query, None)[0].transpose(1, 2)
+    whole = torch.nn.functional.scaled_dot_product_attention(query, query, query)
+    assert torch.allclose(found, whole, rtol=0, atol=1e-6)
+
+
 def refused(config: Any, **model: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         count_model(run_config(config, model=model, data={"packing": True}))
