@@ -66,6 +66,7 @@ class Offload(Strategy):
     phase = Phase.WHERE
     implies = {"buffers": {}, "cross_entropy": {}}
     takes_over = ("zero",)
+    spares = ("zero",)
     to_fit = {}
     to_fit_inexactly = ({"moments": "bf16"}, {"moments": "int8"})
     excludes = {
@@ -178,7 +179,7 @@ class Offload(Strategy):
         if self._stage in (1, 2) and self.weights == "streamed":
             kept = f"strategies.zero.stage {self._stage} keeps all weights on each device"
             yield self._refusal("weights", f"{kept}; write auto, or stage 3")
-        if self.update_in_backward is True and (self._ways(run) > 1 or run.stages > 1):
+        if self.update_in_backward is True and self._agrees(run):
             cure = "ranks that share the state, or the model, agree on a step first; write auto"
             yield self._refusal("update_in_backward", cure)
         elif self.update_in_backward is True and run.precision is Precision.FP16:
@@ -303,8 +304,12 @@ class Offload(Strategy):
         ranks = facts.machine.ranks or facts.run.world_size
         return parse_bytes(self.disk_memory) // ranks if self.disk and self.disk_memory else 0
 
+    def _agrees(self, run: RunFacts) -> bool:
+        """Whether ranks decide together if a step is skipped."""
+        return max(self._ways(run), run.stages, run.tensor) > 1
+
     def _may_update_in_backward(self, run: RunFacts) -> bool:
-        return self._ways(run) == run.stages == 1 and run.max_grad_norm == 0 and run.precision is not Precision.FP16
+        return not self._agrees(run) and run.max_grad_norm == 0 and run.precision is not Precision.FP16
 
     def _sums_over_ranks(self, run: RunFacts) -> bool:
         """Whether gradients are summed over micro-batches and then over ranks, which has to happen on the device."""

@@ -39,7 +39,6 @@ CHUNKS = "strategies.tensor.chunks"
 _SUMS = "ranks sum the parts of a product in another order than one rank does, and Adam enlarges what differs"
 _ROUNDING = "DeepSpeed computes with weights and gradients rounded to 16 bits; plain training autocasts fp32 weights"
 _OTHERS: Mapping[str, str] = {
-    "offload": "its engine moves whole layers; write strategies.zero with stage 1 or 2 instead of strategies.offload",
     "linear": "it replaces products of whole layers; leave strategies.linear out",
     "cross_entropy": "it multiplies by the whole head; leave strategies.cross_entropy out",
 }
@@ -63,6 +62,7 @@ class Tensor(Strategy):
     phase = Phase.WHO
     needs_ranks = True
     implies = {"zero": {"stage": 1}}
+    spares = ("cross_entropy",)
     requires = frozenset([Requirement.DEEPSPEED])  # and what zero requires, unless a pipeline takes that over
     excludes = {
         "training.train_sampling_strategy = batch_rebalance": "it gives ranks of one copy of the model different rows",
@@ -97,12 +97,14 @@ class Tensor(Strategy):
         for name, why in _OTHERS.items():
             if name in others:
                 yield Refusal(KEY, self.degree, f"cannot go with strategies.{name}: {why}")
+        if "offload" in others:
+            yield from self._refuses_offload(run, others)
         stage = None if "pipeline" in others else getattr(others.get("zero"), "stage", None)
         if stage == 3:
             yield Refusal(
                 "strategies.zero.stage", 3, "cannot go with strategies.tensor, which divides weights; write 2"
             )
-        if stage == 0 and run.precision is not Precision.FP32:
+        if stage == 0 and run.precision is not Precision.FP32 and "offload" not in others:
             cure = "DeepSpeed clips it by the norm of one rank's gradients under strategies.tensor; write 1 or 2"
             yield Refusal("strategies.zero.stage", 0, cure)
         if self.sequence_parallel and run.adapters:
@@ -114,6 +116,23 @@ class Tensor(Strategy):
             yield from self._refuses_chunks(run, others)
         if run.optim in _OPTIMIZERS:
             yield Refusal("training.optim", run.optim, f"{_OPTIMIZERS[run.optim]}; write adamw_torch_fused")
+
+    def _refuses_offload(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
+        apart = "was not compared with plain training beside strategies.offload"
+        if "pipeline" in others:
+            cure = "cannot go with strategies.pipeline and strategies.offload together; leave one of the three out"
+            yield Refusal(KEY, self.degree, cure)
+        if run.adapters or run.precision is Precision.FP16:
+            cure = "model.lora" if run.adapters else "training.fp16"
+            yield Refusal(KEY, self.degree, f"{apart} and {cure}; leave one of the three out")
+        if others["offload"].model_dump()["disk"] is not None:
+            yield Refusal(
+                KEY, self.degree, "its parts on a disk were not compared beside strategies.offload; leave disk out"
+            )
+        if self.sequence_parallel:
+            yield Refusal(SLICES, True, f"{apart}; leave one of the two out")
+        if self.chunks is not None:
+            yield Refusal(CHUNKS, self.chunks, f"{apart}; leave one of the two out")
 
     def _refuses_chunks(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
         rows = run.micro_batch
@@ -153,6 +172,10 @@ class Tensor(Strategy):
         """
         slices = ", tokens between them as well" if self.sequence_parallel else ""
         reason = f"attention and MLP divided over {self.degree} ranks{slices}"
+        if facts.run.stowed:  # each rank's part is a model of its own to the memory engine
+            self._refuse_uneven(facts)
+            yield Reserve(unit=RUN, reason=reason, owner="tensor: divided layers", num_bytes=0, in_passes=True)
+            return
         if facts.run.stages > 1:
             for unit in (each for each in facts.units if each.kind is UnitKind.BLOCK):
                 size = plan.share(unit.name, Kind.PARAM).element_bytes
@@ -162,6 +185,14 @@ class Tensor(Strategy):
             size = 2 * boundary_bytes(facts.run) // min(self._chunks(facts))  # gradients of a chunk, before and behind
             yield Reserve(unit=RUN, reason=self._words(facts), owner=UNDER_WAY, num_bytes=size, in_passes=True)
         yield EngineSet(unit=RUN, reason=reason, key=deepspeed.TENSOR_DEGREE, value=self.degree)
+
+    def _refuse_uneven(self, facts: Facts) -> None:
+        """The plan of one rank is that of all ranks of a copy. All else that does not divide is refused before."""
+        divided = [param for param in facts.params if autotp.is_part(param.name, tied=facts.run.tied)]
+        whole = facts.num_params + (self.degree - 1) * sum(param.num_elements for param in divided)
+        if whole != facts.run.model_params:
+            cure = "must divide the words of the head beside strategies.offload, whose ranks have parts of one size"
+            raise Refusal(KEY, self.degree, f"{cure}; write another vocab_size, or leave one of the two out")
 
     def _chunks(self, facts: Facts) -> tuple[int, ...]:
         """Of each sub-layer, attention and MLP in turn."""
@@ -183,7 +214,7 @@ class Tensor(Strategy):
     def apply(self, model: nn.Module, plan: Plan) -> None:
         from strategies.backends import chunked, scattered, tensor_adapters, tensor_shards
 
-        if plan.facts.run.stages > 1 or self.sequence_parallel or self.chunks is not None:
+        if plan.facts.run.stages > 1 or plan.facts.run.stowed or self.sequence_parallel or self.chunks is not None:
             tied = plan.facts.run.tied
             tensor_shards.divide(model, self.degree, tied=tied, in_slices=self.sequence_parallel)
         else:

@@ -141,26 +141,30 @@ def state_dict(
     """
     found: dict[str, Tensor] = {}
     same: dict[int, Tensor] = {}  # a tied weight is gathered once
+    values = model.state_dict()  # of the memory engine's, read together
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in same:
-            whole = gathered(tensor, group)
+            whole = gathered(tensor, group, values[name])
             if not keep:
                 same[id(tensor)] = torch.empty(0)
             elif place is not None:
                 same[id(tensor)] = place(whole)
             else:
-                same[id(tensor)] = whole.to("cpu", copy=whole.data_ptr() == tensor.data_ptr())
+                same[id(tensor)] = whole.to("cpu", copy=shard_of(tensor) is None)
         found[name] = same[id(tensor)]
     return found if keep else {}
 
 
-def gathered(tensor: Tensor, ranks: Any = None) -> Tensor:
-    """The whole of a ``tensor`` of which this rank may have a part; a collective. ``ranks``: see ``state_dict``."""
+def gathered(tensor: Tensor, ranks: Any = None, value: Tensor | None = None) -> Tensor:
+    """The whole of a ``tensor`` of which this rank may have a part, with its ``value`` if that is elsewhere. A
+    collective. ``ranks``: see ``state_dict``.
+    """
+    held = tensor if value is None else value
     shard = shard_of(tensor)
     if shard is None:
-        return tensor.detach()
+        return held.detach()
     largest = max(shard.sizes)
-    part = tensor.detach().movedim(shard.dim, 0)
+    part = held.detach().movedim(shard.dim, 0)
     mine = part.new_zeros(largest, *part.shape[1:])
     mine[: part.shape[0]] = part
     parts = [torch.empty_like(mine) for _ in shard.sizes]

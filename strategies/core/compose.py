@@ -48,9 +48,10 @@ def in_order(strategies: Mapping[str, Strategy]) -> dict[str, Strategy]:
     """
     whole = dict(strategies)
     waiting = list(whole.values())
+    spared = {name for each in waiting for name in each.spares}
     while waiting:
         for name, options in waiting.pop().implies.items():
-            if name not in whole:
+            if name not in whole and name not in spared:
                 whole[name] = find(name).model_validate(options)
                 waiting.append(whole[name])
     ordered = sorted(whole.items(), key=lambda item: (ORDER.index(item[1].phase), item[0]))

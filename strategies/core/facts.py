@@ -217,6 +217,7 @@ class RunFacts(ModelNumbers):
     in_flight: int = 1  # micro-batches that are between their forward and their backward at a time
     tensor: int = 1
     slices: int = 1  # ranks that each have a part of every row
+    stowed: bool = False  # the memory engine trains it
     in_slices: bool = False  # tensor ranks have slices of the tokens between divided layers
     adapters: bool = False  # low-rank ones are trained, and no base
     sequences: int = 1  # of a row of data: two where it is a pair

@@ -252,7 +252,7 @@ class Plan:
         """Whether ranks share all weights under the memory engine, so that each of them can load its spans."""
         layout, facts = self.layout, self.facts
         shared = layout is not None and any(bucket.ways > 1 for bucket in layout.buckets)
-        return shared and facts.run.stages == 1 and facts.num_trainable == facts.num_params
+        return shared and facts.run.stages == facts.run.tensor == 1 and facts.num_trainable == facts.num_params
 
     @property
     def place(self) -> Place | None:

@@ -87,14 +87,14 @@ class TorchState:
             for piece in mine:
                 shapes = {kind: tuple(it.shape) if held.is_parameter else piece.shape for kind, it in tensors.items()}
                 parts = ((kind, held.part(tensor, piece)) for kind, tensor in tensors.items())
-                some = [span for kind, part in parts for span in _spans(kind, shapes[kind], piece, part)]
+                some = [span for kind, part in parts for span in spans_of(kind, shapes[kind], piece, part)]
                 yield piece.name, Described(piece.shape, held.dtype, numbers, shapes), some
 
     def weight_spans(self, names: set[str]) -> Iterator[Span]:
         for held in self._weights:
             for piece in held.pieces:
                 if piece.written and piece.name in names:
-                    yield from _spans(WEIGHT, piece.shape, piece, held.part(held.tensor, piece))
+                    yield from spans_of(WEIGHT, piece.shape, piece, held.part(held.tensor, piece))
 
     def _state_of(self, held: Held) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Tensors and numbers of what is held; a master is one of the tensors."""
@@ -167,7 +167,7 @@ class TorchState:
                     weights.read(piece.name, piece.start, each.part(each.tensor.detach(), piece), piece.columns)
 
 
-def _spans(kind: str, shape: tuple[int, ...], what: Piece, tensor: Tensor) -> Iterator[Span]:
+def spans_of(kind: str, shape: tuple[int, ...], what: Piece, tensor: Tensor) -> Iterator[Span]:
     """``tensor``, which holds ``what``, as spans; of some columns whole rows and parts of one row."""
     if what.columns is None:
         yield Span(what.name, kind, shape, what.start, tensor)

@@ -59,6 +59,7 @@ CASES = [
     case("offload shared by two ranks, weights too", 2, {**STREAMED, "zero": {"stage": 3}}, killed=True),
     case("adapters on four bits, by Lion", 1, STREAMED, slow=True, killed=True, more=QLORA),
     case("tensor 2 x data 2", 4, {"tensor": {"degree": 2}, "zero": {"stage": 2}}, rare=True),
+    case("tensor 2 x data 2 in the memory engine", 4, {"tensor": {"degree": 2}, **ON_HOST}, slow=True),
     case("tensor in chunks", 2, {"tensor": {"degree": 2, "chunks": 2}}, rare=True),
     case("pipeline 2 x data 2, offload shared by copies", 4, {**STAGES, **ON_HOST}, slow=True),
     case("pipeline 2 x data 2, divided state", 4, {**STAGES, "zero": {"stage": 1}}, rare=True),

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.moves import (
+    OFFLOAD,
     SAVED,
     Job,
     Kind,
@@ -52,6 +53,7 @@ KINDS = {
     "zero with offload": kind(shared(2)),
     "pipeline": kind(pipeline(2)),
     "tensor": kind(tensor(1)),
+    "tensor with offload": kind(Kind(2, {"tensor": {"degree": 2}, **OFFLOAD})),
     "tensor in chunks": kind(Kind(2, {"tensor": {"degree": 2, "chunks": ROWS}, "zero": {"stage": 1}})),
 }
 SOME = [("plain", reader) for reader in ("data", "zero with offload", "pipeline")]

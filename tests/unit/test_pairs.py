@@ -70,6 +70,6 @@ def spread(pair: frozenset[str]) -> list[str]:
     return [key for name in pair for key in OPTIONS if key == name or (name == "zero" and key.startswith("zero"))]
 
 
-@pytest.mark.parametrize("pair", [("tensor", "recompute"), ("tensor", "offload")])
+@pytest.mark.parametrize("pair", [("tensor", "recompute"), ("tensor", "experts")])
 def test_the_walk_can_tell(pair: tuple[str, str]) -> None:
     assert goes(frozenset(pair)) is (pair[1] == "recompute")

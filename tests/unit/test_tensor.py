@@ -12,9 +12,11 @@ from strategies.backends import tensor_shards
 from strategies.core.grid import Grid
 from tests.helpers.refused import lines_of
 from tests.helpers.tiny import GPT2, LLAMA, OPT, run_config
+from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError
+from trainer.machine.probe import probe
 from trainer.planning import facts
-from trainer.planning.from_config import check_options
+from trainer.planning.from_config import check_options, plan_of
 
 CONFIG = """\
 model:
@@ -32,7 +34,16 @@ KINDS = "architectures that can be divided: llama, mistral, opt, qwen2, qwen3; o
 CASES: list[tuple[list[str], str]] = [
     (["strategies.zero.stage=3"], "zero.stage = 3: cannot go with strategies.tensor, which divides weights; write 2"),
     (["strategies.zero.stage=0", "training.bf16=true"], "under strategies.tensor; write 1 or 2"),
-    (["strategies.offload={}"], "write strategies.zero with stage 1 or 2 instead of strategies.offload"),
+    (["strategies.zero.stage=3", "strategies.offload={}"], "which divides weights; write 2"),
+    ([SLICES, "strategies.offload={}"], "was not compared with plain training beside strategies.offload; leave one of"),
+    ([CHUNKS, ROWS, "strategies.offload={}"], "beside strategies.offload; leave one of the two out"),
+    (["strategies.offload={disk: /x, disk_memory: 1GiB}"], "on a disk were not compared beside strategies.offload"),
+    (["strategies.offload={}", "model.lora={}"], "beside strategies.offload and model.lora; leave one of the three"),
+    (["strategies.offload={}", "training.fp16=true"], "strategies.offload and training.fp16; leave one of the three"),
+    (
+        ["strategies.offload={}", "strategies.pipeline={stages: 2, schedule: gpipe}"],
+        "cannot go with strategies.pipeline and strategies.offload together; leave one of the three out",
+    ),
     (["strategies.linear={}"], "it replaces products of whole layers; leave strategies.linear out"),
     (["strategies.cross_entropy={}"], "it multiplies by the whole head; leave strategies.cross_entropy out"),
     (["training.optim=adagrad"], "it makes its state before strategies.tensor divides the weights; write adamw"),
@@ -164,3 +175,13 @@ def test_masks_of_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     model.config.attention_dropout = 0.0
     assert tensor_shards.apart(model, Grid(tensor=2)) == 0 and not model.self_attn._forward_hooks
+
+
+def test_parts_of_one_size_beside_the_memory_engine() -> None:
+    """The plan of the first rank is that of all: an odd head is refused, a tied one and one that divides are not."""
+    made = {"tensor": {"degree": 2}, "offload": {}}
+    ranks = Ranks(world_size=2, local_world_size=2)
+    for model in (LLAMA, {**LLAMA, "vocab_size": 129, "tie_word_embeddings": True}):
+        assert plan_of(run_config(model, strategies=made), ranks, probe()).layout is not None
+    with pytest.raises(ConfigError, match=r"degree = 2: must divide the words of the head beside strategies\.offload"):
+        plan_of(run_config({**LLAMA, "vocab_size": 129}, strategies=made), ranks, probe())

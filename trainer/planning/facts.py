@@ -31,7 +31,7 @@ from strategies.core.facts import (
 )
 from strategies.core.linears import Linear
 from strategies.core.optimizers import moments_of
-from strategies.core.protocol import Axis, Refusal, Requirement
+from strategies.core.protocol import Axis, Phase, Refusal, Requirement
 from trainer.errors import ConfigError, first_line
 from trainer.machine.profiles import known_rates
 from trainer.model import attention, config_keys, hub, pruned
@@ -158,6 +158,7 @@ def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) 
         stages=divided.get(Axis.STAGES, 1),
         tensor=divided.get(Axis.TENSOR, 1),
         slices=divided.get(Axis.SEQUENCE, 1),
+        stowed=any(each.phase is Phase.WHERE for each in config.strategies.values()),
         in_slices=Axis.TOKENS in divided,
         adapters=config.model.lora is not None,
     )

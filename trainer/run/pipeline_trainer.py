@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from strategies.backends import pipeline_state, pipelining
+from strategies.backends import pipeline_state, pipelining, tensor_engine
 from strategies.backends.pipeline_gradients import StageGradients
 from strategies.backends.pipeline_zero import StateShares
 from strategies.core.plan import Kind
@@ -69,9 +69,10 @@ class PipelineTrainer(_Trainer):
         self._drawn = 0  # sequences of random numbers in this step
 
     def among_ranks(self) -> dict[str, Any]:
-        """The memory engine of a stage averages over the copies of the model, and clips by the norm of all stages."""
+        """The memory engine of a part averages over the copies of the model, and clips by the norm of all parts."""
+        grid = self.plan.facts.run.grid
         if self.pipeline is None:
-            return super().among_ranks()
+            return tensor_engine.among_ranks(self.model, grid) if grid.tensor > 1 else super().among_ranks()
         return {"process_group": self._copies, "total_norm": self.gradients.total_norm}
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:

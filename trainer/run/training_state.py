@@ -70,6 +70,10 @@ def holder_of(trainer: Any) -> Any:
         if isinstance(inner, StowOptimizer):
             return EnginesStage(inner, trainer.pipeline, writes=writes)
         return pipeline_state(inner, trainer.pipeline, trainer.gradients, trainer.shares, writes=writes)
+    if isinstance(inner, StowOptimizer) and trainer.accelerator.grid.tensor > 1:
+        from strategies.backends.tensor_engine import EnginesParts
+
+        return EnginesParts(inner, writes=trainer.accelerator.grid.cell(trainer.args.process_index).replica == 0)
     if isinstance(inner, StowOptimizer):
         return state_file.EngineState(inner.access, writes=trainer.args.should_save)
     if trainer.is_deepspeed_enabled:

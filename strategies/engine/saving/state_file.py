@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from strategies.core import commit
 from strategies.core.sizes import human
-from strategies.engine.saving.state_dict import StateAccess
+from strategies.engine.saving.state_dict import AtHand, StateAccess
 from strategies.state import saved_state
+from strategies.state.blocks import Columns
 from strategies.state.saved_state import FILE_NAME, INDEX, MASTER, Described, Saved, Weights, other_model
 from strategies.state.spans import WEIGHT, Span, SpanError
 
@@ -45,19 +48,20 @@ class EngineState:
         rule = self._engine.rule
         for bucket in self._engine.buckets:
             for param in bucket.params if bucket.spec.group is not None else ():
-                name, shape, parts = names[id(param)], tuple(param.shape), list(self._access.parts_of(param))
+                name, parts = names[id(param)], list(self._access.parts_of(param))
                 step = self._access.count_of(param).item()
                 updated = step > 0 or rule.kernel.begins
                 spans = [
-                    Span(name, kind, shape, part.start, tensor, at_hand=part.at_hand)
+                    span
                     for part in parts
                     for kind, tensor in part.state.items()
                     if updated or kind == MASTER
+                    for span in self.spans(name, kind, part.start, tensor, part.at_hand)
                 ]
                 numbers = {"step": step} if updated and (rule.kernel.counts or not rule.names) else {}
                 if parts:
                     kinds = {span.kind: span.shape for span in spans}
-                    yield name, Described(shape, bucket.spec.dtype, numbers, kinds), spans
+                    yield name, Described(self.whole_shape(name), bucket.spec.dtype, numbers, kinds), spans
 
     def weight_spans(self, names: set[str]) -> Iterator[Span]:
         if self._shared:
@@ -69,12 +73,25 @@ class EngineState:
             bucket, index = self._engine.bucket_of[id(param)]
             if not self._shares_weights:
                 if self._writes_whole:
-                    yield Span(name, WEIGHT, tuple(param.shape), 0, self._access.newest_of(param))
+                    yield from self.spans(name, WEIGHT, 0, self._access.newest_of(param))
                 continue
             resting = bucket.own(bucket.weight) if bucket.copy is None else bucket.copy
             for piece in bucket.pieces_in([index]):
                 tensor = bucket.rounded(piece) if bucket.given_up else resting[piece.at : piece.at + piece.size]
                 yield Span(name, WEIGHT, tuple(param.shape), piece.start, tensor)
+
+    # --- of the whole model ------------------------------------------------------------------------------------------
+
+    def whole_shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._params[name].shape)
+
+    def within(self, name: str, start: int) -> tuple[int, Columns | None]:
+        """Where element ``start`` of what this rank has of a parameter is in all of it, or among some columns."""
+        return start, None
+
+    def spans(self, name: str, kind: str, start: int, tensor: Tensor, at_hand: AtHand = nullcontext) -> Iterator[Span]:
+        """``tensor``, elements from ``start`` on of what this rank has, as this rank writes it."""
+        yield Span(name, kind, self.whole_shape(name), start, tensor, at_hand=at_hand)
 
     # --- loading -----------------------------------------------------------------------------------------------------
 
@@ -90,7 +107,7 @@ class EngineState:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The whole model's trained parameters."""
-        return {name: tuple(self._params[name].shape) for group in self.groups() for name in group["params"]}
+        return {name: self.whole_shape(name) for group in self.groups() for name in group["params"]}
 
     def fill(self, saved: Saved) -> None:
         """Take over counts and moments; gradients that wait for a step are discarded."""
@@ -103,10 +120,11 @@ class EngineState:
             kept = known.tensors.keys() - {MASTER, WEIGHT}  # of SGD, which torch does not count
             access.count_of(param).fill_(known.numbers.get("step", bool(kept)))
             for part in access.parts_of(param):
+                start, columns = self.within(name, part.start)
                 with part.at_hand(writes=True):
                     for kind in known.tensors:
                         if kind not in (MASTER, WEIGHT):
-                            saved.store.read(name, kind, part.start, part.state[kind])
+                            saved.store.read(name, kind, start, part.state[kind], columns=columns)
 
     def fill_weights(self, weights: Weights) -> None:
         """Take over every weight that was saved, one by one, and its master."""
@@ -115,15 +133,16 @@ class EngineState:
             if weights.find(name) is None:
                 continue
             bucket, index = self._engine.bucket_of[id(param)]
+            start, columns = self.within(name, 0)
             mixed = bucket.spec.group is not None and bucket.spec.mixed
             if mixed and not bucket.is_shared:
                 master = self._access.state_of(param)[MASTER]
-                weights.read(name, 0, master)
+                weights.read(name, start, master, columns)
                 self._access.set_state(param, {MASTER: master})
                 continue
             # Where ranks share it, each reads all of it, for its home may hold all of it.
             value = torch.empty(param.shape, dtype=torch.float32 if mixed else param.dtype)
-            weights.read(name, 0, value)
+            weights.read(name, start, value, columns)
             self._access.set_weight(param, value.to(param.dtype), master=not bucket.is_shared)
             if bucket.is_shared and bucket.master is not None:
                 bucket.fill(bucket.master, {index: value.view(-1)})
