@@ -12,6 +12,9 @@ the way:
 
     two-level  inside machines and across in turn (``two_level.py``): a sum and a gather send (M-1)/M W/R across each
 
+Ranks that have slices of rows send 3 messages before attention and one after it, in forward and as many back
+(``strategies/sequence.py``); the heads of keys and values count as those of queries. Attention waits for them.
+
 What a rank sends counts at the rate inside, what leaves at the rate between machines, and the slower of the two is the
 time. That is arithmetic; no network was measured. Where the rate between machines is unknown, all ranks count as if
 they were on one machine.
@@ -23,9 +26,10 @@ from collections.abc import Mapping
 
 from strategies.core.facts import Facts, Rates
 from strategies.core.layout import Reduction
-from strategies.planner.pipeline_bytes import MESSAGE_BYTES
+from strategies.planner.pipeline_bytes import MESSAGE_BYTES, boundary_bytes
 from strategies.planner.two_level import GATHERS, SUMS, Machines, machines_of
 
+HEADS = 4  # messages of a block over slices of rows: queries, keys, values, and the result
 EPS: Mapping[str, float] = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
 
 
@@ -77,6 +81,17 @@ def crosses(facts: Facts) -> bool:
     """Whether the ranks that share buckets are on several machines."""
     ranks, here = spread(facts)
     return here < ranks
+
+
+def slices_seconds(facts: Facts, rates: Rates) -> float:
+    """What the ranks of a row exchange in one pass of a block, of one micro-batch."""
+    ranks, across = facts.run.slices, rates.net_across_bytes_per_s
+    if ranks == 1:
+        return 0.0
+    leaves = ranks > (facts.machine.ranks or ranks) and across is not None
+    rate = min(rates.exchange_bytes_per_s(), across or 0.0) if leaves else rates.exchange_bytes_per_s()
+    wait = rates.net_across_latency_s if leaves else rates.net_latency_s
+    return HEADS * (ranks - 1) * (boundary_bytes(facts.run) / ranks**2 / rate + wait)
 
 
 def spread(facts: Facts) -> tuple[int, int]:

@@ -35,7 +35,7 @@ from strategies.core.layout import (
 from strategies.core.moments import SLOWER, touched_bytes
 from strategies.core.plan import Plan
 from strategies.planner.addresses import slot_numbers, weight_packing
-from strategies.planner.exchanges import gather_rate, sums_slowdown
+from strategies.planner.exchanges import gather_rate, slices_seconds, sums_slowdown
 from strategies.planner.problem import Eviction, Link, Problem, Shared, Tick, Update, Weight
 from strategies.planner.simulate import Outcome, simulate, simulated_period
 from strategies.planner.tasks import Resource, build_tasks
@@ -170,11 +170,16 @@ def _overlapping(layout: Layout) -> dict[int, tuple[int, ...]]:
 
 
 def unit_seconds(facts: Facts, rates: Rates) -> list[tuple[float, float]]:
-    """Forward and backward of one micro-batch by unit, in order: as measured, else from operations."""
+    """Forward and backward of one micro-batch by unit, in order: as measured, else from operations, and what ranks of a
+    row exchange in attention.
+    """
+    one = slices_seconds(facts, rates)
     found = []
     for unit, flops, saved in zip(facts.units, unit_flops(facts), frozen_flops(facts), strict=True):
         once = flops / rates.gemm_flops(facts.run.precision)
         twice = 2 * once - saved / rates.gemm_flops(facts.run.precision)
+        if unit.kind is UnitKind.BLOCK:
+            once, twice = once + one, twice + one
         forward, backward = facts.unit_times.of(unit.kind) if facts.unit_times else (once, twice)
         whole = forward if facts.run.recomputes and unit.kind is UnitKind.BLOCK else 0.0
         found.append((forward, backward + whole + rates.seconds(unit.again, facts.run.precision)))

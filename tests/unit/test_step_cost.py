@@ -18,7 +18,7 @@ from strategies.planner.addresses import place
 from strategies.planner.estimate import _together
 from strategies.planner.exchanges import gather_rate, leaving, sums_slowdown
 from strategies.planner.problem import Link, Problem, Tick, Weight
-from strategies.planner.step_cost import evictions_of, plan_cost, problem_of, unit_flops
+from strategies.planner.step_cost import evictions_of, plan_cost, problem_of, unit_flops, unit_seconds
 from strategies.planner.tasks import Resource
 from strategies.planner.weight_schedule import ASSUMED
 from strategies.report import full_report
@@ -51,6 +51,21 @@ def test_with_free_copies_and_updates_a_step_is_its_compute() -> None:
         assert priced.compute_seconds == pytest.approx(15.0)  # 5 s forward, twice that backward
         assert priced.seconds == pytest.approx(15.0, rel=1e-3)
         assert priced.outcome.binds is Resource.COMPUTE
+
+
+@pytest.mark.parametrize(("here", "rate", "wait"), [(4, 1e9, 1e-3), (2, 1e8, 1e-2)])
+def test_ranks_of_a_row_exchange_in_every_attention(here: int, rate: float, wait: float) -> None:
+    """Four ranks send 3/4 of a quarter of a hidden state's size four times per pass; on two machines across them."""
+    net = {"net_bytes_per_s": 1e9, "net_latency_s": 1e-3, "net_across_bytes_per_s": 1e8, "net_across_latency_s": 1e-2}
+    about = known(replace(FAST, **net), slices=4, world_size=4, hidden_size=1 << 20)
+    about = replace(about, machine=replace(about.machine, ranks=here))
+    size = about.run.micro_batch * about.run.sequence * (1 << 20) * about.run.precision.element_bytes
+    one = 4 * (size / 4 * 3 / 4 / rate + 3 * wait)
+    alone = replace(about, run=replace(about.run, slices=1))
+    rates = about.machine.rates
+    assert rates is not None
+    more = [sum(map(sum, unit_seconds(each, rates))) for each in (about, alone)]
+    assert more[0] - more[1] == pytest.approx(2 * 4 * one)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
