@@ -98,15 +98,21 @@ class Collectives(Strategy):
             return
         for name, why in _OTHERS.items():
             if name in others:
-                yield Refusal(KEY, True, f"cannot go with strategies.{name}: {why}; leave one of the two out")
+                yield self._refusal(f"cannot go with strategies.{name}: {why}; leave one of the two out")
         stage = others["zero"].model_dump()["stage"] if "zero" in others else None
         if stage is not None and "offload" not in others and (stage or run.precision is not Precision.FP32):
             what = f"strategies.zero.stage {stage} in {run.precision.value}"
             cure = "add strategies.offload, or leave strategies.zero out"
-            yield Refusal(KEY, True, f"cannot go with {what}, whose exchanges DeepSpeed's engine makes itself; {cure}")
+            yield self._refusal(f"cannot go with {what}, whose exchanges DeepSpeed's engine makes itself; {cure}")
         if "offload" in others and others["offload"].model_dump()["reduction"] == "fast":
             cure = "strategies.collectives adds in an order of its own; leave reduction out"
             yield Refusal("strategies.offload.reduction", "fast", cure)
+
+    def _refusal(self, cure: str) -> Refusal:
+        """Of exchanging in phases, which the file need not say."""
+        if "hierarchical" in self.written:
+            return Refusal(KEY, True, cure)
+        return Refusal("strategies.collectives", self.written, cure)
 
     def _refuses_compressed(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
         for name in ("zero", "offload", *_OTHERS):
@@ -139,9 +145,9 @@ class Collectives(Strategy):
             return
         if len(set(counts.values())) > 1:
             what = " and ".join(str(count) for count in counts.values())
-            yield Refusal(KEY, True, f"machines have {what} ranks; start as many on each, or leave it out")
+            yield self._refusal(f"machines have {what} ranks; start as many on each, or leave it out")
         elif list(firsts) != sorted(firsts):
-            yield Refusal(KEY, True, "ranks of a machine are not neighbours; number them machine by machine")
+            yield self._refusal("ranks of a machine are not neighbours; number them machine by machine")
 
     def narrowed(self, facts: Facts, rank: int) -> Facts:
         """The facts with the number of slices, by which all others see what an exchange takes."""
@@ -151,7 +157,7 @@ class Collectives(Strategy):
         if not self._in_phases or here >= ranks or here == 1:
             return facts
         if ranks % here:
-            raise Refusal(KEY, True, f"{ranks} ranks are on machines of {here}: start as many on each, or leave it out")
+            raise self._refusal(f"{ranks} ranks are on machines of {here}: start as many on each, or leave it out")
         slices, machines = self.slices, machines_of(facts)
         if slices == "auto":
             slices = UNKNOWN if machines is None else machines.best(_message_bytes(facts))

@@ -73,11 +73,10 @@ def test_the_plan_says_what_is_chosen_and_why() -> None:
 def test_refused() -> None:
     with pytest.raises(Refusal, match="6 ranks are on machines of 4"):
         narrowed(machines(6, 4))
-    each = Collectives()
-    assert [str(one) for one in each.refuses_machines([0, 0, 0, 3])] == [
-        "strategies.collectives.hierarchical = true: machines have 3 and 1 ranks; "
-        "start as many on each, or leave it out"
-    ]
+    for each, written in ((Collectives(hierarchical=True), ".hierarchical = true"), (Collectives(slices=2), " = {")):
+        (line,) = map(str, each.refuses_machines([0, 0, 0, 3]))
+        assert line.startswith(f"strategies.collectives{written}"), "as the file has it"
+        assert line.endswith(": machines have 3 and 1 ranks; start as many on each, or leave it out")
     assert not list(each.refuses_machines([0, 0, 2, 2]))
     assert "not neighbours" in str(*each.refuses_machines([0, 2, 0, 2]))
 
