@@ -66,6 +66,7 @@ def conditions(work: Work, rounds: int, around: Mapping[str, Any]) -> str:
     ranks = f" and rank, on {work.ranks} ranks" if work.ranks > 1 else ""
     recompute = ", blocks recomputed" if work.recompute else ""
     recompute += f", {work.attention} attention" + (f" with dropout {work.dropout}" if work.dropout else "")
+    recompute += f", rows of {work.documents} documents" if work.documents > 1 else ""
     return (
         f"{work.model}: {shape.num_params / 1e6:,.1f} M parameters in {shape.layers} blocks, {work.dtype}{recompute}; "
         f"{work.tokens:,} tokens per optimizer step{ranks} ({work.rows} x {work.length} x {work.accumulation}); "
