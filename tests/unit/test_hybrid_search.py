@@ -214,7 +214,7 @@ IMPOSSIBLE = (
 REFUSED = (
     (Degrees(tensor=2, data=2, zero=3), "strategies.zero.stage"),
     (Degrees(tensor=2), "strategies.zero.stage"),
-    (Degrees(tensor=2, zero=1, offload=Stowed.STATE), "strategies.tensor.degree"),
+    (Degrees(stages=2, tensor=2, micro_batches=4, offload=Stowed.STATE), "strategies.tensor.degree"),
     (Degrees(stages=4, micro_batches=2), "training.gradient_accumulation_steps"),
 )
 FINE = (
@@ -226,6 +226,7 @@ FINE = (
     Degrees(stages=2, data=2, zero=1, micro_batches=4),
     Degrees(stages=2, tensor=2, micro_batches=4, recompute="full"),
     Degrees(stages=2, tensor=2, micro_batches=4, recompute="selective"),
+    Degrees(tensor=2, zero=1, offload=Stowed.STATE),
 )
 
 
