@@ -74,13 +74,14 @@ def test_models_that_tensor_ranks_cannot_share(model: dict[str, object], why: st
         ({"data": 8, "zero": 2}, {"weights": "resident"}),
         ({"data": 8, "zero": 3, "offload": Stowed.WEIGHTS, "micro_batches": 4}, {"weights": "streamed"}),
         ({"stages": 2, "data": 4, "zero": 1, "micro_batches": 4, "last_blocks": 3}, {}),
+        ({"tensor": 2, "data": 4, "zero": 1}, {"weights": "resident"}),
     ],
 )
 def test_with_offload_the_account_is_near_the_plan(options: dict[str, Any], given: dict[str, str]) -> None:
     degrees = Degrees(**{"recompute": "full", "micro_batch": 2, "offload": Stowed.STATE} | options)
     staged = degrees.stages > 1
     in_stages = Shares(COUNTED, RANKS, CARD, lambda line: None).in_stages([(2, 1)]) if staged else None
-    found = Account(Models({(2, 1): parts()[2, 1]}, in_stages)).of(degrees)
+    found = Account(Models({(2, degrees.tensor): parts()[2, degrees.tensor]}, in_stages)).of(degrees)
     tree = keys.written(degrees, COUNTED.tree(), [3, 3] if staged else None)
     tree["strategies"]["offload"] = {"site": "host", **given}
     plans = plans_of(build(tree), RANKS, CARD)
@@ -88,6 +89,19 @@ def test_with_offload_the_account_is_near_the_plan(options: dict[str, Any], give
     if not staged:
         own, runtime = parts()[2, 1].machine.runtime_host_bytes, plans[0].facts.machine.runtime_host_bytes
         assert found.host - own == pytest.approx(plans[0].peak(Home.HOST) - runtime, rel=0.05)
+
+
+def test_offload_brings_a_loss_by_chunks_but_not_to_tensor_ranks() -> None:
+    found = []
+    for tensor, logits in ((1, 1), (1, 1 << 30), (2, 1), (2, 1 << 30)):
+        counted = parts()[2, tensor]
+        head = counted.units[-1]
+        assert head.in_chunks is not None
+        large = replace(head, in_chunks=replace(head.in_chunks, logits=logits))
+        facts = replace(counted, units=(*counted.units[:-1], large))
+        degrees = Degrees(tensor=tensor, data=8 // tensor, zero=1, offload=Stowed.STATE, micro_batch=2)
+        found.append(Account(Models({(2, tensor): facts})).of(degrees).device)
+    assert found[0] > found[1] and found[2] == found[3]
 
 
 def write(folder: Path, **training: object) -> Path:

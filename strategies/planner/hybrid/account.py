@@ -97,8 +97,8 @@ class Account:
     def _saved(self, degrees: Degrees, model: Model) -> list[Saved]:
         """What each unit of the whole model saves."""
         chunked = self._chunked
-        if chunked is None and degrees.offload is not Stowed.NOTHING:
-            chunked = "auto"
+        if chunked is None and degrees.offload is not Stowed.NOTHING and degrees.tensor == 1:
+            chunked = "auto"  # brought by offload, not where ranks divide the head
         key = (degrees.micro_batch, degrees.tensor, self._models.plain(degrees), degrees.recompute, chunked)
         if key not in self._saved_of:
             units = (unit.with_chunks() if in_chunks(unit, chunked) else unit for unit in model.facts.units)
