@@ -96,6 +96,7 @@ def with_its_own_code(folder: Path, files: Mapping[str, str] = FILES) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_model_with_its_own_code(server: Server, tmp_path: Path) -> None:
     """Its files go with it, so it opens where the base is gone, for those who trust it; and its card is true."""
     base = with_its_own_code(tmp_path / "base")
