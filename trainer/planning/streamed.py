@@ -39,8 +39,13 @@ def plan_within(model: Any, room: int, machine: Machine | None = None) -> Plan |
 
 @contextmanager
 def placed(model: Any, plan: Plan | None, device: torch.device) -> Iterator[Callable[..., Any]]:
-    """The model in evaluation, to be called with tensors of the host, without gradients. Other ranks may wait."""
-    stowed, group = None, None
+    """The model in evaluation, to be called with tensors of the host, without gradients. Other ranks may wait.
+
+    Inside, ``use_cache`` is off: with a cache Transformers lets documents of a packed row see each other.
+    """
+    stowed, group, own = None, None, getattr(model.config, "use_cache", None)
+    if own is not None:
+        model.config.use_cache = False
     if plan is None:
         model.to(device)
     else:
@@ -53,6 +58,8 @@ def placed(model: Any, plan: Plan | None, device: torch.device) -> Iterator[Call
         with torch.no_grad():
             yield lambda **batch: model(**{name: each.to(device) for name, each in batch.items()})
     finally:
+        if own is not None:
+            model.config.use_cache = own
         if stowed is not None:
             stowed.close()
         if group is not None:
