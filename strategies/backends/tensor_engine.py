@@ -61,6 +61,7 @@ class EnginesParts(EngineState):
         return tensor_shards.within(self._params[name], start)
 
     def spans(self, name: str, kind: str, start: int, tensor: Tensor, at_hand: Any = None) -> Iterator[Span]:
+        """``at_hand`` is for state on a disk, which is refused beside ``tensor``."""
         start, columns = self.within(name, start)
         piece = Piece(name, self.whole_shape(name), start, 0, tensor.numel(), columns)
         return spans_of(kind, piece.shape, piece, tensor)

@@ -22,7 +22,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 NAME = "sdpa_varlen"
 BLOCK = 1024  # at least so many queries of a window at a time
-_OTHER = ("softcap", "position_bias", "s_aux")  # what some models ask of attention besides
+# What some models ask for besides: a bound of the scores, a bias of each distance, and sinks (GPT-OSS's name for them).
+_OTHER = ("softcap", "position_bias", "s_aux")
 
 
 def attention(
@@ -37,11 +38,15 @@ def attention(
     position_ids: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """As Transformers' attention functions. NotImplementedError: it cannot do what the model asks for."""
+    """What Transformers calls in place of its own attention. Raise NotImplementedError for a model that asks for more
+    than a scale, a window and dropout.
+    """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if other := [name for name in _OTHER if kwargs.get(name) is not None]:
-        raise NotImplementedError(f"{NAME} has no {other[0]}; write eager")
+        raise NotImplementedError(
+            f"attn_implementation: {NAME} cannot compute the {other[0]} of this model; write eager"
+        )
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     if attention_mask is not None or query.shape[2] != key.shape[2] or not causal:
@@ -56,13 +61,15 @@ def attention(
 
 
 def mask(*, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    """As Transformers' mask functions: none for rows without padding and without a cache."""
+    """What Transformers calls to make a mask: there is none for rows without padding and without a cache."""
     from transformers.masking_utils import sdpa_mask
 
     if attention_mask is not None or q_length != kv_length:
         return sdpa_mask(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **kwargs)
     if kwargs.get("use_vmap"):
-        raise NotImplementedError(f"{NAME} has no masks of a model's own; write eager")
+        raise NotImplementedError(
+            f"attn_implementation: {NAME} cannot apply the mask that this model defines; write eager"
+        )
     return None
 
 

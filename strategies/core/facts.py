@@ -369,9 +369,9 @@ class Facts:
         names = [unit.name for unit in self.units]
         assert len(set(names)) == len(names), f"unit names repeat: {names}"
         if self.params:
-            elements = dict.fromkeys(names, 0)
+            elements, known = dict.fromkeys(names, 0), set(names)
             for param in self.params:
-                assert {param.unit, *param.users} <= {*names}, f"{param.name} is used by a unit that is not there"
+                assert known.issuperset((param.unit, *param.users)), f"{param.name} is used by a unit that is not there"
                 elements[param.unit] += param.num_elements
             assert elements == {unit.name: unit.num_elements for unit in self.units}, "parameters add up to their units"
 

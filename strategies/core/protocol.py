@@ -97,9 +97,8 @@ class Strategy(BaseModel, ABC):
     examples: ClassVar[tuple[Mapping[str, Any], ...]]  # small options with which the parity tests run it
     # Strategies that this one depends on: switched on with these options if the config does not name them.
     implies: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    spares: ClassVar[
-        tuple[str, ...]
-    ] = ()  # what others imply and does not go with this one, or is not needed beside it
+    # Strategies that are not switched on for others where this one is: they do not go together, or it does their work.
+    spares: ClassVar[tuple[str, ...]] = ()
     requires: ClassVar[frozenset[Requirement]] = frozenset()
     # Dotted keys of other sections that cannot be switched on together with this strategy, each with the reason; or one
     # value of a key, as "training.optim = sgd".

@@ -29,7 +29,7 @@ from strategies.core.layout import Reduction
 from strategies.planner.pipeline_bytes import MESSAGE_BYTES, boundary_bytes
 from strategies.planner.two_level import GATHERS, SUMS, Machines, machines_of
 
-HEADS = 4  # messages of a block over slices of rows: queries, keys, values, and the result
+SLICE_MESSAGES = 4  # of a block between ranks with slices of a row: queries, keys, values, and the result
 EPS: Mapping[str, float] = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
 
 
@@ -91,7 +91,7 @@ def slices_seconds(facts: Facts, rates: Rates) -> float:
     leaves = ranks > (facts.machine.ranks or ranks) and across is not None
     rate = min(rates.exchange_bytes_per_s(), across or 0.0) if leaves else rates.exchange_bytes_per_s()
     wait = rates.net_across_latency_s if leaves else rates.net_latency_s
-    return HEADS * (ranks - 1) * (boundary_bytes(facts.run) / ranks**2 / rate + wait)
+    return SLICE_MESSAGES * (ranks - 1) * (boundary_bytes(facts.run) / ranks**2 / rate + wait)
 
 
 def spread(facts: Facts) -> tuple[int, int]:

@@ -221,7 +221,7 @@ def test_the_plan_says_what_a_teacher_takes(home: Path) -> None:
     layer = 4 * 32 * 32 + 3 * 32 * 48
     products, tokens = 30 * layer + 32 * (WORDS + 8), 3 * LENGTH
     attention = 30 * 2 * 2 * 3 * LENGTH * LENGTH * 32
-    flops = float(line.partition("tokens takes ")[2].partition(" TFLO")[0]) * 1e12
+    flops = float(line.partition("tokens takes ")[2].partition(" TFLOP")[0]) * 1e12
     assert flops == pytest.approx(2 * products * tokens + attention, rel=0.02)
     model = transformers.AutoModelForCausalLM.from_pretrained(home / "teacher")
     ((plan, _),) = teacher._place(config, 900 << 10, [model])

@@ -14,15 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, PrivateAttr, SerializeAsAny, model_validator
 
 from strategies.core.protocol import Strategy
-from trainer.config.arguments import (
-    Allowed,
-    Count,
-    NonEmpty,
-    Ratio,
-    Section,
-    TrainingSection,
-    option,
-)
+from trainer.config.arguments import Allowed, Count, NonEmpty, Ratio, Section, TrainingSection, option
 from trainer.config.conflicts import conflicts
 from trainer.config.smaller_sections import DistillSection, ExportSection, PruneSection, QuantizeSection
 from trainer.config.values import WRONG, Values

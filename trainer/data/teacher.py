@@ -122,10 +122,10 @@ def check(
     if not home.is_dir() and needed - kept > free:
         what = f"{count:,} answers take {human(needed)}, and {folder} has {human(free)} free"
         raise config.error("distill.top_k", config.distill.top_k, f"{what}; lower it, or make room")
-    where = ["answered already"]
+    where = ["answered already"] * len(configs)
     if not home.is_dir():
         where = [said for _, said in _place(config, budget, _described(config))]
-    said = "; ".join(f"{name}, {each}" for name, each in zip(configs, where * len(configs), strict=False))
+    said = "; ".join(f"{name}, {each}" for name, each in zip(configs, where, strict=True))
     say(f"teacher: {said}; {count:,} answers of {human(4 * how.width)}: {human(needed)} in {folder}")
     return Lesson(how, mark, key, budget, in_part)
 
@@ -165,7 +165,7 @@ def priced(config: RunConfig, budget: int, machine: Machine) -> list[str]:
         up = sum(bucket.weight_bytes for bucket in buckets if not bucket.resident)
         lines.append(
             f"teacher, before training: {name}, {where}; a forward of {size} x {config.data.max_length:,} tokens takes "
-            f"{flops / 1e12:,.4g} TFLO and sends {human(up)} over the link"
+            f"{flops / 1e12:,.4g} TFLOP and sends {human(up)} over the link"
         )
     return lines
 

@@ -180,10 +180,7 @@ class Fit:
     def _over_more_ranks(self) -> Iterator[FitRow]:
         """All weights over more ranks of this machine: what needs ranks alone if that fits, else with another one."""
         whole, now = _plain(self.config)[0], self.ranks
-        kept = {
-            name: {key: value for key, value in some.items() if key != "moments"} for name, some in whole.kept.items()
-        }
-        whole = replace(whole, kept=kept)  # moments in fewer bits are for one rank
+        whole = replace(whole, kept={name: _exactly(name, some) for name, some in whole.kept.items()})
         alone = [name for name in _saving() if not find(name).needs_ranks]
         for sharing in (name for name in _saving() if find(name).needs_ranks):
             ways = [whole.using([sharing]), *(whole.using([sharing, name]) for name in alone)]
@@ -291,6 +288,12 @@ def _plain(config: RunConfig) -> list[FitRow]:
     compute = {"bnb_4bit_compute_dtype": "bfloat16"} if config.training.bf16 else {}
     packed = tree | {"model": adapters | {"quantization_config": bits or FOUR_BITS | compute}}
     return [*rows, FitRow(kind="QLoRA", tree=packed, kept=kept)]
+
+
+def _exactly(name: str, options: Tree) -> Tree:
+    """Those of a strategy's ``options`` that give no exactness up; the others are for one rank."""
+    inexact = {key for each in find(name).to_fit_inexactly for key in each}
+    return {key: value for key, value in options.items() if key not in inexact}
 
 
 def _of_machine(name: str, options: Tree) -> Tree:

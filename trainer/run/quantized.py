@@ -108,7 +108,9 @@ def refuse(config: RunConfig) -> None:
     if asked is None or not any(name.endswith("_group") for name in asked.formats):
         return
     with torch.device("meta"):
-        model = loaded(TASKS[config.task].model_class).from_config(config_of(config))
+        model = loaded(TASKS[config.task].model_class).from_config(
+            config_of(config), trust_remote_code=config.model.trust_remote_code
+        )
     size, head = asked.group_size, model.get_output_embeddings()
     layers = {name: each for name, each in model.named_modules() if type(each) is torch.nn.Linear and each is not head}
     if not layers:
