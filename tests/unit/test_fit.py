@@ -104,7 +104,8 @@ def test_state_in_fewer_bits_is_an_answer_of_its_own(monkeypatch: pytest.MonkeyP
         "full fine-tuning does not fit on 1 rank; nearest is full + recompute + offload, host lacks"
     )
     assert inexact.startswith("full fine-tuning with inexact state fits: full (inexact) + recompute + offload, ")
-    assert not [row for row in rows_of(machine, "training.optim=sgd") if row.kind == "full (inexact)"]
+    small = card(5 << 20, 300 << 20)
+    assert not [row for row in rows_of(small, "training.optim=sgd") if row.kind == "full (inexact)"], "of AdamW alone"
 
 
 def test_what_is_for_one_rank_is_refused_once_in_words() -> None:
@@ -113,6 +114,8 @@ def test_what_is_for_one_rank_is_refused_once_in_words() -> None:
     assert [row.ranks for row in rows if row.ranks > 1] == [2]
     written = [row.tree["strategies"]["offload"] for row in rows if "offload" in row.strategies]
     assert written and all(each == {"moments": "int8"} for each in written)
+    (over,) = (row for row in rows_of(card(5 << 20, 300 << 20), "strategies.offload={moments: int8}") if row.ranks > 1)
+    assert over.strategies == ("zero", "offload") and over.tree["strategies"]["offload"] == {}
 
 
 def test_the_table_takes_no_climbs(monkeypatch: pytest.MonkeyPatch) -> None:

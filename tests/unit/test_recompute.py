@@ -250,6 +250,14 @@ def test_fused_attention_with_dropout_is_not_kept() -> None:
         assert draws(flash, (None, None, None), {"dropout_p": dropout}) is bool(dropout)
 
 
+def test_attention_to_several_documents_is_one_operator() -> None:
+    """So what is kept for a row of two, which is counted, is kept for rows of any number."""
+    flash, product = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, torch.ops.aten.mm.default
+    names = Names(nn.Identity())
+    found = [names.of(func, (torch.empty(1, 1),) * 3, {}) for func in (flash, flash, product, flash)]
+    assert found == ["attention 0", "attention 0", "linear 0", "attention 1"]
+
+
 class InPlace(nn.Module):
     """Adds to its product in place, out of autograd's sight, as DeepSpeed's linear layer of stage 3 does."""
 

@@ -185,3 +185,14 @@ def test_parts_of_one_size_beside_the_memory_engine() -> None:
         assert plan_of(run_config(model, strategies=made), ranks, probe()).layout is not None
     with pytest.raises(ConfigError, match=r"degree = 2: must divide the words of the head beside strategies\.offload"):
         plan_of(run_config({**LLAMA, "vocab_size": 129}, strategies=made), ranks, probe())
+
+
+def test_ranks_of_a_copy_agree_on_a_step_before_the_memory_engine_updates() -> None:
+    """One of them may have found what is not finite, so no update starts in backward."""
+    ranks = Ranks(world_size=2, local_world_size=2)
+    made: dict[str, Any] = {"tensor": {"degree": 2}, "offload": {}}
+    layout = plan_of(run_config(LLAMA, strategies=made, max_grad_norm=0), ranks, probe()).layout
+    assert layout is not None and not layout.in_backward
+    made["offload"] = {"update_in_backward": True}
+    with pytest.raises(ConfigError, match="agree on a step first"):
+        plan_of(run_config(LLAMA, strategies=made, max_grad_norm=0), ranks, probe())
