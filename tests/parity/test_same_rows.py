@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.marks import rarely
 from tests.helpers.moves import (
     OFFLOAD,
     SAVED,
@@ -58,6 +59,8 @@ KINDS = {
 }
 SOME = [("plain", reader) for reader in ("data", "zero with offload", "pipeline")]
 ALL = [(saver, reader) for saver in KINDS for reader in KINDS if saver != reader]
+BY_PLAIN = [pair for pair in ALL if "plain" in pair]
+RING = [pair for pair in zip(KINDS, [*list(KINDS)[1:], "plain"], strict=True) if pair not in BY_PLAIN]
 
 
 def trained(jobs: Iterable[tuple[Kind, Job]]) -> dict[str, dict[str, Any]]:
@@ -86,7 +89,11 @@ def resumed(folder: Path, pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[Ki
         yield KINDS[reader], (f"{saver}, {reader}", config, str(path))
 
 
-@pytest.mark.parametrize("pairs", [SOME, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize(
+    "pairs",
+    [SOME, pytest.param([*BY_PLAIN, *RING], marks=pytest.mark.slow), rarely(ALL)],
+    ids=["some", "by plain and in a ring", "all"],
+)
 def test_the_bits_of_one_rank(pairs: list[tuple[str, str]], tmp_path: Path) -> None:
     whole = trained(begun(tmp_path, dict.fromkeys(["plain", *(saver for saver, _ in pairs)])))
     found, plainly = trained(resumed(tmp_path, pairs)), whole["plain"]["end"]
