@@ -94,12 +94,19 @@ def _points(family: Places, home: Home, room: float, key: Key, *, all_leave: boo
     need less of the host.
     """
     on_host = room if home is Home.DEVICE else 0.0  # of the host what there is, or as little as can be
-    plain = [family.spilled(placement, on_host) for placement in family.ladder()]
+    ladder = family.ladder()
     if home is Home.DEVICE:
-        last = _point(family, plain[-1], family.movable(plain[-1]))
+        placement = family.spilled(ladder[-1], on_host)
+        last = _point(family, placement, family.movable(placement))
         if last.num_bytes[Home.HOST] <= room:
             yield last
             return
+
+    def plainly(placement: Placement) -> _Point | None:
+        return make(family.spilled(placement, on_host))
+
+    def streamed(placement: Placement) -> _Point | None:
+        return make(family.streamed(family.spilled(placement, on_host)))
 
     def make(placement: Placement) -> _Point | None:
         sizes, weights = family.sizes(placement), family.movable(placement)
@@ -112,8 +119,8 @@ def _points(family: Places, home: Home, room: float, key: Key, *, all_leave: boo
         point = None if some is None else _point(family, placement, some)
         return point if point is not None and point.num_bytes[OTHER[home]] <= room else None
 
-    yield from _best_of(plain, make, key)
-    yield from _best_of(plain, lambda placement: make(family.streamed(placement)), key)
+    yield from _best_of(ladder, plainly, key)
+    yield from _best_of(ladder, streamed, key)
 
 
 def _point(family: Places, placement: Placement, some: Sequence[Movable]) -> _Point:
