@@ -141,10 +141,11 @@ class Offload(Strategy):
         "bits of one process that accumulates. fast: by one reduce-scatter, which needs no memory to receive them, "
         "sends less between machines and adds in another order (1e-3 of the largest weight; two ranks: the same bits).",
     )
-    update_in_backward: bool | Literal["auto"] = Field(
+    update_in_backward: bool | Literal["auto", "speculative"] = Field(
         default="auto",
         description="Updates start while backward runs: those by the CPU, and those on the device that need no copies; "
-        "auto: where nothing is clipped.",
+        "auto: where nothing is clipped. speculative: with clipping too, the CPU's, as far as the host has room for "
+        "their state twice and that makes the step shorter; where the norm is too large they are made again.",
     )
 
     _stage: int = PrivateAttr(default=0)  # of strategies.zero, if that is on
@@ -182,6 +183,8 @@ class Offload(Strategy):
         if self.update_in_backward is True and self._agrees(run):
             cure = "ranks that share the state, or the model, agree on a step first; write auto"
             yield self._refusal("update_in_backward", cure)
+        elif self.update_in_backward == "speculative" and (said := self._cannot_speculate(run)):
+            yield self._refusal("update_in_backward", f"{said}; write auto")
         elif self.update_in_backward is True and run.precision is Precision.FP16:
             yield self._refusal("update_in_backward", "fp16's loss scale needs all gradients first; write auto")
         elif self.update_in_backward is True and run.max_grad_norm > 0:
@@ -203,6 +206,15 @@ class Offload(Strategy):
         if self._sums_over_ranks(run) and self.gradients == "host":
             cure = "micro-batches would be summed on the host before the ranks are; write auto or device"
             yield self._refusal("gradients", cure)
+
+    def _cannot_speculate(self, run: RunFacts) -> str:
+        if run.world_size > 1:
+            return f"is for one rank, and there are {run.world_size}"
+        if run.precision is Precision.FP16:
+            return "fp16's loss scale is a factor on all gradients"
+        if self.moments != "fp32":
+            return f"is for moments in fp32, not {self.moments}"
+        return f"is for what the CPU updates, not site: {self.site}" if self.site in ("device", "streamed") else ""
 
     def _refusal(self, option: str, cure: str) -> Refusal:
         return Refusal(f"strategies.offload.{option}", getattr(self, option), cure)
@@ -324,9 +336,9 @@ class Offload(Strategy):
             host_memory=self.host_memory,
             bucket_bytes=None if self.bucket_size == AUTO else parse_bytes(self.bucket_size),
             prefetch=None if self.prefetch == "auto" else self.prefetch,
-            in_backward=self._may_update_in_backward(facts.run)
-            if self.update_in_backward == "auto"
-            else self.update_in_backward,
+            in_backward=self.update_in_backward is True
+            or (self.update_in_backward is not False and self._may_update_in_backward(facts.run)),
+            updates_ahead=self.update_in_backward == "speculative" and facts.run.max_grad_norm > 0,
             site=self.site if self.moments == "fp32" else "host",
             moments_as=self.moments,
             weights="resident" if decided["weights"] else self.weights,

@@ -19,6 +19,7 @@ Memory arithmetic, per element of a bucket in a compute dtype of ``e`` bytes, ``
     MOMENTS   4 m at the update site; 2 m or m where the layout says so (``moments_as``), which is on the host
     SCALES    4 m per block of elements, beside moments in int8
     EXPANDED  on the host, one for all: the moments that are being updated, in fp32, and noise (``core/moments.py``)
+    AHEAD     4 m and 4 on the host: new state that is made beside the present one, under backward (``updates_ahead``)
     STEPS     4 per parameter: torch counts updates per parameter
     VISIT     4 m, and 4 for a master, on the device, in shared slots: state that is brought there for its update
     SCRATCH   fp32 copy of a stretch of bf16 gradient, on the device, one for all buckets
@@ -101,6 +102,7 @@ class Item(Enum):
     MOMENTS = "moments"
     SCALES = "scales of moments"
     EXPANDED = "expanded moments"
+    AHEAD = "state made ahead"
     STEPS = "update counts"
     VISIT = "visiting state"
     SCRATCH = "scratch"
@@ -133,6 +135,7 @@ class Bucket:
     grad_split: bool = False  # they wait on the device, each rank's span alone; the whole gradient only passes a slot
     grad_direct: bool = False  # they go down from where backward made them, and backward waits for that; no slot
     on_disk: bool = False  # its moments, and its masters in mixed precision, rest in a file; updated on the host
+    updates_ahead: bool = False  # under backward, as if nothing were clipped (``core/ahead.py``)
 
     @property
     def resident(self) -> bool:
@@ -298,14 +301,13 @@ def needs(bucket: Bucket, layout: Layout) -> Iterator[Need]:
         yield Need(name, Item.COPY, Home.HOST, own, passes=rounded_to_fetch(bucket, layout))
     if bucket.site is Site.NONE:
         return
-    grads_leave = bucket.grad_home is Home.HOST
     if not bucket.grad_direct:
         yield Need(name, Item.GRAD, Home.DEVICE, weight, passes=bucket.grad_passes)
     if bucket.grad_split:
         yield Need(name, Item.PARKED, Home.DEVICE, own)
-    elif (grads_leave or bucket.site is Site.HOST) and not parks_in_copy(bucket, layout):
+    elif (bucket.grad_home is Home.HOST or bucket.site is Site.HOST) and not parks_in_copy(bucket, layout):
         yield Need(name, Item.PARKED, Home.HOST, own)
-    if grads_leave and layout.accumulation > 1:
+    if bucket.grad_home is Home.HOST and layout.accumulation > 1:
         yield Need(name, Item.ARRIVAL, Home.HOST, own, passes=True)
     state_home = Home.DEVICE if bucket.site is Site.DEVICE else Home.HOST
     if (bucket.mixed and not bucket.on_disk) or (not bucket.mixed and bucket.site is Site.HOST and bucket.resident):
@@ -317,11 +319,12 @@ def needs(bucket: Bucket, layout: Layout) -> Iterator[Need]:
         yield Need(name, Item.MOMENTS, state_home, each * layout.moments * bucket.share)
         if layout.moments_as == "int8":
             yield Need(name, Item.SCALES, state_home, 4 * layout.moments * sum(blocks_of(bucket.sizes)))
+    if bucket.updates_ahead:
+        yield Need(name, Item.AHEAD, Home.HOST, 4 * (layout.moments + 1) * bucket.share)
     count_home = Home.HOST if bucket.site is Site.HOST else Home.DEVICE
     yield Need(name, Item.STEPS, count_home, aligned(4 * len(bucket.params)))
-    numbers = layout.moments + bucket.mixed
-    if bucket.site is Site.STREAMED and numbers:
-        yield Need(name, Item.VISIT, Home.DEVICE, 4 * numbers * bucket.share, passes=True)
+    if bucket.site is Site.STREAMED and (state := bucket.state_bytes(layout.moments)):
+        yield Need(name, Item.VISIT, Home.DEVICE, state, passes=True)
 
 
 def common_needs(layout: Layout, hosted_bytes: int = 0) -> Iterator[Need]:
@@ -343,9 +346,7 @@ def received_bytes(layout: Layout) -> int:
 
 def largest_shared(layout: Layout) -> int:
     """Bytes of the largest gradient that ranks add; 0 if there is none."""
-    return max(
-        (bucket.weight_bytes for bucket in layout.buckets if bucket.ways > 1 and bucket.group is not None), default=0
-    )
+    return max((b.weight_bytes for b in layout.buckets if b.ways > 1 and b.group is not None), default=0)
 
 
 def scratch_bytes(layout: Layout) -> int:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeAlias
 
+from strategies.core.ahead import may_update_ahead
 from strategies.core.facts import Home, Param
 from strategies.core.layout import (
     ALIGN_BYTES,
@@ -129,6 +130,8 @@ def _choices(bucket: Bucket, layout: Layout) -> Iterator[str]:
         yield "only state that is updated on the host rests on the disk"
     if layout.moments_as != "fp32" and not (bucket.site in (Site.NONE, Site.HOST) and bucket.ways == 1):
         yield f"only moments of one rank that are updated on the host rest in {layout.moments_as}"
+    if bucket.updates_ahead and not may_update_ahead(bucket, layout):
+        yield "is updated ahead of the norm, which it cannot be"
     if layout.moments_as != "fp32" and bucket.on_disk:
         yield f"state on the disk rests in fp32, not in {layout.moments_as}"
     if bucket.on_disk and not (layout.disk and layout.keeps_copies):

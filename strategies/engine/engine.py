@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from strategies.core.layout import Addresses, Item, Layout
 from strategies.core.on_disk import disk_bytes
-from strategies.engine.buckets.bucket_state import BucketOf, BucketState, Job, Pending, Scale, find_overlapping
+from strategies.engine.buckets.bucket_state import BucketOf, BucketState, Pending, find_overlapping
+from strategies.engine.buckets.jobs import Change, Job, Scale
 from strategies.engine.memory.arena import Arena
 from strategies.engine.memory.disk_state import DiskState
 from strategies.engine.module_hooks import ModuleHooks, Scope, find_scopes, unseen
@@ -173,6 +174,10 @@ class Engine(Copied):
     def _completed(self, bucket: BucketState) -> None:
         if self.layout.in_backward:
             self._ready.append(bucket)
+        elif bucket.may_update_ahead and bucket.settled:
+            touched, number = tuple(sorted(bucket.grads.touched)), bucket.spec.group
+            assert number is not None
+            self.updates.update_ahead(bucket, Change(touched, self._copy_of_group(number)))
 
     def _update_ready(self) -> None:
         """Without clipping: update the buckets that are complete and that no open scope uses."""
@@ -233,13 +238,16 @@ class Engine(Copied):
         assert number is not None
         bucket.refuse_loans()
         if number not in self._used:
-            # A copy: a scheduler may change a rate, even in place, before the update is computed.
-            self._used[number] = {
-                name: value.clone() if isinstance(value, Tensor) else value
-                for name, value in self.groups()[number].items()
-                if name != "params"
-            }
+            self._used[number] = self._copy_of_group(number)
         self.updates.submit(bucket, Job(tuple(sorted(bucket.grads.touched)), self._used[number], scale))
+
+    def _copy_of_group(self, number: int) -> dict[str, Any]:
+        """Its values now: a scheduler may change a rate, even in place, before an update is computed."""
+        return {
+            name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in self.groups()[number].items()
+            if name != "params"
+        }
 
     def _refuse_changed(self) -> None:
         """Raise RuntimeError if hyperparameters are not those that the updates in backward were made with."""
@@ -270,6 +278,8 @@ class Engine(Copied):
         """Drop the gradients since the last step, unless updates with them have begun."""
         self.refuse_partly_updated("call step(), or if backward was interrupted, start from a checkpoint")
         self.hooks.close_all()
+        for bucket in self.buckets:
+            self.updates.drop_ahead(bucket)
         self.gradients.discard()
         self.clipping.clear()
         self._ready.clear()
@@ -300,6 +310,7 @@ class Engine(Copied):
             for other in bucket.overlapping:  # whose updates have begun and write to the same addresses
                 if other.pending is Pending.VISITING:
                     self.updates.settle(other)
+        self.updates.drop_ahead(bucket)
         self.updates.settle(bucket)
         self.residency.restore(bucket)
 

@@ -22,6 +22,9 @@ from strategies.planner.exchanges import gather_rate, sums_slowdown
 from strategies.planner.places import OffloadRequest, Place, Placement, Places
 from strategies.planner.step_cost import TOUCHED_BYTES, unit_seconds
 
+AHEAD = 1.4  # times as long as an update takes one that is made beside the present state
+KEPT = 0.2  # a part of it is left to do if it is kept
+
 
 class _Load(NamedTuple):
     """What buckets at their places add to a step: seconds of the CPU's updates and the bytes of the host's memory that
@@ -108,6 +111,11 @@ class Estimate:
         computing = passes * backward + (passes - 1) * forward
         copies = self._copies(rising / up, falling / down, rising + falling, in_before, load.exchanged)
         before = max(computing, _together((0.0, 0.0), copies, dram))
+        if self._request.updates_ahead and load.cpu_s:  # as many as backward has time for; then masters are rounded
+            early = min(1.0, before / (AHEAD * load.cpu_s))
+            before = max(before, _together((early * AHEAD * load.cpu_s, early * AHEAD * load.touched), copies, dram))
+            left = 1 - early * (1 - KEPT)
+            updating = left * load.cpu_s, left * load.touched
         leaving = load.state + first
         copies = self._copies(coming / up, leaving / down, coming + leaving, load.gathered)
         after = max(forward + load.kernel_s, _together(updating, copies, dram), load.disk_s)

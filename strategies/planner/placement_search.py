@@ -26,6 +26,7 @@ from strategies.planner.buckets import PARTS, block_bytes, capacity, typical_blo
 from strategies.planner.least_memory import SAMPLE, Least, least_memory
 from strategies.planner.places import OffloadRequest, Places
 from strategies.planner.site_search import SiteSearch, Timed
+from strategies.planner.updates_ahead import with_updates_ahead
 
 STEP = 4  # times: from one budget that is searched on the way to the next
 BRIEF = 0.15  # of a search's effort, on the way
@@ -69,15 +70,21 @@ class PlacementSearch:
         ):
             return None
         if not self._knows_rates:
-            return self._first() or self._least_host()
+            return self._all_ahead(self._first() or self._least_host())
         least = self._least_device
         if least is None or least.num_bytes[Home.DEVICE] > self._device_room:
             return self._least_host()
-        found = Timed(self._search.seconds(least.layout), least.places, least.placement, least.layout)
+        found = Timed(*self._search.ahead(least.layout), least.places, least.placement)
         budget = STEP * least.num_bytes[Home.DEVICE]
         while budget < self._device_room:
             found, budget = self._fastest(budget, found, BRIEF), STEP * budget
         return self._fastest(self._device_room, found, 1).layout
+
+    def _all_ahead(self, layout: Layout | None) -> Layout | None:
+        """Where times cannot be compared: with all updates ahead that fit, unless the CPU is the device."""
+        if layout is None or not (self._request.updates_ahead and self._facts.machine.has_accelerator):
+            return layout
+        return next(iter(with_updates_ahead(layout, self._host_room, 1)), layout)
 
     def quick(self) -> tuple[Layout, float] | None:
         """A layout and its simulated seconds, for comparisons: a mix, which takes a tenth of the time of ``found``. The

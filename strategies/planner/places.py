@@ -72,8 +72,9 @@ class OffloadRequest:
     ``prefetch`` is how many ticks ahead of its use a weight comes at most; None: as early as memory allows. ``ways`` is
     how many ranks hold a span of each bucket, ``splits_gradients`` whether of gradients on the device as well, and
     ``reduction`` how they add gradients; ``common_host``: they read weights out of each other's host memory.
-    ``moments_as``: how moments rest. ``disk`` is a folder for optimizer state, which may take ``disk_bytes`` there;
-    empty: none. What is in ``decided`` follows from something else than the options.
+    ``moments_as``: how moments rest. ``updates_ahead``: the CPU may update before the norm is known. ``disk`` is a
+    folder for optimizer state, which may take ``disk_bytes`` there; empty: none. What is in ``decided`` follows from
+    something else than the options.
     """
 
     device_bytes: int
@@ -83,6 +84,7 @@ class OffloadRequest:
     bucket_bytes: int | None = None
     prefetch: int | None = None
     in_backward: bool = False
+    updates_ahead: bool = False
     site: Literal["auto", "device", "host", "streamed"] = "auto"
     weights: Literal["auto", "resident", "streamed"] = "auto"
     gradients: Literal["auto", "device", "host"] = "auto"

@@ -32,6 +32,7 @@ from strategies.planner.least_memory import fewest_copies
 from strategies.planner.places import OffloadRequest, Place, Placement, Places, Sizes
 from strategies.planner.simulate import simulated_period
 from strategies.planner.step_cost import evictions_of, problem_of, seconds_of, unit_seconds
+from strategies.planner.updates_ahead import fastest, with_updates_ahead
 
 EFFORT = 2000  # buckets in all plans of a climb that gains nothing
 MOST_TRIED = 60  # its plans, of few buckets
@@ -43,6 +44,7 @@ LONGEST = 4  # at most one in so many of the buckets, or blocks, move together
 SHARES = 64  # parts that a mix counts in
 SHORT = 4  # times as many moves in a row may gain nothing on the long climb as on a short one
 STARTS = 12  # mixes that are worked out, the best by the estimate
+PARTS = 8  # of the updates that may be made ahead, of which as many are as is fastest
 QUICK = 3  # for a comparison
 SAME = 1e-6  # a relative gain that is not worth a move
 WORTH = 1e-3  # one for which a climb goes on as long again
@@ -53,10 +55,10 @@ Measure: TypeAlias = Callable[[Placement], float]
 class Timed:
     """A layout, the placement that it was made from, and the simulated seconds of its step."""
 
+    layout: Layout
     seconds: float
     places: Places
     placement: Placement
-    layout: Layout
 
 
 class SiteSearch:
@@ -87,7 +89,12 @@ class SiteSearch:
     def timed(self, placement: Placement, device_room: int) -> Timed | None:
         """``worked_out``, simulated."""
         layout = self.worked_out(placement, device_room)
-        return None if layout is None else Timed(self.seconds(layout), self.places, placement, layout)
+        return None if layout is None else Timed(*self.ahead(layout), self.places, placement)
+
+    def ahead(self, layout: Layout) -> tuple[Layout, float]:
+        """``layout`` with the updates ahead of the norm that make it faster, and its seconds."""
+        others = with_updates_ahead(layout, self._host_room, PARTS) if self._request.updates_ahead else []
+        return fastest(layout, others, self.seconds)
 
     def seconds(self, layout: Layout) -> float:
         """The simulated seconds of a step."""
@@ -145,9 +152,14 @@ class SiteSearch:
         layout, rates = self.worked_out(placement, device_room, FEW), self._facts.machine.rates
         if layout is None or rates is None:
             return inf
-        problem = problem_of(self._facts, layout, rates)
-        evictions = list(evictions_of(problem, layout))
-        return simulated_period(problem, evictions, 3 if self._request.in_backward else 2, after=0)
+        iterations = 3 if self._request.in_backward or self._request.updates_ahead else 2
+
+        def seconds(layout: Layout) -> float:
+            problem = problem_of(self._facts, layout, rates)
+            return simulated_period(problem, list(evictions_of(problem, layout)), iterations, after=0)
+
+        others = with_updates_ahead(layout, self._host_room, 2) if self._request.updates_ahead else []
+        return fastest(layout, others, seconds)[1]
 
     @cached_property
     def _estimate(self) -> Estimate:

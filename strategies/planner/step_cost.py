@@ -38,7 +38,7 @@ from strategies.planner.addresses import slot_numbers, weight_packing
 from strategies.planner.exchanges import gather_rate, slices_seconds, sums_slowdown
 from strategies.planner.problem import Eviction, Link, Problem, Shared, Tick, Update, Weight
 from strategies.planner.simulate import Outcome, simulate, simulated_period
-from strategies.planner.tasks import Resource, build_tasks
+from strategies.planner.tasks import ROUND_NUMBERS, Resource, build_tasks
 
 STEADY = 2  # the first iteration that is like those after it
 TOUCHED_BYTES = 28  # per parameter, by an update on the device: 4 numbers read and 3 written, in fp32
@@ -226,11 +226,16 @@ def _update(
 ) -> Update | None:
     if bucket.site is Site.NONE:
         return None
-    elements = -(-sum(bucket.sizes) // bucket.ways)
+    elements, ahead_s, ahead = -(-sum(bucket.sizes) // bucket.ways), 0.0, 0
     if bucket.site is Site.HOST:
         kind = layout.moments_as
         seconds = elements * SLOWER[kind] / rates.update_params_per_s(facts.run.precision)
         touched = elements * touched_bytes(kind, HOST_UPDATE_BYTES)
+        if bucket.updates_ahead:  # what it writes is read into the cache first; afterwards the master is rounded
+            ahead = touched + 4 * (layout.moments + 1) * elements
+            ahead_s, touched = seconds * ahead / touched, ROUND_NUMBERS * ITEM_BYTES[bucket.dtype] * elements
+            touched *= bucket.mixed
+            seconds = touched / rates.dram_bytes_per_s
     else:
         touched = elements * TOUCHED_BYTES
         stretches = -(-elements // SCRATCH_ELEMENTS) if bucket.mixed else 1
@@ -250,6 +255,8 @@ def _update(
         arrival_slot=slots.get((bucket.name, Item.ARRIVAL)),
         visit_slot=slots.get((bucket.name, Item.VISIT)),
         copy_slot=slots.get((bucket.name, Item.COPY)),
+        ahead_seconds=ahead_s,
+        ahead_bytes=ahead,
         disk_bytes=bucket.on_disk * bucket.state_bytes(layout.moments),
         window_slot=slots.get((bucket.name, Item.WINDOW)),
         from_master=bucket.mixed and bucket.site is not Site.HOST,

@@ -7,12 +7,13 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 
+from strategies.core.ahead import beside_bytes, waiting
 from strategies.core.on_disk import disk_bytes
 from strategies.core.plan import NONE, Home, Keep, Kind, Plan
 from strategies.core.sizes import human
 from strategies.planner import gemm_routes
 from strategies.planner.activation_policy import FULL, SELECTIVE, KeepOption, by_policy
-from strategies.planner.step_cost import StepCost
+from strategies.planner.step_cost import StepCost, seconds_of
 from strategies.planner.tasks import Resource
 from strategies.report import plan_json, plan_table
 from strategies.report.table import table
@@ -34,7 +35,7 @@ def text(
     step.
     """
     lines = [plan_table.title(plan), *plan_table.summary(plan), *([headline(plan, cost)] if cost else [])]
-    lines += [*moment_lines(plan), *disk_lines(plan, cost), *before]
+    lines += [*moment_lines(plan), *disk_lines(plan, cost), *ahead_lines(plan, cost), *before]
     lines += ["what would change it most, estimated:", *advice] if advice else []
     grid = [*plan_table.grid_table(plan.facts.run.grid), *plan_table.stage_table(stages)]
     tables = (plan_table.lines(plan), gemm_routes.lines(plan), recompute_lines(plan), plan_table.bucket_lines(plan))
@@ -79,6 +80,18 @@ def moment_lines(plan: Plan) -> Iterator[str]:
     """That training is not exact, and why."""
     if plan.layout is not None and plan.layout.moments_as != "fp32":
         yield f"not exact: moments in {plan.layout.moments_as}, rounded stochastically in each of the CPU's updates"
+
+
+def ahead_lines(plan: Plan, cost: StepCost | None) -> Iterator[str]:
+    """What the CPU updates before the norm is known, and what that gains where nothing is clipped."""
+    layout, rates = plan.layout, plan.facts.machine.rates
+    if layout is None or not (num_bytes := beside_bytes(layout)):
+        return
+    line = f"updated under backward, before the norm is known: {human(num_bytes)} of state, which the host has twice"
+    if cost is not None and rates is not None:
+        seconds = seconds_of(plan.facts_as_kept(), waiting(layout), rates)
+        line += f"; simulated step after a norm that is clipped: {seconds:.3g} s"
+    yield line
 
 
 def disk_lines(plan: Plan, cost: StepCost | None) -> Iterator[str]:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from strategies.core.ahead import may_update_ahead
 from strategies.core.compose import compose
 from strategies.core.facts import Facts, Home, Param, UnitKind
 from strategies.core.layout import Bucket, Layout, Site
@@ -333,6 +334,7 @@ def plan_of(
     visit_slots: int = 2,
     disk: str = "",
     moments_as: MomentsAs = "fp32",
+    ahead: bool = False,
     debug: bool = True,
 ) -> Made:
     """What the planner makes of these wishes; of those it has no word for, its layout changed by hand.
@@ -347,6 +349,7 @@ def plan_of(
         direct: gradients that wait on the host, for updates there, have no slot.
         copies: weights that travel rest on the host in the dtype of compute, beside their masters.
         moments_as: how moments rest.
+        ahead: all buckets are updated ahead of the norm that can be.
         disk: a folder, where the state of all buckets rests that are updated on the host; two slots for it.
     """
     params = groups_of(model, groups)
@@ -390,7 +393,10 @@ def plan_of(
     buckets = tuple(replace(b, resident_ticks=()) for b in buckets)
     bare = replace(made.layout, buckets=buckets, keeps_copies=copies, visit_slots=visit_slots)
     bare = replace(bare, disk=disk, window_slots=2, moments_as=moments_as)
-    return Made.of(weight_schedule.only_while_used(bare, moving, int(prefetch)), made.facts.params, ranks, debug=debug)
+    bare = weight_schedule.only_while_used(bare, moving, int(prefetch))
+    if ahead:
+        bare = replace(bare, buckets=tuple(replace(b, updates_ahead=may_update_ahead(b, bare)) for b in bare.buckets))
+    return Made.of(bare, made.facts.params, ranks, debug=debug)
 
 
 def _ends(buckets: Sequence[Bucket], facts: Facts) -> list[int]:

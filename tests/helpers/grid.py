@@ -41,7 +41,7 @@ ENGINE: Mapping[str, Sequence[object]] = {  # what every table has, in this orde
 def _table(*models: str, strength: int = 2, **changes: Sequence[object]) -> Table:
     rest: Mapping[str, Sequence[object]] = {
         "tied": (False, True), "groups": (1, 2), "recompute": ("none", "later"), "prefetch": (2, 0, 5),
-        "transfer": ("delayed", "watched", "at-once"),
+        "transfer": ("delayed", "watched", "at-once"), "ahead": (False, True),
     }  # fmt: skip
     return Table({"model": models, **ENGINE, **rest, **changes}, FORBIDDEN, strength)
 
@@ -101,7 +101,7 @@ def both(
     wanted = expected(case["model"], case["tied"], case["recompute"], dtype, device, **loop)
     model = build(case["model"], tied=case["tied"], dtype=dtype)
     checkpointing(model, case["recompute"])
-    where = {name: case[name] for name in ("site", "weights", "bucket", "park", "prefetch")}
+    where = {name: case[name] for name in ("site", "weights", "bucket", "park", "prefetch", "ahead")}
     plan = plan_of(model, in_backward=case["clip"] == "in-backward", **where, **loop)
     batches = batches_on(device, case["model"], STEPS * case["accumulation"])
     moves = transfer or TRANSFERS[case["transfer"]]()

@@ -129,6 +129,14 @@ def test_a_key_of_another_section(write: Callable[..., Path], capsys: pytest.Cap
     )
     path = write("  zero: {stage: 3}", training="  torch_compile: true")
     assert planned(path, capsys).startswith(f"{path}:6: training.torch_compile = true: DeepSpeed fetches weights by")
+    for more, options, words in (
+        ("  fp16: true", "", "fp16's loss scale is a factor on all gradients"),
+        ("  bf16: true", ", site: streamed", "is for what the CPU updates, not site: streamed"),
+        ("  bf16: true", ", moments: int8", "is for moments in fp32, not int8"),
+    ):
+        path = write(f"  offload: {{update_in_backward: speculative{options}}}", training=more)
+        expected = f'{path}:8: strategies.offload.update_in_backward = "speculative": {words}; write auto'
+        assert planned(path, capsys).startswith(expected)
     path = write("  offload: {update_in_backward: true}")
     expected = f"{path}:8: strategies.offload.update_in_backward = true: the norm is known only after backward"
     assert planned(path, capsys).startswith(expected)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from strategies.engine.buckets.bucket_state import Scale
+from strategies.engine.buckets.jobs import Scale
 from strategies.engine.transfer.transfer import Event, Transfer
 from strategies.engine.updating.clipping import NonFiniteError, SkippedSteps
 

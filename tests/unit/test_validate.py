@@ -90,6 +90,7 @@ def test_settings(changes: dict[str, Any], words: str) -> None:
         (0, {"grad_split": True, "ways": 2, "site": Site.HOST}, "ranks share gradients of one micro-batch"),
         (0, {"grad_direct": True, "grad_home": Home.HOST, "site": Site.STREAMED}, "need a slot"),
         (0, {"grad_direct": True, "grad_home": Home.DEVICE, "site": Site.HOST}, "need a slot"),
+        (0, {"updates_ahead": True}, "ahead of the norm, which it cannot be"),
     ],
 )
 def test_buckets(index: int, changes: dict[str, Any], words: str) -> None:

@@ -194,11 +194,13 @@ class StowedTrainer:
         args = self.args
         engine = getattr(self, "is_deepspeed_enabled", False) or getattr(self, "is_fsdp_enabled", False)
         own_buffers = args.ddp_broadcast_buffers is False and args.world_size > 1
-        early = self.stow_options.get("update_in_backward") is True
+        early = self.stow_options.get("update_in_backward")
         twice = "recompute" in self.stow_options and (args.gradient_checkpointing or args.activation_checkpointing)
         refusals = {
             "a stowed trainer cannot be combined with DeepSpeed or FSDP: leave out deepspeed= and fsdp=": engine,
-            "update_in_backward=True: fp16's loss scale needs all gradients first; leave it out": early and args.fp16,
+            f"update_in_backward={early}: fp16's loss scale needs all gradients first; leave it out": (
+                early in (True, "speculative") and args.fp16
+            ),
             f"one process with {args.n_gpu} devices: start one for each, as torchrun does": args.n_gpu > 1,
             "ddp_broadcast_buffers=False: a stowed trainer copies the first rank's buffers; leave it out": own_buffers,
             "recompute= cannot be combined with gradient_checkpointing=True: keep one of the two": twice,

@@ -33,7 +33,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +41,7 @@ from strategies.core.layout import Bucket, Item, Layout, Site, leads, parks_in_c
 from strategies.core.moments import MomentsAs, blocks_of
 from strategies.core.plan import Home
 from strategies.engine.buckets.gradient_state import GradientState
+from strategies.engine.buckets.jobs import Ahead, Job
 from strategies.engine.memory.arena import Arena
 from strategies.engine.memory.disk_state import DiskState
 from strategies.engine.tensors.loans import HandedOut
@@ -59,30 +59,6 @@ class Pending(Enum):
     DEVICE = "on the device, not begun"
     VISITING = "on the device, its state on the way up"
     HOST = "by the worker"
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """The factor on every gradient of a step, and whether the step is to be skipped."""
-
-    factor: Tensor | None  # one fp32 number on the device; None: there is nothing to multiply
-    bad: Tensor  # the same; 1.0: a gradient is not finite
-    on_host: Tensor  # both for the worker, once ``known`` has passed
-    known: Event
-
-    @property
-    def skips(self) -> bool:
-        """Whether the step is to be skipped. Only valid after ``known`` has passed; reads host memory."""
-        return bool(self.on_host.numpy()[1])
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One update of a bucket: of the parameters that have a gradient, with a copy of their group."""
-
-    touched: tuple[int, ...]
-    group: Mapping[str, Any]
-    scale: Scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +128,8 @@ class BucketState:
         if window is not None:
             state = list(window.view(-1, spec.share))
             self.master, self.moments = (state[0], state[1:]) if spec.mixed else (self.master, state)
+        beside = flat(Item.AHEAD, torch.float32, layout.moments + 1)  # for master and moments that are made ahead
+        self.beside = [] if beside is None else list(beside.view(-1, spec.share))
         steps = arena.of(spec.name, Item.STEPS, torch.float32)
         self.steps = None if steps is None else steps[: len(params)]
         self.visit = flat(Item.VISIT, torch.float32, layout.moments + spec.mixed)
@@ -174,6 +152,8 @@ class BucketState:
         self.open = 0
         self.pending = Pending.NOTHING
         self.job: Job | None = None
+        self.ahead: Ahead | None = None  # of gradients that wait for their scale
+        self.state_shown = False  # others have views of its state, which they may read and write at any time
         self.future: Future[tuple[bool, Event]] | None = None  # the worker's: whether it changed weights, and when
         self.arrived: Event | None = None
         self.used: Event | None = None
@@ -202,8 +182,7 @@ class BucketState:
         return self.spec.ways > 1
 
     @property
-    def parks_in_copy(self) -> bool:
-        """Whether the host's copy and the gradient that waits there are one place."""
+    def parks_in_copy(self) -> bool:  # the host's copy and the gradient that waits there are one place
         return self.copy is not None and self.copy is self.parked
 
     # --- its memory --------------------------------------------------------------------------------------------------
@@ -338,6 +317,28 @@ class BucketState:
         self.zeros_stay |= {index}
 
     # --- updates -----------------------------------------------------------------------------------------------------
+
+    @property
+    def may_update_ahead(self) -> bool:
+        """Whether there is memory for new state, and what is written there is all of the bucket's and nobody else's."""
+        return bool(self.beside) and len(self.grads.touched) == len(self.params) and not self.state_shown
+
+    def update_ahead(self, ahead: Ahead) -> None:
+        self.ahead = ahead
+
+    def take_ahead(self) -> Ahead | None:
+        """The update that was made or is being made ahead; one that has not begun never will."""
+        ahead, self.ahead = self.ahead, None
+        return None if ahead is None or (ahead.future is not None and ahead.future.cancel()) else ahead
+
+    def keep_ahead(self, steps: Tensor) -> None:
+        """The state that was made beside the present one takes its place, and the other way round."""
+        assert self.master is not None and self.steps is not None
+        (self.master, *self.moments), self.beside = self.beside, self.states()
+        self.steps.copy_(steps)
+
+    def show_state(self) -> None:
+        self.state_shown = True
 
     def submit(self, job: Job) -> None:
         """An update is pending: the parameters are absent until it is settled, unless it begins at once."""

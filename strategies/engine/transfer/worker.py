@@ -39,7 +39,7 @@ class Worker:
             torch.set_num_threads(mine)
 
     def submit(self, priority: int, work: Callable[[], T]) -> Future[T]:
-        """Run ``work`` later; the future has its result or its error."""
+        """Run ``work`` later, unless it is cancelled; the future has its result or its error."""
         future: Future[T] = Future()
         self._waiting.put((priority, next(self._numbers), work, future))
         if self._thread is None:
@@ -50,6 +50,8 @@ class Worker:
 
     def _run_most_urgent(self) -> None:
         _, _, work, future = self._waiting.get()
+        if not future.set_running_or_notify_cancel():
+            return
         try:
             future.set_result(work())
         except BaseException as error:  # ``future.result()`` raises it

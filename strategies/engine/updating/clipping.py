@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from strategies.core.layout import Layout
-from strategies.engine.buckets.bucket_state import BucketState, Scale
+from strategies.engine.buckets.bucket_state import BucketState
+from strategies.engine.buckets.jobs import Scale
 from strategies.engine.transfer.transfer import Lane, Transfer
 from strategies.engine.updating.gradients import Gradients
 from strategies.engine.updating.norms import norms_of

@@ -41,7 +41,8 @@ from torch import Tensor
 
 from strategies.core.layout import SCRATCH_ELEMENTS, Site
 from strategies.core.moments import HOST_CHUNK
-from strategies.engine.buckets.bucket_state import BucketState, Job, Pending, Scale
+from strategies.engine.buckets.bucket_state import BucketState, Pending
+from strategies.engine.buckets.jobs import Ahead, Change, Job, Scale
 from strategies.engine.ranks.replicas import OneRank
 from strategies.engine.residency import Residency
 from strategies.engine.transfer.transfer import Event, Lane, Transfer
@@ -49,6 +50,8 @@ from strategies.engine.transfer.worker import Worker
 from strategies.engine.updating.chunks import chunks_of
 from strategies.engine.updating.moments import Moments
 from strategies.engine.updating.optim import Operands, UpdateRule, zeros_stay
+
+LAST = 1 << 30  # the priority of what is made ahead: sums and norms are needed before, and buckets follow as they land
 
 
 class Updates:
@@ -72,15 +75,30 @@ class Updates:
         self._host_scratch = torch.empty(HOST_CHUNK, dtype=torch.float32)
         self._visiting: dict[int, BucketState] = {}  # by address of the visit slot
         self.slots: dict[int, BucketState] = {}  # by address of a gradient slot that several buckets pass through
+        self._multiplied = False  # gradients of the last update by the worker; then those of the next may be, too
 
     def submit(self, bucket: BucketState, job: Job) -> None:
         """Start the update, or let it wait until ``begin`` or ``settle``. The parameters are absent until then."""
         bucket.submit(job)
         if bucket.spec.site is Site.HOST:
-            waits = (bucket.grads.sent, bucket.arrived)
-            bucket.future = self._worker.submit(bucket.index, lambda: self._on_host(bucket, job, waits))
+            waits, ahead = (bucket.grads.sent, bucket.arrived), bucket.take_ahead()
+            bucket.future = self._worker.submit(bucket.index, lambda: self._on_host(bucket, job, waits, ahead))
         elif bucket.updates_in_place:
             self.settle(bucket)
+
+    def update_ahead(self, bucket: BucketState, change: Change) -> None:
+        """Let the worker make the update that will be right if nothing is clipped; see [Note: ahead] in ``jobs.py``."""
+        ahead, waits = Ahead(change), (bucket.grads.sent, bucket.arrived)
+        bucket.update_ahead(ahead)
+        ahead.future = self._worker.submit(LAST, lambda: self._make_ahead(bucket, ahead, waits))
+
+    def drop_ahead(self, bucket: BucketState) -> None:
+        """Before anything but its job uses the gradients or the state from which an update is made ahead."""
+        ahead = bucket.take_ahead()
+        if ahead is not None:
+            assert ahead.future is not None
+            ahead.future.result()
+            bucket.grads.read(by=ahead.future)
 
     def begin(self, bucket: BucketState) -> None:
         """Start to copy up what a pending update on the device needs. Does nothing if that has begun."""
@@ -176,13 +194,30 @@ class Updates:
     # --- host ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _on_host(self, bucket: BucketState, job: Job, waits: Sequence[Event | None]) -> tuple[bool, Event]:
+    def _make_ahead(self, bucket: BucketState, ahead: Ahead, waits: Sequence[Event | None]) -> Event:
+        """In the worker: compute an update beside the present state, unless gradients were clipped just before."""
+        transfer, parked, steps = self._transfer, bucket.parked, bucket.steps
+        if not self._multiplied:
+            assert parked is not None and steps is not None
+            transfer.host_wait(*waits)
+            transfer.uses(Lane.HOST, reads=[parked, *bucket.states()], writes=bucket.beside)
+            made = steps.clone()
+            self._apply(bucket, ahead.change, parked, bucket.beside, self._host_scratch, None, ahead=made)
+            ahead.steps = made
+        return transfer.record(Lane.HOST)
+
+    @torch.no_grad()
+    def _on_host(
+        self, bucket: BucketState, job: Job, waits: Sequence[Event | None], ahead: Ahead | None
+    ) -> tuple[bool, Event]:
         """In the worker: compute the update. Returns whether it changed the weights, and the event after it."""
-        updated = self._compute_on_host(bucket, job, waits)
+        updated = self._compute_on_host(bucket, job, waits, ahead)
         self._ranks.written(bucket)
         return updated, self._transfer.record(Lane.HOST)
 
-    def _compute_on_host(self, bucket: BucketState, job: Job, waits: Sequence[Event | None]) -> bool:
+    def _compute_on_host(
+        self, bucket: BucketState, job: Job, waits: Sequence[Event | None], ahead: Ahead | None
+    ) -> bool:
         transfer, parked = self._transfer, bucket.parked
         transfer.host_wait(*waits)
         assert parked is not None
@@ -192,7 +227,14 @@ class Updates:
                     self._round_on_host(bucket, parked)
             return False
         with bucket.at_hand(writes=True, behind=True):
-            self._apply_on_host(bucket, job, parked)
+            self._multiplied = job.scale.multiplies
+            if ahead is not None and ahead.is_of(job):
+                assert ahead.steps is not None
+                bucket.keep_ahead(ahead.steps)
+            else:
+                self._apply_on_host(bucket, job, parked)
+            if bucket.spec.mixed and not bucket.copy_passes:
+                self._round_on_host(bucket, parked if bucket.copy is None else bucket.copy)
         return True
 
     def _apply_on_host(self, bucket: BucketState, job: Job, parked: Tensor) -> None:
@@ -202,8 +244,6 @@ class Updates:
         transfer.uses(Lane.HOST, reads=[parked], writes=[master, *bucket.moments])
         factor = None if job.scale.factor is None else job.scale.on_host[0]
         self._apply(bucket, job, parked, [master, *bucket.moments], self._host_scratch, factor)
-        if bucket.spec.mixed and not bucket.copy_passes:
-            self._round_on_host(bucket, parked if bucket.copy is None else bucket.copy)
 
     def _round_on_host(self, bucket: BucketState, weight: Tensor) -> None:
         assert bucket.master is not None
@@ -225,26 +265,29 @@ class Updates:
     def _apply(
         self,
         bucket: BucketState,
-        job: Job,
+        change: Change,
         grad: Tensor,
         state: Sequence[Tensor],
         scratch: Tensor | None,
         factor: Tensor | None,
         bad: Tensor | None = None,
+        ahead: Tensor | None = None,
     ) -> None:
         """Apply the update rule to all parameters that have a gradient, in calls of as many elements as ``scratch``
         has, which takes gradients of a lower precision as fp32. ``grad`` and ``state`` (the master, or in fp32 the
         weight, and the moments) are flat views of this rank's span, all on the device or all on the host. Moments that
-        rest in less than fp32 are expanded for each call.
+        rest in less than fp32 are expanded for each call. ``ahead``: counts beside the present ones, as ``state`` is
+        then beside the present state, from which each call copies what it updates.
         """
-        assert bucket.steps is not None
+        counts = bucket.steps if ahead is None else ahead
+        assert counts is not None
         whole = bucket.spec.share if self._rule.flagged else SCRATCH_ELEMENTS  # others take memory of their own
         limit = whole if scratch is None else scratch.numel()
         if bucket.zeros_stay:
             limit = min(limit, SCRATCH_ELEMENTS)
         if self.moments is not None:
             limit = min(limit, self.moments.chunk)
-        for call in chunks_of(bucket, job.touched, limit):
+        for call in chunks_of(bucket, change.touched, limit):
             grads = [grad[chunk.start : chunk.stop] for chunk in call]
             if bucket.spec.mixed:
                 assert scratch is not None
@@ -257,13 +300,17 @@ class Updates:
                 torch._foreach_mul_(grads, factor)
             # Torch counts an update per call: of a parameter in several chunks the last one counts, the others count
             # on copies.
-            steps = [bucket.steps[chunk.index] if chunk.last else bucket.steps[chunk.index].clone() for chunk in call]
+            steps = [counts[chunk.index] if chunk.last else counts[chunk.index].clone() for chunk in call]
+            if ahead is not None:
+                for chunk in call:  # now, so that the update finds it in the cache
+                    for place, flat in zip(state, bucket.states(), strict=True):
+                        place[chunk.start : chunk.stop].copy_(flat[chunk.start : chunk.stop])
             masters, *moments = ([flat[chunk.start : chunk.stop] for chunk in call] for flat in state)
             if self.moments is not None:
                 moments = self.moments.expand(bucket, call)
             pruned = [m for m, chunk in zip(masters, call, strict=True) if chunk.index in bucket.zeros_stay]
             with zeros_stay(pruned):
-                self._rule.update(Operands(masters, grads, moments, steps), job.group, bad)
+                self._rule.update(Operands(masters, grads, moments, steps), change.group, bad)
             if self.moments is not None:
                 self.moments.compress(bucket, call, moments, steps)
 
