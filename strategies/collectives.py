@@ -32,11 +32,12 @@ from strategies.planner.compressed import owed_bytes, words
 from strategies.planner.pipeline_bytes import MESSAGE_BYTES
 from strategies.planner.two_level import SLICES, UNKNOWN, machines_of
 
+ADAMS = ("adamw_torch", "adamw_torch_fused")  # which 1-bit Adam knows
 KEY, COMPRESS = "strategies.collectives.hierarchical", "strategies.collectives.compress"
 _OPTIONS: Mapping[str, tuple[str, ...]] = {  # the methods that each is of
     "density": ("topk",),
     "rank": ("powersgd",),
-    "start": ("powersgd", "topk", "int8"),
+    "start": ("powersgd", "topk", "int8", "onebit"),
 }
 _ORDER = (
     "gradients of more than two ranks are added in another order than by plain data parallelism; where those of an "
@@ -69,12 +70,14 @@ class Collectives(Strategy):
         description="Parts of an exchange, of which one travels inside while another travels across; auto: by the "
         "rates, if they are known.",
     )
-    compress: Literal["none", "bf16", "fp16", "powersgd", "topk", "int8"] = Field(
+    compress: Literal["none", "bf16", "fp16", "powersgd", "topk", "int8", "onebit"] = Field(
         default="none", description="Lossy: send gradients in fewer bytes, in plain data parallelism, in one ring."
     )
     density: float = Field(default=0.01, gt=0, le=1, description="Part of the elements that topk sends.")
     rank: int = Field(default=4, ge=1, le=128, description="Rank of the two factors that powersgd sends of a matrix.")
-    start: int = Field(default=10, ge=2, description="Steps before topk, int8 or powersgd begins; they send all.")
+    start: int = Field(
+        default=10, ge=2, description="Steps before topk, int8, powersgd or onebit begins; they send all."
+    )
 
     @property
     def _in_phases(self) -> bool:
@@ -121,6 +124,12 @@ class Collectives(Strategy):
                 yield Refusal(COMPRESS, self.compress, what)
         if {"hierarchical": True}.items() <= self.written.items() or "slices" in self.written:
             yield Refusal(COMPRESS, self.compress, "messages go in one ring; leave hierarchical and slices out")
+        if self.compress == "onebit" and run.optim not in ADAMS:
+            what = f"is AdamW in two stages, and training.optim is {run.optim}; take {' or '.join(ADAMS)}"
+            yield Refusal(COMPRESS, self.compress, what)
+        if self.compress == "onebit" and "start" not in self.written:
+            what = "needs start, the steps before its variance is frozen; its authors take 15 to 25 % of all steps"
+            yield Refusal(COMPRESS, self.compress, what)
         owes = self._compression().owes
         if owes and run.precision is Precision.FP16:
             what = "what is owed has the loss scale of training.fp16, which changes; take bf16: true, or compress: fp16"
@@ -153,6 +162,9 @@ class Collectives(Strategy):
         """The facts with the number of slices, by which all others see what an exchange takes."""
         ranks, here = facts.run.copies, facts.machine.ranks or facts.run.copies
         if self.compress != "none" and ranks > 1:
+            if facts.run.pruned and self.compress == "onebit":
+                what = "has not been compared beside prune, whose zeros stay; take another method"
+                raise Refusal(COMPRESS, self.compress, what)
             return replace(facts, run=replace(facts.run, compression=self._compression()))
         if not self._in_phases or here >= ranks or here == 1:
             return facts

@@ -37,6 +37,8 @@ def decoded(coded: Tensor) -> Tensor:
 class Int8:
     """``group``: of the ranks that exchange."""
 
+    _encoded, _decoded = staticmethod(encoded), staticmethod(decoded)
+
     def __init__(self, sizes: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup) -> None:
         """``sizes``: the trained parameters by name."""
         self._group, self.state = group, dict[str, Tensor]()
@@ -55,15 +57,17 @@ class Int8:
         dist.all_to_all_single(received, mine, group=self._group)
         mean = torch.zeros(sum(blocks), BLOCK, device=mine.device)
         for part in received:  # one rank's after the other
-            mean += decoded(part)
+            mean += self._decoded(part)
         mean.div_(ranks)
+        for part, grad in zip(mean.split(blocks), gradients, strict=True):  # beyond the end there is nothing
+            part.view(-1)[max(0, grad.numel() - self._group.rank() * part.numel()) :] = 0
         due = torch.cat(owned).add_(mean)
-        coded = encoded(due * (mean != 0).any(-1, keepdim=True))
-        torch._foreach_copy_(owned, due.sub_(decoded(coded)).split(blocks))
+        coded = self._encoded(due * (mean != 0).any(-1, keepdim=True))
+        torch._foreach_copy_(owned, due.sub_(self._decoded(coded)).split(blocks))
         whole = torch.empty_like(mine).flatten(0, 1)
         dist.all_gather_into_tensor(whole, coded, group=self._group)
         for grad, part in zip(gradients, whole.view_as(mine).split(blocks, 1), strict=True):
-            grad.copy_(decoded(part).view(-1)[: grad.numel()].view_as(grad))
+            grad.copy_(self._decoded(part).view(-1)[: grad.numel()].view_as(grad))
 
     def _sent(self, name: str, grad: Tensor) -> Tensor:
         """A gradient, with what is owed, in bytes: (ranks, blocks of each, 4 + BLOCK)."""
@@ -71,6 +75,6 @@ class Int8:
         owed.add_(grad.reshape(-1))
         ranks = self._group.size()
         padded = pad(owed * grad.any(), (0, ranks * blocks * BLOCK - owed.numel()))
-        coded = encoded(padded.view(ranks, blocks, BLOCK))
-        owed -= decoded(coded).view(-1)[: owed.numel()]
+        coded = self._encoded(padded.view(ranks, blocks, BLOCK))
+        owed -= self._decoded(coded).view(-1)[: owed.numel()]
         return coded

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -27,6 +28,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
+from strategies.backends import onebit_adam
 from strategies.backends.codec_int8 import Int8
 from strategies.backends.codec_topk import TopK
 from strategies.backends.ddp_hook import Hook
@@ -70,7 +72,32 @@ class Compressed:
             self._codec = PowerSGDState(
                 group, how.rank, start_powerSGD_iter=how.start, orthogonalization_epsilon=EPSILON
             )
+        elif how.method == "onebit":
+            self._codec = onebit_adam.Signs(trained, group)
         Hook(self._exchange).hang_on(model)
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make steps of ``optimizer`` in another way, if that is the method's."""
+        if self.compression.method == "onebit":
+            optimizer.register_step_pre_hook(self._step)
+
+    def _step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._own_gradients:
+            assert isinstance(self._codec, onebit_adam.Signs)
+            if self._steps == self.compression.start + 1:
+                onebit_adam.freeze(optimizer, self._names)
+            onebit_adam.step(optimizer, self._codec, self._names)
+
+    @property
+    def _own_gradients(self) -> bool:
+        """Whether gradients of this step are those of this rank alone."""
+        return self.compression.method == "onebit" and self._steps > self.compression.start
+
+    def norm_of_all(self, norm: Tensor) -> Tensor:
+        """The mean over ranks, where each has clipped its own gradients, so that all see what is not finite."""
+        if self._own_gradients:
+            dist.all_reduce(norm.div_(self._group.size()), group=self._group)
+        return norm
 
     def _exchange(self, bucket: dist.GradBucket) -> Tensor:  # type: ignore[name-defined]
         flat: Tensor = bucket.buffer()
@@ -84,7 +111,7 @@ class Compressed:
             return powerSGD_hook(self._codec, bucket).wait()
         if self._steps < self.compression.start:
             dist.all_reduce(flat.div_(self._group.size()), group=self._group)
-        else:
+        elif self.compression.method != "onebit":  # whose momentum is exchanged, by ``_step``
             self._codec.exchange(names, bucket.gradients())
         self._steps += bucket.is_last()
         return flat

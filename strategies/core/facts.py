@@ -177,7 +177,7 @@ class ModelNumbers:
 class Compression:
     """How gradients are exchanged in fewer bytes (``strategies/backends/compressed.py``)."""
 
-    method: Literal["bf16", "fp16", "powersgd", "topk", "int8"]
+    method: Literal["bf16", "fp16", "powersgd", "topk", "int8", "onebit"]
     density: float  # the part of the elements that top-k sends
     rank: int  # of PowerSGD's factors
     start: int  # steps before that exchange all, where something is owed

@@ -5,6 +5,7 @@ For P gradients in fp32, on N ranks, in bytes that a rank sends in a step:
     all of them        2 (N-1)/N 4P                      by a ring
     bf16, fp16         2 (N-1)/N 2P
     int8               2 (N-1)/N (1 + 4/128) P           to the owners of parts, and from them
+    onebit             2 (N-1)/N (1/8 + 4/128) P         the same
     PowerSGD           2 (N-1)/N 4 r (n + m)             of each n x m matrix, two factors of rank r
     top-k              (N-1) 8 d P                       a number and its place each; messages are gathered, so this
                                                          grows with N, and at a density of 1/N nothing is saved
@@ -18,8 +19,8 @@ from __future__ import annotations
 from strategies.core.facts import Compression, Facts, UnitKind
 from strategies.planner.exchanges import gather_rate
 
-COUNTED = {"bf16": 3, "fp16": 3, "int8": 16, "powersgd": 12, "topk": 20}
-ON_CPU = {"bf16": 5, "fp16": 5, "int8": 95, "powersgd": 105, "topk": 120}
+COUNTED = {"bf16": 3, "fp16": 3, "int8": 16, "onebit": 20, "powersgd": 12, "topk": 20}
+ON_CPU = {"bf16": 5, "fp16": 5, "int8": 95, "onebit": 180, "powersgd": 105, "topk": 120}
 
 
 def message_bytes(how: Compression, facts: Facts) -> float | None:
@@ -32,7 +33,7 @@ def message_bytes(how: Compression, facts: Facts) -> float | None:
         matrices = ((unit.num_trainable, unit.kind is UnitKind.BLOCK) for unit in facts.units)
         sides = (size / width + width * max(1.0, size / width**2 * in_block) for size, in_block in matrices if size)
         return min(how.rank * sum(sides), count) * 4
-    return {"topk": 8 * how.density, "int8": 1 + 4 / 128}.get(how.method, 2.0) * count
+    return {"topk": 8 * how.density, "int8": 1 + 4 / 128, "onebit": 1 / 8 + 4 / 128}.get(how.method, 2.0) * count
 
 
 def sent_bytes(facts: Facts) -> tuple[float, float | None]:
@@ -50,7 +51,8 @@ def owed_bytes(facts: Facts) -> int:
     how, count = facts.run.compression, facts.num_trainable
     if how is None or not how.owes:
         return 0
-    more = {"int8": count / facts.run.copies, "powersgd": (message_bytes(how, facts) or 4 * count) / 4}
+    owned = count / facts.run.copies
+    more = {"int8": owned, "onebit": owned, "powersgd": (message_bytes(how, facts) or 4 * count) / 4}
     return int(4 * (count + more.get(how.method, 0.0)))
 
 

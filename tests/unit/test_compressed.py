@@ -28,8 +28,12 @@ def known(method: str, ranks: int, net: float = 1e7, **options: Any) -> Facts:
     return Collectives(compress=method, **options).narrowed(found, 0)  # type: ignore[arg-type]
 
 
+def chosen(method: str) -> Collectives:
+    return Collectives.model_validate({"compress": method, **({"start": 10} if method == "onebit" else {})})
+
+
 def said(about: Facts) -> str:
-    plan = compose({"collectives": Collectives(compress=about.run.compression.method)}, about)  # type: ignore[union-attr]
+    plan = compose({"collectives": chosen(about.run.compression.method)}, about)  # type: ignore[union-attr]
     return next(line for line in plan_table.summary(plan) if "lossy" in line)
 
 
@@ -39,6 +43,7 @@ def said(about: Facts) -> str:
         ("bf16", 2, 40, 80),
         ("fp16", 4, 60, 120),
         ("int8", 4, 1.5 * 20 * 132 / 128, 120),
+        ("onebit", 4, 1.5 * 20 * 20 / 128, 120),
         ("topk", 2, 1.6, 80),
         ("topk", 4, 4.8, 120),
         # The embedding is 1,000 x 10,000; the block ten squares of 1,000: (11,000 + 20,000) x 4 numbers.
@@ -57,9 +62,9 @@ def test_the_plan_says_whether_coding_takes_longer_than_it_saves() -> None:
     assert "there is one rank" in compose({"collectives": Collectives(compress="topk")}, alone).idle["collectives"]
 
 
-@pytest.mark.parametrize(("method", "bytes_each"), [("bf16", 0), ("topk", 4), ("int8", 5)])
+@pytest.mark.parametrize(("method", "bytes_each"), [("bf16", 0), ("topk", 4), ("int8", 5), ("onebit", 5)])
 def test_what_is_owed_is_planned(method: str, bytes_each: int) -> None:
-    plan = compose({"collectives": Collectives(compress=method)}, known(method, 4))  # type: ignore[arg-type]
+    plan = compose({"collectives": chosen(method)}, known(method, 4))
     (owed,) = (each for each in plan.reserves(Home.DEVICE) if each.owner == "collectives: owed gradients")
     assert owed.num_bytes == bytes_each * COUNT and not owed.in_passes
 
@@ -88,11 +93,14 @@ FEEDBACK = "powersgd"
         ({"hierarchical": True}, {}, {}, "leave hierarchical and slices out"),
         ({"slices": 2}, {}, {}, "leave hierarchical and slices out"),
         ({"density": 0.1}, {}, {}, "density = 0.1: is of topk, not of powersgd"),
-        ({"compress": "none", "start": 5}, {}, {}, "start = 5: is of powersgd, topk, int8, not of none"),
+        ({"compress": "none", "start": 5}, {}, {}, "start = 5: is of powersgd, topk, int8, onebit, not of none"),
         ({}, {}, {"precision": Precision.FP16}, "loss scale"),
         ({}, {}, {"trained_bytes": 2}, "16 bits already"),
         ({}, {}, {"recomputes": True}, "take strategies.recompute instead"),
         ({"compress": "topk"}, {}, {"recomputes": True}, ""),
+        ({"compress": "onebit", "start": 5}, {}, {"optim": "sgd"}, "take adamw_torch or adamw_torch_fused"),
+        ({"compress": "onebit"}, {}, {}, "needs start"),
+        ({"compress": "onebit", "start": 5}, {}, {"precision": Precision.BF16}, ""),
         ({"compress": "fp16"}, {"recompute": {}}, {"precision": Precision.FP16}, ""),
         ({"hierarchical": False}, {"recompute": {}}, {"precision": Precision.BF16}, ""),
     ],

@@ -172,6 +172,8 @@ class StowAccelerator(Accelerator):
             self.last_norm = self._norm
         else:
             self.last_norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
+            if self.compressed is not None:
+                self.last_norm = self.compressed.norm_of_all(self.last_norm)
         return self.last_norm
 
     @staticmethod

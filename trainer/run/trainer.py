@@ -110,6 +110,8 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
         made = super().create_optimizer(*args, **kwargs)
         if self.is_deepspeed_enabled and self.accelerator.experts is not None:
             expert_zero.divide_groups(made)
+        if self.accelerator.compressed is not None:
+            self.accelerator.compressed.follow(made)
         if self._pour is not None and self.stowed is not None:
             pour, self._pour = self._pour, None
             pour(self.stowed)
