@@ -5,7 +5,8 @@
 Each way is a run of ``launch/train.py`` on the config with the saved model in the place of its own; more ``key=value``
 changes follow and are for all. The two students begin with random weights and half of its layers, and take the steps
 of ``--student-steps``. ``--seeds`` are those of the order of the rows; held-out rows are the same for all. ``--only``
-takes some of the ways: what FOLDER has already is not run again, so that parts can follow one another.
+takes some of the ways: what FOLDER has already is not run again, so that parts can follow one another. ``none`` has
+rows of int8_group and int4_group where torchao is installed.
 
 Perplexity is of the run's evaluation rows, before the first step and after the last; bytes are those of the exported
 weights. Tokens per second are of forward passes of the export as stock Transformers loads it, in this process, the
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ from trainer.run.further import KIND
 ROOT = Path(__file__).resolve().parents[1]
 ROWS, TOKENS, TIMES = 4, 128, 3
 WAYS: dict[str, list[str]] = {
-    "none": ["quantize={formats: [int8, nf4]}"],
+    "none": [f"quantize={{formats: [int8, nf4{', int8_group, int4_group' * bool(find_spec('torchao'))}]}}"],
     "magnitude 50 %": ["prune={method: magnitude, sparsity: 0.5}"],
     "2:4": ["prune={method: '2:4'}"],
     "channels 25 %": ["prune={method: structured, sparsity: 0.25, parts: [channels]}"],
