@@ -36,6 +36,7 @@ SAID: dict[str, Any] = {
     "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 4, "learning_rate": 1e-2,
     "use_cpu": True, "report_to": "none", "logging_steps": 1, "save_strategy": "no", "optim": "sgd",
 }  # fmt: skip
+BOTH: dict[str, Any] = {"on": "both", "hidden_weight": 0.5}
 TIGHT = {"offload": {"gpu_memory": "900KiB"}}
 TRAVEL = {"offload": {"site": "host", "weights": "streamed", "prefetch": 0}, "recompute": {"policy": "full"}}
 
@@ -55,6 +56,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )  # fmt: skip
         transformers.LlamaForCausalLM(config).save_pretrained(home / name)
         (words if name != "other" else tokenizers.trained(280, home / "less", ["a"])).save_pretrained(home / name)
+    config.hidden_size = 48
+    config.save_pretrained(home / "wide")
     return home
 
 
@@ -84,16 +87,20 @@ class Live(transformers.Trainer):
     """Whose teacher answers in the step: the loss of two whole batches of logits."""
 
     teacher: Any
+    hidden_weight = 0.0
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
         labels = inputs.pop("labels")[:, 1:]
         with torch.no_grad():
             theirs = (self.teacher(**inputs).logits[:, :-1, :WORDS] / 2).log_softmax(-1)
-        logits = model(**inputs).logits[:, :-1]
+            state = self.teacher.model(**inputs).last_hidden_state[:, :-1]
+        said = model(**inputs, output_hidden_states=True)  # the last of them is after the norm
+        logits, own = said.logits[:, :-1], said.hidden_states[-1][:, :-1]
         ours = (logits / 2).log_softmax(-1)
         divergence = (theirs.exp() * (theirs - ours)).sum(-1)[labels != -100].sum()
         by_data = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="sum")
-        return (0.6 * 4 * divergence + 0.4 * by_data) / num_items_in_batch
+        apart = ((own - state).square().mean(-1) / state.square().mean(-1))[labels != -100].sum()
+        return (0.6 * (4 * divergence + self.hidden_weight * apart) + 0.4 * by_data) / num_items_in_batch
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +111,28 @@ def plain(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_as_a_loop_with_a_live_teacher(home: Path, plain: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def both(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that compares hidden states as well."""
+    run = tmp_path_factory.mktemp("both") / "run"
+    assert train(tree_of(home, run, **BOTH)) == 0
+    return run
+
+
+def test_hidden_states_under_the_engine_and_resumed(home: Path, both: Path, tmp_path: Path) -> None:
+    saves = {"save_strategy": "steps", "save_steps": 2}
+    assert train(tree_of(home, tmp_path / "run", TRAVEL, training=saves, **BOTH)) == 0
+    assert same(weights(tmp_path / "run"), weights(both))
+    again = {**saves, "resume_from_checkpoint": str(tmp_path / "run" / "checkpoint-2")}
+    assert train(tree_of(home, tmp_path / "again", TRAVEL, training=again, **BOTH)) == 0
+    assert same(weights(tmp_path / "again"), weights(both))
+    assert train(tree_of(home, tmp_path / "other", training=again)) == ExitCode.CONFIG  # logits alone
+
+
+@pytest.mark.parametrize("on", ["logits", "both"])
+def test_as_a_loop_with_a_live_teacher(home: Path, plain: Path, both: Path, tmp_path: Path, on: str) -> None:
     """Rounding apart: the teacher's batches are others, and its answers are added up in another order."""
+    plain = plain if on == "logits" else both
     given = {key: value for key, value in SAID.items() if key != "report_to"}
     arguments = transformers.TrainingArguments(
         str(tmp_path), **given, report_to="none", remove_unused_columns=False, lr_scheduler_type="linear"
@@ -114,6 +141,7 @@ def test_as_a_loop_with_a_live_teacher(home: Path, plain: Path, tmp_path: Path) 
     dataset: Any = read_data(load_tree(tree_of(home, plain)), Ranks(), quiet=True)[1].train
     trainer = Live(model=model, args=arguments, train_dataset=dataset, data_collator=Collator(0, packing=False))
     trainer.teacher = live.eval()
+    trainer.hidden_weight = 0.0 if on == "logits" else BOTH["hidden_weight"]
     trainer.train()
     before = load_file(home / "student" / "model.safetensors")
     found, expected = weights(plain), {name: each.detach() for name, each in model.named_parameters()}
@@ -237,7 +265,13 @@ def test_the_plan_says_what_a_teacher_takes(home: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
-        ({"on": "hidden"}, 'distill.on = "hidden": must be logits; docs/distill.md says why hidden states'),
+        ({"on": "states"}, 'distill.on = "states": must be one of logits, hidden, both'),
+        (
+            {"on": "both", "teacher": "wide"},
+            "hidden states of {home}/wide have 48 numbers, and the student's 32",
+        ),
+        ({"on": "hidden", "teacher": {"one": 1, "two": 1}}, "hidden states of several teachers have no average"),
+        ({"hidden_weight": 2}, "distill.hidden_weight = 2: is for distill.on: hidden or both"),
         ({"teacher": {}}, "distill.teacher = {{}}: must be a folder or hub name, or several with a weight > 0 each"),
         ({"teacher": {"teacher": 0.0}}, "must be a folder or hub name, or several with a weight > 0 each"),
         ({"teacher": "other"}, "its tokenizer has {less} tokens, and that of {home}/student has 300"),
@@ -263,7 +297,7 @@ def test_refused(
     if line.endswith("no such folder"):
         monkeypatch.setattr(runs.order.preparing, "prepare", None)  # said before rows are prepared
     if isinstance(changed.get("teacher"), str):
-        changed = {"teacher": str(home / changed["teacher"])}
+        changed = changed | {"teacher": str(home / changed["teacher"])}
     with pytest.raises(ConfigError) as error:
         config = load_tree(tree_of(home, tmp_path, **changed))
         ranks = Ranks()

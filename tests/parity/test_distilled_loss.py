@@ -71,6 +71,33 @@ def test_formula_and_gradient(
     torch.testing.assert_close(student.grad.double(), exact.grad, rtol=1e-5, atol=1e-7)  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("logits", [False, True])
+def test_hidden_states(logits: bool, half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the divergence or in its place, by position; no gradient, and no NaN, where nothing is trained."""
+    monkeypatch.setattr(chunked_loss, "LEAST_BYTES", 16 * 4 * 12)  # several chunks of states as well
+    how = Distillation("jsd", 0.7, 2.0, FEW, WORDS, hidden=12, hidden_weight=0.3, half=half, logits=logits)
+    labels, student = labels_of(), numbers(2, MORE)
+    state, theirs = (torch.randn(ROWS, LENGTH, 12, generator=torch.Generator().manual_seed(seed)) for seed in (6, 7))
+    theirs = theirs.bfloat16() if half else theirs
+    kept = answers([numbers(1).flatten(0, 1)], how, hidden=theirs.flatten(0, 1)).view(ROWS, LENGTH, -1)
+    assert kept.shape[2] == how.width == (2 * FEW + 1) * logits + (6 if half else 12)
+    kept[:, :-1][labels[:, 1:] == -100] = 0  # as rows of the collator have it
+    one, other = (state.clone().requires_grad_() for _ in range(2))
+    found = student_loss(student, labels, WORDS + MORE, 31, how=how, states=[one], teacher=kept)
+    trained = labels[:, 1:] != -100
+    h, s = theirs[:, :-1][trained].double(), other[:, :-1][trained].double()
+    apart = ((h - s).square().mean(1) / h.square().mean(1)).sum()
+    rest = formula(student.double(), numbers(1), labels, Distillation("jsd", 0.7, 2.0, FEW, WORDS), 31)
+    if not logits:
+        rest = 0.3 * cross_entropy(student[:, :-1][trained].double(), labels[:, 1:][trained], reduction="sum") / 31
+    expected = rest + 0.7 * 0.3 * apart / 31
+    found.backward()
+    expected.backward()
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-8)
+
+
 def test_all_words_are_kept_as_the_teacher_says_them() -> None:
     """To the bit, and top_k's with them, but for the last, which is all others."""
     logits, every = numbers(1).flatten(0, 1), Distillation("jsd", 0.5, 2.0, None, WORDS)

@@ -25,6 +25,11 @@ def _distilled(task: Any, sections: Mapping[str, Values]) -> Found:
         yield "distill", f"a teacher answers rows of task sft and pretrain, and this is {task}; leave it out"
     if sections["data"].streaming:
         yield "data.streaming", "cannot go with distill: the teacher answers all rows before training; leave it out"
+    d = sections["distill"]
+    if d.on != "logits" and isinstance(d.teacher, dict) and len(d.teacher) > 1:
+        yield "distill.on", "hidden states of several teachers have no average; write logits, or name one teacher"
+    if d.on == "logits" and d.hidden_weight != 1:
+        yield "distill.hidden_weight", "is for distill.on: hidden or both; leave it out"
     for key in NOT_DISTILLED:
         if sections["training"][key]:
             yield f"training.{key}", f"cannot go with distill, whose loss does not have it; {KEEP_ONE}"

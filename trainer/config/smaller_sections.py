@@ -26,7 +26,8 @@ Pattern = Annotated[NonEmpty, AfterValidator(_check_pattern)]
 
 class DistillSection(Section):
     """Learn from the answers of a teacher as well as from the data: each trained token's loss is
-    alpha * temperature^2 * divergence(teacher, student) + (1 - alpha) * cross-entropy. See docs/distill.md.
+    alpha * temperature^2 * divergence(teacher, student) + (1 - alpha) * cross-entropy. Hidden states may be in
+    the place of the divergence, or beside it. See docs/distill.md.
     """
 
     teacher: Annotated[
@@ -44,9 +45,10 @@ class DistillSection(Section):
     top_k: Annotated[Literal["all"] | Count, Allowed("a whole number >= 1, or all")] = option(
         "How many of the teacher's most likely tokens are compared one by one; all others count as one.", 64
     )
-    on: Annotated[Literal["logits"], Allowed("logits; docs/distill.md says why hidden states are not compared")] = (
-        option("What is compared.", "logits")
+    on: Literal["logits", "hidden", "both"] = option(
+        "What is compared; hidden: the last hidden states, of a teacher as wide as the student.", "logits"
     )
+    hidden_weight: Positive = option("Factor of the hidden states' part of the loss.", 1.0)
     teacher_batch_size: Count = option("Rows in one forward of the teacher; more make one that is streamed faster.", 8)
 
     @property

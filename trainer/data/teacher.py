@@ -37,7 +37,7 @@ from strategies.core.commit import remove, replace_file, sync
 from strategies.core.protocol import Refusal
 from strategies.core.sealed import digest_of, seal, size_and_hash
 from strategies.core.sizes import human
-from strategies.engine.forward.distilled_loss import TEACHER, Distillation, answers
+from strategies.engine.forward.distilled_loss import TEACHER, Distillation, answers, keep_state
 from trainer.config.sections import ModelSection
 from trainer.data import tokenizer as tokenizers
 from trainer.data.collate import Collator
@@ -88,29 +88,31 @@ def check(
     config: RunConfig,
     tokenizer: PreTrainedTokenizerBase,
     prepared: Prepared,
-    student_words: int,
+    student: Any,
     budget: int,
     folder: Path,
     say: Say,
 ) -> Lesson:
-    """What will be asked, after a line about what it takes. ConfigError: see above. ``student_words``: rows of its
-    embedding; ``folder``: where answers are kept.
+    """What will be asked, after a line about what it takes. ConfigError: see above. ``student``: its model's
+    configuration; ``folder``: where answers are kept.
     """
     assert config.distill is not None
     configs, shares = configs_of(config), config.distill.teachers
-    sections, student = sections_of(config), config.model.name_or_path or "the student"
+    sections, called = sections_of(config), config.model.name_or_path or "the student"
     for name, hf_config in configs.items():
         with _named(config, name):
             own = tokenizers.load(None, name, config.model.trust_remote_code, folder, ())
-        if why := unlike(own, tokenizer, student):
+        if why := unlike(own, tokenizer, called):
             raise config.error("distill.teacher", name, f"{why}; a teacher has the student's tokens")
         if (words := hf_config.get_text_config().vocab_size) < len(tokenizer):
             what = f"its model has {words} words, fewer than the {len(tokenizer)} of the tokenizer"
             raise config.error("distill.teacher", name, what)
-    how = comparison(config, min(student_words, *(each.get_text_config().vocab_size for each in configs.values())))
+    words = min(each.get_text_config().vocab_size for each in (student, *configs.values()))
+    how = comparison(config, words, student.hidden_size)
     marks = [contents(name, hf_config) for name, hf_config in configs.items()]
     mark = marks[0] if len(marks) == 1 else digest_of([marks, list(shares.values())])
     decide = [prepared.fingerprint, mark, next(iter(sections.values())).dtype, how.temperature, how.top_k, how.words]
+    decide += [config.distill.on] if how.hidden else []
     key = digest_of(decide)[:16]
     rows: Any = prepared.train
     count = num_answers(rows)
@@ -121,7 +123,9 @@ def check(
     free = shutil.disk_usage(there).free
     if not home.is_dir() and needed - kept > free:
         what = f"{count:,} answers take {human(needed)}, and {folder} has {human(free)} free"
-        raise config.error("distill.top_k", config.distill.top_k, f"{what}; lower it, or make room")
+        cure = "lower it, or make room" if how.logits else "make room"
+        asked = "top_k" if how.logits else "on"
+        raise config.error(f"distill.{asked}", getattr(config.distill, asked), f"{what}; {cure}")
     where = ["answered already"] * len(configs)
     if not home.is_dir():
         where = [said for _, said in _place(config, budget, _described(config))]
@@ -308,18 +312,24 @@ def _ask(
 
 
 def _asked(
-    calls: Sequence[Callable[..., Any]], batch: dict[str, torch.Tensor], how: Distillation, shares: Sequence[float]
+    calls: Sequence[tuple[Callable[..., Any], list[torch.Tensor]]],
+    batch: dict[str, torch.Tensor],
+    how: Distillation,
+    shares: Sequence[float],
 ) -> list[bytes]:
     """The answers to each row of ``batch``. Raise DataError if one is not finite."""
     labels = batch.pop("labels")
     predicts = labels[:, 1:] != MASKED
-    logits = [call(**batch).logits[:, :-1] for call in calls]
+    logits = [call(**batch).logits[:, :-1] for call, _ in calls]
+    states = [kept.pop() for _, kept in calls]
     found = []
     for row, trained in enumerate(predicts):
-        answer = answers([each[row][trained.to(each.device)] for each in logits], how, shares).cpu()
-        if not answer[:, how.top_k or 0 :].contiguous().view(torch.float32).isfinite().all():
+        where = trained.to(logits[0].device)
+        state = states[0][row, :-1][where] if how.hidden else None
+        answer = answers([each[row][where] for each in logits], how, shares, state).cpu()
+        if not (how.log_probabilities(answer).isfinite().all() and how.state(answer).isfinite().all()):
             raise DataError(
-                "distill.teacher: its logits are not finite, so it has no answer; take another dtype or model"
+                "distill.teacher: its numbers are not finite, so it has no answer; take another dtype or model"
             )
         found.append(answer.numpy().tobytes())
     return found
@@ -335,12 +345,15 @@ def _arrow(made: list[bytes]) -> bytes:
 
 
 @contextmanager
-def _teachers(config: RunConfig, lesson: Lesson, device: torch.device) -> Iterator[list[Callable[..., Any]]]:
-    """The teachers, to be called with tensors of the host; freed at the end."""
+def _teachers(
+    config: RunConfig, lesson: Lesson, device: torch.device
+) -> Iterator[list[tuple[Callable[..., Any], list[torch.Tensor]]]]:
+    """The teachers, to be called with tensors of the host, and their last hidden states; freed at the end."""
     sections = sections_of(config).values()
     models: list[Any] = [build.build(each, build.load_config(each), seed=0, partitioned=False) for each in sections]
     with ExitStack() as stack:
         places = _place(config, lesson.budget, models)
         yield [
-            stack.enter_context(placed(model, plan, device)) for model, (plan, _) in zip(models, places, strict=True)
+            (stack.enter_context(placed(model, plan, device)), keep_state(model))
+            for model, (plan, _) in zip(models, places, strict=True)
         ]

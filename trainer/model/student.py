@@ -14,11 +14,22 @@ if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
 
 
-def comparison(config: RunConfig, words: int) -> Distillation:
-    """What ``config`` compares of ``words`` words that student and teacher have."""
+def comparison(config: RunConfig, words: int, hidden: int) -> Distillation:
+    """What ``config`` compares of ``words`` words and ``hidden`` numbers of a state that student and teacher have."""
     section: Any = config.distill
     few = section.top_k if section.top_k != "all" and section.top_k < words else None
-    return Distillation(section.loss, section.alpha, section.temperature, few, words)
+    half = config.training.bf16 and hidden % 2 == 0  # two of them are kept in 32 bits
+    return Distillation(
+        section.loss,
+        section.alpha,
+        section.temperature,
+        few,
+        words,
+        0 if section.on == "logits" else hidden,
+        section.hidden_weight,
+        half,
+        section.on != "hidden",
+    )
 
 
 def learn(model: nn.Module, config: RunConfig, how: Distillation) -> None:

@@ -246,7 +246,8 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
         shape, slices = (run_facts(config, 1).micro_batch, config.data.max_length), run_facts(config, 1).slices
         inputs = _inputs(config, model, shape, masked=masked)
         if config.distill is not None:
-            how = student.comparison(config, model.config.get_text_config().vocab_size)
+            text = model.config.get_text_config()
+            how = student.comparison(config, text.vocab_size, text.hidden_size)
             student.learn(model, config, how)
             inputs[student.TEACHER] = torch.zeros(*shape, how.width, dtype=torch.int32)
         shift = task.language

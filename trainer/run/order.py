@@ -149,8 +149,7 @@ def read_data(
     section, folder = config.model, Path(config.training.output_dir)
     hf_config = config_of(config)
     facts.check_model(config, hf_config)
-    if config.distill is not None:
-        teacher.configs_of(config)  # a missing one is said before rows are prepared
+    teaching.refuse(config)  # before rows are prepared
     task = TASKS[config.task]
     build.refuse_lost_buffers(section, hf_config, task)
     texts = preparing.texts(config.data) if task.language else task_rows.texts(task, config.data)

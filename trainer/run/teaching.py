@@ -30,6 +30,18 @@ if TYPE_CHECKING:
     from trainer.run.resuming import Resumed
 
 
+def refuse(config: RunConfig) -> None:
+    """Raise ConfigError if a teacher has no configuration, or hidden states of another width than the student."""
+    if config.distill is None:
+        return
+    configs, own = teacher.configs_of(config), config_of(config).get_text_config().hidden_size
+    for name, found in configs.items():
+        if config.distill.on != "logits" and (width := found.get_text_config().hidden_size) != own:
+            why = f"hidden states of {name} have {width} numbers, and the student's {own}"
+            what = "a projection between them would be a trained parameter that no export has a place for; write logits"
+            raise config.error("distill.on", config.distill.on, f"{why}; {what}")
+
+
 def check(
     config: RunConfig,
     ranks: Ranks,
@@ -48,7 +60,7 @@ def check(
     with agreement(ranks, DAY_S) as together:
         lesson = together.on_first(
             ranks.rank,
-            lambda: teacher.check(config, tokenizer, prepared, student.vocab_size, budget, _home(config), write_line),
+            lambda: teacher.check(config, tokenizer, prepared, student, budget, _home(config), write_line),
         )
     for section in teacher.sections_of(config).values():
         check_packing(config.model_copy(update={"model": section}))
@@ -61,6 +73,7 @@ def check(
 
 def priced(config: RunConfig, plan: Plan, machine: Machine) -> list[str]:
     """What the teachers take, for the plan. ConfigError: one has no room, or cannot be described."""
+    refuse(config)
     return [] if config.distill is None else teacher.priced(config, budget_of(config, plan), machine)
 
 

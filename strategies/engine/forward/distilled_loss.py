@@ -10,6 +10,10 @@ log-probabilities; with all words [words], the log-probabilities alone. As bits,
 floating-point inputs to the dtype of DeepSpeed's engine. The model's forward hands it on to its loss, as it does with
 ``num_items_in_batch``; without one, as in an evaluation, the loss is that of ``chunked_loss.py``.
 
+With ``hidden`` the teacher's last hidden state h, which its head reads, follows in the answer, in fp32 or as pairs of
+bf16. In the place of ``T^2 * D``, or added to it, is ``hidden_weight * mean((h - s)^2) / mean(h^2)``. The student's
+state s is kept by a hook on the model below the head, for the loss of the same call.
+
 Invariant. The logits are kept in the dtype of the head, and no fp32 tensor is larger than a chunk has rows: forward
 computes the losses of a chunk, backward computes them once more with autograd. The answers are read as they are.
 
@@ -37,36 +41,63 @@ TEACHER = "teacher"  # the keyword of forward, and the column of a row
 
 @dataclass(frozen=True, slots=True)
 class Distillation:
-    """What is compared. ``words``: the first rows of both heads; ``top_k``: None compares all of them."""
+    """What is compared. ``words``: the first rows of both heads; ``top_k``: None compares all of them.
+
+    ``hidden``: numbers of the last hidden state, 0 if it is not compared; ``half``: they are kept in bf16;
+    ``logits``: those are compared.
+    """
 
     divergence: str
     alpha: float
     temperature: float
     top_k: int | None
     words: int
+    hidden: int = 0
+    hidden_weight: float = 1.0
+    half: bool = False
+    logits: bool = True
+
+    @property
+    def _scores(self) -> int:
+        return 0 if not self.logits else self.words if self.top_k is None else 2 * self.top_k + 1
 
     @property
     def width(self) -> int:
         """Numbers of an answer."""
-        return self.words if self.top_k is None else 2 * self.top_k + 1
+        return self._scores + (self.hidden // 2 if self.half else self.hidden)
+
+    def log_probabilities(self, answer: Tensor) -> Tensor:
+        """Those of the outcomes, fp32."""
+        return answer[:, (self.top_k or 0) * self.logits : self._scores].contiguous().view(torch.float32)
+
+    def state(self, answer: Tensor) -> Tensor:
+        """The hidden state, fp32."""
+        return answer[:, self._scores :].contiguous().view(torch.bfloat16 if self.half else torch.float32).float()
 
 
-def answers(logits: Sequence[Tensor], how: Distillation, shares: Sequence[float] = (1.0,)) -> Tensor:
+def answers(
+    logits: Sequence[Tensor], how: Distillation, shares: Sequence[float] = (1.0,), hidden: Tensor | None = None
+) -> Tensor:
     """The answers of teachers with these logits: [rows, vocabulary] each -> int32 [rows, width]. Of several, they are
-    those of the average of their probabilities by ``shares``.
+    those of the average of their probabilities by ``shares``. ``hidden``: the only one's state [rows, hidden].
     """
     found = torch.empty(len(logits[0]), how.width, dtype=torch.int32, device=logits[0].device)
+    if hidden is not None:
+        kept = hidden.to(torch.bfloat16 if how.half else torch.float32).contiguous()
+        found[:, how.width - kept.shape[1] * kept.element_size() // 4 :] = kept.view(torch.int32)
+    if not how.logits:
+        return found
     for part in chunks(len(logits[0]), max(each.shape[1] for each in logits) * len(logits)):
         scaled, *others = (each[part, : how.words].float() / how.temperature for each in logits)
         if others:
             weighted = zip((scaled, *others), shares, strict=True)
             scaled = torch.stack([log_softmax(each, 1) + log(share) for each, share in weighted]).logsumexp(0)
         if how.top_k is None:
-            found[part] = log_softmax(scaled, 1).view(torch.int32)
+            found[part, : how.words] = log_softmax(scaled, 1).view(torch.int32)
             continue
         top = scaled.topk(how.top_k, 1).indices
         found[part, : how.top_k] = top.int()
-        found[part, how.top_k :] = _outcomes(scaled, top).view(torch.int32)
+        found[part, how.top_k : 2 * how.top_k + 1] = _outcomes(scaled, top).view(torch.int32)
     return found
 
 
@@ -94,27 +125,40 @@ DIVERGENCES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+Losses = Callable[[Tensor, Tensor, Tensor, Distillation, int], Tensor]
+
+
 def row_losses(logits: Tensor, target: Tensor, answer: Tensor, how: Distillation, ignored: int) -> Tensor:
     """fp32 losses of rows: [rows, vocabulary], [rows], [rows, width] -> [rows]; 0 where the target is ``ignored``."""
     scores, k = logits.float(), how.top_k
-    top = None if k is None else answer[:, :k].long()
-    theirs = answer[:, k or 0 :].contiguous().view(torch.float32)
-    ours = _outcomes(scores[:, : how.words] / how.temperature, top)
-    divergence = DIVERGENCES[how.divergence](theirs, ours) * how.temperature**2
-    by_data = cross_entropy(scores, target, ignore_index=ignored, reduction="none")
-    return torch.where(target == ignored, 0.0, how.alpha * divergence + (1 - how.alpha) * by_data)
+    losses = (1 - how.alpha) * cross_entropy(scores, target, ignore_index=ignored, reduction="none")
+    if how.logits:
+        ours = _outcomes(scores[:, : how.words] / how.temperature, None if k is None else answer[:, :k].long())
+        divergence = DIVERGENCES[how.divergence](how.log_probabilities(answer), ours) * how.temperature**2
+        losses = how.alpha * divergence + losses
+    return torch.where(target == ignored, 0.0, losses)
 
 
-class _Distilled(torch.autograd.Function):
-    """The sum of ``row_losses``."""
+def state_losses(state: Tensor, target: Tensor, answer: Tensor, how: Distillation, ignored: int) -> Tensor:
+    """As ``row_losses``, of hidden states [rows, hidden]."""
+    theirs = how.state(answer)
+    scale = theirs.square().mean(1)
+    apart = (state.float() - theirs).square().mean(1) / scale.masked_fill(scale == 0, 1)  # 0 at rows without an answer
+    return torch.where(target == ignored, 0.0, how.alpha * how.hidden_weight * apart)
+
+
+class _ByChunks(torch.autograd.Function):
+    """The sum of ``losses_of`` rows, which is ``row_losses`` or ``state_losses``."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, answer: Tensor, how: Distillation, ignored: int) -> Tensor:
-        losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-        for part in chunks(*logits.shape):
-            losses[part] = row_losses(logits[part], target[part], answer[part], how, ignored)
-        ctx.save_for_backward(logits.detach(), target, answer)  # see [Note: memory of the logits] in chunked_loss.py
-        ctx.how, ctx.ignored = how, ignored
+    def forward(
+        ctx: Any, rows: Tensor, target: Tensor, answer: Tensor, how: Distillation, ignored: int, losses_of: Losses
+    ) -> Tensor:
+        losses = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
+        for part in chunks(*rows.shape):
+            losses[part] = losses_of(rows[part], target[part], answer[part], how, ignored)
+        ctx.save_for_backward(rows.detach(), target, answer)  # see [Note: memory of the logits] in chunked_loss.py
+        ctx.how, ctx.ignored, ctx.losses_of = how, ignored, losses_of
         ctx.hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         return losses.sum()
 
@@ -122,14 +166,27 @@ class _Distilled(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError("create_graph=True: the loss of a student has no second derivative; leave distill out")
-        logits, target, answer = ctx.saved_tensors
-        into = logits if is_free(ctx, logits) else torch.empty_like(logits)
-        for part in chunks(*logits.shape):
-            mine = logits[part].clone().requires_grad_()
+        rows, target, answer = ctx.saved_tensors
+        into = rows if is_free(ctx, rows) else torch.empty_like(rows)
+        for part in chunks(*rows.shape):
+            mine = rows[part].clone().requires_grad_()
             with torch.enable_grad():
-                losses = row_losses(mine, target[part], answer[part], ctx.how, ctx.ignored)
+                losses = ctx.losses_of(mine, target[part], answer[part], ctx.how, ctx.ignored)
             (into[part],) = torch.autograd.grad(losses, mine, grad.expand_as(losses))
-        return into, None, None, None, None
+        return into, None, None, None, None, None
+
+
+def keep_state(model: Any) -> list[Tensor]:
+    """A list that has the last hidden state [batch, length, hidden] after a forward of ``model``, a causal language
+    model; whoever reads it takes it out.
+    """
+    kept: list[Tensor] = []
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        kept[:] = [output[0]]
+
+    model.base_model.register_forward_hook(keep)
+    return kept
 
 
 def student_loss(
@@ -141,18 +198,23 @@ def student_loss(
     shift_labels: Tensor | None = None,
     *,
     how: Distillation,
+    states: list[Tensor] | None = None,
     teacher: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
     """The loss of a model with the arguments of Transformers' ``ForCausalLMLoss``, and ``teacher``: the answers at each
     position [batch, length, width]. The mean over trained tokens, or their sum over ``num_items_in_batch``.
+    ``states``: what ``keep_state`` has kept.
     """
+    state = states.pop() if states else None
     if teacher is None:
         return causal_lm_loss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
     target = targets(labels, shift_labels, ignore_index).to(logits.device)
-    total: Tensor = _Distilled.apply(
-        logits.reshape(-1, vocab_size), target, teacher.flatten(0, -2).to(logits.device), how, ignore_index
-    )
+    answer = teacher.flatten(0, -2).to(logits.device)
+    total: Tensor = _ByChunks.apply(logits.reshape(-1, vocab_size), target, answer, how, ignore_index, row_losses)
+    if how.hidden:
+        assert state is not None
+        total = total + _ByChunks.apply(state.flatten(0, -2), target, answer, how, ignore_index, state_losses)
     return per_item(total, target.ne(ignore_index).sum() if num_items_in_batch is None else num_items_in_batch)
 
 
@@ -163,4 +225,5 @@ def distil(model: nn.Module, how: Distillation) -> None:
     if not found or not all(any(each.kind is each.VAR_KEYWORD for each in each_of) for each_of in takes):
         raise ValueError(f"{type(model).__name__} has a loss of its own, which cannot be given a teacher's answers")
     for module in found:
-        module.loss_function = partial(student_loss, how=how)
+        states = keep_state(module) if how.hidden else None
+        module.loss_function = partial(student_loss, how=how, states=states)
