@@ -247,9 +247,13 @@ class Places:
             if placement[index].site is Site.HOST and index in self._of_blocks and 0 < size <= left:
                 may, left = [*may, index], left - size
 
+        none = tuple(place._replace(on_disk=False) if place.on_disk else place for place in placement)
+
         def with_some(number: int) -> Placement:
-            some = {*may[:number]}
-            return tuple(place._replace(on_disk=index in some) for index, place in enumerate(placement))
+            places = list(none)
+            for index in may[:number]:
+                places[index] = none[index]._replace(on_disk=True)
+            return tuple(places)
 
         def fits(number: int) -> bool:
             sizes = self.sizes(with_some(number))
