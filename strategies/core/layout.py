@@ -15,10 +15,12 @@ Memory arithmetic, per element of a bucket in a compute dtype of ``e`` bytes, ``
               written here too, and copied up from here: the gradient has been read by then. 0 if it lies in COPY.
               On the device, if ranks share the gradients that wait there (``grad_split``)
     ARRIVAL   e on the host, in shared slots: a micro-batch's gradient before it is added to PARKED
-    MASTER    4 at the update site; in fp32 only if the weight stays on the device and its update runs on the host
+    MASTER    4 at the update site; in fp32, and of a bucket that ``rounds``, e, and only if the weight stays on the
+              device and its update runs on the host: else the copy, or the weight, is the master
     MOMENTS   4 m at the update site; 2 m or m where the layout says so (``moments_as``), which is on the host
     SCALES    4 m per block of elements, beside moments in int8
-    EXPANDED  on the host, one for all: the moments that are being updated, in fp32, and noise (``core/moments.py``)
+    EXPANDED  on the host, one for all: moments, and masters that are rounded, while they are updated, in fp32, and
+              noise (``core/moments.py``)
     AHEAD     4 m and 4 on the host: new state that is made beside the present one, under backward (``updates_ahead``)
     STEPS     4 per parameter: torch counts updates per parameter
     VISIT     4 m, and 4 for a master, on the device, in shared slots: state that is brought there for its update
@@ -136,6 +138,7 @@ class Bucket:
     grad_direct: bool = False  # they go down from where backward made them, and backward waits for that; no slot
     on_disk: bool = False  # its moments, and its masters in mixed precision, rest in a file; updated on the host
     updates_ahead: bool = False  # under backward, as if nothing were clipped (``core/ahead.py``)
+    rounds: bool = False  # in bf16, its weight is its master, which the host's update rounds stochastically
 
     @property
     def resident(self) -> bool:
@@ -161,7 +164,8 @@ class Bucket:
 
     @property
     def mixed(self) -> bool:
-        return self.dtype != "float32"
+        """Whether it has masters in fp32 beside its weights."""
+        return self.dtype != "float32" and not self.rounds
 
     @property
     def weight_bytes(self) -> int:
@@ -208,6 +212,12 @@ class Layout:
     @property
     def trained_spans(self) -> list[int]:
         return [bucket.share for bucket in self.buckets if bucket.group is not None]
+
+    @property
+    def expanded_bytes(self) -> int:
+        """Size of the EXPANDED region; 0 if all moments rest in fp32."""
+        rounds = any(bucket.rounds for bucket in self.buckets)
+        return expanded_bytes(self.moments_as, self.moments, self.trained_spans, masters=rounds)
 
     def slots(self, item: Item) -> int:
         return {Item.VISIT: self.visit_slots, Item.WINDOW: self.window_slots}.get(item, self.grad_slots)
@@ -258,30 +268,6 @@ def rounded_to_fetch(bucket: Bucket, layout: Layout) -> bool:
     return with_master and not (layout.keeps_copies or bucket.resident or parks_in_copy(bucket, layout))
 
 
-def read_by_all(bucket: Bucket, layout: Layout) -> Item | None:
-    """What all ranks read of each other's memory on the host to have the whole weight.
-
-    The copy of a weight that travels, unless it is a slot that many pass; of one that stays, and is updated on the
-    host, what the update leaves there. None: they get it over the network.
-    """
-    if not layout.common_host or bucket.ways == 1:
-        return None
-    if not bucket.resident:
-        return None if rounded_to_fetch(bucket, layout) else Item.COPY
-    left = Item.PARKED if bucket.mixed else Item.MASTER
-    return left if bucket.site is Site.HOST else None
-
-
-def common_bytes(layout: Layout) -> int:
-    """Bytes of the host's arena, from its start, that all ranks read."""
-    return sum(aligned(b.weight_bytes // b.ways, Home.HOST) for b in layout.buckets if read_by_all(b, layout))
-
-
-def mapped_bytes(layout: Layout) -> int:
-    """Bytes of the other ranks' memory that this one maps. The system counts them as this process's, too."""
-    return max((bucket.ways - 1 for bucket in layout.buckets), default=0) * common_bytes(layout)
-
-
 class Need(NamedTuple):
     """Memory that a bucket needs: for the whole run, or only while it is in use (``passes``)."""
 
@@ -311,7 +297,7 @@ def needs(bucket: Bucket, layout: Layout) -> Iterator[Need]:
         yield Need(name, Item.ARRIVAL, Home.HOST, own, passes=True)
     state_home = Home.DEVICE if bucket.site is Site.DEVICE else Home.HOST
     if (bucket.mixed and not bucket.on_disk) or (not bucket.mixed and bucket.site is Site.HOST and bucket.resident):
-        yield Need(name, Item.MASTER, state_home, 4 * bucket.share)
+        yield Need(name, Item.MASTER, state_home, (4 if bucket.mixed else ITEM_BYTES[bucket.dtype]) * bucket.share)
     if bucket.on_disk:
         yield Need(name, Item.WINDOW, Home.HOST, aligned(bucket.state_bytes(layout.moments), Home.HOST), passes=True)
     elif layout.moments:
@@ -331,8 +317,8 @@ def common_needs(layout: Layout, hosted_bytes: int = 0) -> Iterator[Need]:
     """The memory that belongs to no single bucket; ``hosted_bytes``: of saved tensors that wait on the host."""
     if scratch := scratch_bytes(layout):
         yield Need("", Item.SCRATCH, Home.DEVICE, scratch)
-    if expanded := expanded_bytes(layout.moments_as, layout.moments, layout.trained_spans):
-        yield Need("", Item.EXPANDED, Home.HOST, expanded)
+    if layout.expanded_bytes:
+        yield Need("", Item.EXPANDED, Home.HOST, layout.expanded_bytes)
     if received := received_bytes(layout):
         yield Need("", Item.RECEIVED, Home.DEVICE, received)
     if hosted_bytes:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeAlias
 
 from strategies.core.ahead import may_update_ahead
+from strategies.core.common_host import common_bytes, read_by_all
 from strategies.core.facts import Home, Param
 from strategies.core.layout import (
     ALIGN_BYTES,
@@ -23,9 +24,7 @@ from strategies.core.layout import (
     Site,
     Spot,
     aligned,
-    common_bytes,
     common_needs,
-    read_by_all,
     ticks_of,
     uses,
 )
@@ -134,6 +133,8 @@ def _choices(bucket: Bucket, layout: Layout) -> Iterator[str]:
         yield "is updated ahead of the norm, which it cannot be"
     if layout.moments_as != "fp32" and bucket.on_disk:
         yield f"state on the disk rests in fp32, not in {layout.moments_as}"
+    if bucket.rounds and not (bucket.dtype == "bfloat16" and layout.moments_as != "fp32" and bucket.group is not None):
+        yield "only what is trained in bf16, with moments that do not rest in fp32, has its weight as its master"
     if bucket.on_disk and not (layout.disk and layout.keeps_copies):
         yield "state rests on the disk, and there is no folder, or weights are rounded from their masters to be fetched"
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
+from strategies.core.common_host import read_by_all
 from strategies.core.facts import Home
 from strategies.core.layout import (
     Addresses,
@@ -32,7 +33,6 @@ from strategies.core.layout import (
     aligned,
     common_needs,
     needs,
-    read_by_all,
 )
 from strategies.planner.packing import Packing, Piece, pack
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from strategies.core.facts import HOST_UPDATE_BYTES, Facts, Home
 from strategies.core.layout import Site
-from strategies.core.moments import SLOWER, touched_bytes
+from strategies.core.moments import slower, touched_bytes
 from strategies.planner.exchanges import gather_rate, sums_slowdown
 from strategies.planner.places import OffloadRequest, Place, Placement, Places
 from strategies.planner.step_cost import TOUCHED_BYTES, unit_seconds
@@ -75,8 +75,8 @@ class Estimate:
         on_host, goes_down = site is Site.HOST, place.grad_home is Home.HOST
         coming = whole if self._request.common_host and on_host else size
         return _Load(
-            cpu_s=on_host * count * SLOWER[kind] / rates.update_params_per_s(run.precision),
-            touched=on_host * touched_bytes(kind, HOST_UPDATE_BYTES) * count,
+            cpu_s=on_host * count * slower(kind, masters=bucket.rounds) / rates.update_params_per_s(run.precision),
+            touched=on_host * touched_bytes(kind, HOST_UPDATE_BYTES, masters=bucket.rounds) * count,
             kernel_s=0.0 if on_host else count * TOUCHED_BYTES / rates.device_bytes_per_s,
             new=on_host * coming,
             grads=size * run.accumulation if goes_down else on_host * size,

@@ -25,7 +25,7 @@ from strategies.core.layout import (
     rounded_to_fetch,
     scratch_bytes,
 )
-from strategies.core.moments import MOMENT_BYTES, expanded_bytes
+from strategies.core.moments import MOMENT_BYTES
 from strategies.core.plan import RUN, Kind, Plan, Reserve, Share
 from strategies.planner.addresses import all_needs, slot_pools, weight_packing
 
@@ -94,6 +94,8 @@ def resting(bucket: Bucket, layout: Layout, kind: Kind) -> Resting:
     if bucket.on_disk and (kind is Kind.MOMENT or bucket.mixed):
         return Resting(home, 0, "on the disk, visits the host for the CPU's update", ways)
     each, reason = 4, UPDATES[bucket.site]
+    if kind is Kind.MASTER and bucket.rounds:
+        each = size
     if kind is Kind.MOMENT and layout.moments_as != "fp32":
         each, reason = MOMENT_BYTES[layout.moments_as], f"{reason}, in {layout.moments_as}: not exact"
     return Resting(home, each * numbers, reason, ways)
@@ -157,8 +159,7 @@ def _shared_bytes(layout: Layout, home: Home) -> dict[Item, int]:
         totals.update({Item.SCRATCH: scratch_bytes(layout), Item.WEIGHT: weight_packing(layout).arena})
         totals[Item.RECEIVED] = received_bytes(layout)
     if home is Home.HOST:
-        expanded = expanded_bytes(layout.moments_as, layout.moments, layout.trained_spans)
-        totals[Item.EXPANDED] = aligned(expanded, home)
+        totals[Item.EXPANDED] = aligned(layout.expanded_bytes, home)
     for pool in slot_pools(layout):
         if pool.home is home:
             totals[pool.item] += pool.num_bytes

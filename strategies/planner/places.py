@@ -42,7 +42,7 @@ from strategies.core.layout import (
     ticks_of,
     uses,
 )
-from strategies.core.moments import MomentsAs, expanded_bytes
+from strategies.core.moments import MomentsAs
 from strategies.planner.addresses import size_classes
 from strategies.planner.buckets import capacity, form, offloadable
 
@@ -72,9 +72,9 @@ class OffloadRequest:
     ``prefetch`` is how many ticks ahead of its use a weight comes at most; None: as early as memory allows. ``ways`` is
     how many ranks hold a span of each bucket, ``splits_gradients`` whether of gradients on the device as well, and
     ``reduction`` how they add gradients; ``common_host``: they read weights out of each other's host memory.
-    ``moments_as``: how moments rest. ``updates_ahead``: the CPU may update before the norm is known. ``disk`` is a
-    folder for optimizer state, which may take ``disk_bytes`` there; empty: none. What is in ``decided`` follows from
-    something else than the options.
+    ``moments_as``: how moments rest; ``rounds``: weights in bf16 are their own masters. ``updates_ahead``: the CPU may
+    update before the norm is known. ``disk`` is a folder for optimizer state, which may take ``disk_bytes`` there;
+    empty: none. What is in ``decided`` follows from something else than the options.
     """
 
     device_bytes: int
@@ -94,6 +94,7 @@ class OffloadRequest:
     common_host: bool = False
     reduction: Reduction = "exact"
     moments_as: MomentsAs = "fp32"
+    rounds: bool = False
     disk: str = ""
     disk_bytes: int = 0
     decided: frozenset[str] = frozenset()
@@ -151,6 +152,9 @@ class Places:
         self._request, self.bucket_bytes = request, bucket_bytes
         size = request.bucket_bytes or bucket_bytes or capacity(facts)
         self.buckets = form(facts, size, request.ways)
+        if request.rounds:
+            trained = [bucket.group is not None and bucket.dtype == "bfloat16" for bucket in self.buckets]
+            self.buckets = tuple(replace(b, rounds=some) for b, some in zip(self.buckets, trained, strict=True))
         movable = offloadable(facts, self.buckets, size)
         streams, auto = request.weights == "streamed", request.site == "auto"
         stays, bound = request.weights == "resident", request.site == "device"
@@ -188,8 +192,7 @@ class Places:
         ticks = ticks_of(self._empty.units)
         everything = replace(self._empty, buckets=self.buckets)
         self._received = received_bytes(everything)
-        expanded = expanded_bytes(request.moments_as, facts.run.moments, everything.trained_spans)
-        self._expanded = aligned(expanded, Home.HOST)
+        self._expanded = aligned(everything.expanded_bytes, Home.HOST)
         self._weights = [aligned(bucket.weight_bytes) for bucket in self.buckets]
         self._ticks = [uses(bucket, ticks) for bucket in self.buckets]
         shapes: dict[tuple[object, ...], int] = {}

@@ -32,7 +32,7 @@ from strategies.core.layout import (
     ticks_of,
     uses,
 )
-from strategies.core.moments import SLOWER, touched_bytes
+from strategies.core.moments import slower, touched_bytes
 from strategies.core.plan import Plan
 from strategies.planner.addresses import slot_numbers, weight_packing
 from strategies.planner.exchanges import gather_rate, slices_seconds, sums_slowdown
@@ -229,8 +229,8 @@ def _update(
     elements, ahead_s, ahead = -(-sum(bucket.sizes) // bucket.ways), 0.0, 0
     if bucket.site is Site.HOST:
         kind = layout.moments_as
-        seconds = elements * SLOWER[kind] / rates.update_params_per_s(facts.run.precision)
-        touched = elements * touched_bytes(kind, HOST_UPDATE_BYTES)
+        seconds = elements * slower(kind, masters=bucket.rounds) / rates.update_params_per_s(facts.run.precision)
+        touched = elements * touched_bytes(kind, HOST_UPDATE_BYTES, masters=bucket.rounds)
         if bucket.updates_ahead:  # what it writes is read into the cache first; afterwards the master is rounded
             ahead = touched + 4 * (layout.moments + 1) * elements
             ahead_s, touched = seconds * ahead / touched, ROUND_NUMBERS * ITEM_BYTES[bucket.dtype] * elements

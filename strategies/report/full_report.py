@@ -79,7 +79,9 @@ def headline(plan: Plan, cost: StepCost) -> str:
 def moment_lines(plan: Plan) -> Iterator[str]:
     """That training is not exact, and why."""
     if plan.layout is not None and plan.layout.moments_as != "fp32":
-        yield f"not exact: moments in {plan.layout.moments_as}, rounded stochastically in each of the CPU's updates"
+        masters = ", masters in bf16" if any(bucket.rounds for bucket in plan.layout.buckets) else ""
+        kinds = f"moments in {plan.layout.moments_as}{masters}"
+        yield f"not exact: {kinds}, rounded stochastically in each of the CPU's updates"
 
 
 def ahead_lines(plan: Plan, cost: StepCost | None) -> Iterator[str]:

@@ -335,6 +335,7 @@ def plan_of(
     disk: str = "",
     moments_as: MomentsAs = "fp32",
     ahead: bool = False,
+    rounds: bool = False,
     debug: bool = True,
 ) -> Made:
     """What the planner makes of these wishes; of those it has no word for, its layout changed by hand.
@@ -348,8 +349,8 @@ def plan_of(
             each other's parts of weights; ``reduction``: how they add gradients.
         direct: gradients that wait on the host, for updates there, have no slot.
         copies: weights that travel rest on the host in the dtype of compute, beside their masters.
-        moments_as: how moments rest.
         ahead: all buckets are updated ahead of the norm that can be.
+        moments_as: how moments rest; ``rounds``: weights in bf16 are their own masters.
         disk: a folder, where the state of all buckets rests that are updated on the host; two slots for it.
     """
     params = groups_of(model, groups)
@@ -390,7 +391,7 @@ def plan_of(
     of_blocks = [index for index, b in enumerate(buckets) if set(b.units) <= blocks]
     moving = {"resident": [], "travelling": of_blocks, "some": of_blocks[::2] + _ends(buckets, made.facts)}[weights]
     assert bool(moving) is (weights != "resident")
-    buckets = tuple(replace(b, resident_ticks=()) for b in buckets)
+    buckets = tuple(replace(b, resident_ticks=(), rounds=rounds and b.group is not None) for b in buckets)
     bare = replace(made.layout, buckets=buckets, keeps_copies=copies, visit_slots=visit_slots)
     bare = replace(bare, disk=disk, window_slots=2, moments_as=moments_as)
     bare = weight_schedule.only_while_used(bare, moving, int(prefetch))

@@ -20,12 +20,12 @@ from tests.helpers.layouts import bucket, layout
 
 
 class OneParameter:
-    """The two moments of parameter ``name`` of ``size`` elements, at rest as ``kind``."""
+    """The two moments of parameter ``name`` of ``size`` elements, at rest as ``kind``, and its master, if it rounds."""
 
-    def __init__(self, kind: MomentsAs, name: str, size: int) -> None:
+    def __init__(self, kind: MomentsAs, name: str, size: int, *, rounds: bool = False) -> None:
         spec = bucket("alone", "layers.0", size, site=Site.HOST, params=(name,))
         where = layout(spec, moments_as=kind)
-        room = torch.zeros(expanded_bytes(kind, 2, where.trained_spans) // 4)
+        room = torch.zeros(expanded_bytes(kind, 2, where.trained_spans, masters=rounds) // 4)
         arena: Any = SimpleNamespace(of=lambda *_: room)
         self.moments, blocks = Moments(where, arena), blocks_of(spec.sizes)
         self.bucket: Any = SimpleNamespace(
@@ -45,16 +45,31 @@ class OneParameter:
                 views[0].copy_(value.reshape(-1)[chunk.start : chunk.stop])
             self.moments.compress(self.bucket, [chunk], found, [count])
 
+    def round(self, value: Tensor, count: int = 1) -> Tensor:
+        """A master of bf16 numbers that update number ``count`` has made ``value`` of."""
+        found = torch.empty(value.numel(), dtype=torch.bfloat16)
+        for chunk in self._chunks:
+            at_rest = [found[chunk.start : chunk.stop]]
+            views = self.moments.expand_masters(at_rest)
+            views[0].copy_(value.reshape(-1)[chunk.start : chunk.stop])
+            self.moments.round_masters(self.bucket, [chunk], views, at_rest, [torch.tensor(count)])
+        return found.view(value.shape)
+
     def get(self) -> list[Tensor]:
         parts = [[views[0].clone() for views in self.moments.expand(self.bucket, [chunk])] for chunk in self._chunks]
         return [torch.cat(some) for some in zip(*parts, strict=True)]
 
 
-def rounding_adamw(kind: MomentsAs, names: Sequence[str], groups: Iterable[dict[str, Any]]) -> torch.optim.AdamW:
-    """Torch's AdamW, whose moments are compressed and expanded after each step; ``names`` of its parameters."""
+def rounding_adamw(
+    kind: MomentsAs, names: Sequence[str], groups: Iterable[dict[str, Any]], *, rounds: bool = False
+) -> torch.optim.AdamW:
+    """Torch's AdamW, whose moments are compressed and expanded after each step, and whose parameters are rounded to
+    bf16, if so wished; ``names`` of its parameters.
+    """
     made = adamw(groups)
     params = [param for group in made.param_groups for param in group["params"]]
-    at_rest = {param: OneParameter(kind, name, param.numel()) for param, name in zip(params, names, strict=True)}
+    named = zip(params, names, strict=True)
+    at_rest = {param: OneParameter(kind, name, param.numel(), rounds=rounds) for param, name in named}
 
     def compress(*_: Any) -> None:
         for param, one in at_rest.items():
@@ -62,6 +77,8 @@ def rounding_adamw(kind: MomentsAs, names: Sequence[str], groups: Iterable[dict[
             one.put([state["exp_avg"], state["exp_avg_sq"]], int(state["step"]))
             for key, value in zip(("exp_avg", "exp_avg_sq"), one.get(), strict=True):
                 state[key].copy_(value.view(param.shape))
+            if rounds:
+                param.data.copy_(one.round(param.detach(), int(state["step"])))
 
     made.register_step_post_hook(compress)
     return made

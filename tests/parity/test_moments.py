@@ -1,6 +1,6 @@
 """Moments in fewer bits in the engine: the bits of a plain loop that rounds its moments alike, whatever moves when."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -32,6 +32,8 @@ CASES: dict[str, tuple[torch.dtype, dict[str, Any], dict[str, Any]]] = {  # dtyp
     "clipped": (FP32, {"max_norm": 0.05}, {"park": "host"}),
     "in backward": (FP32, {}, {"in_backward": True, "weights": "travelling"}),
     "masters": (BF16, {"max_norm": 0.05, "accumulation": 2}, HOST),
+    "rounded": (BF16, {"max_norm": 0.05, "accumulation": 2}, HOST | {"rounds": True}),
+    "rounded in backward": (BF16, {}, {"in_backward": True, "rounds": True}),
     "masters alone": (BF16, {"max_norm": 0.05}, {"weights": "travelling", "copies": False}),
 }
 
@@ -48,7 +50,11 @@ def test_the_bits_are_those_of_a_loop_that_rounds_alike(
     make: Callable[[], Transfer] = RaceDetector if case == "clipped" else Delayed
     batches, model = tokens("llama", 4 * loop.get("accumulation", 1)), build("llama", dtype=dtype)
     names = [name for name, _ in model.named_parameters()]
-    expected = plain(build("llama", dtype=dtype), batches, make=partial(rounding_adamw, kind, names), **loop)
+    rounding = partial(rounding_adamw, kind, names, rounds=wished.get("rounds", False))
+    expected = plain(build("llama", dtype=dtype), batches, make=rounding, **loop)
+    if "rounds" in wished:  # masters are the weights
+        for name in names:
+            assert expected.tensors.pop(f"{name} master").equal(expected.tensors[name].float())
     plan = plan_of(model, moments_as=kind, **{"site": "host", **wished}, **loop)
     assert differences(expected, stowed(model, plan, batches, transfer=make(), **loop)) == []
 
@@ -64,21 +70,27 @@ def trained(kind: MomentsAs, steps: int, **wished: Any) -> tuple[nn.Module, Stow
     return model, optimizer
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "rounds"), [*((kind, False) for kind in KINDS), ("int8", True)])
 def test_saved_in_fp32_and_resumed_with_the_same_bits(
-    kind: MomentsAs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: MomentsAs, rounds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file is that of fp32 moments, which are read under other buckets, and in fp32."""
     for module in (core, updates):
         monkeypatch.setattr(module, "HOST_CHUNK", 512)
-    model, optimizer = trained(kind, 2)
+    model, optimizer = trained(kind, 2, rounds=rounds)
     optimizer.save(tmp_path / "saved")
     before = everything(model, optimizer)
-    _, as_fp32 = trained("fp32", 1)
+    weights = {name: value.clone() for name, value in model.state_dict().items()} if rounds else {}
+    plainer, as_fp32 = trained("fp32", 1)
+    plainer.load_state_dict(weights, strict=False)
     as_fp32.load(tmp_path / "saved")
-    assert unequal(before, everything(_, as_fp32)) == []
+    after = everything(plainer, as_fp32)
+    for name in before.keys() & plainer.state_dict() if rounds else ():  # the masters that it has none of
+        assert after.pop(f"{name} master").equal(before[name].float())
+    assert unequal(before, after) == []
     train(model, optimizer, BATCHES[2:4])
-    fresh, other = trained(kind, 1, bucket="one")
+    fresh, other = trained(kind, 1, bucket="one", rounds=rounds)
+    fresh.load_state_dict(weights, strict=False)
     other.load(tmp_path / "saved")
     train(fresh, other, BATCHES[2:4])
     assert unequal(everything(model, optimizer), everything(fresh, other)) == []
@@ -119,9 +131,12 @@ def test_bytes_per_parameter() -> None:
     config = MODELS["llama"] | {"vocab_size": 32, "hidden_size": 512, "intermediate_size": 1024}
     model = model_of(config).to(BF16).train()
     facts = plan_for(model, max_grad_norm=1.0, batch=(1, 8)).facts
-    kinds: Mapping[MomentsAs, float] = {"fp32": 14, "bf16": 10, "int8": 8.03}
-    for kind, each in kinds.items():
-        plan = planned(facts, weights="streamed", site="host", gradients="host", moments=kind)
+    kinds: list[tuple[MomentsAs, str, float]] = [
+        ("fp32", "fp32", 14), ("bf16", "fp32", 10), ("int8", "fp32", 8.03), ("bf16", "bf16", 8), ("int8", "bf16", 6.03),
+    ]  # fmt: skip
+    for kind, masters, each in kinds:
+        way = {"moments": kind, "masters": masters}
+        plan = planned(facts, weights="streamed", site="host", gradients="host", **way)
         assert plan.place is not None and plan.layout is not None
         addresses = plan.place.addresses
         fixed = addresses.spots.get(("", Item.EXPANDED))
@@ -130,5 +145,6 @@ def test_bytes_per_parameter() -> None:
         held = addresses.num_bytes(Home.HOST) - (fixed.num_bytes if fixed else 0)
         assert held == pytest.approx(each * sum(p.numel() for p in model.parameters()), rel=0.01), kind
         text = full_report.text(plan, None)
-        assert (f"not exact: moments in {kind}" in text) is (kind != "fp32")
+        said = f"not exact: moments in {kind}{', masters in bf16' if masters == 'bf16' else ''}, rounded"
+        assert (said in text) is (kind != "fp32")
         assert ("expanded moments" in text) is (kind != "fp32") and ("scales of moments" in text) is (kind == "int8")

@@ -152,7 +152,38 @@ def test_what_is_refused(words: str) -> None:
     assert not list(Offload(moments="int8").refusals(run(), {}))
 
 
+@pytest.mark.parametrize(
+    ("options", "precision", "words"),
+    [
+        ({}, Precision.BF16, "goes with moments in bf16 or int8; write moments: int8 beside it"),
+        ({"moments": "int8"}, Precision.FP32, "is for weights in bf16; write training.bf16: true"),
+        ({"moments": "int8", "weight_copies": False}, Precision.BF16, "weight_copies: false has nothing to do"),
+        ({"moments": "int8"}, Precision.BF16, ""),
+    ],
+)
+def test_what_masters_are_refused_with(options: dict[str, Any], precision: Precision, words: str) -> None:
+    found = list(Offload(masters="bf16", **options).refusals(run(precision=precision), {}))
+    assert [(one.key, one.value) for one in found] == ([("strategies.offload.masters", "bf16")] if words else [])
+    assert all(words in str(one) for one in found)
+
+
+def test_masters_round_up_as_often_as_they_are_near() -> None:
+    """Of numbers that lie between two in bf16; and those in bf16 stay."""
+    one, step = OneParameter("int8", "a", 1 << 18, rounds=True), 2.0**-7
+    for part in (0.002, 0.3, 0.75):
+        found = one.round(torch.full((1 << 18,), 1 + part * step), 5).float().sub(1).div(step)
+        assert set(found.unique().tolist()) == {0.0, 1.0}
+        assert found.mean().item() == pytest.approx(part, rel=0.2 if part < 0.1 else 0.01)  # 3.6 times the deviation
+    kept = torch.randn(1 << 12).bfloat16()
+    other = OneParameter("int8", "a", 1 << 12, rounds=True)
+    assert other.round(kept.float()).equal(kept) and not other.round(kept.float() * 1.001, 1).equal(
+        other.round(kept.float() * 1.001, 2)
+    )
+
+
 def test_it_is_never_called_exact() -> None:
     parity = Offload(moments="bf16").parity(run())
     assert parity.is_lossy and parity.reason == "not exact: moments in bf16"
+    both = Offload(moments="int8", masters="bf16").parity(run())
+    assert both.is_lossy and both.reason == "not exact: moments in int8, masters in bf16"
     assert not Offload().parity(run()).is_lossy

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from pydantic import ValidationError
 from torch import nn
 
+from strategies.core.common_host import common_bytes
 from strategies.core.compose import compose, in_order
 from strategies.core.facts import Facts, Home, MachineFacts, Precision, Rates, UnitKind
-from strategies.core.layout import Site, common_bytes
+from strategies.core.layout import Site
 from strategies.core.plan import Kind, Plan
 from strategies.core.protocol import BITWISE, Refusal
 from strategies.core.registry import find

@@ -155,8 +155,8 @@ def test_compressed_exchanges(saved: dict[str, Any], now: dict[str, Any], ranks:
     assert changed(now, now, (2, 2)).refused == []
 
 
-def offloaded(moments: str) -> dict[str, Any]:
-    return {"strategies": {"offload": {"moments": moments}}}
+def offloaded(moments: str, **more: str) -> dict[str, Any]:
+    return {"strategies": {"offload": {"moments": moments, **more}}}
 
 
 @pytest.mark.parametrize(
@@ -165,6 +165,7 @@ def offloaded(moments: str) -> dict[str, Any]:
         ({}, offloaded("int8"), "saved with moments in fp32"),
         (offloaded("int8"), {}, "saved with moments in int8"),
         (offloaded("int8"), offloaded("bf16"), "saved with moments in int8"),
+        (offloaded("int8", masters="bf16"), offloaded("int8"), "saved with moments in int8, masters in bf16"),
     ],
 )
 def test_moments_in_fewer_bits(saved: dict[str, Any], now: dict[str, Any], was: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from strategies.core.layout import mapped_bytes
+from strategies.core.common_host import mapped_bytes
 from strategies.core.peak import passes_peak
 from strategies.core.plan import Home, Kind, Plan
 from strategies.core.sizes import human

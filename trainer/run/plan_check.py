@@ -28,8 +28,8 @@ from transformers import TrainerCallback, TrainerState
 
 from strategies.backends import deepspeed
 from strategies.core.commit import replace_file
+from strategies.core.common_host import mapped_bytes
 from strategies.core.facts import UnitTimes
-from strategies.core.layout import mapped_bytes
 from strategies.core.plan import Home, Plan
 from strategies.core.sizes import human
 from strategies.engine import stowed_by

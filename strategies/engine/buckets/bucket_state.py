@@ -117,7 +117,7 @@ class BucketState:
         self.grad = flat(Item.GRAD, dtype)
         self.parked = self.copy if parks_in_copy(spec, layout) else flat(Item.PARKED, dtype)
         self.arrival = flat(Item.ARRIVAL, dtype)
-        self.master = flat(Item.MASTER, torch.float32)
+        self.master = flat(Item.MASTER, torch.float32 if spec.mixed else dtype)
         moments = flat(Item.MOMENTS, MOMENT_DTYPES[layout.moments_as], layout.moments)
         self.moments = [] if moments is None else list(moments.view(layout.moments, spec.share))
         scales = arena.of(spec.name, Item.SCALES, torch.float32)

@@ -48,7 +48,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from strategies.core.layout import Bucket, Item, Layout, Site, common_bytes, read_by_all
+from strategies.core.common_host import common_bytes, read_by_all
+from strategies.core.layout import Bucket, Item, Layout, Site
 from strategies.engine.buckets.bucket_state import BucketState, pieces_of
 from strategies.engine.memory.arena import Arena
 from strategies.engine.memory.common_host import CommonHost

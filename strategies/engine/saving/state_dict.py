@@ -313,7 +313,9 @@ class StateAccess(Copied):
                     flat, place = torch.as_tensor(state[name]).reshape(param.shape).view(-1), part.state[name]
                     place.copy_(flat[part.start : part.start + place.numel()])
         if "master" in state:
-            self.set_weight(param, self.state_of(param)["master"].to(param.dtype), master=False)
+            mixed = self.engine.bucket_of[id(param)][0].spec.mixed
+            value = self.state_of(param)["master"] if mixed else torch.as_tensor(state["master"]).reshape(param.shape)
+            self.set_weight(param, value.to(param.dtype), master=not mixed)
 
     @torch.no_grad()
     def forget_state(self, param: nn.Parameter) -> None:

@@ -1,8 +1,9 @@
-"""Moments in fewer bits: AdamW's two, in bf16 or int8 at rest, in fp32 for their update. Training is not exact then.
+"""Moments in fewer bits: AdamW's two, in bf16 or int8 at rest, in fp32 for their update; and masters in bf16, which are
+the weights themselves. Training is not exact then.
 
 A chunk's moments are expanded into scratch memory, updated there by the same rule as ever, and compressed again:
 
-    bf16   the upper half of fp32
+    bf16   the upper half of fp32; so are masters, whatever moments are
     int8   first moment: whole multiples, -127 to 127, of a step, which each block of BLOCK elements has; it is
            the block's largest size / 127, rounded up to 17 bits, so that all multiples of it are exact in fp32
            second moment: 5 bits of exponent and 3 of mantissa, counted down from the block's largest: 2^-32 of that is
@@ -10,7 +11,8 @@ A chunk's moments are expanded into scratch memory, updated there by the same ru
            away. A block that is all zero stays so
 
 All round stochastically: up as often as what is rounded is near to the upper neighbour. A second moment changes by
-1 - beta2 of itself per update, far less than two neighbours differ; rounded to the nearest one it would never change.
+1 - beta2 of itself per update, far less than two neighbours differ, and a weight by the learning rate; rounded to the
+nearest one they would never change.
 
 The noise is a table that is the same in every run. A chunk's begins at a place in it that is a hash of the parameter's
 name, the number of its updates, and the chunk's first element. So no state of a generator has to be saved, and the bits
@@ -34,7 +36,7 @@ import torch
 from torch import Tensor
 
 from strategies.core.layout import Item, Layout
-from strategies.core.moments import BLOCK, expanded_elements
+from strategies.core.moments import BLOCK, NOISE_STARTS, expanded_elements
 from strategies.engine.buckets.bucket_state import BucketState
 from strategies.engine.memory.arena import Arena
 from strategies.engine.updating.chunks import Chunk
@@ -53,9 +55,13 @@ class Moments:
         region = arena.of("", Item.EXPANDED, torch.float32)
         assert region is not None
         self._expanded = region[: layout.moments * self.chunk].view(layout.moments, self.chunk)
-        self._noise = region[layout.moments * self.chunk :].view(torch.int32)
+        end = (layout.moments + 1) * self.chunk + NOISE_STARTS
+        self._noise, masters = region[layout.moments * self.chunk : end].view(torch.int32), region[end:]
         bits, margin = _BITS[layout.moments_as], _MARGIN * self._int8
         self._noise.random_(margin, (1 << bits) - margin, generator=torch.Generator().manual_seed(0))
+        self._masters = masters[: self.chunk] if len(masters) else None
+        self._masters_noise = masters[self.chunk :].view(torch.int32)
+        self._masters_noise.random_(0, 1 << 16, generator=torch.Generator().manual_seed(1))
 
     def expand(self, bucket: BucketState, call: Sequence[Chunk]) -> list[list[Tensor]]:
         """The moments of ``call``'s chunks in fp32, by moment and chunk, in scratch memory."""
@@ -81,16 +87,36 @@ class Moments:
     ) -> None:
         """Take in what ``expand`` gave and an update has changed, of which ``counts`` are the numbers. Spoils it."""
         for chunk, count, *views in zip(call, counts, *moments, strict=True):
-            starts = self._starts(bucket, chunk, int(count))
+            starts = self._starts(bucket, chunk, int(count), len(bucket.moments))
             for number, (start, view) in enumerate(zip(starts, views, strict=True)):
                 codes, noise = bucket.moments[number][chunk.start : chunk.stop], self._noise[start:]
                 if not self._int8:
-                    whole = view.view(torch.int32).add_(noise[: view.numel()]).bitwise_right_shift_(16)
-                    codes.view(torch.int16).copy_(whole)
+                    _upper_half(view, noise[: view.numel()], codes)
                     continue
                 for at, part, scales in self._blocks(bucket, number, chunk, view):
                     rows, some = (flat[at : at + part.numel()].view(part.shape) for flat in (codes, noise))
                     _compress_second(part, some, rows, scales) if number else _compress_first(part, some, rows, scales)
+
+    def expand_masters(self, masters: Sequence[Tensor]) -> list[Tensor]:
+        """The masters of a call's chunks, which are in bf16, in fp32, in scratch memory."""
+        assert self._masters is not None
+        sizes = [master.numel() for master in masters]
+        found = list(self._masters[: sum(sizes)].split(sizes))
+        torch._foreach_copy_(found, list(masters))
+        return found
+
+    def round_masters(
+        self,
+        bucket: BucketState,
+        call: Sequence[Chunk],
+        updated: Sequence[Tensor],
+        masters: Sequence[Tensor],
+        counts: Sequence[Tensor],
+    ) -> None:
+        """Round what ``expand_masters`` gave and an update has changed into ``masters``. Spoils it."""
+        for chunk, view, master, count in zip(call, updated, masters, counts, strict=True):
+            start = self._starts(bucket, chunk, int(count), 1, "master ")[0]
+            _upper_half(view, self._masters_noise[start : start + view.numel()], master)
 
     @contextmanager
     def held(self, bucket: BucketState, chunk: Chunk, *, writes: bool = False) -> Iterator[None]:
@@ -104,11 +130,11 @@ class Moments:
         """Where ``held`` has the moments of ``chunk``."""
         return list(self._expanded[:, : chunk.stop - chunk.start])
 
-    def _starts(self, bucket: BucketState, chunk: Chunk, count: int) -> list[int]:
-        """Where in the noise that of each moment begins."""
+    def _starts(self, bucket: BucketState, chunk: Chunk, count: int, number: int, of: str = "") -> list[int]:
+        """Where in the noise that of each moment begins, or of what else there is."""
         name, offset = bucket.spec.params[chunk.index], bucket.spec.offsets[chunk.index]
-        text = f"{name} {count} {chunk.start - offset}".encode()
-        drawn = hashlib.blake2b(text, digest_size=2 * len(bucket.moments)).digest()
+        text = f"{of}{name} {count} {chunk.start - offset}".encode()
+        drawn = hashlib.blake2b(text, digest_size=2 * number).digest()
         return [int.from_bytes(drawn[at : at + 2], "little") for at in range(0, len(drawn), 2)]
 
     def _blocks(
@@ -122,6 +148,11 @@ class Moments:
             yield 0, flat[:end].view(whole, BLOCK), scales[:whole]
         if end < flat.numel():
             yield end, flat[end:].view(1, -1), scales[whole : whole + 1]
+
+
+def _upper_half(values: Tensor, noise: Tensor, into: Tensor) -> None:
+    """Round fp32 to bf16. Spoils ``values``."""
+    into.view(torch.int16).copy_(values.view(torch.int32).add_(noise).bitwise_right_shift_(16))
 
 
 def _expand_first(codes: Tensor, steps: Tensor, into: Tensor) -> None:

@@ -276,8 +276,9 @@ class Updates:
         """Apply the update rule to all parameters that have a gradient, in calls of as many elements as ``scratch``
         has, which takes gradients of a lower precision as fp32. ``grad`` and ``state`` (the master, or in fp32 the
         weight, and the moments) are flat views of this rank's span, all on the device or all on the host. Moments that
-        rest in less than fp32 are expanded for each call. ``ahead``: counts beside the present ones, as ``state`` is
-        then beside the present state, from which each call copies what it updates.
+        rest in less than fp32 are expanded for each call, and so are weights that are their own masters in bf16.
+        ``ahead``: counts beside the present ones, as ``state`` is then beside the present state, from which each call
+        copies what it updates.
         """
         counts = bucket.steps if ahead is None else ahead
         assert counts is not None
@@ -289,7 +290,7 @@ class Updates:
             limit = min(limit, self.moments.chunk)
         for call in chunks_of(bucket, change.touched, limit):
             grads = [grad[chunk.start : chunk.stop] for chunk in call]
-            if bucket.spec.mixed:
+            if bucket.spec.dtype != "float32":
                 assert scratch is not None
                 sizes = [part.numel() for part in grads]
                 places = list(scratch[: sum(sizes)].split(sizes))
@@ -308,11 +309,16 @@ class Updates:
             masters, *moments = ([flat[chunk.start : chunk.stop] for chunk in call] for flat in state)
             if self.moments is not None:
                 moments = self.moments.expand(bucket, call)
+            if bucket.spec.rounds:
+                assert self.moments is not None
+                at_rest, masters = masters, self.moments.expand_masters(masters)
             pruned = [m for m, chunk in zip(masters, call, strict=True) if chunk.index in bucket.zeros_stay]
             with zeros_stay(pruned):
                 self._rule.update(Operands(masters, grads, moments, steps), change.group, bad)
             if self.moments is not None:
                 self.moments.compress(bucket, call, moments, steps)
+                if bucket.spec.rounds:
+                    self.moments.round_masters(bucket, call, masters, at_rest, steps)
 
 
 def _visit_views(bucket: BucketState) -> list[Tensor]:
