@@ -112,6 +112,17 @@ def test_state_of_others_is_taken_in_and_given_as_copies() -> None:
         optimizer.state_dict()
 
 
+@pytest.mark.parametrize("weights", ["resident", "travelling"])
+def test_a_master_of_others_becomes_the_weight(weights: str) -> None:
+    model, optimizer = trained("int8", 1, rounds=True, weights=weights)
+    name, param = next(item for item in model.named_parameters() if "layers.1" in item[0])
+    optimizer.state[param] = {"step": 1, "master": torch.full(param.shape, 0.1)}
+    assert everything(model, optimizer)[name].eq(torch.tensor(0.1, dtype=BF16)).all()
+    before = everything(model, optimizer)[name]
+    train(model, optimizer, BATCHES[:1])  # from there, not from what it was
+    assert 0 < (everything(model, optimizer)[name] - before).abs().max() < 0.02
+
+
 def assert_near(found: Tensor, wanted: Tensor) -> None:
     assert 0 < (found - wanted).norm() < 0.05 * wanted.norm()
 

@@ -1,5 +1,6 @@
 """Moments in bf16 and int8: what rounding does to them, their bytes, and what is refused beside them."""
 
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -121,6 +122,10 @@ def test_bytes_of_a_bucket() -> None:
     assert [found[kind][Item.MOMENTS] for kind in ("fp32", "bf16", "int8")] == [8 * 1280, 4 * 1280, 2 * 1280]
     assert found["int8"].pop(Item.SCALES) == 4 * 2 * (4 + 1)
     assert Item.SCALES not in found["bf16"]
+    rounded, where = replace(made, rounds=True), layout(made, moments_as="int8")
+    assert [need.num_bytes for need in needs(rounded, where) if need.item is Item.MASTER] == [2 * 1280]
+    away = replace(rounded, resident_ticks=((0, 1),))
+    assert Item.MASTER not in {need.item for need in needs(away, where)}  # its copy is
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
