@@ -34,7 +34,8 @@ from transformers import get_scheduler
 
 from benchmarks.two_level import machines
 from strategies.backends.compressed import Compressed
-from strategies.core.facts import Compression
+from strategies.backends.local_steps import LocalSteps
+from strategies.core.compression import Compression
 from trainer.config.load import load
 from trainer.data.collate import Collator
 from trainer.dist.ranks import Ranks
@@ -44,7 +45,8 @@ from trainer.run.order import read_data
 
 RANKS, BATCH, LEARNING_RATE, WARMUP, LOG = 4, 1, 1e-3, 20, 20
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
-METHODS: dict[str, Compression | None] = {
+Methods = dict[str, Compression | None]
+METHODS: Methods = {
     "none": None,
     "bf16": Compression("bf16", 1, 1, 10),
     "fp16": Compression("fp16", 1, 1, 10),
@@ -52,6 +54,9 @@ METHODS: dict[str, Compression | None] = {
     "powersgd, rank 4": Compression("powersgd", 1, 4, 10),
     "topk, density 0.01": Compression("topk", 0.01, 1, 10),
     "topk, density 0.05": Compression("topk", 0.05, 1, 10),
+    "onebit, from step 81": Compression("onebit", 1, 1, 80),
+    "local_steps 20": Compression("none", 1, 1, 0, local_steps=20),
+    "local_steps 20, int8": Compression("int8", 1, 1, 0, local_steps=20),
 }
 
 
@@ -77,13 +82,18 @@ class Work:
 
     def losses(self, method: Compression | None, seed: int, steps: int) -> Iterator[tuple[int, float]]:
         """Steps, of which the loss of this rank follows; the seconds of each are between two of them."""
-        model = DistributedDataParallel(self._model(seed), find_unused_parameters=True)  # buckets stay as they are
-        if method is not None:
-            Compressed(method).hang_on(model)
+        model = self.model = self._model(seed)
+        alone = method is not None and method.local_steps > 0
+        if not alone:
+            model = DistributedDataParallel(model, find_unused_parameters=True)  # buckets stay as they are
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1, fused=True)
+        if method is not None:
+            exchange = LocalSteps(method) if alone else Compressed(method)
+            exchange.follow(optimizer, self.model)
+            if not alone:
+                exchange.hang_on(model)
         schedule = get_scheduler("cosine", optimizer, min(WARMUP, steps // 4), steps)
         order = torch.randperm(len(self._train), generator=torch.Generator().manual_seed(seed)).tolist()
-        self.model = model.module
         for step in range(steps):
             rows = [order[(step * RANKS * BATCH + self._rank * BATCH + at) % len(order)] for at in range(BATCH)]
             loss = model(**self._collate([self._train[row] for row in rows])).loss
@@ -106,10 +116,10 @@ class Work:
         return float(found[0] / found[1])
 
 
-def quality(work: Work, seeds: int, steps: int) -> Iterator[dict[str, Any]]:
+def quality(work: Work, methods: Methods, seeds: int, steps: int) -> Iterator[dict[str, Any]]:
     """Curves and the loss at the end, by method and seed."""
     for seed in range(seeds):
-        for name, method in METHODS.items():
+        for name, method in methods.items():
             curve, since = [], torch.zeros(1)
             for step, loss in work.losses(method, seed, steps):
                 since += loss
@@ -121,11 +131,11 @@ def quality(work: Work, seeds: int, steps: int) -> Iterator[dict[str, Any]]:
             yield {"method": name, "seed": seed, "eval_loss": held_out, "perplexity": exp(held_out), "curve": curve}
 
 
-def speed(work: Work, rounds: int, steps: int) -> Iterator[dict[str, Any]]:
+def speed(work: Work, methods: Methods, rounds: int, steps: int) -> Iterator[dict[str, Any]]:
     """Seconds of a step on the slowest rank, and bytes that the first has sent in it, by method and round."""
     sent = Path("/sys/class/net/stow/statistics/tx_bytes")
     for number in range(rounds):
-        for name, method in METHODS.items():
+        for name, method in methods.items():
             at_once = None if method is None else replace(method, start=2)
             began, took, before = time.perf_counter(), list[float](), 0
             for step, _ in work.losses(at_once, 0, 3 + steps):
@@ -143,7 +153,7 @@ def speed(work: Work, rounds: int, steps: int) -> Iterator[dict[str, Any]]:
 
 def summed_up(lines: list[dict[str, Any]], out: Path) -> None:
     """Medians by method, and a picture of the first seed's curves."""
-    for name in METHODS:
+    for name in dict.fromkeys(line["method"] for line in lines):
         of = [line for line in lines if line["method"] == name]
         plain = [line for line in lines if line["method"] == "none"]
         if "perplexity" in of[0]:
@@ -167,6 +177,7 @@ def main() -> None:
     parser.add_argument("--across", type=float, default=100.0, help="Mbit/s that a rank sends to the others")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=3, help="of quality; rounds of speed")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS], metavar="NAME", help="none is one")
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -176,8 +187,9 @@ def main() -> None:
     if given.rank is not None:
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=f"tcp://{address}:29523", rank=given.rank, world_size=RANKS)
+        methods = {name: METHODS[name] for name in given.methods}
         work = Work(given.rank, given.hidden, given.out)
-        for line in {"quality": quality, "speed": speed}[given.what](work, given.seeds, given.steps):
+        for line in {"quality": quality, "speed": speed}[given.what](work, methods, given.seeds, given.steps):
             if given.rank == 0:
                 with results.open("a") as file:
                     print(json.dumps(line), file=file)

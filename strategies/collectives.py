@@ -14,6 +14,7 @@ exchanges otherwise, such as DeepSpeed's other stages, and machines with differe
 ``compress`` makes messages of plain data parallelism smaller instead (``strategies/backends/compressed.py``). It is
 lossy, and no tolerance is declared: what is not sent now is sent later, or never. Refused beside all that exchanges
 gradients otherwise, in phases as well, and where errors that are kept would be of another scale (fp16's loss scale).
+``local_steps`` (``strategies/backends/local_steps.py``) is lossy in the same sense, and refused beside the same.
 """
 
 from __future__ import annotations
@@ -24,16 +25,20 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from strategies.core.facts import Compression, Facts, Precision, RunFacts
-from strategies.core.plan import RUN, Decision, Plan, Reserve
+from strategies.core.compression import Compression
+from strategies.core.facts import Facts, Precision, RunFacts
+from strategies.core.optimizers import BITSANDBYTES, ELEMENTWISE
+from strategies.core.plan import RUN, Decision, Home, Plan, Reserve
 from strategies.core.protocol import BITWISE, LOSSY, Idle, Parity, Phase, Refusal, Strategy
 from strategies.core.sizes import human
-from strategies.planner.compressed import owed_bytes, words
+from strategies.planner.compressed import outer_bytes, owed_bytes, words
 from strategies.planner.pipeline_bytes import MESSAGE_BYTES
 from strategies.planner.two_level import SLICES, UNKNOWN, machines_of
 
 ADAMS = ("adamw_torch", "adamw_torch_fused")  # which 1-bit Adam knows
+ALONE = tuple(name for name in ELEMENTWISE if name not in BITSANDBYTES)  # whose state ranks save, each its own
 KEY, COMPRESS = "strategies.collectives.hierarchical", "strategies.collectives.compress"
+LOCAL = "strategies.collectives.local_steps"
 _OPTIONS: Mapping[str, tuple[str, ...]] = {  # the methods that each is of
     "density": ("topk",),
     "rank": ("powersgd",),
@@ -44,6 +49,10 @@ _ORDER = (
     "element cancel, Adam moves it by the learning rate in either direction"
 )
 _ROUNDING = "beside strategies.offload or zero weights are rounded to 16 bits where plain training autocasts fp32"
+_RING = "messages go in one ring; leave hierarchical and slices out"
+_BITS = "gradients have 16 bits already, by model.dtype; leave it out, or train in float32 or bf16: true"
+_SCALE = "what ranks keep has the loss scale of training.fp16, which changes; take bf16: true"
+_BUCKETS = "training.gradient_checkpointing makes torch form buckets anew; take strategies.recompute instead"
 _OTHERS: Mapping[str, str] = {
     "tensor": "DeepSpeed's engine exchanges inside layers itself",
     "pipeline": "its stages add up gradients in groups of their own",
@@ -57,7 +66,7 @@ class Collectives(Strategy):
 
     For several machines with several ranks each, whose network is slower than what is inside them. Machines are those
     of the launcher, and need as many ranks each. With compress plain data parallelism sends less over slow links, and
-    the result is another one.
+    the result is another one; with local_steps they send nothing but now and then.
     """
 
     phase = Phase.WHO
@@ -79,11 +88,29 @@ class Collectives(Strategy):
         default=10, ge=2, description="Steps before topk, int8, powersgd or onebit begins; they send all."
     )
 
+    local_steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="Lossy: ranks train alone for so many steps, then exchange differences (DiLoCo).",
+    )
+    outer_lr: float = Field(default=0.7, gt=0, description="Learning rate of the SGD that takes these differences.")
+    outer_momentum: float = Field(default=0.9, ge=0, lt=1, description="Its Nesterov momentum.")
+
+    @property
+    def _lossy(self) -> bool:
+        return self.compress != "none" or self.local_steps is not None
+
+    @property
+    def _what(self) -> tuple[str, object]:
+        return (COMPRESS, self.compress) if self.local_steps is None else (LOCAL, self.local_steps)
+
     @property
     def _in_phases(self) -> bool:
-        return self.hierarchical and self.compress == "none"
+        return self.hierarchical and not self._lossy
 
     def parity(self, run: RunFacts) -> Parity:
+        if self.local_steps is not None:
+            return Parity(LOSSY, f"ranks train alone, and exchange differences as {self._compression().words}")
         if self.compress != "none":
             return Parity(LOSSY, f"gradients are exchanged as {self._compression().words}, which loses part of them")
         if run.precision is not Precision.FP32:
@@ -95,8 +122,10 @@ class Collectives(Strategy):
             if option in self.written and self.compress not in methods:
                 value, what = self.written[option], f"is of {', '.join(methods)}, not of {self.compress}; leave it out"
                 yield Refusal(f"strategies.collectives.{option}", value, what)
-        if self.compress != "none":
-            yield from self._refuses_compressed(run, others)
+        for option in {"outer_lr", "outer_momentum"} & self.written.keys() if self.local_steps is None else ():
+            yield Refusal(f"strategies.collectives.{option}", self.written[option], "is of local_steps; leave it out")
+        if self._lossy:
+            yield from self._refuses_lossy(run, others)
         if not self._in_phases:
             return
         for name, why in _OTHERS.items():
@@ -117,36 +146,33 @@ class Collectives(Strategy):
             return Refusal(KEY, True, cure)
         return Refusal("strategies.collectives", self.written, cure)
 
-    def _refuses_compressed(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
+    def _refuses_lossy(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
+        alone, owes, in_fp16 = self.local_steps is not None, self._compression().owes, run.precision is Precision.FP16
+        signs, powersgd, begins = self.compress == "onebit", self.compress == "powersgd", "start" in self.written
         for name in ("zero", "offload", *_OTHERS):
             if name in others:
-                what = f"cannot go with strategies.{name}, which exchanges otherwise; leave one of the two out"
-                yield Refusal(COMPRESS, self.compress, what)
-        if {"hierarchical": True}.items() <= self.written.items() or "slices" in self.written:
-            yield Refusal(COMPRESS, self.compress, "messages go in one ring; leave hierarchical and slices out")
-        if self.compress == "onebit" and run.optim not in ADAMS:
-            what = f"is AdamW in two stages, and training.optim is {run.optim}; take {' or '.join(ADAMS)}"
-            yield Refusal(COMPRESS, self.compress, what)
-        if self.compress == "onebit" and "start" not in self.written:
-            what = "needs start, the steps before its variance is frozen; its authors take 15 to 25 % of all steps"
-            yield Refusal(COMPRESS, self.compress, what)
-        owes = self._compression().owes
-        if owes and run.precision is Precision.FP16:
-            what = "what is owed has the loss scale of training.fp16, which changes; take bf16: true, or compress: fp16"
-            yield Refusal(COMPRESS, self.compress, what)
-        if run.trained_bytes != 4:
-            what = "gradients have 16 bits already, by model.dtype; leave it out, or train in float32 or bf16: true"
-            yield Refusal(COMPRESS, self.compress, what)
-        if self.compress == "powersgd" and run.recomputes:
-            what = "training.gradient_checkpointing makes torch form buckets anew; take strategies.recompute instead"
-            yield Refusal(COMPRESS, self.compress, what)
+                cure = f"cannot go with strategies.{name}, which exchanges otherwise; leave one of the two out"
+                yield Refusal(*self._what, cure)
+        for holds, cure in (
+            (self.written.get("hierarchical") is True or "slices" in self.written, _RING),
+            (run.trained_bytes != 4, _BITS),
+            (in_fp16 and (alone or owes), _SCALE),
+            (alone and (signs or powersgd), "exchanges differences; take compress: none, bf16, fp16, topk or int8"),
+            (alone and begins and owes, "compresses from its first exchange on; leave start out"),
+            (alone and run.optim not in ALONE, f"ranks cannot save {run.optim}, each its own; take {', '.join(ALONE)}"),
+            (signs and run.optim not in ADAMS, f"is AdamW in two stages, not {run.optim}; take {' or '.join(ADAMS)}"),
+            (signs and not alone and not begins, "needs start, steps before variance is frozen: 15 to 25 % of all"),
+            (powersgd and not alone and run.recomputes, _BUCKETS),
+        ):
+            if holds:
+                yield Refusal(*self._what, cure)
 
     def _compression(self) -> Compression:
-        assert self.compress != "none"
-        return Compression(self.compress, self.density, self.rank, self.start)
+        plain = (self.compress, self.density, self.rank, self.start)
+        return Compression(*plain, self.local_steps or 0, self.outer_lr, self.outer_momentum)
 
     def of_these_ranks(self) -> str:
-        return "" if self.compress == "none" else f"as {self._compression().words}"
+        return f"as {self._compression().words}" if self._lossy else ""
 
     def refuses_machines(self, firsts: Sequence[int]) -> Iterator[Refusal]:
         counts = {first: firsts.count(first) for first in firsts}
@@ -161,10 +187,11 @@ class Collectives(Strategy):
     def narrowed(self, facts: Facts, rank: int) -> Facts:
         """The facts with the number of slices, by which all others see what an exchange takes."""
         ranks, here = facts.run.copies, facts.machine.ranks or facts.run.copies
-        if self.compress != "none" and ranks > 1:
-            if facts.run.pruned and self.compress == "onebit":
-                what = "has not been compared beside prune, whose zeros stay; take another method"
-                raise Refusal(COMPRESS, self.compress, what)
+        if self._lossy and ranks > 1:
+            if facts.run.pruned and (self.local_steps is not None or self.compress == "onebit"):
+                raise Refusal(
+                    *self._what, "has not been compared beside prune, whose zeros stay; leave one of them out"
+                )
             return replace(facts, run=replace(facts.run, compression=self._compression()))
         if not self._in_phases or here >= ranks or here == 1:
             return facts
@@ -180,10 +207,14 @@ class Collectives(Strategy):
             owed = owed_bytes(facts)
             yield Reserve(unit=RUN, reason=words(facts), owner="collectives: owed gradients", num_bytes=owed)
             size = 3 * _received_bytes(facts)  # a bucket, as it is coded and as it is decoded
+            if outer := outer_bytes(facts):
+                why = "outer weights and momentum"
+                home = Home.HOST if facts.machine.has_accelerator else Home.DEVICE
+                yield Reserve(unit=RUN, reason=why, owner="collectives: outer state", num_bytes=outer, home=home)
             why = "messages of a bucket"
             yield Reserve(unit=RUN, reason=why, owner="collectives: messages", num_bytes=size, in_passes=True)
             return
-        if self.compress != "none":
+        if self._lossy:
             raise Idle("there is one rank, so nothing is exchanged")
         if not self.hierarchical:
             raise Idle("hierarchical is false: ranks exchange in one ring")

@@ -15,7 +15,8 @@ group of their own, and one thread (``ddp_hook.py``).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
@@ -36,27 +37,31 @@ from strategies.backends.ddp_hook import Hook
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
-    from strategies.core.facts import Compression
-    from strategies.core.plan import Plan
+    from strategies.core.compression import Compression
 
 CASTS = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
 EPSILON = 1e-8  # so that a gradient of zeros has no norm of zero to be divided by
 BY_BUCKET = {"error": "error_dict", "p": "p_memory_dict", "q": "q_memory_dict"}  # of PowerSGD's state
 
 
-def compressed_of(plan: Plan) -> Compressed | None:
-    """What compresses, if the plan says so. A collective."""
-    compression = plan.facts.run.compression
-    return None if compression is None else Compressed(compression)
+def codec_of(how: Compression, trained: Iterable[tuple[str, Tensor]], group: Any) -> Any:
+    """What codes, and keeps what is owed of, the ``trained`` parameters."""
+    if how.method == "powersgd":
+        return PowerSGDState(group, how.rank, start_powerSGD_iter=how.start, orthogonalization_epsilon=EPSILON)
+    if how.method == "topk":
+        return TopK(trained, how.density, group)
+    return {"int8": Int8, "onebit": onebit_adam.Signs}[how.method](trained, group) if how.owes else None
 
 
 class Compressed:
     """How the ranks of the default group exchange; a collective."""
 
+    afresh = "nothing is owed"  # after a change of options
+
     def __init__(self, compression: Compression) -> None:
         self.compression = compression
         self._group: Any = dist.new_group()
-        self._codec: TopK | Int8 | PowerSGDState | None = None
+        self._codec: Any = None
         self._steps, self._names, self._buckets = 0, dict[int, str](), dict[int, list[str]]()
 
     def hang_on(self, model: DistributedDataParallel) -> None:
@@ -64,28 +69,18 @@ class Compressed:
         how, group = self.compression, self._group
         trained = [(name, param) for name, param in model.module.named_parameters() if param.requires_grad]
         self._names, self._device = {id(param): name for name, param in trained}, trained[0][1].device
-        if how.method == "topk":
-            self._codec = TopK(trained, how.density, group)
-        elif how.method == "int8":
-            self._codec = Int8(trained, group)
-        elif how.method == "powersgd":
-            self._codec = PowerSGDState(
-                group, how.rank, start_powerSGD_iter=how.start, orthogonalization_epsilon=EPSILON
-            )
-        elif how.method == "onebit":
-            self._codec = onebit_adam.Signs(trained, group)
+        self._codec = codec_of(how, trained, group)
         Hook(self._exchange).hang_on(model)
 
-    def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make steps of ``optimizer`` in another way, if that is the method's."""
+    def follow(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        """Make steps of the ``optimizer`` of ``model`` in the method's way; a collective."""
         if self.compression.method == "onebit":
             optimizer.register_step_pre_hook(self._step)
 
     def _step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._own_gradients:
-            assert isinstance(self._codec, onebit_adam.Signs)
             if self._steps == self.compression.start + 1:
-                onebit_adam.freeze(optimizer, self._names)
+                onebit_adam.freeze(optimizer)
             onebit_adam.step(optimizer, self._codec, self._names)
 
     @property
@@ -98,6 +93,14 @@ class Compressed:
         if self._own_gradients:
             dist.all_reduce(norm.div_(self._group.size()), group=self._group)
         return norm
+
+    def outer_weights(self) -> AbstractContextManager[None]:
+        """Within it the model is what it is to others."""
+        return nullcontext()
+
+    def finish(self) -> str:
+        """After the last step: leave the model as it is to others; what is not in it, if anything is."""
+        return ""
 
     def _exchange(self, bucket: dist.GradBucket) -> Tensor:  # type: ignore[name-defined]
         flat: Tensor = bucket.buffer()
@@ -120,36 +123,43 @@ class Compressed:
 
     def save(self, folder: Path, rank: int) -> None:
         """Write this rank's state into ``folder``; between steps. Raise OSError if that cannot be done."""
-        if self._codec is None:
+        if not self._keeps:
             return
         numbers: dict[str, Any] = {"steps": self._steps, "buckets": self._buckets}
         if isinstance(self._codec, PowerSGDState):
             kind, keys, *rest = self._codec.rng.get_state()
             numbers |= {"steps": self._codec.iter, "random": [kind, np.asarray(keys).tolist(), *rest]}
         about = {"of": self.compression.words, "numbers": json.dumps(numbers)}
-        tensors = {name: tensor.cpu() for name, tensor in self._state()}
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in self._state()}
         save_file(tensors, _path(folder, rank, self._group.size()), about)
 
     def load(self, folder: Path, rank: int) -> str:
         """Go on with what this rank owes; why it owes nothing instead, if that is not what ``folder`` has. Raise
         ValueError, before anything is changed, if a file is damaged.
         """
-        if self._codec is None:
+        if not self._keeps:
             return ""
         path = _path(folder, rank, self._group.size())
         if not path.is_file():
-            return f"{folder.name} has no state of compressed exchanges of {self._group.size()} ranks: nothing is owed"
+            return f"{folder.name} has no state of compressed exchanges of {self._group.size()} ranks: {self.afresh}"
         try:
             with safe_open(path, "pt") as file:
                 about = file.metadata() or {}
                 if about["of"] != self.compression.words:
-                    return f"{folder.name} was saved with {about['of']}: nothing is owed"
+                    return f"{folder.name} was saved with {about['of']}: {self.afresh}"
                 numbers = json.loads(about["numbers"])
                 found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
             self._fill(found, numbers)
         except (SafetensorError, KeyError, ValueError, TypeError, RuntimeError):
             raise ValueError(f"{path}: damaged, or of another model") from None
         return ""
+
+    def resumed(self) -> None:
+        """Weights and optimizer are those of a checkpoint from now on."""
+
+    @property
+    def _keeps(self) -> bool:
+        return self.compression.owes or self.compression.local_steps > 0
 
     def _fill(self, found: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         steps, buckets = int(numbers["steps"]), {int(key): list(names) for key, names in numbers["buckets"].items()}
@@ -162,7 +172,6 @@ class Compressed:
                 getattr(codec, BY_BUCKET[what])[int(index)] = tensor.to(self._device)
             codec.iter = steps
         else:
-            assert codec is not None
             if {name: each.shape for name, each in found.items()} != {n: each.shape for n, each in codec.state.items()}:
                 raise ValueError
             for name, tensor in found.items():
@@ -171,7 +180,6 @@ class Compressed:
 
     def _state(self) -> Iterator[tuple[str, Tensor]]:
         if not isinstance(self._codec, PowerSGDState):
-            assert self._codec is not None
             yield from self._codec.state.items()
             return
         for what, name in BY_BUCKET.items():

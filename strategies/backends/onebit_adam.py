@@ -1,19 +1,15 @@
 """1-bit Adam (Tang et al., 2021): after a warm-up ranks exchange signs of their momentum, and variance is frozen.
 
 In the warm-up gradients are averaged, and the optimizer is AdamW. At its end both moments are divided by their bias
-corrections, once, and the variance stays as it is. From then on each rank adds its own gradient to the momentum that
-all have in common, and sends it as signs: a bit for each number, and for each block of ``BLOCK`` its mean size. Owners
-add, and send on, as for int8 (``codec_int8.py``), with errors owed on both sides. A weight moves by lr m / (sqrt(v) +
-eps).
-
-A bit cannot say zero: an element without a gradient in the warm-up gets a momentum, and would be divided by nothing. It
-takes the mean variance of its parameter. A parameter of which no element had one ends the run.
+corrections, once. From then on each rank adds its own gradient to the momentum that all have in common, and sends it
+as a bit for each number, and the mean size of each ``BLOCK``. Owners add, and send on, as for int8, with errors owed on
+both sides (``codec_int8.py``). A weight moves by lr m / (sqrt(v) + eps). A bit cannot say zero: an element without a
+gradient in the warm-up gets a momentum, and would be divided by nothing; it takes its parameter's mean variance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -43,53 +39,47 @@ class Signs(Int8):
     _encoded, _decoded = staticmethod(encoded), staticmethod(decoded)
 
 
-def batches(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours that are exchanged together: a message has about ``MESSAGE_BYTES``, before it is coded."""
+def batches(params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours that are exchanged together: as torch's buckets, a message has about ``MESSAGE_BYTES``."""
     some: list[Tensor] = []
     for param in params:
         some.append(param)
         if sum(each.numel() for each in some) * 4 >= MESSAGE_BYTES:
             yield some
             some = []
-    if some:
-        yield some
+    yield from [some] if some else []
 
 
 @torch.no_grad()
-def freeze(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-    """End the warm-up. Raise RuntimeError if a parameter has no variance."""
+def freeze(optimizer: torch.optim.Optimizer) -> None:
+    """End the warm-up."""
     for group in optimizer.param_groups:
-        for param in group["params"]:
-            state = _state(optimizer, param, names) if param.grad is not None else optimizer.state.get(param)
-            if state:
-                for name, beta in zip(("exp_avg", "exp_avg_sq"), group["betas"], strict=True):
-                    state[name].div_(1 - beta ** float(state["step"]))
-                variance = state["exp_avg_sq"]
-                variance.copy_(variance.where(variance != 0, variance.mean()))
+        for state in (optimizer.state[param] for param in group["params"] if optimizer.state.get(param)):
+            for name, beta in zip(("exp_avg", "exp_avg_sq"), group["betas"], strict=True):
+                state[name].div_(1 - beta ** float(state["step"]))
+            variance = state["exp_avg_sq"]
+            variance.copy_(variance.where(variance != 0, variance.mean()))
 
 
 @torch.no_grad()
 def step(optimizer: torch.optim.Optimizer, signs: Signs, names: Mapping[int, str]) -> None:
-    """A step of the second stage, in place of the optimizer's, which finds no gradients then."""
+    """A step of the second stage, in place of the optimizer's, which finds no gradients then. Raise RuntimeError if a
+    parameter has no variance.
+    """
     groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
     every = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+    for param in every:
+        if not optimizer.state.get(param) or not optimizer.state[param]["exp_avg_sq"].any():
+            what = f"{names[id(param)]} had no gradient in the warm-up, so 1-bit Adam knows no variance of it"
+            raise RuntimeError(f"{what}; raise strategies.collectives.start")
     for some in batches(every):
-        states = [_state(optimizer, param, names) for param in some]
-        momenta: list[Tensor] = [state["exp_avg"] for state in states]
+        momenta = [optimizer.state[param]["exp_avg"] for param in some]
         for param, momentum in zip(some, momenta, strict=True):
-            momentum.lerp_(param.grad, 1 - groups[id(param)]["betas"][0])  # type: ignore[arg-type]  # it has one
+            momentum.lerp_(param.grad, 1 - groups[id(param)]["betas"][0])
         signs.exchange([names[id(param)] for param in some], momenta)
-        for param, state in zip(some, states, strict=True):
-            group = groups[id(param)]
+        for param in some:
+            group, state = groups[id(param)], optimizer.state[param]
             param.mul_(1 - group["lr"] * group["weight_decay"])
             param.addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt().add_(group["eps"]), value=-group["lr"])
             state["step"] += 1
             param.grad = None
-
-
-def _state(optimizer: torch.optim.Optimizer, param: Tensor, names: Mapping[int, str]) -> dict[str, Any]:
-    state: dict[str, Any] = optimizer.state.get(param, {})
-    if not state or not state["exp_avg_sq"].any():
-        what = f"{names[id(param)]} had no gradient in the warm-up, so 1-bit Adam knows no variance of it"
-        raise RuntimeError(f"{what}; raise strategies.collectives.start")
-    return state

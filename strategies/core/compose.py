@@ -117,7 +117,8 @@ def compose(strategies: Mapping[str, Strategy], facts: Facts) -> Plan:
 def _sums_over_ranks(plan: Plan) -> Iterator[Reserve]:
     """What torch's DistributedDataParallel holds, which sums the gradients of whole models where nothing else does."""
     run = plan.facts.run
-    if run.copies > 1 and plan.layout is None and not plan.engine() and plan.facts.cut is None:
+    alone = run.compression is not None and run.compression.local_steps
+    if run.copies > 1 and plan.layout is None and not plan.engine() and plan.facts.cut is None and not alone:
         yield Reserve(
             unit=RUN,
             reason="gradients are copied into buckets and summed over the ranks there",

@@ -13,6 +13,7 @@ from enum import Enum
 from math import inf
 from typing import Literal
 
+from strategies.core.compression import Compression
 from strategies.core.grid import Cut, Grid
 from strategies.core.linears import Linear, Timing
 
@@ -171,26 +172,6 @@ class ModelNumbers:
     experts_per_token: int = 0
     positions: int = 0  # tokens of a row that the model is made for; 0: it says no number
     sums: tuple[int, int, int] = (2, 2, 2)  # over tensor ranks, of a block: forward, backward, and if all runs again
-
-
-@dataclass(frozen=True, slots=True)
-class Compression:
-    """How gradients are exchanged in fewer bytes (``strategies/backends/compressed.py``)."""
-
-    method: Literal["bf16", "fp16", "powersgd", "topk", "int8", "onebit"]
-    density: float  # the part of the elements that top-k sends
-    rank: int  # of PowerSGD's factors
-    start: int  # steps before that exchange all, where something is owed
-
-    @property
-    def owes(self) -> bool:
-        """Whether ranks keep what they have not sent, and send it later."""
-        return self.method not in ("bf16", "fp16")
-
-    @property
-    def words(self) -> str:
-        options = {"topk": f", density {self.density:g}", "powersgd": f", rank {self.rank}"}
-        return f"{self.method}{options.get(self.method, '')}{f', from step {self.start + 1} on' if self.owes else ''}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

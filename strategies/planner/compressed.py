@@ -10,17 +10,21 @@ For P gradients in fp32, on N ranks, in bytes that a rank sends in a step:
     top-k              (N-1) 8 d P                       a number and its place each; messages are gathered, so this
                                                          grows with N, and at a density of 1/N nothing is saved
 
+With local steps the same of what was learned in H steps, once in H steps: a part of 1/H of each, and the outer weights
+and their momentum are on the host.
+
 Coding is priced in passes over P numbers of 4 bytes of the device's memory: as the code makes them on an accelerator,
 which nobody has measured; on a CPU as many as it took one core of a Xeon, in times of a pass of a copy (4 M numbers).
 """
 
 from __future__ import annotations
 
-from strategies.core.facts import Compression, Facts, UnitKind
+from strategies.core.compression import Compression
+from strategies.core.facts import Facts, UnitKind
 from strategies.planner.exchanges import gather_rate
 
-COUNTED = {"bf16": 3, "fp16": 3, "int8": 16, "onebit": 20, "powersgd": 12, "topk": 20}
-ON_CPU = {"bf16": 5, "fp16": 5, "int8": 95, "onebit": 180, "powersgd": 105, "topk": 120}
+COUNTED = {"none": 3, "bf16": 3, "fp16": 3, "int8": 16, "onebit": 20, "powersgd": 12, "topk": 20}
+ON_CPU = {"none": 5, "bf16": 5, "fp16": 5, "int8": 95, "onebit": 180, "powersgd": 105, "topk": 120}
 
 
 def message_bytes(how: Compression, facts: Facts) -> float | None:
@@ -33,17 +37,19 @@ def message_bytes(how: Compression, facts: Facts) -> float | None:
         matrices = ((unit.num_trainable, unit.kind is UnitKind.BLOCK) for unit in facts.units)
         sides = (size / width + width * max(1.0, size / width**2 * in_block) for size, in_block in matrices if size)
         return min(how.rank * sum(sides), count) * 4
-    return {"topk": 8 * how.density, "int8": 1 + 4 / 128, "onebit": 1 / 8 + 4 / 128}.get(how.method, 2.0) * count
+    return {"none": 4.0, "topk": 8 * how.density, "int8": 1 + 4 / 128, "onebit": 1 / 8 + 4 / 128}.get(
+        how.method, 2.0
+    ) * count
 
 
 def sent_bytes(facts: Facts) -> tuple[float, float | None]:
-    """What a rank sends in a step without and with compression."""
+    """What a rank sends in a step without and with compression; of local steps on average."""
     ranks, how = facts.run.copies, facts.run.compression
     assert how is not None
     ring = 2 * (ranks - 1) / ranks
     message = message_bytes(how, facts)
     times = ranks - 1 if how.method == "topk" else ring
-    return ring * 4 * facts.num_trainable, None if message is None else times * message
+    return ring * 4 * facts.num_trainable, None if message is None else times * message / max(1, how.local_steps)
 
 
 def owed_bytes(facts: Facts) -> int:
@@ -56,6 +62,17 @@ def owed_bytes(facts: Facts) -> int:
     return int(4 * (count + more.get(how.method, 0.0)))
 
 
+def outer_bytes(facts: Facts) -> int:
+    """Of the host, of outer weights and their momentum."""
+    how = facts.run.compression
+    return 8 * facts.num_trainable if how is not None and how.local_steps else 0
+
+
+def kept_bytes(facts: Facts) -> int:
+    """Of what each rank adds to a checkpoint: what it owes; of local steps momentum, weights and inner state, too."""
+    return owed_bytes(facts) + outer_bytes(facts) // 2 * (2 + facts.run.moments)
+
+
 def words(facts: Facts) -> str:
     """What is sent, what that gains, and that it is lossy."""
     how, rates = facts.run.compression, facts.machine.rates
@@ -63,9 +80,10 @@ def words(facts: Facts) -> str:
     whole, less = sent_bytes(facts)
     if less is None:
         return f"{how.method}, lossy: each rank sends fewer than {whole / 1e6:.4g} MB per step, how many is unknown"
-    about = "about " if how.method == "powersgd" else ""
-    said = f"{how.method}, lossy: each rank sends {about}{less / 1e6:.4g} MB per step instead of {whole / 1e6:.4g} MB"
-    if how.owes and how.start:
+    about = "about " if how.method == "powersgd" else "on average " if how.local_steps else ""
+    name = how.words if how.local_steps else how.method
+    said = f"{name}, lossy: each rank sends {about}{less / 1e6:.4g} MB per step instead of {whole / 1e6:.4g} MB"
+    if how.owes and not how.local_steps:
         said += f" (from step {how.start + 1} on)"
     if how.method == "topk":
         said += f", as much at a density of {1 / facts.run.copies:.2g} with {facts.run.copies} ranks"
@@ -73,6 +91,6 @@ def words(facts: Facts) -> str:
         return f"{said}; the link's rate is unknown"
     saved = (whole - less) / gather_rate(facts, rates)
     passes = COUNTED if facts.machine.has_accelerator else ON_CPU
-    coding = passes[how.method] * 4 * facts.num_trainable / rates.device_bytes_per_s
+    coding = passes[how.method] * 4 * facts.num_trainable / rates.device_bytes_per_s / max(1, how.local_steps)
     verdict = "which is more than it saves: leave it out" if coding > saved else "less than it saves"
     return f"{said}; the link saves {saved * 1e3:.3g} ms, coding takes {coding * 1e3:.3g} ms (estimated), {verdict}"

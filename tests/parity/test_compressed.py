@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from strategies.backends.compressed import Compressed
-from strategies.core.facts import Compression
+from strategies.core.compression import Compression
 from tests.helpers.moves import Kind, different, in_turn
 from tests.helpers.worlds import run_counted
 from trainer.config.sections import RunConfig

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from strategies.backends.compressed import Compressed
-from strategies.core.facts import Compression
+from strategies.core.compression import Compression
 from tests.helpers.moves import Kind, different, in_turn
 from tests.helpers.worlds import run_counted
 from tests.parity.test_compressed import Known, _same_on_all
@@ -85,7 +85,7 @@ def _train(ranks: Ranks) -> dict[str, Any]:
     wrapped = DistributedDataParallel(model, find_unused_parameters=True, bucket_cap_mb=0.005)
     how.hang_on(wrapped)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY, betas=BETAS, eps=EPS)
-    how.follow(optimizer)
+    how.follow(optimizer, model)
     for step, every in enumerate(_gradients(ranks.world_size)):
         wrapped(every[ranks.rank]).backward()
         norm = how.norm_of_all(torch.tensor(float(ranks.rank)))
@@ -111,7 +111,7 @@ def _unused(ranks: Ranks) -> dict[str, int]:
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     how.hang_on(wrapped)
     optimizer = torch.optim.AdamW(model.parameters())
-    how.follow(optimizer)
+    how.follow(optimizer, model)
     for step in range(3):
         wrapped([torch.ones(5), torch.ones(6) if step == 2 else None]).backward()
         if step == 2:

@@ -13,6 +13,7 @@ from strategies.core.compose import compose
 from strategies.core.facts import Facts, MachineFacts, Precision
 from strategies.core.plan import Home
 from strategies.core.registry import find
+from strategies.planner.compressed import kept_bytes
 from strategies.report import plan_table
 from tests.helpers.fakes import block, embedding, facts, run_facts
 from tests.unit.test_rates import some_rates
@@ -29,7 +30,8 @@ def known(method: str, ranks: int, net: float = 1e7, **options: Any) -> Facts:
 
 
 def chosen(method: str) -> Collectives:
-    return Collectives.model_validate({"compress": method, **({"start": 10} if method == "onebit" else {})})
+    more = {"onebit": {"start": 10}, "none": {"local_steps": 50}}
+    return Collectives.model_validate({"compress": method, **more.get(method, {})})
 
 
 def said(about: Facts) -> str:
@@ -69,9 +71,22 @@ def test_what_is_owed_is_planned(method: str, bytes_each: int) -> None:
     assert owed.num_bytes == bytes_each * COUNT and not owed.in_passes
 
 
+def test_local_steps_are_planned() -> None:
+    """On average a step sends 1/50; outer weights and momentum are on the host, and no bucket is on the device."""
+    about = known("none", 4, local_steps=50)
+    assert "on average 2.4 MB per step instead of 120 MB" in said(about)
+    plan = compose({"collectives": Collectives(local_steps=50)}, about)
+    (outer,) = (each for each in plan.reserves(Home.HOST) if each.owner == "collectives: outer state")
+    assert outer.num_bytes == 8 * COUNT
+    assert not [each for each in plan.reserves(Home.DEVICE) if each.owner == "data parallel: buckets"]
+    on_cpu = compose({"collectives": chosen("none")}, replace(about, machine=replace(about.machine, name="cpu")))
+    assert 8 * COUNT in [each.num_bytes for each in on_cpu.reserves(Home.DEVICE)]
+    assert kept_bytes(about) == (4 + 4 + 8) * COUNT  # momentum, a rank's own weights and moments, in its checkpoints
+
+
 def test_it_is_never_called_equal(capsys: pytest.CaptureFixture[str]) -> None:
-    for method in ("bf16", "topk"):
-        parity = Collectives(compress=method).parity(run_facts(world_size=2))  # type: ignore[arg-type]
+    for each, method in ((chosen("bf16"), "bf16"), (chosen("topk"), "topk"), (chosen("none"), "every 50 steps")):
+        parity = each.parity(run_facts(world_size=2))
         assert parity.is_lossy and method in parity.reason
         assert conclude([], parity.tolerance, parity.reason) == ExitCode.FAILED
         assert "NOT equal, and not meant to be" in capsys.readouterr().out
@@ -103,6 +118,18 @@ FEEDBACK = "powersgd"
         ({"compress": "onebit", "start": 5}, {}, {"precision": Precision.BF16}, ""),
         ({"compress": "fp16"}, {"recompute": {}}, {"precision": Precision.FP16}, ""),
         ({"hierarchical": False}, {"recompute": {}}, {"precision": Precision.BF16}, ""),
+        *(({"compress": "none", "local_steps": 5}, {name: each}, {}, f"steps = 5: cannot go with strategies.{name}")
+          for name, each in {
+            "zero": {"stage": 1}, "offload": {}, "tensor": {"degree": 2}, "pipeline": {"stages": 2},
+            "sequence": {"degree": 2}, "experts": {"degree": 2},
+        }.items()),
+        ({"local_steps": 5}, {}, {}, "take compress: none, bf16, fp16, topk or int8"),
+        ({"compress": "none", "outer_lr": 0.5}, {}, {}, "outer_lr = 0.5: is of local_steps"),
+        ({"compress": "int8", "local_steps": 5, "start": 3}, {}, {}, "compresses from its first exchange on"),
+        ({"compress": "none", "local_steps": 5}, {}, {"optim": "adafactor"}, "take adamw_torch, "),
+        ({"compress": "none", "local_steps": 5}, {}, {"precision": Precision.FP16}, "loss scale of training.fp16"),
+        ({"compress": "none", "local_steps": 5, "hierarchical": True}, {}, {}, "leave hierarchical and slices out"),
+        ({"compress": "topk", "local_steps": 5, "outer_momentum": 0.0}, {}, {"optim": "sgd"}, ""),
     ],
 )  # fmt: skip
 def test_refused(options: dict[str, Any], others: dict[str, Any], run: dict[str, Any], what: str) -> None:

@@ -116,6 +116,8 @@ class StowAccelerator(Accelerator):
             device_placement, evaluation_mode = False, True
         if self.gradients is not None:
             evaluation_mode = True  # stages are not wrapped: their ranks hold different weights
+        if self.compressed is not None and self.compressed.compression.local_steps:
+            evaluation_mode = True  # nor are ranks that train alone
         prepared = super().prepare_model(model, device_placement, evaluation_mode)
         if isinstance(prepared, DistributedDataParallel):
             if self.two_level is not None:

@@ -30,7 +30,7 @@ from strategies.core.commit import put_in_place, remove
 from strategies.core.plan import Kind, Plan
 from strategies.core.sealed import seal
 from strategies.core.sizes import human
-from strategies.planner.compressed import owed_bytes
+from strategies.planner.compressed import kept_bytes
 from trainer.run import checkpoint
 from trainer.run.checkpoint import KIND, Manifest
 
@@ -177,5 +177,5 @@ def estimated_bytes(plan: Plan, *, adapters: bool) -> int:
         return int(times * mine)
 
     weights = facts.num_trainable * 4 if adapters else over_ranks(Kind.PARAM)
-    owed = facts.run.copies * owed_bytes(facts)
+    owed = facts.run.copies * kept_bytes(facts)
     return weights + over_ranks(Kind.MASTER) + over_ranks(Kind.MOMENT) + owed

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from concurrent.futures import wait
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
 from strategies.backends import expert_parts, expert_zero, two_level
-from strategies.backends.compressed import compressed_of
+from strategies.backends.local_steps import exchange_of
 from strategies.core.commit import same_modes
 from strategies.core.sealed import Damaged
 from strategies.engine import NonFiniteError, StowOptimizer
@@ -91,7 +91,7 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
         self.about = self._describe(self.model)  # the first moment at which it has all adapters
         self.accelerator.grid, self.accelerator.experts = self.plan.facts.run.grid, expert_parts.of(self.model)
         self.accelerator.two_level = two_level.exchange_of(self.plan)
-        self.accelerator.compressed = compressed_of(self.plan)
+        self.accelerator.compressed = exchange_of(self.plan.facts.run.compression)
 
     def get_tp_size(self) -> int:
         """How many ranks are given the same rows: all of one replica.
@@ -111,7 +111,7 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
         if self.is_deepspeed_enabled and self.accelerator.experts is not None:
             expert_zero.divide_groups(made)
         if self.accelerator.compressed is not None:
-            self.accelerator.compressed.follow(made)
+            self.accelerator.compressed.follow(made, self.model)
         if self._pour is not None and self.stowed is not None:
             pour, self._pour = self._pour, None
             pour(self.stowed)
@@ -129,6 +129,9 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
         try:
             found = super().train(resume_from_checkpoint, *args, **kwargs)
             self.settle()
+            compressed = self.accelerator.compressed
+            if compressed is not None and (line := compressed.finish()) and self.args.process_index == 0:
+                write_line(line)
             return found
         except NonFiniteError as error:
             first_step = self.state.global_step + 2 - error.steps_ago
@@ -191,8 +194,12 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """As Hugging Face's, but it draws no random number of training's: its loader would."""
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), self._outer_weights():
             return super().evaluate(*args, **kwargs)
+
+    def _outer_weights(self) -> AbstractContextManager[None]:
+        compressed = self.accelerator.compressed
+        return nullcontext() if compressed is None else compressed.outer_weights()
 
     # --- loading a checkpoint ----------------------------------------------------------------------------------------
 
@@ -217,6 +224,8 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
                 key = "training.load_best_model_at_end = true"
                 raise ConfigError(f"{key}: {best} cannot be loaded: damaged: {damaged}") from None
             training_state.load_weights(self, best)
+            if self.accelerator.compressed is not None:
+                self.accelerator.compressed.resumed()
 
     # --- saving one --------------------------------------------------------------------------------------------------
 
@@ -250,8 +259,11 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
         self.store_flos()
 
         def write(draft: Path) -> None:
-            self.save_model(str(draft), _internal_call=True)
-            training_state.save(self, draft)
+            with self._outer_weights():
+                self.save_model(str(draft), _internal_call=True)
+                training_state.save(self, draft)
+            if self.accelerator.compressed is not None:
+                self.accelerator.compressed.save(draft, self.args.process_index)
             training_state.save_random_state(self, draft)
 
         try:

@@ -5,7 +5,7 @@
         optimizer/                                                    counts, moments, masters (state/saved_state.py)
         scheduler.json                                                how far the learning rate's schedule is
         random_state-00000-of-00002.json                              the generators of rank 0 of 2
-        compressed-00000-of-00002.safetensors                         what it owes (strategies/backends/compressed.py)
+        compressed-00000-of-00002.safetensors                         what it owes, or has alone (compressed.py)
 
 Hugging Face and DeepSpeed write pickles that fit one strategy and one number of ranks. Here every rank writes spans of
 named parameters, and every rank reads those that it needs, whatever wrote them. Exact weights are masters where there
@@ -102,8 +102,6 @@ def save(trainer: Any, checkpoint: Path) -> None:
     if is_first:
         saved_state.write_index(folder, holder, args.world_size, _extra(trainer, holder))
         save_schedule(checkpoint / SCHEDULE, trainer.lr_scheduler)
-    if trainer.accelerator.compressed is not None:
-        trainer.accelerator.compressed.save(checkpoint, args.process_index)
 
 
 def opened(trainer: Any, checkpoint: Path, holder: Any = None) -> tuple[Saved, Weights]:
@@ -240,6 +238,8 @@ def load(trainer: Any, checkpoint: Path) -> None:
         kept = scaler.state_dict()
         scaler.load_state_dict({**kept, "scale": scale["scale"], "_growth_tracker": int(scale["held"])})
     load_schedule(checkpoint / SCHEDULE, trainer.lr_scheduler, saved.param_groups)
+    if trainer.accelerator.compressed is not None:
+        trainer.accelerator.compressed.resumed()
 
 
 @_misfits()
