@@ -57,6 +57,7 @@ METHODS: Methods = {
     "onebit, from step 81": Compression("onebit", 1, 1, 80),
     "local_steps 20": Compression("none", 1, 1, 0, local_steps=20),
     "local_steps 20, int8": Compression("int8", 1, 1, 0, local_steps=20),
+    "local_steps 20, averaged": Compression("none", 1, 1, 0, 20, outer_lr=1, outer_momentum=0),
 }
 
 

@@ -109,10 +109,9 @@ class Collectives(Strategy):
         return self.hierarchical and not self._lossy
 
     def parity(self, run: RunFacts) -> Parity:
-        if self.local_steps is not None:
-            return Parity(LOSSY, f"ranks train alone, and exchange differences as {self._compression().words}")
-        if self.compress != "none":
-            return Parity(LOSSY, f"gradients are exchanged as {self._compression().words}, which loses part of them")
+        if self._lossy:
+            what = "gradients" if self.local_steps is None else "differences of ranks that train alone"
+            return Parity(LOSSY, f"{what} are exchanged as {self._compression().words}, which loses part of them")
         if run.precision is not Precision.FP32:
             return Parity(2e-2, _ROUNDING)
         return Parity(1e-3, _ORDER) if run.replicas > 2 else BITWISE
@@ -122,7 +121,7 @@ class Collectives(Strategy):
             if option in self.written and self.compress not in methods:
                 value, what = self.written[option], f"is of {', '.join(methods)}, not of {self.compress}; leave it out"
                 yield Refusal(f"strategies.collectives.{option}", value, what)
-        for option in {"outer_lr", "outer_momentum"} & self.written.keys() if self.local_steps is None else ():
+        for option in sorted({"outer_lr", "outer_momentum"} & self.written.keys()) if self.local_steps is None else ():
             yield Refusal(f"strategies.collectives.{option}", self.written[option], "is of local_steps; leave it out")
         if self._lossy:
             yield from self._refuses_lossy(run, others)

@@ -52,13 +52,16 @@ def batches(params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 @torch.no_grad()
 def freeze(optimizer: torch.optim.Optimizer) -> None:
-    """End the warm-up."""
+    """End the warm-up; a parameter without variance has no state then."""
     for group in optimizer.param_groups:
-        for state in (optimizer.state[param] for param in group["params"] if optimizer.state.get(param)):
+        for param in [param for param in group["params"] if optimizer.state.get(param)]:
+            state = optimizer.state[param]
             for name, beta in zip(("exp_avg", "exp_avg_sq"), group["betas"], strict=True):
                 state[name].div_(1 - beta ** float(state["step"]))
             variance = state["exp_avg_sq"]
             variance.copy_(variance.where(variance != 0, variance.mean()))
+            if not variance.any():
+                del optimizer.state[param]
 
 
 @torch.no_grad()
@@ -69,7 +72,7 @@ def step(optimizer: torch.optim.Optimizer, signs: Signs, names: Mapping[int, str
     groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
     every = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
     for param in every:
-        if not optimizer.state.get(param) or not optimizer.state[param]["exp_avg_sq"].any():
+        if not optimizer.state.get(param):
             what = f"{names[id(param)]} had no gradient in the warm-up, so 1-bit Adam knows no variance of it"
             raise RuntimeError(f"{what}; raise strategies.collectives.start")
     for some in batches(every):

@@ -79,13 +79,10 @@ def words(facts: Facts) -> str:
     assert how is not None
     whole, less = sent_bytes(facts)
     if less is None:
-        return f"{how.method}, lossy: each rank sends fewer than {whole / 1e6:.4g} MB per step, how many is unknown"
+        return f"{how.words}, lossy: each rank sends fewer than {whole / 1e6:.4g} MB per step, how many is unknown"
     about = "about " if how.method == "powersgd" else "on average " if how.local_steps else ""
-    name = how.words if how.local_steps else how.method
-    said = f"{name}, lossy: each rank sends {about}{less / 1e6:.4g} MB per step instead of {whole / 1e6:.4g} MB"
-    if how.owes and not how.local_steps:
-        said += f" (from step {how.start + 1} on)"
-    if how.method == "topk":
+    said = f"{how.words}, lossy: each rank sends {about}{less / 1e6:.4g} MB per step instead of {whole / 1e6:.4g} MB"
+    if how.method == "topk" and not how.local_steps:
         said += f", as much at a density of {1 / facts.run.copies:.2g} with {facts.run.copies} ranks"
     if rates is None:
         return f"{said}; the link's rate is unknown"

@@ -107,19 +107,19 @@ def test_both_stages_are_those_written_plainly(ranks: int) -> None:
 
 
 def _unused(ranks: Ranks) -> dict[str, int]:
-    model, how = Known([(5,), (6,)]), Compressed(Compression("onebit", 1, 1, 2))
-    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
-    how.hang_on(wrapped)
-    optimizer = torch.optim.AdamW(model.parameters())
-    how.follow(optimizer, model)
-    for step in range(3):
-        wrapped([torch.ones(5), torch.ones(6) if step == 2 else None]).backward()
-        if step == 2:
-            with pytest.raises(RuntimeError, match=r"params.1 had no gradient in the warm-up.*raise"):
-                optimizer.step()
-            break
-        optimizer.step()
-        optimizer.zero_grad()
+    for before in (None, torch.zeros(6)):
+        model, how = Known([(5,), (6,)]), Compressed(Compression("onebit", 1, 1, 2))
+        wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+        how.hang_on(wrapped)
+        optimizer = torch.optim.AdamW(model.parameters())
+        how.follow(optimizer, model)
+        for _ in range(2):
+            wrapped([torch.ones(5), before]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        wrapped([torch.ones(5), torch.ones(6)]).backward()
+        with pytest.raises(RuntimeError, match=r"params.1 had no gradient in the warm-up.*raise"):
+            optimizer.step()
     return {"cases": 1}
 
 
