@@ -15,6 +15,7 @@ from torch import Tensor
 
 from strategies.core.sizes import human
 from strategies.engine import stowed_by as streamed_by
+from strategies.engine.tensors.quantised import keep_packing
 from tests.e2e.commands import write_jsonl
 from trainer.config.load import load_tree
 from trainer.data import prepare, pydoc_rows, teacher
@@ -25,7 +26,8 @@ from trainer.dist.spawn import run_world
 from trainer.dist.stopping import Stop
 from trainer.errors import ConfigError, ExitCode
 from trainer.machine.probe import probe
-from trainer.model import student
+from trainer.model import quantise, student
+from trainer.model.structured import config_of
 from trainer.planning.streamed import placed
 from trainer.run import run as runs
 from trainer.run.order import read_data
@@ -327,3 +329,40 @@ def test_two_ranks_as_one_that_accumulates(home: Path, plain: Path, tmp_path: Pa
     assert run_world(2, _two, tree, deepspeed=False) == 0
     found = weights(tmp_path / "run")
     assert all(torch.allclose(found[name], each, rtol=0, atol=1e-6) for name, each in weights(plain).items())
+
+
+@pytest.mark.parametrize("bits", ["int8", "nf4"])
+def test_a_teacher_in_few_bits(home: Path, tmp_path: Path, bits: str) -> None:
+    """Answers as of the model that anyone loads in them; the same where it is streamed, as its few bytes decide."""
+    pytest.importorskip("bitsandbytes")
+    config = load_tree(tree_of(home, tmp_path, teacher_dtype=bits, data={"limit": 1}))
+    words, prepared = read_data(config, Ranks(), quiet=True)
+    found, said = [], list[str]()
+    for room in (560 << 10, (500 if bits == "int8" else 400) << 10):  # 173 KiB of it for logits
+        lesson = teacher.check(config, words, prepared, config_of(config), room, tmp_path / str(room), said.append)
+        place = (tmp_path / str(room), torch.device("cpu"), said.append)
+        rows: Any = teacher.answered(config, lesson, words, prepared, *place, compares=False).train
+        found.append(rows[:][student.TEACHER])
+    assert found[0] == found[1]
+    assert "all on the device" in said[0] and "streamed through" in said[1]
+    assert bits != "int8" or "369.7 KiB of weights" in said[0]  # by hand: 30 x 9,984 B, and 77.0 KiB outside blocks
+    exact = load_tree(tree_of(home, tmp_path, data={"limit": 1}))
+    other = teacher.check(exact, words, prepared, config_of(exact), 20 << 20, tmp_path, said.append)
+    assert other.key != lesson.key
+    few = {"int8": {"load_in_8bit": True}, "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}[bits]
+    options = {"quantization_config": transformers.BitsAndBytesConfig(**few), "device_map": {"": "cpu"}}
+    model = transformers.AutoModelForCausalLM.from_pretrained(home / "teacher", **options)
+    keep_packing(model)
+    asked = rows.remove_columns(student.TEACHER)
+    batch = Collator(0, packing=False)([asked[i] for i in range(3)])  # int8 finds outliers by batch
+    length = int((batch.pop("labels")[0, 1:] != -100).sum())
+    with torch.no_grad():
+        logits = model(**batch, use_cache=False).logits[0, :length, :WORDS]
+    mine = torch.frombuffer(bytearray(found[0][0]), dtype=torch.float32).view(-1, WORDS)
+    torch.testing.assert_close(mine, (logits / 2).log_softmax(1), rtol=0, atol=1e-4)
+
+
+def test_few_bits_without_bitsandbytes(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantise, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"distill.teacher_dtype: needs the package bitsandbytes"):
+        read_data(load_tree(tree_of(home, tmp_path, teacher_dtype="nf4")), Ranks(), quiet=True)

@@ -49,6 +49,9 @@ class DistillSection(Section):
         "What is compared; hidden: the last hidden states, of a teacher as wide as the student.", "logits"
     )
     hidden_weight: Positive = option("Factor of the hidden states' part of the loss.", 1.0)
+    teacher_dtype: Literal["int8", "nf4"] | None = option(
+        "The teacher's linear layers in 8 or 4 bits, by bitsandbytes; not set: bfloat16 with training.bf16, or float32."
+    )
     teacher_batch_size: Count = option("Rows in one forward of the teacher; more make one that is streamed faster.", 8)
 
     @property

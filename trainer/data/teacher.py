@@ -38,13 +38,13 @@ from strategies.core.protocol import Refusal
 from strategies.core.sealed import digest_of, seal, size_and_hash
 from strategies.core.sizes import human
 from strategies.engine.forward.distilled_loss import TEACHER, Distillation, answers, keep_state
-from trainer.config.sections import ModelSection
+from trainer.config.sections import ModelSection, QuantizationSection
 from trainer.data import tokenizer as tokenizers
 from trainer.data.collate import Collator
 from trainer.data.packing import MASKED
 from trainer.data.prepare import is_whole
 from trainer.errors import ConfigError, DataError, first_line
-from trainer.model import build
+from trainer.model import build, quantise
 from trainer.model.student import comparison
 from trainer.planning import facts
 from trainer.planning.streamed import placed, plan_within, weights_of
@@ -79,9 +79,13 @@ def sections_of(config: RunConfig) -> dict[str, ModelSection]:
     assert config.distill is not None
     dtype: Any = "bfloat16" if config.training.bf16 else "float32"
     trusts = config.model.trust_remote_code
-    return {
-        name: ModelSection(name_or_path=name, dtype=dtype, trust_remote_code=trusts) for name in config.distill.teachers
+    bits: dict[Any, dict[str, Any]] = {
+        "int8": {"load_in_8bit": True},
+        "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype},
     }
+    few = bits.get(config.distill.teacher_dtype)
+    given = {"dtype": dtype, "trust_remote_code": trusts, "quantization_config": few and QuantizationSection(**few)}
+    return {name: ModelSection(name_or_path=name, **given) for name in config.distill.teachers}
 
 
 def check(
@@ -113,6 +117,7 @@ def check(
     mark = marks[0] if len(marks) == 1 else digest_of([marks, list(shares.values())])
     decide = [prepared.fingerprint, mark, next(iter(sections.values())).dtype, how.temperature, how.top_k, how.words]
     decide += [config.distill.on] if how.hidden else []
+    decide += [config.distill.teacher_dtype] if config.distill.teacher_dtype else []
     key = digest_of(decide)[:16]
     rows: Any = prepared.train
     count = num_answers(rows)
@@ -139,6 +144,8 @@ def configs_of(config: RunConfig) -> dict[str, Any]:
     found = {}
     for name, section in sections_of(config).items():
         with _named(config, name):
+            if section.quantization_config is not None:
+                quantise.config_of(section.quantization_config)
             build.refuse_missing_folder(section)
             found[name] = build.load_config(section)
     return found
@@ -148,10 +155,13 @@ def _described(config: RunConfig, *, saved: bool = True) -> list[PreTrainedModel
     """The teachers without values; those that are not ``saved`` yet, by their configuration."""
     found = []
     for (name, section), hf_config in zip(sections_of(config).items(), configs_of(config).values(), strict=True):
+        few = section.quantization_config
+        section = section.model_copy(update={"quantization_config": None})
         if not saved:
             section = section.model_copy(update={"name_or_path": None, "config": {"model_type": hf_config.model_type}})
         with _named(config, name):
-            found.append(build.build(section, hf_config, seed=0, partitioned=False, on_meta=True))
+            model = build.build(section, hf_config, seed=0, partitioned=False, on_meta=True)
+        found.append(model if few is None else quantise.quantise(model, few))
     return found
 
 
@@ -182,6 +192,7 @@ def _named(config: RunConfig, name: str) -> Iterator[None]:
     except ConfigError as error:
         lines = [line.replace("model.name_or_path", "distill.teacher") for line in error.lines]
         lines = [line.replace("model.tokenizer", "distill.teacher") for line in lines]
+        lines = [line.replace("model.quantization_config", "distill.teacher_dtype") for line in lines]
         raise ConfigError([config.located("distill.teacher", line) for line in lines]) from None
     except (OSError, ValueError) as error:  # Transformers', of a folder without weights, or one that has no such model
         what = f"Transformers has no AutoModelForCausalLM of it: {str(error).splitlines()[0]}"

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from strategies.engine import stow
+from strategies.engine.tensors.quantised import scales_bytes
 from trainer.planning.plan_for import plan_for
 
 if TYPE_CHECKING:
@@ -18,8 +19,10 @@ if TYPE_CHECKING:
 
 
 def weights_of(model: Any) -> int:
-    """Bytes of parameters and buffers."""
-    return sum(each.numel() * each.element_size() for each in {*model.parameters(), *model.buffers()})
+    """Bytes of parameters, with their scales, and buffers."""
+    held = {*model.parameters(), *model.buffers()}
+    total: int = sum(each.numel() * each.element_size() for each in held) + scales_bytes(model)
+    return total
 
 
 def plan_within(model: Any, room: int, machine: Machine | None = None) -> Plan | None:
