@@ -91,10 +91,10 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert all(value.isfinite().all() for value in one.values())
 
 
-def both(limits: Sequence[float], between: Between = finished, **how: Any) -> int:
+def both(limits: Sequence[float], between: Between = finished, travelling: bool = False, **how: Any) -> int:
     """Train with and without updates ahead, compare by bits, and return how many were kept."""
-    found, kept = trained(limits, ahead=True, between=between, **how)
-    expected, none = trained(limits, ahead=False, between=between, **how)
+    found, kept = trained(limits, ahead=True, between=between, travelling=travelling, **how)
+    expected, none = trained(limits, ahead=False, between=between, travelling=travelling, **how)
     assert none == 0
     assert_same(found, expected)
     return kept
@@ -105,23 +105,39 @@ def buckets() -> int:
     return sum(bucket.updates_ahead for bucket in layout.buckets)
 
 
-@pytest.mark.parametrize("transfer", [Delayed, RaceDetector])
-@pytest.mark.parametrize("travelling", [False, True])
+SLOW = pytest.mark.slow
+WHERE = [
+    (False, Delayed),
+    (True, RaceDetector),
+    *(pytest.param(*w, marks=SLOW) for w in ((True, Delayed), (False, RaceDetector))),
+]
+
+
+@pytest.mark.parametrize(("travelling", "transfer"), WHERE)
 def test_all_are_kept_where_nothing_is_clipped_and_none_where_all_is(
-    transfer: type[Transfer], travelling: bool
+    travelling: bool, transfer: type[Transfer]
 ) -> None:
     assert both([LOOSE] * 3, transfer=transfer, travelling=travelling) == 3 * buckets() > 0
     assert both([TIGHT] * 3, transfer=transfer, travelling=travelling) == 0
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_clipped_at_random_steps(seed: int) -> None:
+def random_steps(seed: int, steps: int) -> int:
     """The worker is as far as it happens to be when the norm is known."""
     draw = Random(seed)
-    limits = [draw.choice([LOOSE, LOOSE, TIGHT]) for _ in range(10)]
+    limits = [draw.choice([LOOSE, LOOSE, TIGHT]) for _ in range(steps)]
     slow = [draw.random() < 0.5 for _ in limits]
-    kept = both(limits, lambda step, *rest: finished(step, *rest) if slow[step] else None)
-    assert kept > 0
+    nan_at = draw.choice([None, None, draw.randrange(steps)])
+    return both(limits, lambda at, *rest: finished(at, *rest) if slow[at] else None, seed % 2 > 0, nan_at=nan_at)
+
+
+def test_clipped_at_random_steps() -> None:
+    assert random_steps(0, 10) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.rare
+def test_two_hundred_random_patterns() -> None:
+    assert sum(random_steps(seed, 6) for seed in range(200)) > 200
 
 
 def test_the_update_after_a_clipped_one_is_not_made_ahead() -> None:
@@ -168,16 +184,14 @@ def write_state(model: Any, optimizer: StowOptimizer) -> None:
         optimizer.state[param]["exp_avg"].zero_()
 
 
-@pytest.mark.parametrize("travelling", [False, True])
+@pytest.mark.parametrize("travelling", [False, pytest.param(True, marks=SLOW)])
 @pytest.mark.parametrize("act", [forget_one, begin_again, write, evaluate, write_state])
 def test_what_is_done_between_backward_and_step(act: Callable[..., None], travelling: bool) -> None:
     def once(step: int, model: Any, optimizer: StowOptimizer) -> None:
-        finished(step, model, optimizer)
         if step == 1:
             act(model, optimizer)
 
-    both([LOOSE] * 3, once, travelling=travelling, transfer=RaceDetector)
-    both([LOOSE] * 3, lambda step, *rest: act(*rest) if step == 1 else None, travelling=travelling, transfer=Delayed)
+    both([LOOSE] * 3, once, travelling, transfer=RaceDetector if travelling else Delayed)
 
 
 def test_views_of_state_stay_those_of_the_state() -> None:
