@@ -20,10 +20,9 @@ from strategies.core.layout import Site
 from strategies.core.moments import slower, touched_bytes
 from strategies.planner.exchanges import gather_rate, sums_slowdown
 from strategies.planner.places import OffloadRequest, Place, Placement, Places
-from strategies.planner.step_cost import TOUCHED_BYTES, unit_seconds
+from strategies.planner.step_cost import KEPT, TOUCHED_BYTES, unit_seconds
 
-AHEAD = 1.4  # times as long as an update takes one that is made beside the present state
-KEPT = 0.2  # a part of it is left to do if it is kept
+AHEAD = 2.1  # times as long as an update takes one that is made beside the present state
 
 
 class _Load(NamedTuple):

@@ -42,6 +42,7 @@ from strategies.planner.tasks import ROUND_NUMBERS, Resource, build_tasks
 
 STEADY = 2  # the first iteration that is like those after it
 TOUCHED_BYTES = 28  # per parameter, by an update on the device: 4 numbers read and 3 written, in fp32
+KEPT = 0.35  # of the time of an update by the CPU takes, where it was made ahead, the rounding of the master
 LAUNCHES = 4  # kernels per stretch of an update on the device: gradient to fp32, clipped, applied, weight rounded
 
 
@@ -231,11 +232,10 @@ def _update(
         kind = layout.moments_as
         seconds = elements * slower(kind, masters=bucket.rounds) / rates.update_params_per_s(facts.run.precision)
         touched = elements * touched_bytes(kind, HOST_UPDATE_BYTES, masters=bucket.rounds)
-        if bucket.updates_ahead:  # what it writes is read into the cache first; afterwards the master is rounded
-            ahead = touched + 4 * (layout.moments + 1) * elements
-            ahead_s, touched = seconds * ahead / touched, ROUND_NUMBERS * ITEM_BYTES[bucket.dtype] * elements
-            touched *= bucket.mixed
-            seconds = touched / rates.dram_bytes_per_s
+        if bucket.updates_ahead:  # of a copy of the state; what is copied to is read into the cache first
+            ahead = touched + 12 * (layout.moments + 1) * elements
+            ahead_s, seconds = seconds * ahead / touched, seconds * KEPT * bucket.mixed
+            touched = ROUND_NUMBERS * ITEM_BYTES[bucket.dtype] * elements * bucket.mixed
     else:
         touched = elements * TOUCHED_BYTES
         stretches = -(-elements // SCRATCH_ELEMENTS) if bucket.mixed else 1

@@ -191,7 +191,7 @@ def test_what_is_done_between_backward_and_step(act: Callable[..., None], travel
         if step == 1:
             act(model, optimizer)
 
-    both([LOOSE] * 3, once, travelling, transfer=RaceDetector if travelling else Delayed)
+    both([LOOSE] * 3, once, travelling, transfer=RaceDetector)
 
 
 def test_views_of_state_stay_those_of_the_state() -> None:

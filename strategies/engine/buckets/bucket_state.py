@@ -320,8 +320,8 @@ class BucketState:
 
     @property
     def may_update_ahead(self) -> bool:
-        """Whether there is memory for new state, and what is written there is all of the bucket's and nobody else's."""
-        return bool(self.beside) and len(self.grads.touched) == len(self.params) and not self.state_shown
+        """Whether there is memory for new state, and nobody expects the state to stay where it is."""
+        return bool(self.beside) and not self.state_shown
 
     def update_ahead(self, ahead: Ahead) -> None:
         self.ahead = ahead

@@ -34,7 +34,7 @@ class GradientState:
     norms: dict[int, Tensor] = field(default_factory=dict)
     host_norms: tuple[list[int], Future[list[Tensor]]] | None = None  # being computed by the worker
     sent: Event | None = None  # DOWN wrote PARKED or ARRIVAL from the gradient slot
-    added: Future[Event] | None = None  # the worker's last addition to PARKED, or its last look at it
+    added: Future[Event] | None = None  # the worker's last addition to PARKED
 
     @property
     def complete(self) -> bool:
@@ -75,10 +75,6 @@ class GradientState:
         self.touched.discard(index)
         self.unsent.discard(index)
         self.norms.pop(index, None)
-
-    def read(self, *, by: Future[Event]) -> None:
-        """The worker reads PARKED, which is written again when it has."""
-        self.added = by
 
     def reset(self) -> None:
         for indices in (self.landed, self.unsent, self.touched, self.summed):

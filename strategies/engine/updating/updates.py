@@ -97,8 +97,7 @@ class Updates:
         ahead = bucket.take_ahead()
         if ahead is not None:
             assert ahead.future is not None
-            ahead.future.result()
-            bucket.grads.read(by=ahead.future)
+            self._transfer.wait(Lane.DOWN, ahead.future.result())
 
     def begin(self, bucket: BucketState) -> None:
         """Start to copy up what a pending update on the device needs. Does nothing if that has begun."""
@@ -201,8 +200,10 @@ class Updates:
             assert parked is not None and steps is not None
             transfer.host_wait(*waits)
             transfer.uses(Lane.HOST, reads=[parked, *bucket.states()], writes=bucket.beside)
+            for place, present in zip(bucket.beside, bucket.states(), strict=True):
+                place.copy_(present)
             made = steps.clone()
-            self._apply(bucket, ahead.change, parked, bucket.beside, self._host_scratch, None, ahead=made)
+            self._apply(bucket, ahead.change, parked, bucket.beside, self._host_scratch, None, counts=made)
             ahead.steps = made
         return transfer.record(Lane.HOST)
 
@@ -271,16 +272,15 @@ class Updates:
         scratch: Tensor | None,
         factor: Tensor | None,
         bad: Tensor | None = None,
-        ahead: Tensor | None = None,
+        counts: Tensor | None = None,
     ) -> None:
         """Apply the update rule to all parameters that have a gradient, in calls of as many elements as ``scratch``
         has, which takes gradients of a lower precision as fp32. ``grad`` and ``state`` (the master, or in fp32 the
         weight, and the moments) are flat views of this rank's span, all on the device or all on the host. Moments that
         rest in less than fp32 are expanded for each call, and so are weights that are their own masters in bf16.
-        ``ahead``: counts beside the present ones, as ``state`` is then beside the present state, from which each call
-        copies what it updates.
+        ``counts``: if not the bucket's own.
         """
-        counts = bucket.steps if ahead is None else ahead
+        counts = bucket.steps if counts is None else counts
         assert counts is not None
         whole = bucket.spec.share if self._rule.flagged else SCRATCH_ELEMENTS  # others take memory of their own
         limit = whole if scratch is None else scratch.numel()
@@ -302,10 +302,6 @@ class Updates:
             # Torch counts an update per call: of a parameter in several chunks the last one counts, the others count
             # on copies.
             steps = [counts[chunk.index] if chunk.last else counts[chunk.index].clone() for chunk in call]
-            if ahead is not None:
-                for chunk in call:  # now, so that the update finds it in the cache
-                    for place, flat in zip(state, bucket.states(), strict=True):
-                        place[chunk.start : chunk.stop].copy_(flat[chunk.start : chunk.stop])
             masters, *moments = ([flat[chunk.start : chunk.stop] for chunk in call] for flat in state)
             if self.moments is not None:
                 moments = self.moments.expand(bucket, call)
