@@ -8,7 +8,8 @@ Invariant. Ranks of one copy are given the same rows and compute the same hidden
 equal on them to the last bit without being sent. The product of a layer divided by rows is summed in another order
 than in plain training, so that a step is equal to rounding only. With ``sequence_parallel`` they compute slices of the
 hidden states between divided layers (``strategies/backends/scattered.py``), and send as many bytes in forward. With
-``chunks`` they sum the rows of one chunk while they compute the next (``strategies/backends/chunked.py``).
+``chunks`` they sum the rows of one chunk while they compute the next (``strategies/backends/chunked.py``). With
+``exchange`` they sum fewer tokens, in fewer bits (``strategies/backends/exchanged.py``), which is lossy.
 
 DeepSpeed's AutoTP does the work, in its engine or, for the stage of a pipeline, alone: the pipeline sums, clips and
 updates then. Which layers it divides is said in ``strategies/backends/autotp.py``, how many bytes
@@ -21,12 +22,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from strategies.backends import autotp, deepspeed
 from strategies.core.facts import Facts, Precision, RunFacts, UnitKind
 from strategies.core.plan import RUN, Decision, EngineSet, Kind, Plan, Reserve, Share
-from strategies.core.protocol import COMPILING, Axis, Parity, Phase, Refusal, Requirement, Strategy
+from strategies.core.protocol import COMPILING, LOSSY, Axis, Parity, Phase, Refusal, Requirement, Strategy
+from strategies.planner import exchanged_rows
 from strategies.planner.hybrid.chunks import UNDER_WAY, UNKNOWN, Passes, divisors, named
 from strategies.planner.pipeline_bytes import boundary_bytes
 
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 
 KEY = "strategies.tensor.degree"
 SLICES = Axis.TOKENS.value
-CHUNKS = "strategies.tensor.chunks"
+CHUNKS, EXCHANGE = "strategies.tensor.chunks", "strategies.tensor.exchange"
 _SUMS = "ranks sum the parts of a product in another order than one rank does, and Adam enlarges what differs"
 _ROUNDING = "DeepSpeed computes with weights and gradients rounded to 16 bits; plain training autocasts fp32 weights"
 _OTHERS: Mapping[str, str] = {
@@ -50,6 +52,25 @@ _OPTIMIZERS: Mapping[str, str] = {
     "adafactor": "its state is of whole rows and columns, which strategies.tensor divides",
     "adagrad": "it makes its state before strategies.tensor divides the weights",
 }
+
+
+class RowExchange(BaseModel):
+    """Which part of the tokens ranks sum, and in how many bits."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    tokens: float = Field(default=1.0, gt=0, le=1, description="Part of each row's tokens whose sums are exchanged.")
+    bits: Literal[4, 8, 16] = Field(default=16, description="Of a number on its way; 16: as it is computed.")
+    codec: Literal["block", "segmented"] = Field(default="block", description="How numbers get fewer bits.")
+
+    @property
+    def is_exact(self) -> bool:
+        return self.tokens == 1 and self.bits == 16
+
+    @property
+    def words(self) -> str:
+        bits = f" in {self.bits} bits ({self.codec})" if self.bits < 16 else ""
+        return f"the sums of {self.tokens:.4g} of the tokens{bits}"
 
 
 class Tensor(Strategy):
@@ -85,10 +106,24 @@ class Tensor(Strategy):
         "compute the next; auto: by the rates, if they are known; left out: all at once.",
     )
 
+    exchange: RowExchange | None = Field(
+        default=None, description="Lossy: ranks sum hidden states of fewer tokens, or in fewer bits; left out: all."
+    )
+
+    @property
+    def lossy(self) -> RowExchange | None:
+        """The exchange, unless it is of all tokens as they are."""
+        return None if self.exchange is None or self.exchange.is_exact else self.exchange
+
     def parity(self, run: RunFacts) -> Parity:
+        if self.lossy is not None:
+            return Parity(LOSSY, f"ranks exchange {self.lossy.words} only")
         if run.precision is not Precision.FP32:
             return Parity(2e-2, _ROUNDING)
         return Parity(1e-5 if run.optim == "sgd" else 2e-2, _SUMS)
+
+    def of_these_ranks(self) -> str:
+        return "" if self.lossy is None else f"as {self.lossy.words}"
 
     def divides(self) -> Mapping[Axis, int]:
         return {Axis.TENSOR: self.degree} | ({Axis.TOKENS: self.degree} if self.sequence_parallel else {})
@@ -114,6 +149,8 @@ class Tensor(Strategy):
             yield Refusal(SLICES, True, cure)
         if self.chunks is not None:
             yield from self._refuses_chunks(run, others)
+        if self.lossy is not None:
+            yield from self._refuses_exchange(run, others)
         if run.optim in _OPTIMIZERS:
             yield Refusal("training.optim", run.optim, f"{_OPTIMIZERS[run.optim]}; write adamw_torch_fused")
 
@@ -154,6 +191,22 @@ class Tensor(Strategy):
             cure = f"must divide the rows of a micro-batch, training.per_device_train_batch_size = {rows}; write {fits}"
             yield Refusal(CHUNKS, self.chunks, cure)
 
+    def _refuses_exchange(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
+        recomputes = "recompute" in others and others["recompute"].model_dump().get("policy") != "none"
+        beside = {
+            "strategies.pipeline": "pipeline" in others,
+            "strategies.offload": "offload" in others,
+            "strategies.recompute": recomputes,
+            "training.gradient_checkpointing": run.recomputes,
+            SLICES: self.sequence_parallel,
+            CHUNKS: self.chunks is not None,
+            "model.lora": run.adapters,
+            "training.fp16": run.precision is Precision.FP16,
+        }
+        for key in (key for key, found in beside.items() if found):
+            cure = f"cannot go with {key}, beside which it was not built; leave one of the two out"
+            yield Refusal(EXCHANGE, self.written["exchange"], cure)
+
     def refuses_model(self, model: Mapping[str, Any]) -> Iterator[Refusal]:
         for why in autotp.complaints(model, self.degree):
             yield Refusal(KEY, self.degree, why)
@@ -165,6 +218,8 @@ class Tensor(Strategy):
                 yield Refusal(SLICES, True, cure)
             if self.chunks is not None:
                 yield Refusal(CHUNKS, self.chunks, cure)
+            if self.lossy is not None:
+                yield Refusal(EXCHANGE, self.written["exchange"], cure)
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
         """The shares are those of one rank's part of the model, which ``zero`` decides about. A stage of a pipeline is
@@ -184,6 +239,9 @@ class Tensor(Strategy):
         if self.chunks is not None:
             size = 2 * boundary_bytes(facts.run) // min(self._chunks(facts))  # gradients of a chunk, before and behind
             yield Reserve(unit=RUN, reason=self._words(facts), owner=UNDER_WAY, num_bytes=size, in_passes=True)
+        if self.lossy is not None:
+            size, words = exchanged_rows.message_bytes(facts.run, self.lossy.tokens), self._exchanged(facts)
+            yield Reserve(unit=RUN, reason=words, owner=exchanged_rows.OWNER, num_bytes=size, in_passes=True)
         yield EngineSet(unit=RUN, reason=reason, key=deepspeed.TENSOR_DEGREE, value=self.degree)
 
     def _refuse_uneven(self, facts: Facts) -> None:
@@ -211,10 +269,16 @@ class Tensor(Strategy):
         blocks = ", ".join(f"in {name} {time:.3g} s" for name, time in times.items())
         return f"{said}: forward and backward of the blocks {blocks} (simulated)"
 
-    def apply(self, model: nn.Module, plan: Plan) -> None:
-        from strategies.backends import chunked, scattered, tensor_adapters, tensor_shards
+    def _exchanged(self, facts: Facts) -> str:
+        assert self.lossy is not None
+        how = self.lossy
+        return exchanged_rows.words(facts, how.words, how.tokens, how.bits, segmented=how.codec == "segmented")
 
-        if plan.facts.run.stages > 1 or plan.facts.run.stowed or self.sequence_parallel or self.chunks is not None:
+    def apply(self, model: nn.Module, plan: Plan) -> None:
+        from strategies.backends import chunked, codec_rows, exchanged, scattered, tensor_adapters, tensor_shards
+
+        changed = self.sequence_parallel or self.chunks is not None or self.lossy is not None
+        if plan.facts.run.stages > 1 or plan.facts.run.stowed or changed:
             tied = plan.facts.run.tied
             tensor_shards.divide(model, self.degree, tied=tied, in_slices=self.sequence_parallel)
         else:
@@ -224,4 +288,7 @@ class Tensor(Strategy):
             scattered.start(model, scattered.Tokens(self.degree, tensor_shards.tensor_rank(), ranks.group_name))
         if self.chunks is not None:
             chunked.start(model, chunked.agreed(self._chunks(plan.facts), tensor_shards.group()), tensor_shards.group())
+        if (how := self.lossy) is not None:
+            codec = codec_rows.Codec(how.bits, how.codec == "segmented") if how.bits < 16 else None
+            exchanged.start(model, exchanged.Exchange(how.tokens, codec, tensor_shards.group()))
         tensor_shards.apart(model, plan.facts.run.grid)

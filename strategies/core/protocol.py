@@ -150,7 +150,7 @@ class Strategy(BaseModel, ABC):
         """
 
     def of_these_ranks(self) -> str:
-        """What has state of each rank that no other way, and no other number of ranks, goes on from; empty: nothing."""
+        """How ranks exchange lossily, so that no other way or number of ranks goes on from it; empty: exactly."""
         return ""
 
     def in_fewer_bits(self) -> str:

@@ -13,6 +13,7 @@ from strategies.core.layout import Addresses, Bucket, Item, Layout, Site, larges
 from strategies.core.plan import Home, Kind, Plan, When
 from strategies.core.sizes import human
 from strategies.planner.budget import loading_bytes, writing_bytes
+from strategies.planner.exchanged_rows import OWNER as EXCHANGED
 from strategies.planner.exchanges import crosses, leaving, sum_bound
 from strategies.planner.hybrid.chunks import UNDER_WAY
 from strategies.planner.memory_rows import UPDATES
@@ -155,7 +156,7 @@ def summary(plan: Plan) -> Iterator[str]:
         yield f"while the model is written, first rank, host: up to {human(writing)}"
     if plan.facts.run.two_level:
         yield from (one.reason for one in plan.reserves(Home.DEVICE) if one.owner.startswith("collectives"))
-    yield from (one.reason for one in plan.reserves(Home.DEVICE) if one.owner == UNDER_WAY)
+    yield from (one.reason for one in plan.reserves(Home.DEVICE) if one.owner in (UNDER_WAY, EXCHANGED))
     if plan.facts.run.compression is not None:
         yield from (one.reason for one in plan.reserves(Home.DEVICE) if one.owner == "collectives: owed gradients")
 

@@ -29,6 +29,7 @@ strategies:
 """
 SLICES = "strategies.tensor.sequence_parallel=true"
 CHUNKS = "strategies.tensor.chunks=2"
+EXCHANGE = "strategies.tensor.exchange={tokens: 0.5}"
 ROWS = "training.per_device_train_batch_size=4"
 KINDS = "architectures that can be divided: llama, mistral, opt, qwen2, qwen3; others with strategies.zero alone"
 CASES: list[tuple[list[str], str]] = [
@@ -74,6 +75,19 @@ CASES: list[tuple[list[str], str]] = [
         "must divide the rows of a micro-batch, training.per_device_train_batch_size = 4; write 1, 2 or 4",
     ),
     ([SLICES, "model.lora={}"], "was not compared with plain training of adapters; leave it or model.lora out"),
+    *(
+        ([EXCHANGE, *each], f"cannot go with {key}, beside which it was not built; leave one of the two out")
+        for key, *each in (
+            ("strategies.pipeline", "strategies.pipeline={stages: 2, schedule: gpipe}"),
+            ("strategies.offload", "strategies.offload={}"),
+            ("strategies.recompute", "strategies.recompute={}"),
+            ("training.gradient_checkpointing", "training.gradient_checkpointing=true"),
+            ("strategies.tensor.sequence_parallel", SLICES),
+            ("strategies.tensor.chunks", CHUNKS, ROWS),
+            ("model.lora", "model.lora={}"),
+            ("training.fp16", "training.fp16=true"),
+        )
+    ),
 ]
 
 
@@ -94,6 +108,8 @@ def test_gpt2_and_a_world_of_other_ranks_are_refused() -> None:
         counted(OPT, tensor={"degree": 2, "sequence_parallel": True})
     with pytest.raises(ConfigError, match="chunks = 2: opt was not compared with plain training"):
         counted(OPT, tensor={"degree": 2, "chunks": 2})
+    with pytest.raises(ConfigError, match=r"exchange = .*: opt was not compared with plain training"):
+        counted(OPT, tensor={"degree": 2, "exchange": {"bits": 8}})
     for ranks, instead in ((3, "start 2 or 4 ranks, not 3"), (1, "start 2 ranks, not 1$")):
         with pytest.raises(ConfigError, match=f"one replica takes tensor 2 = 2 ranks: {instead}"):
             check_options(run_config(strategies={"tensor": {"degree": 2}}), ranks)

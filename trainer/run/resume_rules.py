@@ -227,7 +227,7 @@ def _of_ranks(saved: Mapping[str, Any], now: Mapping[str, Any], ranks: Sequence[
         ways = [find(name).model_validate(tree[name]).of_these_ranks() if name in tree else "" for tree in trees]
         old, new = (f"{way} by {many} ranks" if way else "whole" for way, many in zip(ways, ranks, strict=True))
         if old != new:
-            yield f"strategies.{name}", f"gradients exchanged {old}", f"gradients exchanged {new}"
+            yield f"strategies.{name}", f"exchanged {old}", f"exchanged {new}"
 
 
 def _in_fewer_bits(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

@@ -40,7 +40,7 @@ from trainer.dist.watchdog import Watchdog
 from trainer.errors import ConfigError, ExitCode, UserError, first_line, report, write_line
 from trainer.planning.from_config import check_options, refuse_folder
 from trainer.run import export, further, live, lock, metrics, oom, order, resuming, saving, teaching, trackers, upload
-from trainer.run.callbacks import SAID, Watched
+from trainer.run.callbacks import SAID, Watched, perplexity
 from trainer.run.order import Run
 from trainer.run.resume_rules import leaves
 from trainer.run.trainer import Trainer
@@ -279,6 +279,7 @@ def finish(run: Run, trainer: Trainer, together: Agreement) -> None:
     step, log = trainer.state.global_step, trainer.state.log_history
     if run.prepared.eval is not None and not any("eval_loss" in record and record["step"] == step for record in log):
         trainer.evaluate()
+    with_exchange = trainer.loss_with_exchange() if run.prepared.eval is not None else None
     folder = run.folder
     if over := together.on_first(run.ranks.rank, lambda: export.make_room(run.config, step)):
         run.say(over)
@@ -293,6 +294,10 @@ def finish(run: Run, trainer: Trainer, together: Agreement) -> None:
         ends, digits = (history[0], history[-1]), 1 if key == SAID[0] else 3
         first, last = (f"{each[f'eval_{key}']:.{digits}f} at step {each['step']}" for each in ends)
         write_line(f"{key} {first} -> {last}")
+    if with_exchange is not None:
+        exact = next(record["eval_loss"] for record in reversed(log) if "eval_loss" in record)
+        pairs = [f"{each:.4f} (perplexity {perplexity(each):.1f})" for each in (exact, with_exchange)]
+        write_line(f"held-out loss {pairs[0]} with exact sums, {pairs[1]} with strategies.tensor.exchange")
     assert receipt is not None
     write_line(
         f"export: {folder / 'export'} ({human(receipt.num_bytes)}), reloaded: {receipt.num_tensors} tensors, names and "

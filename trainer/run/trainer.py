@@ -24,7 +24,7 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
-from strategies.backends import expert_parts, expert_zero, two_level
+from strategies.backends import exchanged, expert_parts, expert_zero, two_level
 from strategies.backends.local_steps import exchange_of
 from strategies.core.commit import same_modes
 from strategies.core.sealed import Damaged
@@ -200,6 +200,18 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
     def _outer_weights(self) -> AbstractContextManager[None]:
         compressed = self.accelerator.compressed
         return nullcontext() if compressed is None else compressed.outer_weights()
+
+    def loss_with_exchange(self) -> float | None:
+        """Of an evaluation in which tensor ranks exchange what they do in training; None: they exchange all."""
+        if (exchange := exchanged.exchange_of(self.model)) is None:
+            return None
+        exchange.evaluates = True
+        try:
+            with torch.random.fork_rng(devices=[]):
+                rows: Any = self.get_eval_dataloader()
+                return float(self.evaluation_loop(rows, "Evaluation", metric_key_prefix="x").metrics["x_loss"])
+        finally:
+            exchange.evaluates = False
 
     # --- loading a checkpoint ----------------------------------------------------------------------------------------
 
