@@ -63,7 +63,7 @@ bits of plain training. ``strategies/planner`` makes layouts, ``strategies/engin
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -204,6 +204,7 @@ class Layout:
     common_host: bool = False  # the ranks are on one machine, and read weights out of each other's host memory
     reduction: Reduction = "exact"
     disk: str = ""
+    bound_s: float = field(default=0.0, compare=False)  # that no plan within the budget takes less than; 0: unknown
 
     @property
     def num_ticks(self) -> int:

@@ -56,12 +56,12 @@ class Estimate:
         rates = self._rates
         self._disk_s = (1 / rates.disk_read_bytes_per_s + 1 / rates.disk_write_bytes_per_s) / rates.disk_overlap
         self._hosted = sum(unit.hosted_bytes for unit in facts.units)
-        self._load = cache(self._load_of)
+        self.load = cache(self._load_of)
 
     def seconds(self, placement: Placement, away: int) -> float:
         """Seconds per step; ``away`` bytes of the buckets' weights leave between forward and backward."""
         alike = self._places.alike(placement)
-        loads = zip(*[self._load(index, place) for index, place in alike], strict=True)
+        loads = zip(*[self.load(index, place) for index, place in alike], strict=True)
         return self._seconds(_Load(*[sum(map(mul, alike.values(), load)) for load in loads]), away)
 
     def _load_of(self, index: int, place: Place) -> _Load:

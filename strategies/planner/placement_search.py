@@ -25,7 +25,7 @@ from strategies.core.sizes import human, written
 from strategies.planner.buckets import PARTS, block_bytes, capacity, typical_block_bytes
 from strategies.planner.least_memory import SAMPLE, Least, least_memory
 from strategies.planner.places import OffloadRequest, Places
-from strategies.planner.site_search import SiteSearch, Timed
+from strategies.planner.site_search import CLOSE, SiteSearch, Timed
 from strategies.planner.updates_ahead import with_updates_ahead
 
 STEP = 4  # times: from one budget that is searched on the way to the next
@@ -78,7 +78,8 @@ class PlacementSearch:
         budget = STEP * least.num_bytes[Home.DEVICE]
         while budget < self._device_room:
             found, budget = self._fastest(budget, found, BRIEF), STEP * budget
-        return self._fastest(self._device_room, found, 1).layout
+        bound = min(search.bound(self._device_room) for search in self._tried(self._device_room))
+        return replace(self._fastest(self._device_room, found, 1).layout, bound_s=bound)
 
     def _all_ahead(self, layout: Layout | None) -> Layout | None:
         """Where times cannot be compared: with all updates ahead that fit, unless the CPU is the device."""
@@ -118,10 +119,15 @@ class PlacementSearch:
     def _fastest(self, device_room: int, less: Timed, effort: float) -> Timed:
         """The fastest plan, which may be the one for ``less`` memory. Each search starts at the plans before it."""
         found = [less]
-        for search in [*self._searches, *(self._tight if device_room < TIGHT * _lower_bound(self._usual) else ())]:
+        for search in self._tried(device_room):
+            if min(one.seconds for one in found) <= search.bound(device_room) * (1 + CLOSE):
+                continue
             fastest = search.fastest(device_room, found, effort)
             found += [] if fastest is None else [fastest]
         return min(found, key=lambda one: one.seconds)
+
+    def _tried(self, device_room: int) -> list[SiteSearch]:
+        return [*self._searches, *(self._tight if device_room < TIGHT * _lower_bound(self._usual) else ())]
 
     @cached_property
     def _searches(self) -> list[SiteSearch]:

@@ -194,7 +194,7 @@ class Places:
         self._received = received_bytes(everything)
         self._expanded = aligned(everything.expanded_bytes, Home.HOST)
         self._weights = [aligned(bucket.weight_bytes) for bucket in self.buckets]
-        self._ticks = [uses(bucket, ticks) for bucket in self.buckets]
+        self.ticks = [uses(bucket, ticks) for bucket in self.buckets]
         shapes: dict[tuple[object, ...], int] = {}
         self._like = [  # per bucket, the first one that takes the same memory at the same place
             shapes.setdefault((bucket.num_elements, bucket.dtype, len(bucket.params)), index)
@@ -278,9 +278,17 @@ class Places:
 
     def offloadable(self, placement: Placement) -> list[int]:
         """Buckets whose weights may be offloaded."""
-        streams = self._request.weights == "streamed"
-        blocks = [index for index in self.blocks if streams or placement[index].site is not Site.DEVICE]
-        return blocks + [index for index in self._ends if placement[index].site is not Site.DEVICE]
+        return [index for index in (*self.blocks, *self._ends) if self.may_leave(index, placement[index])]
+
+    def may_leave(self, index: int, at: Place) -> bool:
+        """Whether the weight of a bucket may be offloaded from there."""
+        if index in self._ends or (index in self.blocks and self._request.weights != "streamed"):
+            return at.site is not Site.DEVICE
+        return index in self.blocks
+
+    def device_bytes(self, index: int, at: Place, *, away: bool) -> int:
+        """Bytes of the device that a bucket has outside of slots, while its weight is there or ``away``."""
+        return self._costs(self._like[index], at).device - away * self._weights[index]
 
     def layout(self, placement: Placement) -> Layout:
         """All buckets as ``placement`` places them, every weight resident."""
@@ -305,7 +313,7 @@ class Places:
     def movable(self, placement: Placement) -> list[Movable]:
         """The weights that may be offloaded."""
         copies = {index: self._costs(self._like[index], placement[index]).copy for index in self.offloadable(placement)}
-        return [Movable(index, self._weights[index], copy, self._ticks[index]) for index, copy in copies.items()]
+        return [Movable(index, self._weights[index], copy, self.ticks[index]) for index, copy in copies.items()]
 
     @cached_property
     def least_bytes(self) -> int:

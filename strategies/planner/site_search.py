@@ -29,9 +29,10 @@ from strategies.planner.addresses import place
 from strategies.planner.estimate import Estimate
 from strategies.planner.greedy import SEARCHED, DoesNotFit
 from strategies.planner.least_memory import fewest_copies
+from strategies.planner.lower_bound import bound_of
 from strategies.planner.places import OffloadRequest, Place, Placement, Places, Sizes
 from strategies.planner.simulate import simulated_period
-from strategies.planner.step_cost import evictions_of, problem_of, seconds_of, unit_seconds
+from strategies.planner.step_cost import evictions_of, problem_of, seconds_of
 from strategies.planner.updates_ahead import fastest, with_updates_ahead
 
 EFFORT = 2000  # buckets in all plans of a climb that gains nothing
@@ -46,6 +47,7 @@ SHORT = 4  # times as many moves in a row may gain nothing on the long climb as 
 STARTS = 12  # mixes that are worked out, the best by the estimate
 PARTS = 8  # of the updates that may be made ahead, of which as many are as is fastest
 QUICK = 3  # for a comparison
+CLOSE = 0.01  # relatively above the lower bound: nothing better is looked for
 SAME = 1e-6  # a relative gain that is not worth a move
 WORTH = 1e-3  # one for which a climb goes on as long again
 Measure: TypeAlias = Callable[[Placement], float]
@@ -70,7 +72,7 @@ class SiteSearch:
 
     def __init__(self, facts: Facts, request: OffloadRequest, places: Places, host_room: int) -> None:
         self._facts, self._request, self.places, self._host_room = facts, request, places, host_room
-        self._mixed = Mixer(places).placement
+        self._mixed, self.bound = Mixer(places).placement, cache(self._bound)
 
     def worked_out(self, placement: Placement, device_room: int, searched: int = SEARCHED) -> Layout | None:
         """The layout of ``placement`` with as many weights offloaded as it takes; None if it does not fit."""
@@ -118,9 +120,9 @@ class SiteSearch:
         others = walk.start(int(effort * STARTS), most)
         random = Random(0)
         for placement in dict.fromkeys(others) if effort == 1 else ():
-            walk.climb(placement, random, most // SHORT, self._bound)
+            walk.climb(placement, random, most // SHORT, self.bound(device_room))
         if walk.best is not None:
-            walk.climb(walk.best, random, most, self._bound)
+            walk.climb(walk.best, random, most, self.bound(device_room))
         return None if walk.best is None else self.timed(walk.best, device_room)
 
     def quick(self, device_room: int) -> Timed | None:
@@ -165,11 +167,9 @@ class SiteSearch:
     def _estimate(self) -> Estimate:
         return Estimate(self._facts, self._request, self.places)
 
-    @cached_property
-    def _bound(self) -> float:
-        """Seconds that no plan takes less than: forward and backward alone."""
-        assert self._facts.machine.rates is not None
-        return self._facts.run.accumulation * sum(map(sum, unit_seconds(self._facts, self._facts.machine.rates)))
+    def _bound(self, device_room: int) -> float:
+        """Seconds that no layout within the budget takes less than."""
+        return bound_of(self._facts, self._request, self.places, self._estimate, device_room)
 
     def _scheduled(self, placement: Placement, sizes: Sizes, device_room: int, searched: int) -> Layout | None:
         """``placement`` with the ticks at which weights are on the device; None if they do not fit there."""
@@ -242,12 +242,12 @@ class _Walk:
         return (self._mixed(_descended(mix, estimate, SHARES // 4, ["stays"])) for mix in elsewhere)
 
     def climb(self, placement: Placement, random: Random, most: int, bound: float) -> None:
-        """Try moves from ``placement`` until ``most`` in a row gain nothing, or the best takes as long as ``bound``."""
+        """Try moves from ``placement`` until ``most`` in a row gain nothing, or the best is ``CLOSE`` to ``bound``."""
         self.consider(placement)
         tried, seconds = 0, self._times[placement]
         promised = self._estimate(placement)
         for _ in range(MOVES * most):
-            if not self._open or tried >= most or seconds == inf or self._seconds <= bound * (1 + SAME):
+            if not self._open or tried >= most or seconds == inf or self._seconds <= bound * (1 + CLOSE):
                 return
             moved = self._moved(placement, random)
             if moved not in self._times and self._estimate(moved) <= SLOWER * min(seconds, promised):

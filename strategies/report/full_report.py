@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import ceil
 from typing import Any
 
 from pydantic_core import to_jsonable_python
@@ -18,6 +19,7 @@ from strategies.planner.tasks import Resource
 from strategies.report import plan_json, plan_table
 from strategies.report.table import table
 
+WITHIN = 0.02  # of the bound: said so
 WORTH = 0.1  # a part of the step that is worth a row
 RATED_TB = 600  # written, as drives of 1 TB often are by their makers
 POLICIES = ("policy", "blocks", "kept", "on the host", "freed", "paid", "operations again")
@@ -70,6 +72,8 @@ def headline(plan: Plan, cost: StepCost) -> str:
     if run.stages > 1:  # in gpipe and 1f1b it waits for as many micro-batches as there are other stages
         waiting = cost.seconds + (run.stages - 1) / run.accumulation * cost.compute_seconds
         step = f"simulated step of this stage: {cost.seconds:.3g} s alone, {waiting:.3g} s if all take as long"
+    if cost.bound is not None and (above := cost.seconds / cost.bound - 1) >= 0:
+        step += " (within 2% of the bound)" if above <= WITHIN else f" (at most {ceil(100 * above)}% above the bound)"
     return (
         f"{step}, of which forward and backward {cost.compute_seconds:.3g} s "
         f"({cost.compute_seconds / cost.seconds:.0%}); {cost.outcome.binds.value} binds; rates: {cost.origin}"

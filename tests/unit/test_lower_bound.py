@@ -1,0 +1,62 @@
+"""The lower bound of a step: never above the simulated step of any plan, and tight where one resource decides."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from benchmarks.placements import best_known, instance
+from strategies.core.facts import Facts
+from strategies.planner.buckets import block_bytes
+from strategies.planner.lower_bound import Choice, lower_bound
+from strategies.planner.places import OffloadRequest, Places
+from strategies.planner.site_search import SiteSearch
+from strategies.planner.step_cost import cost_of
+from strategies.report.full_report import headline
+from tests.unit.test_keep_or_offload import plan_of
+from tests.unit.test_placement_search import choose
+
+
+def search_of(known: Facts, asked: OffloadRequest) -> SiteSearch:
+    return SiteSearch(known, asked, Places(known, asked), asked.host_bytes)
+
+
+def test_the_best_mix_of_two_resources_within_memory() -> None:
+    """8 buckets, 3 of which fit on the device: the CPU takes 2 s for one, the link 1 s, so the other 5 in 10/3 s."""
+    buckets = [(8.0, [Choice(1.0, (0.0, 0.0)), Choice(0.0, (2.0, 0.0)), Choice(0.0, (0.0, 1.0))])]
+    assert lower_bound(buckets, [0.0, 0.0], 3) == pytest.approx(10 / 3)
+    assert lower_bound(buckets, [0.0, 1.0], 3) == pytest.approx(4)
+    assert lower_bound(buckets, [0.5, 7.0], 8) == pytest.approx(7)
+
+
+@pytest.mark.parametrize("seed", range(32))
+def test_no_placement_takes_less(seed: int) -> None:
+    """Uniform, uneven, giant and expert blocks on four machines, clipped or not, several micro-batches or one."""
+    _, known, asked = instance(seed, blocks=(2, 4))
+    random, search = Random(seed), search_of(known, replace(asked, bucket_bytes=block_bytes(known)))
+    places, times = search.places, []
+    for room in (asked.device_bytes, 2 * asked.device_bytes):
+        some = [*places.ladder(), *(tuple(map(random.choice, places.choices)) for _ in range(8))]
+        times = [found.seconds for one in some if (found := search.timed(one, room)) is not None]
+        assert search.bound(room) <= min(times, default=0.0) * (1 + 1e-9) or not times
+
+
+@pytest.mark.parametrize("seed", [0, 4, 8, 12])  # uniform blocks, each machine
+def test_the_best_of_all_placements_takes_no_less(seed: int) -> None:
+    _, known, asked = instance(seed, blocks=(2, 3))
+    search = search_of(known, replace(asked, bucket_bytes=block_bytes(known)))
+    assert search.bound(asked.device_bytes) <= best_known(search, asked.device_bytes, None, Random(seed)) * (1 + 1e-9)
+
+
+def test_a_plan_says_how_far_above_it_is() -> None:
+    _, known, asked = instance(2)
+    made = choose(known, asked)
+    assert known.machine.rates is not None
+    cost = cost_of(known, made, known.machine.rates)
+    assert cost.to_json()["bound_seconds"] == made.bound_s == cost.bound
+    assert cost.bound is not None and 0.7 * cost.seconds <= cost.bound <= cost.seconds
+    plan = plan_of(known)
+    near, far, unknown = (replace(cost, bound=bound) for bound in (cost.seconds / 1.0199, cost.seconds / 1.081, None))
+    assert "s (within 2% of the bound), of which" in headline(plan, near)
+    assert "s (at most 9% above the bound), of which" in headline(plan, far)
+    assert "bound" not in headline(plan, unknown)
