@@ -5,8 +5,9 @@ All weights, low-rank adapters, and these on a base in 4 bits; each as it is, wi
 fits on several ranks with rows of data divided over them (``Strategy.fits_rows_by``). Each row is a plan of a config
 that can be written; if the planner refuses it, the row has the bytes that it said are needed. What fits has its
 predicted peaks within 0.9 of the memory, which is what ``auto`` uses. All plans but that of the config as it is are
-brief: their steps may be some per cent longer than those of runs (``Strategy.briefly``). The table also ends every
-refusal for memory (``explained``).
+brief: their steps may be some per cent longer than those of runs (``Strategy.briefly``). Every refusal
+for memory ends with a short table (``explained``): ways of training up to the config's, and from there on as far as the
+first that fits. Each further one has to count its model.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ HEADER = ("fits", "training", "ranks", "device", "host", "step", "lines, in plac
 INEXACT = "full (inexact)"
 KINDS = {"full": "full fine-tuning", INEXACT: "full fine-tuning with inexact state", "LoRA": "LoRA", "QLoRA": "QLoRA"}
 FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+MORE = ("", "more ways of training, and more ranks: launch/plan.py --fit")
 UNKNOWN = "-"
 SAME = 0.1  # relative difference of simulated seconds for which no strategy is worth writing
 Tree = dict[str, Any]
@@ -118,6 +120,7 @@ class Fit:
     machine: Machine
     written: Tree | None = None  # in the user's file, which the lines of the table change; None: all of ``config``
     say: Callable[[str], None] = lambda line: None  # told of each plan before it is made
+    short: bool = False  # no ways of training beyond the first that fits, but that of ``config``
 
     def lines(self, *, as_given: bool = False) -> list[str]:
         """The heading, the answer and the table. See ``rows``."""
@@ -129,6 +132,8 @@ class Fit:
         the model cannot be described.
         """
         rows = self._here(as_given=as_given)
+        if self.short and any(row.fits for row in rows):
+            return rows
         inexact = [] if any(row.fits for row in rows if row.kind == "full") else [*self._inexactly()]
         rows += [*inexact, *self._over_more_ranks()]
         whole = (row for row in rows if row.kind == "full" and row.ranks <= self.ranks.world_size)
@@ -156,7 +161,11 @@ class Fit:
             given = FitRow(kind=_kind(config), tree=config.tree(), given=True)
             rows.append(self._row(given, self.ranks))
         names = [name for name in _saving() if not find(name).needs_ranks]
-        for plain in _plain(config):
+        plainly = _plain(config)
+        own = [plain.kind for plain in plainly].index(_kind(config))
+        for number, plain in enumerate(plainly):
+            if self.short and number > own and any(row.fits for row in rows):
+                break
             for group in ([], *([name] for name in names), names):
                 row = self._row(plain.using(group), self.ranks)
                 if not any(_alike(row, other) for other in rows):
@@ -242,7 +251,7 @@ def explained(config: RunConfig, ranks: Ranks, machine: Machine) -> Iterator[Non
         with config.placing():
             yield
     except TooLargeError as refused:
-        refused.what_fits = lambda: ["", *Fit(config, ranks, machine).lines()]
+        refused.what_fits = lambda: ["", *Fit(config, ranks, machine, short=True).lines(), *MORE]
         raise
 
 
