@@ -69,11 +69,11 @@ def headline(plan: Plan, cost: StepCost) -> str:
     """The simulated step on one line; in a pipeline that of one stage."""
     run = plan.facts.run
     step = f"simulated step: {cost.seconds:.3g} s"
+    if cost.bound is not None and (above := cost.seconds / cost.bound - 1) >= 0:
+        step += " (within 2% of the bound)" if above <= WITHIN else f" (at most {ceil(100 * above)}% above the bound)"
     if run.stages > 1:  # in gpipe and 1f1b it waits for as many micro-batches as there are other stages
         waiting = cost.seconds + (run.stages - 1) / run.accumulation * cost.compute_seconds
         step = f"simulated step of this stage: {cost.seconds:.3g} s alone, {waiting:.3g} s if all take as long"
-    if cost.bound is not None and (above := cost.seconds / cost.bound - 1) >= 0:
-        step += " (within 2% of the bound)" if above <= WITHIN else f" (at most {ceil(100 * above)}% above the bound)"
     return (
         f"{step}, of which forward and backward {cost.compute_seconds:.3g} s "
         f"({cost.compute_seconds / cost.seconds:.0%}); {cost.outcome.binds.value} binds; rates: {cost.origin}"
