@@ -175,7 +175,7 @@ def test_operations_follow_the_weights_that_products_read() -> None:
 
 def test_the_report_begins_with_peak_step_and_advice_and_fits_on_a_screen() -> None:
     """However the blocks differ: here some are updated on the device, others by the CPU."""
-    rates = replace(FAST, up_bytes_per_s=1e9, down_bytes_per_s=1e9, update_fp32_params_per_s=2e8, duplex_factor=0.5)
+    rates = replace(FAST, up_bytes_per_s=1e9, down_bytes_per_s=1e9, update_fp32_params_per_s=5e7, duplex_factor=0.5)
     about = known(rates, blocks=32, forward_flops=10**12)
     about = replace(about, machine=replace(about.machine, device_bytes=340 << 20))
     plan = planned(about)
