@@ -166,6 +166,9 @@ class Tensor(Strategy):
             yield Refusal(
                 KEY, self.degree, "its parts on a disk were not compared beside strategies.offload; leave disk out"
             )
+        if run.head_words % self.degree:  # the plan of one rank is that of all ranks of a copy
+            cure = "must divide the words of the head beside strategies.offload, whose ranks have parts of one size"
+            yield Refusal(KEY, self.degree, f"{cure}; write another vocab_size, or leave one of the two out")
         if self.sequence_parallel:
             yield Refusal(SLICES, True, f"{apart}; leave one of the two out")
         if self.chunks is not None:
@@ -228,7 +231,6 @@ class Tensor(Strategy):
         slices = ", tokens between them as well" if self.sequence_parallel else ""
         reason = f"attention and MLP divided over {self.degree} ranks{slices}"
         if facts.run.stowed:  # each rank's part is a model of its own to the memory engine
-            self._refuse_uneven(facts)
             yield Reserve(unit=RUN, reason=reason, owner="tensor: divided layers", num_bytes=0, in_passes=True)
             return
         if facts.run.stages > 1:
@@ -243,14 +245,6 @@ class Tensor(Strategy):
             size, words = exchanged_rows.message_bytes(facts.run, self.lossy.tokens), self._exchanged(facts)
             yield Reserve(unit=RUN, reason=words, owner=exchanged_rows.OWNER, num_bytes=size, in_passes=True)
         yield EngineSet(unit=RUN, reason=reason, key=deepspeed.TENSOR_DEGREE, value=self.degree)
-
-    def _refuse_uneven(self, facts: Facts) -> None:
-        """The plan of one rank is that of all ranks of a copy. All else that does not divide is refused before."""
-        divided = [param for param in facts.params if autotp.is_part(param.name, tied=facts.run.tied)]
-        whole = facts.num_params + (self.degree - 1) * sum(param.num_elements for param in divided)
-        if whole != facts.run.model_params:
-            cure = "must divide the words of the head beside strategies.offload, whose ranks have parts of one size"
-            raise Refusal(KEY, self.degree, f"{cure}; write another vocab_size, or leave one of the two out")
 
     def _chunks(self, facts: Facts) -> tuple[int, ...]:
         """Of each sub-layer, attention and MLP in turn."""

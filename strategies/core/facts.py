@@ -168,6 +168,7 @@ class ModelNumbers:
     model_flops: int = 0  # of one micro-batch's forward through it
     scales_bytes: int = 0  # of quantised weights, always on the device
     tied: bool = False  # the head multiplies by the embedding's weight
+    head_words: int = 0  # of a whole head that tensor ranks divide; 0: there is none, or it is tied
     num_experts: int = 0  # of a layer; 0: there are none
     experts_per_token: int = 0
     positions: int = 0  # tokens of a row that the model is made for; 0: it says no number

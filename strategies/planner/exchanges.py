@@ -13,7 +13,8 @@ the way:
     two-level  inside machines and across in turn (``two_level.py``): a sum and a gather send (M-1)/M W/R across each
 
 Ranks that have slices of rows send 3 messages before attention and one after it, in forward and as many back
-(``strategies/sequence.py``); the heads of keys and values count as those of queries. Attention waits for them.
+(``strategies/sequence.py``); the heads of keys and values count as those of queries. Attention waits for them. Tensor
+ranks sum hidden states around each divided layer, and wait as well (``hybrid/cluster.py``).
 
 What a rank sends counts at the rate inside, what leaves at the rate between machines, and the slower of the two is the
 time. That is arithmetic; no network was measured. Where the rate between machines is unknown, all ranks count as if
@@ -26,6 +27,7 @@ from collections.abc import Mapping
 
 from strategies.core.facts import Facts, Rates
 from strategies.core.layout import Reduction
+from strategies.planner.hybrid.cluster import Cluster, Wire
 from strategies.planner.pipeline_bytes import MESSAGE_BYTES, boundary_bytes
 from strategies.planner.two_level import GATHERS, SUMS, Machines, machines_of
 
@@ -92,6 +94,20 @@ def slices_seconds(facts: Facts, rates: Rates) -> float:
     rate = min(rates.exchange_bytes_per_s(), across or 0.0) if leaves else rates.exchange_bytes_per_s()
     wait = rates.net_across_latency_s if leaves else rates.net_latency_s
     return SLICE_MESSAGES * (ranks - 1) * (boundary_bytes(facts.run) / ranks**2 / rate + wait)
+
+
+def sum_seconds(facts: Facts, rates: Rates) -> float:
+    """One sum of a micro-batch's hidden states over the tensor ranks of a copy."""
+    run = facts.run
+    return cluster_of(facts, rates).all_reduce_seconds(boundary_bytes(run), run.tensor)
+
+
+def cluster_of(facts: Facts, rates: Rates) -> Cluster:
+    """The ranks of the run and their network."""
+    rate, here = rates.net_across_bytes_per_s, facts.machine.ranks or facts.run.world_size
+    inside = Wire(rates.exchange_bytes_per_s(), rates.net_latency_s)
+    across = None if rate is None else Wire(rate, rates.net_across_latency_s)
+    return Cluster(facts.run.world_size, here, inside, across)
 
 
 def spread(facts: Facts) -> tuple[int, int]:

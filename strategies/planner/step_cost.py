@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
-from strategies.core.facts import HOST_UPDATE_BYTES, Facts, Rates, UnitKind
+from strategies.core.facts import HOST_UPDATE_BYTES, NO_WORK, Facts, Rates, UnitKind
 from strategies.core.layout import (
     ITEM_BYTES,
     SCRATCH_ELEMENTS,
@@ -34,8 +34,9 @@ from strategies.core.layout import (
 )
 from strategies.core.moments import slower, touched_bytes
 from strategies.core.plan import Plan
+from strategies.planner.activation_policy import FULL, by_policy
 from strategies.planner.addresses import slot_numbers, weight_packing
-from strategies.planner.exchanges import gather_rate, slices_seconds, sums_slowdown
+from strategies.planner.exchanges import gather_rate, slices_seconds, sum_seconds, sums_slowdown
 from strategies.planner.problem import Eviction, Link, Problem, Shared, Tick, Update, Weight
 from strategies.planner.simulate import Outcome, simulate, simulated_period
 from strategies.planner.tasks import ROUND_NUMBERS, Resource, build_tasks
@@ -176,17 +177,23 @@ def _overlapping(layout: Layout) -> dict[int, tuple[int, ...]]:
 
 def unit_seconds(facts: Facts, rates: Rates) -> list[tuple[float, float]]:
     """Forward and backward of one micro-batch by unit, in order: as measured, else from operations, and what ranks of a
-    row exchange in attention.
+    row exchange in attention, and tensor ranks in the memory engine around divided layers.
     """
-    one = slices_seconds(facts, rates)
+    one, run = slices_seconds(facts, rates), facts.run
+    once_summed = sum_seconds(facts, rates) if run.stowed and run.tensor > 1 else 0.0
+    there, back, repeated = (count * once_summed for count in run.sums)
     found = []
     for unit, flops, saved in zip(facts.units, unit_flops(facts), frozen_flops(facts), strict=True):
         once = flops / rates.gemm_flops(facts.run.precision)
         twice = 2 * once - saved / rates.gemm_flops(facts.run.precision)
         if unit.kind is UnitKind.BLOCK:
-            once, twice = once + one, twice + one
+            once, twice = once + one + there, twice + one + back
+            if once_summed and run.recomputes:
+                twice += repeated - there  # forward is added whole below
+            elif once_summed and unit.again == by_policy(unit, FULL).again != NO_WORK:
+                twice += repeated
         forward, backward = facts.unit_times.of(unit.kind) if facts.unit_times else (once, twice)
-        whole = forward if facts.run.recomputes and unit.kind is UnitKind.BLOCK else 0.0
+        whole = forward if run.recomputes and unit.kind is UnitKind.BLOCK else 0.0
         found.append((forward, backward + whole + rates.seconds(unit.again, facts.run.precision)))
     return found
 

@@ -104,6 +104,18 @@ def test_offload_brings_a_loss_by_chunks_but_not_to_tensor_ranks() -> None:
     assert found[0] > found[1] and found[2] == found[3]
 
 
+@pytest.mark.parametrize(
+    ("words", "tied", "refused"), [(16_001, False, True), (16_001, True, False), (16_000, False, False)]
+)
+def test_a_head_of_uneven_parts_is_not_offered_beside_offload(words: int, tied: bool, refused: bool) -> None:
+    """As the plan of such a config refuses it (test_tensor.py)."""
+    config = run_config({**WIDE, "vocab_size": words, "tie_word_embeddings": tied}, data=DATA, bf16=True)
+    run = Shares(config, RANKS, CARD, lambda line: None).whole.run
+    stowed = Degrees(tensor=2, data=4, zero=1, offload=Stowed.STATE)
+    said = [str(keys.refused(run, {})(each)) for each in (stowed, replace(stowed, offload=Stowed.NOTHING))]
+    assert ["words of the head" in each for each in said] == [refused, False]
+
+
 def write(folder: Path, **training: object) -> Path:
     path = folder / "mine.yaml"
     usual = {"bf16": True, "gradient_checkpointing": True, "per_device_train_batch_size": 2}

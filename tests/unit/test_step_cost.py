@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from strategies.core.compose import compose, in_order
-from strategies.core.facts import Facts, Home, Param, Rates
+from strategies.core.facts import NO_WORK, Choices, Facts, Home, Operator, Param, Rates, UnitKind, Work
 from strategies.core.layout import Item, Site
 from strategies.core.on_disk import disk_bytes
 from strategies.core.plan import Plan
@@ -66,6 +66,33 @@ def test_ranks_of_a_row_exchange_in_every_attention(here: int, rate: float, wait
     assert rates is not None
     more = [sum(map(sum, unit_seconds(each, rates))) for each in (about, alone)]
     assert more[0] - more[1] == pytest.approx(2 * 4 * one)
+
+
+@pytest.mark.parametrize(("here", "rate", "wait"), [(4, 1e9, 1e-3), (2, 2e8, 1e-2)])
+def test_tensor_ranks_sum_hidden_states_around_divided_layers(here: int, rate: float, wait: float) -> None:
+    """Four ranks send 3/4 of the hidden states out and back for each sum, between two machines over a card per rank;
+    a block that runs again does one of them more, whether Transformers runs it again or ``recompute`` does.
+    """
+    net = {"net_bytes_per_s": 1e9, "net_latency_s": 1e-3, "net_across_bytes_per_s": 1e8, "net_across_latency_s": 1e-2}
+    more = {"hidden_size": 1 << 20, "sums": (2, 5, 1), "stowed": True, "world_size": 4}
+    rates = replace(FAST, **net)
+    units = known().units
+    work = Work(flops=10**9)
+    choices = Choices(input_bytes=0, running_bytes=0, operators=(Operator("linear", 1, work),), rest=NO_WORK)
+    blocks = [replace(unit, saved_bytes=1 << 20, choices=choices) for unit in units]
+
+    def passes(tensor: int, *, again: bool = False, **run: Any) -> float:
+        about = known(rates, tensor=tensor, **{**more, **run})
+        kept = (replace(unit, again=work) if again and unit.kind is UnitKind.BLOCK else unit for unit in blocks)
+        about = replace(about, units=tuple(kept), machine=replace(about.machine, ranks=here))
+        return sum(map(sum, unit_seconds(about, rates)))
+
+    run = known(rates, **more).run
+    once = 2 * (0.75 * run.micro_batch * run.sequence * (1 << 20) * run.precision.element_bytes / rate + 2 * wait)
+    assert passes(4) - passes(1) == pytest.approx(4 * 7 * once)
+    assert passes(4, again=True) - passes(1, again=True) == pytest.approx(4 * 8 * once)
+    assert passes(4, recomputes=True) - passes(1, recomputes=True) == pytest.approx(4 * 8 * once)
+    assert passes(4, stowed=False) == passes(1, stowed=False), "DeepSpeed's engine: the search prices them"
 
 
 def test_updates_ahead_as_far_as_the_host_has_room_and_they_gain() -> None:

@@ -197,7 +197,8 @@ def test_parts_of_one_size_beside_the_memory_engine() -> None:
     """The plan of the first rank is that of all: an odd head is refused, a tied one and one that divides are not."""
     made = {"tensor": {"degree": 2}, "offload": {}}
     ranks = Ranks(world_size=2, local_world_size=2)
-    for model in (LLAMA, {**LLAMA, "vocab_size": 129, "tie_word_embeddings": True}):
+    tied = {**LLAMA, "vocab_size": 129, "tie_word_embeddings": True}
+    for model in (LLAMA, {**LLAMA, "vocab_size": 130}, tied):  # 130: parts of 65, which two would not divide again
         assert plan_of(run_config(model, strategies=made), ranks, probe()).layout is not None
     with pytest.raises(ConfigError, match=r"degree = 2: must divide the words of the head beside strategies\.offload"):
         plan_of(run_config({**LLAMA, "vocab_size": 129}, strategies=made), ranks, probe())

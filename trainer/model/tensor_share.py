@@ -39,6 +39,14 @@ def is_tied(model: PreTrainedModel) -> bool:
     return embedding is not None and head is not None and embedding.weight is head.weight
 
 
+def head_words(model: PreTrainedModel) -> int:
+    """Rows of the whole head, where tensor ranks divide it; 0: they do not."""
+    tied = is_tied(model)
+    cuts = (each for name, each in model.named_modules() if cut_of(name, tied=tied) is Cut.GATHERED)
+    head: Any = next((each for each in cuts if isinstance(each, nn.Linear)), None)
+    return 0 if head is None else int(getattr(head, "vocabulary", head.out_features))
+
+
 def divide(model: PreTrainedModel, degree: int, *, in_slices: bool = False) -> None:
     """Give the layers of ``model``, which has no storage, the shapes of one of ``degree`` ranks; ``in_slices``: which
     has a slice of the tokens between them.

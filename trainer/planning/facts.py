@@ -315,13 +315,14 @@ def _inputs(config: RunConfig, model: Any, shape: tuple[int, int], *, masked: bo
 
 
 def _numbers(model: Any) -> dict[str, Any]:
-    """How many experts a layer has, and how many of them a token is sent to; positions; whether a head is tied."""
-    from trainer.model.tensor_share import is_tied
+    """Of the experts of a layer, how many there are and a token is sent to; positions; of the head."""
+    from trainer.model.tensor_share import head_words, is_tied
 
     counts = (each for module in model.modules() if isinstance(each := getattr(module, "num_experts", 0), int))
     sent = getattr(model.config.get_text_config(), "num_experts_per_tok", 0)
     found: dict[str, Any] = {"num_experts": max(counts, default=0), "experts_per_token": sent or 0}
-    return found | {"positions": positions.made_for(model.config), "tied": is_tied(model)}
+    found |= {"tied": is_tied(model), "head_words": head_words(model)}
+    return found | {"positions": positions.made_for(model.config)}
 
 
 def _whole(config: RunConfig) -> ModelCount | None:

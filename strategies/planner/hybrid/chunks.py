@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from strategies.core.facts import Facts, UnitKind
-from strategies.planner.hybrid.cluster import Cluster, Wire
+from strategies.planner.exchanges import cluster_of
 from strategies.planner.pipeline_bytes import boundary_bytes
 from strategies.planner.step_cost import unit_seconds
 
@@ -145,11 +145,7 @@ class Passes:
         run, rates = facts.run, facts.machine.rates
         if rates is None or not run.forward_flops:
             return None
-        inside = Wire(rates.exchange_bytes_per_s(), rates.net_latency_s)
-        rate, here = rates.net_across_bytes_per_s, facts.machine.ranks or run.world_size
-        cluster = Cluster(
-            run.world_size, here, inside, None if rate is None else Wire(rate, rates.net_across_latency_s)
-        )
+        cluster = cluster_of(facts, rates)
         launched = rates.launch_s if run.accelerated else 0.0
         passes: tuple[list[Table], list[Table]] = ([], [])
         numbers = sorted({*divisors(run.micro_batch), *more})
