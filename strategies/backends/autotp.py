@@ -66,13 +66,6 @@ def cut_of(name: str, *, tied: bool) -> Cut | None:
     return Cut.GATHERED if re.fullmatch(WRAPPED + HEAD, name) and not tied else None
 
 
-def is_part(name: str, *, tied: bool) -> bool:
-    """Whether ranks have parts of the parameter of that name."""
-    layer, _, kind = name.rpartition(".")
-    cut = cut_of(layer, tied=tied)
-    return cut is not None and (cut, kind) != (Cut.ROWS, "bias")
-
-
 def _named(layers: tuple[str, ...]) -> str:
     return rf".*\.(?:{'|'.join(layers)})"
 
