@@ -9,6 +9,7 @@ import pytest
 
 from launch.plan import main
 from tests.helpers.tiny import LLAMA, run_config
+from trainer.config.sections import DistillSection
 from trainer.model.count_cache import cached, name_of
 from trainer.planning.facts import ModelCount, asked, count_model, products_again
 
@@ -54,6 +55,11 @@ def test_another_question_is_another_name(changes: dict[str, Any]) -> None:
     assert name_of(run_config(**changes)) != name_of(run_config())
     small = run_config(strategies={"offload": {"gpu_memory": "1GiB"}}, learning_rate=1e-3)
     assert name_of(small) == name_of(run_config(strategies={"offload": {}})), "what changes no count"
+
+
+def test_what_a_teacher_is_asked_is_in_the_name() -> None:
+    asked = [DistillSection(teacher="one", on=on) for on in ("logits", "hidden", "both")]
+    assert len({name_of(run_config().model_copy(update={"distill": each})) for each in asked}) == 3
 
 
 def test_products_are_taken_again_where_all_of_a_block_is() -> None:
