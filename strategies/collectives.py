@@ -88,9 +88,8 @@ class Collectives(Strategy):
         default=10, ge=2, description="Steps before topk, int8, powersgd or onebit begins; they send all."
     )
 
-    local_steps: int | None = Field(
+    local_steps: Annotated[int, Field(ge=1)] | None = Field(
         default=None,
-        ge=1,
         description="Lossy: ranks train alone for so many steps, then exchange differences (DiLoCo).",
     )
     outer_lr: float = Field(default=0.7, gt=0, description="Learning rate of the SGD that takes these differences.")

@@ -103,12 +103,13 @@ class LocalSteps(Compressed):
 
     def _fill(self, found: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         """Weights and the inner state wait for ``resumed``."""
-        kept = {name: each for name, each in self._state() if ".inner." not in name}
-        if any(found[name].shape != each.shape for name, each in kept.items()):
+        kept = {f"{name}.momentum": each for name, each in self._momenta.items()}
+        kept |= self._codec.state if self._codec is not None else {}
+        weights = {f"{name}.weight": param for name, param in self._params.items()}
+        if any(found[name].shape != each.shape for name, each in (kept | weights).items()):
             raise ValueError
         for name, each in kept.items():
-            if not name.endswith(".weight"):
-                each.copy_(found.pop(name))
+            each.copy_(found.pop(name))
         self._found, self._steps = found, int(numbers["steps"])
 
     @torch.no_grad()

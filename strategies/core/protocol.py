@@ -91,7 +91,7 @@ BITWISE = Parity(0.0, "")
 class Strategy(BaseModel, ABC):
     """Base of every strategy. Fields are the options; the class docstring is the user's manual."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     phase: ClassVar[Phase]
     examples: ClassVar[tuple[Mapping[str, Any], ...]]  # small options with which the parity tests run it

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from strategies.backends.local_steps import LocalSteps
 from strategies.core.compression import Compression
@@ -64,7 +64,8 @@ def _trained(ranks: Ranks, how: Compression, inner: str) -> dict[str, Tensor]:
         for param, value in zip(model.params, _begin(), strict=True):
             param.copy_(value + ranks.rank)  # the first rank's are taken
     optimizer = INNER[inner](model.parameters())
-    local.follow(optimizer, model)
+    named = nn.ModuleDict({"a": nn.ModuleDict({"inner": model})})  # as what the state calls the optimizer's part
+    local.follow(optimizer, named)
     for step, every in enumerate(_gradients(ranks.world_size), 1):
         model(every[ranks.rank]).backward()
         optimizer.step()
@@ -78,6 +79,10 @@ def _trained(ranks: Ranks, how: Compression, inner: str) -> dict[str, Tensor]:
                 others = [torch.empty_like(param) for _ in range(ranks.world_size)]
                 dist.all_gather(others, param.detach())
                 assert not torch.equal(others[0], others[1]), "ranks have exchanged in a local step"
+    filled, saved = LocalSteps(how), dict(local._state())
+    filled.follow(optimizer, named)
+    filled._fill(dict(saved), {"steps": STEPS})
+    assert different(saved, dict(filled._state())) == []
     return {str(number): param.detach().clone() for number, param in enumerate(model.params)}
 
 
