@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from strategies.engine.forward import chunked_loss
 from strategies.engine.forward.distilled_loss import Distillation, answers, distil, student_loss
+from trainer.model.student import width_of
 
 ROWS, LENGTH, WORDS, MORE = 3, 40, 37, 3  # both models have 37 words, and the student's head 3 more
 ALL, FEW = None, 5
@@ -96,6 +97,27 @@ def test_hidden_states(logits: bool, half: bool, monkeypatch: pytest.MonkeyPatch
     expected.backward()
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
     torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-8)
+
+
+def test_what_is_kept_is_what_the_head_reads() -> None:
+    """Also of an OPT, whose forward goes past the model below its head, and which projects its last state."""
+    import transformers
+
+    config = transformers.OPTConfig(
+        vocab_size=WORDS, hidden_size=16, ffn_dim=16, num_hidden_layers=1, num_attention_heads=2,
+        word_embed_proj_dim=8, max_position_embeddings=LENGTH,
+    )  # fmt: skip
+    model = transformers.OPTForCausalLM(config).eval()
+    distil(model, Distillation("jsd", 1.0, 1.0, None, WORDS, hidden=width_of(config), logits=False))
+    ids = torch.randint(2, WORDS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(4))
+    theirs = torch.randn(ROWS, LENGTH, 8, generator=torch.Generator().manual_seed(5))
+    found = model(input_ids=ids, labels=ids, teacher=theirs.view(torch.int32)).loss
+    head: Any = model.lm_head
+    own: list[Tensor] = []
+    head.register_forward_pre_hook(lambda module, args: own.append(args[0]))
+    model(input_ids=ids)
+    apart = (own[0] - theirs)[:, :-1].square().mean(-1) / theirs[:, :-1].square().mean(-1)
+    assert found.item() == pytest.approx(apart.mean().item(), rel=1e-5)
 
 
 def test_all_words_are_kept_as_the_teacher_says_them() -> None:

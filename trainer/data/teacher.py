@@ -45,7 +45,7 @@ from trainer.data.packing import MASKED
 from trainer.data.prepare import is_whole
 from trainer.errors import ConfigError, DataError, first_line
 from trainer.model import build, quantise
-from trainer.model.student import comparison
+from trainer.model.student import comparison, width_of
 from trainer.planning import facts
 from trainer.planning.streamed import placed, plan_within, weights_of
 
@@ -112,7 +112,7 @@ def check(
             what = f"its model has {words} words, fewer than the {len(tokenizer)} of the tokenizer"
             raise config.error("distill.teacher", name, what)
     words = min(each.get_text_config().vocab_size for each in (student, *configs.values()))
-    how = comparison(config, words, student.hidden_size)
+    how = comparison(config, words, width_of(student))
     marks = [contents(name, hf_config) for name, hf_config in configs.items()]
     mark = marks[0] if len(marks) == 1 else digest_of([marks, list(shares.values())])
     decide = [prepared.fingerprint, mark, next(iter(sections.values())).dtype, how.temperature, how.top_k, how.words]

@@ -6,12 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 from strategies.engine.forward.distilled_loss import TEACHER, Distillation, distil
 
-__all__ = ["TEACHER", "comparison", "learn"]
+__all__ = ["TEACHER", "comparison", "learn", "width_of"]
 
 if TYPE_CHECKING:
     from torch import nn
 
     from trainer.config.sections import RunConfig
+
+
+def width_of(text_config: Any) -> int:
+    """Numbers of the hidden state that the head of a language model reads; a small OPT projects its states first."""
+    return getattr(text_config, "word_embed_proj_dim", None) or int(text_config.hidden_size)
 
 
 def comparison(config: RunConfig, words: int, hidden: int) -> Distillation:

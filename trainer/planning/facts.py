@@ -247,7 +247,7 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
         inputs = _inputs(config, model, shape, masked=masked)
         if config.distill is not None:
             text = model.config.get_text_config()
-            how = student.comparison(config, text.vocab_size, text.hidden_size)
+            how = student.comparison(config, text.vocab_size, student.width_of(text))
             student.learn(model, config, how)
             inputs[student.TEACHER] = torch.zeros(*shape, how.width, dtype=torch.int32)
         shift = task.language

@@ -17,6 +17,7 @@ from trainer.data.teacher import Lesson
 from trainer.dist.agreement import agreement
 from trainer.errors import write_line, write_nothing
 from trainer.model.structured import config_of
+from trainer.model.student import width_of
 from trainer.run.resuming import DAY_S
 
 if TYPE_CHECKING:
@@ -34,9 +35,9 @@ def refuse(config: RunConfig) -> None:
     """Raise ConfigError if a teacher has no configuration, or hidden states of another width than the student."""
     if config.distill is None:
         return
-    configs, own = teacher.configs_of(config), config_of(config).get_text_config().hidden_size
+    configs, own = teacher.configs_of(config), width_of(config_of(config).get_text_config())
     for name, found in configs.items():
-        if config.distill.on != "logits" and (width := found.get_text_config().hidden_size) != own:
+        if config.distill.on != "logits" and (width := width_of(found.get_text_config())) != own:
             why = f"hidden states of {name} have {width} numbers, and the student's {own}"
             what = "a projection between them would be a trained parameter that no export has a place for; write logits"
             raise config.error("distill.on", config.distill.on, f"{why}; {what}")

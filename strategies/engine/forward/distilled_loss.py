@@ -12,7 +12,7 @@ floating-point inputs to the dtype of DeepSpeed's engine. The model's forward ha
 
 With ``hidden`` the teacher's last hidden state h, which its head reads, follows in the answer, in fp32 or as pairs of
 bf16. In the place of ``T^2 * D``, or added to it, is ``hidden_weight * mean((h - s)^2) / mean(h^2)``. The student's
-state s is kept by a hook on the model below the head, for the loss of the same call.
+state s is kept by a hook on the head, for the loss of the same call.
 
 Invariant. The logits are kept in the dtype of the head, and no fp32 tensor is larger than a chunk has rows: forward
 computes the losses of a chunk, backward computes them once more with autograd. The answers are read as they are.
@@ -177,15 +177,15 @@ class _ByChunks(torch.autograd.Function):
 
 
 def keep_state(model: Any) -> list[Tensor]:
-    """A list that has the last hidden state [batch, length, hidden] after a forward of ``model``, a causal language
+    """A list that has what the head reads [batch, length, hidden] after a forward of ``model``, a causal language
     model; whoever reads it takes it out.
     """
     kept: list[Tensor] = []
 
-    def keep(module: nn.Module, args: Any, output: Any) -> None:
-        kept[:] = [output[0]]
+    def keep(module: nn.Module, args: Any) -> None:
+        kept[:] = [args[0]]
 
-    model.base_model.register_forward_hook(keep)
+    model.get_output_embeddings().register_forward_pre_hook(keep)
     return kept
 
 
