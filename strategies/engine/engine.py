@@ -278,6 +278,8 @@ class Engine(Copied):
         """Drop the gradients since the last step, unless updates with them have begun."""
         self.refuse_partly_updated("call step(), or if backward was interrupted, start from a checkpoint")
         self.hooks.close_all()
+        for bucket in self.buckets:  # another backward through the same graph writes where updates ahead read
+            self.updates.drop_ahead(bucket)
         self.gradients.discard()
         self.clipping.clear()
         self._ready.clear()

@@ -194,6 +194,21 @@ def test_what_is_done_between_backward_and_step(act: Callable[..., None], travel
     both([LOOSE] * 3, once, travelling, transfer=RaceDetector)
 
 
+@pytest.mark.parametrize("travelling", [False, pytest.param(True, marks=SLOW)])
+def test_discarded_and_made_again_from_the_same_graph(travelling: bool) -> None:
+    """No forward comes between, which would have dropped the updates that read the discarded gradients."""
+    moves, model = RaceDetector(), build("gpt2", dtype=torch.bfloat16)
+    plan = made(ahead=True, travelling=travelling)
+    optimizer = stow(model, plan, None, AdamW(lr=LR), transfer=moves, beside=True)
+    loss = model(**tokens("gpt2", 1)[0]).loss
+    loss.backward(retain_graph=True)
+    finished(0, model, optimizer)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.close()
+    assert moves.races == []
+
+
 def test_views_of_state_stay_those_of_the_state() -> None:
     """Who has read ``optimizer.state`` may write to it, as in plain torch: its memory is not exchanged any more."""
 
