@@ -299,6 +299,8 @@ class Offload(Strategy):
             return
         if self.masters != "fp32" and run.precision is not Precision.BF16:
             yield self._refusal("masters", "is for weights in bf16; write training.bf16: true, or leave it out")
+        if self.masters != "fp32" and run.adapters:
+            yield self._refusal("masters", "is for weights in bf16, and adapters are trained in fp32; leave it out")
         if self.masters != "fp32" and not self.weight_copies:
             yield self._refusal("masters", "are the weights on the host, so weight_copies: false has nothing to do")
         if OPTIMIZERS.get(run.optim, ("",))[0] != "AdamW":

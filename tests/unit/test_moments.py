@@ -158,16 +158,17 @@ def test_what_is_refused(words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "precision", "words"),
+    ("options", "changes", "words"),
     [
-        ({}, Precision.BF16, "goes with moments in bf16 or int8; write moments: int8 beside it"),
-        ({"moments": "int8"}, Precision.FP32, "is for weights in bf16; write training.bf16: true"),
-        ({"moments": "int8", "weight_copies": False}, Precision.BF16, "weight_copies: false has nothing to do"),
-        ({"moments": "int8"}, Precision.BF16, ""),
+        ({}, {}, "goes with moments in bf16 or int8; write moments: int8 beside it"),
+        ({"moments": "int8"}, {"precision": Precision.FP32}, "is for weights in bf16; write training.bf16: true"),
+        ({"moments": "int8"}, {"adapters": True}, "adapters are trained in fp32"),
+        ({"moments": "int8", "weight_copies": False}, {}, "weight_copies: false has nothing to do"),
+        ({"moments": "int8"}, {}, ""),
     ],
 )
-def test_what_masters_are_refused_with(options: dict[str, Any], precision: Precision, words: str) -> None:
-    found = list(Offload(masters="bf16", **options).refusals(run(precision=precision), {}))
+def test_what_masters_are_refused_with(options: dict[str, Any], changes: dict[str, Any], words: str) -> None:
+    found = list(Offload(masters="bf16", **options).refusals(run(**changes), {}))
     assert [(one.key, one.value) for one in found] == ([("strategies.offload.masters", "bf16")] if words else [])
     assert all(words in str(one) for one in found)
 
