@@ -165,6 +165,12 @@ class Collectives(Strategy):
             if holds:
                 yield Refusal(*self._what, cure)
 
+    def refuses_steps(self, steps: int) -> Iterator[Refusal]:
+        if self.local_steps is not None and steps < self.local_steps:
+            yield Refusal(
+                LOCAL, self.local_steps, f"ranks would exchange nothing in training.max_steps = {steps}; lower it"
+            )
+
     def _compression(self) -> Compression:
         plain = (self.compress, self.density, self.rank, self.start)
         return Compression(*plain, self.local_steps or 0, self.outer_lr, self.outer_momentum)

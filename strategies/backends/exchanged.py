@@ -20,6 +20,7 @@ generation) sums are whole and exact, unless ``evaluates`` is set.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -150,13 +151,13 @@ class Layer:
     """Replaces the ``forward`` of a divided layer while its sub-layer exchanges; otherwise it is the layer's."""
 
     def __init__(self, layer: Any, cut: Cut, sublayer: Sublayer) -> None:
-        self.forward = layer.forward
+        self.forward: Callable[[Tensor], Tensor] = layer.forward
         self._layer, self._cut, self._sublayer = layer, cut, sublayer
 
     def __call__(self, inputs: Tensor) -> Tensor:
         layer, call = self._layer, self._sublayer.call
         if call is None:
-            return self.forward(inputs)  # type: ignore[no-any-return]
+            return self.forward(inputs)
         if self._cut is Cut.COLUMNS:
             return linear(inputs, layer.weight, layer.bias)
         found: Tensor = _Sum.apply(linear(inputs, layer.weight), self._sublayer, call)

@@ -153,6 +153,10 @@ class Strategy(BaseModel, ABC):
         """How ranks exchange lossily, so that no other way or number of ranks goes on from it; empty: exactly."""
         return ""
 
+    def refuses_steps(self, steps: int) -> Iterable[Refusal]:
+        """Options that cannot work in so many optimizer steps, of a run whose config says how many."""
+        return ()
+
     def in_fewer_bits(self) -> str:
         """What it keeps in fewer bits than plain training, so that the result is another one; empty: nothing."""
         return ""

@@ -381,23 +381,33 @@ def plan_of(
     buckets = made.layout.buckets
     if site == "mixed":
         buckets = _in_turn(buckets, Home.HOST if park == "host" else Home.DEVICE, ranks)
-    if not split:
-        buckets = tuple(replace(b, grad_split=False) for b in buckets)
-    if direct:
-        buckets = tuple(replace(b, grad_direct=(b.site, b.grad_home) == (Site.HOST, Home.HOST)) for b in buckets)
-    if disk:
-        buckets = tuple(replace(b, on_disk=b.site is Site.HOST and b.state_bytes(moments) > 0) for b in buckets)
-    blocks = {unit.name for unit in made.facts.units if unit.kind is UnitKind.BLOCK}
-    of_blocks = [index for index, b in enumerate(buckets) if set(b.units) <= blocks]
-    moving = {"resident": [], "travelling": of_blocks, "some": of_blocks[::2] + _ends(buckets, made.facts)}[weights]
-    assert bool(moving) is (weights != "resident")
-    buckets = tuple(replace(b, resident_ticks=(), rounds=rounds and b.group is not None) for b in buckets)
+    moving = _moving(buckets, made.facts, weights)
+    changes = (
+        {
+            "grad_split": b.grad_split and split,
+            "grad_direct": (b.site, b.grad_home) == (Site.HOST, Home.HOST) if direct else b.grad_direct,
+            "on_disk": bool(disk) and b.site is Site.HOST and b.state_bytes(moments) > 0,
+            "resident_ticks": (),
+            "rounds": rounds and b.group is not None,
+        }
+        for b in buckets
+    )
+    buckets = tuple(replace(b, **change) for b, change in zip(buckets, changes, strict=True))
     bare = replace(made.layout, buckets=buckets, keeps_copies=copies, visit_slots=visit_slots)
     bare = replace(bare, disk=disk, window_slots=2, moments_as=moments_as)
     bare = weight_schedule.only_while_used(bare, moving, int(prefetch))
     if ahead:
         bare = replace(bare, buckets=tuple(replace(b, updates_ahead=may_update_ahead(b, bare)) for b in bare.buckets))
     return Made.of(bare, made.facts.params, ranks, debug=debug)
+
+
+def _moving(buckets: Sequence[Bucket], facts: Facts, weights: str) -> list[int]:
+    """The buckets whose weights travel, as ``plan_of`` has it."""
+    blocks = {unit.name for unit in facts.units if unit.kind is UnitKind.BLOCK}
+    of_blocks = [index for index, b in enumerate(buckets) if set(b.units) <= blocks]
+    moving = {"resident": [], "travelling": of_blocks, "some": of_blocks[::2] + _ends(buckets, facts)}[weights]
+    assert bool(moving) is (weights != "resident")
+    return moving
 
 
 def _ends(buckets: Sequence[Bucket], facts: Facts) -> list[int]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from strategies.backends.autotp import Cut, cut_of
@@ -128,6 +129,16 @@ def in_turn(ranks: Ranks, jobs: Sequence[Job]) -> dict[str, dict[str, Any]]:
         found[name] = _run(ranks, config, resume)
         forget_run()
     return found
+
+
+def common_ends(ranks: Ranks, jobs: Sequence[Job]) -> dict[str, Any]:
+    """``in_turn``, of which the ranks end with the same bits: these."""
+    found = in_turn(ranks, jobs)
+    for name, each in found.items():
+        every: list[Any] = [None] * ranks.world_size
+        dist.all_gather_object(every, each["end"])
+        assert not any(different(each["end"], other) for other in every), f"{name}: ranks end with other bits"
+    return {name: each["end"] for name, each in found.items()}
 
 
 def forget_run() -> None:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from strategies.backends.compressed import Compressed
 from strategies.core.compression import Compression
-from tests.helpers.moves import Kind, different, in_turn
+from tests.helpers.moves import Kind, common_ends, different
 from tests.helpers.worlds import run_counted
 from trainer.config.sections import RunConfig
 from trainer.dist.ranks import Ranks
@@ -119,15 +119,6 @@ def test_ranks_get_the_same_bits_and_nothing_is_lost(ranks: int) -> None:
 # --- training --------------------------------------------------------------------------------------------------------
 
 
-def _train(ranks: Ranks, jobs: list[tuple[str, RunConfig, str | None]]) -> dict[str, Any]:
-    found = in_turn(ranks, jobs)
-    for name, each in found.items():
-        every: list[Any] = [None] * ranks.world_size
-        dist.all_gather_object(every, each["end"])
-        assert not any(different(each["end"], other) for other in every), f"{name}: ranks end with other bits"
-    return {name: each["end"] for name, each in found.items()}
-
-
 @pytest.mark.slow
 def test_a_run_goes_on_with_what_it_owes(tmp_path: Path) -> None:
     """With clipping and accumulation; casts beside fp16's loss scale, and int8 beside checkpointing."""
@@ -144,6 +135,6 @@ def test_a_run_goes_on_with_what_it_owes(tmp_path: Path) -> None:
     for method in ("fp16", "bf16"):
         kind = Kind(4, {"collectives": {"compress": method}}, {**training, "fp16": True, "save_strategy": "no"})
         jobs.append((method, kind.config(tmp_path / method, 3), None))
-    found = run_counted(4, _train, jobs)
+    found = run_counted(4, common_ends, jobs)
     for method in ("topk", "int8", "powersgd"):
         assert different(found[f"{method} whole"], found[f"{method} resumed"]) == [], method

@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from strategies.backends.compressed import Compressed
 from strategies.core.compression import Compression
-from tests.helpers.moves import Kind, different, in_turn
+from tests.helpers.moves import Kind, common_ends, different
 from tests.helpers.worlds import run_counted
 from tests.parity.test_compressed import Known, _same_on_all
 from trainer.config.sections import RunConfig
@@ -127,15 +126,6 @@ def test_a_parameter_without_variance_ends_the_run() -> None:
     run_world(2, _unused, deepspeed=False)
 
 
-def _runs(ranks: Ranks, jobs: list[tuple[str, RunConfig, str | None]]) -> dict[str, Any]:
-    found = in_turn(ranks, jobs)
-    for name, each in found.items():
-        every: list[Any] = [None] * ranks.world_size
-        dist.all_gather_object(every, each["end"])
-        assert not any(different(each["end"], other) for other in every), f"{name}: ranks end with other bits"
-    return {name: each["end"] for name, each in found.items()}
-
-
 @pytest.mark.slow
 def test_a_run_goes_on_in_the_second_stage_and_from_the_first(tmp_path: Path) -> None:
     """With clipping and accumulation; a checkpoint on either side of the border."""
@@ -145,6 +135,6 @@ def test_a_run_goes_on_in_the_second_stage_and_from_the_first(tmp_path: Path) ->
     folder = tmp_path / "onebit"
     jobs: list[tuple[str, RunConfig, str | None]] = [("whole", kind.config(folder, 6), None)]
     jobs += [(f"from {step}", kind.config(folder, 6), str(folder / f"checkpoint-{step}")) for step in (2, 4)]
-    found = run_counted(2, _runs, jobs)
+    found = run_counted(2, common_ends, jobs)
     for step in (2, 4):
         assert different(found["whole"], found[f"from {step}"]) == [], step

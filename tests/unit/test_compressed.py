@@ -1,6 +1,7 @@
 """What compressed exchanges are predicted to send, how they are declared, and what is refused; int8's rounding."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from strategies.core.registry import find
 from strategies.planner.compressed import kept_bytes
 from strategies.report import plan_table
 from tests.helpers.fakes import block, embedding, facts, run_facts
+from tests.helpers.refused import lines_of
 from tests.unit.test_rates import some_rates
 from trainer.errors import ExitCode
 from trainer.run.export import _exactness
@@ -35,7 +37,8 @@ def chosen(method: str) -> Collectives:
 
 
 def said(about: Facts) -> str:
-    plan = compose({"collectives": chosen(about.run.compression.method)}, about)  # type: ignore[union-attr]
+    assert about.run.compression is not None
+    plan = compose({"collectives": chosen(about.run.compression.method)}, about)
     return next(line for line in plan_table.summary(plan) if "lossy" in line)
 
 
@@ -148,3 +151,12 @@ def test_int8_is_off_by_half_a_level_at_most_and_passes_on_what_is_not_finite() 
     for bad in (torch.nan, torch.inf):
         numbers[7, 5] = bad
         assert not decoded(encoded(numbers))[7, 5].isfinite() and decoded(encoded(numbers))[8].isfinite().all()
+
+
+def test_fewer_steps_than_local_ones_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks would never exchange, and the model would be what it was; before any data is read."""
+    text = "model: {config: {model_type: llama}, tokenizer: x}\ndata: {path: nowhere.jsonl}\n"
+    text += "training: {output_dir: out, max_steps: 40}\nstrategies: {collectives: {local_steps: 50}}\n"
+    (line,) = lines_of(text, [], 2, tmp_path, monkeypatch)
+    assert line.startswith("x.yaml:4: strategies.collectives.local_steps = 50: ranks would exchange nothing in")
+    assert not list(Collectives(local_steps=50).refuses_steps(50))

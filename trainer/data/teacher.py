@@ -332,7 +332,7 @@ def _asked(
     labels = batch.pop("labels")
     predicts = labels[:, 1:] != MASKED
     logits = [call(**batch).logits[:, :-1] for call, _ in calls]
-    states = [kept.pop() for _, kept in calls]
+    states = [kept.pop() for _, kept in calls if how.hidden]
     found = []
     for row, trained in enumerate(predicts):
         where = trained.to(logits[0].device)
@@ -365,6 +365,6 @@ def _teachers(
     with ExitStack() as stack:
         places = _place(config, lesson.budget, models)
         yield [
-            (stack.enter_context(placed(model, plan, device)), keep_state(model))
+            (stack.enter_context(placed(model, plan, device)), keep_state(model) if lesson.how.hidden else [])
             for model, (plan, _) in zip(models, places, strict=True)
         ]

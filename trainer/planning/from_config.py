@@ -140,6 +140,8 @@ def check_options(config: RunConfig, world_size: int, *, installed: bool = True)
             strategy.check_installed()
         except Refusal as refused:
             found.append(refused)
+        if config.training.max_steps > 0:
+            found += strategy.refuses_steps(config.training.max_steps)
     if installed:
         from strategies.engine.memory import accelerator
 

@@ -178,14 +178,17 @@ class _ByChunks(torch.autograd.Function):
 
 def keep_state(model: Any) -> list[Tensor]:
     """A list that has what the head reads [batch, length, hidden] after a forward of ``model``, a causal language
-    model; whoever reads it takes it out.
+    model; whoever reads it takes it out. ValueError: it has no head that Transformers knows of.
     """
     kept: list[Tensor] = []
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ValueError(f"{type(model).__name__} does not say what its head is, so its hidden states are not known")
 
     def keep(module: nn.Module, args: Any) -> None:
         kept[:] = [args[0]]
 
-    model.get_output_embeddings().register_forward_pre_hook(keep)
+    head.register_forward_pre_hook(keep)
     return kept
 
 
