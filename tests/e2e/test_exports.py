@@ -1,6 +1,7 @@
 """What a run leaves in its export folder: whole, on its own, and as the model came, whatever the strategies."""
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -124,6 +125,23 @@ def test_a_model_with_its_own_code(server: Server, tmp_path: Path) -> None:
     measured = f"step 2, was {last['eval_loss']:.4f} (perplexity {last['eval_perplexity']:.1f})"
     assert last["step"] == 2 and f"The last evaluation loss, at {measured}." in card.text
     assert f"--config {config} 'strategies.zero={{stage: 2}}'" in card.text
+
+
+@pytest.mark.slow
+def test_the_loss_is_said_with_and_without_a_lossy_exchange(server: Server, tmp_path: Path) -> None:
+    """The first is the one that was logged, of sums as they are."""
+    exchange = {"tokens": 0.5, "bits": 4}
+    config = write_config(
+        tmp_path,
+        data={"eval_fraction": 0.1},
+        training={"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2},
+        strategies={"tensor": {"degree": 2, "exchange": exchange}},
+    )
+    found = server.run(2, config).check()
+    (line,) = found.lines("held-out loss ")
+    exact, other = re.findall(r"(\S+) \(perplexity", line)
+    (logged,) = [record["eval_loss"] for record in metrics(tmp_path / "run") if "eval_loss" in record]
+    assert exact == f"{logged:.4f}" != other, line
 
 
 @pytest.mark.parametrize("how", ["in __init__", "saved", "in _init_weights as well"])
