@@ -26,9 +26,12 @@ finetune: $(READY) ## fine-tune what `make train` exported
 # Each file stays with one process, and the slow folders come first, so that all end together; some wait for others most of the time.
 PYTEST := OMP_NUM_THREADS=1 python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=20
 PARTS  := tests/e2e tests/faults tests/parity tests/memory tests/unit
-test: $(READY) ## the tests, in three processes; the twenty slowest of each part are named at its end
-	$(PYTEST) $(PARTS) -m "not slow"
-	OMP_NUM_THREADS=1 python -m pytest tests/accelerator -n 2 --dist loadfile --durations=20
+# The simulated accelerator needs processes of its own, which wait most of the time: they run beside the others, and are printed after them.
+test: $(READY) ## the tests, in five processes; the twenty slowest of each part are named at its end
+	@mkdir -p build
+	@OMP_NUM_THREADS=1 python -m pytest tests/accelerator -n 2 --dist loadfile --durations=20 > build/accelerator.txt 2>&1 & beside=$$!; \
+	$(PYTEST) $(PARTS) -m "not slow"; others=$$?; \
+	wait $$beside; code=$$?; cat build/accelerator.txt; exit $$((others | code))
 
 test-all: $(READY) ## the slower tests that make test leaves out
 	$(PYTEST) $(PARTS) -m "slow and not rare"

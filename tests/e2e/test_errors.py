@@ -36,7 +36,6 @@ def test_a_bad_config_is_refused_before_torch_is_imported(config: Path) -> None:
     line = misspelt(config)
     found = without_torch(config.parent, TRAIN, "--config", str(config)).check(2)
     assert found.out == "" and found.err.splitlines() == [line]
-    assert found.seconds < 5.0  # 0.2 on an idle machine
     for script in ("launch/plan.py", "launch/verify.py"):
         assert without_torch(config.parent, script, "--config", str(config)).check(2).err.splitlines() == [line]
 
