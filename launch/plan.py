@@ -40,6 +40,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--config", metavar="FILE", help="the run's YAML file")
     add("--fit", action="store_true", help="which ways of training this model fit into this machine")
     add("--search", action="store_true", help="the best ways to use all ranks, simulated")
+    add("--lossy", action="store_true", help="with --search: compressed exchanges between machines, too")
     add("--network", type=float, metavar="GBITS", help="with --search or --tokens: of a rank to other machines")
     add("--tokens", metavar="N", help="what a run takes that is so long, as in 15B")
     add("--price-per-gpu-hour", metavar="X", help="with --tokens: its cost, in any currency")
@@ -79,6 +80,8 @@ def _wrong(given: argparse.Namespace) -> str:
     if given.search and (given.fit or {*of_one} - {"json", "tokens"}):
         what = of_one[0] if of_one else "fit"
         return f"--{what} is not for --search, which compares many plans; leave one of the two out"
+    if given.lossy and not given.search:
+        return "--lossy is for --search; a config has strategies.collectives.compress or local_steps"
     if given.network is not None and not ((given.search or given.tokens) and 0 < given.network < float("inf")):
         return f"--network {given.network:g}: must be more than 0, and is for --search and --tokens"
     if given.world_size < 1:
@@ -170,7 +173,7 @@ def show_search(arguments: argparse.Namespace) -> None:
     config, machine = load(arguments.config, arguments.overrides), machine_of(arguments)
     from trainer.planning.hybrid import search
 
-    lines, content = search(config, ranks_of(arguments), machine, arguments.network, say, asked)
+    lines, content = search(config, ranks_of(arguments), machine, arguments.network, say, asked, lossy=arguments.lossy)
     print("\n".join(lines))
     if arguments.json:
         write(arguments.json, content)

@@ -28,10 +28,10 @@ from pydantic import Field
 from strategies.core.compression import Compression
 from strategies.core.facts import Facts, Precision, RunFacts
 from strategies.core.optimizers import BITSANDBYTES, ELEMENTWISE
-from strategies.core.plan import RUN, Decision, Home, Plan, Reserve
+from strategies.core.plan import RUN, Decision, Plan, Reserve
 from strategies.core.protocol import BITWISE, LOSSY, Idle, Parity, Phase, Refusal, Strategy
 from strategies.core.sizes import human
-from strategies.planner.compressed import outer_bytes, owed_bytes, words
+from strategies.planner.compressed import bucket_bytes, reserves
 from strategies.planner.pipeline_bytes import MESSAGE_BYTES
 from strategies.planner.two_level import SLICES, UNKNOWN, machines_of
 
@@ -208,15 +208,7 @@ class Collectives(Strategy):
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
         if facts.run.compression is not None:
-            owed = owed_bytes(facts)
-            yield Reserve(unit=RUN, reason=words(facts), owner="collectives: owed gradients", num_bytes=owed)
-            size = 3 * _received_bytes(facts)  # a bucket, as it is coded and as it is decoded
-            if outer := outer_bytes(facts):
-                why = "outer weights and momentum"
-                home = Home.HOST if facts.machine.has_accelerator else Home.DEVICE
-                yield Reserve(unit=RUN, reason=why, owner="collectives: outer state", num_bytes=outer, home=home)
-            why = "messages of a bucket"
-            yield Reserve(unit=RUN, reason=why, owner="collectives: messages", num_bytes=size, in_passes=True)
+            yield from reserves(facts)
             return
         if self._lossy:
             raise Idle("there is one rank, so nothing is exchanged")
@@ -231,7 +223,7 @@ class Collectives(Strategy):
             unit=RUN,
             reason=self._words(facts),
             owner="collectives: received gradients",
-            num_bytes=_received_bytes(facts),
+            num_bytes=bucket_bytes(facts),
             in_passes=True,
         )
 
@@ -256,10 +248,3 @@ def _slices(many: int) -> str:
 def _message_bytes(facts: Facts) -> int:
     """Of gradients that are exchanged together: what is sent at a time, if the model has as many."""
     return min(MESSAGE_BYTES, facts.num_trainable * facts.run.trained_bytes)
-
-
-def _received_bytes(facts: Facts) -> int:
-    """At most, without ``zero``: a bucket of gradients, which ends with a parameter or is a unit of the model."""
-    run, largest = facts.run, max(unit.num_trainable for unit in facts.units)
-    bucket = max(MESSAGE_BYTES + run.largest_param * run.trained_bytes, largest * run.trained_bytes)
-    return min(bucket, facts.num_trainable * run.trained_bytes)

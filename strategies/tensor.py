@@ -151,6 +151,9 @@ class Tensor(Strategy):
             yield from self._refuses_chunks(run, others)
         if self.lossy is not None:
             yield from self._refuses_exchange(run, others)
+        if self.exchange is not None and self.exchange.bits == 16 and "codec" in self.exchange.model_fields_set:
+            cure = "numbers of exchange.bits = 16 are sent as they are; write bits: 8 or bits: 4, or leave codec out"
+            yield Refusal(f"{EXCHANGE}.codec", self.exchange.codec, cure)
         if run.optim in _OPTIMIZERS:
             yield Refusal("training.optim", run.optim, f"{_OPTIMIZERS[run.optim]}; write adamw_torch_fused")
 

@@ -121,4 +121,6 @@ class LocalSteps(Compressed):
                 inner = {key: each for key, each in self._inner.state[param].items() if isinstance(each, Tensor)}
                 for key, each in inner.items():
                     each.copy_(self._found[f"{name}.inner.{key}"])
+        if not self._found:
+            self._steps = 0  # none since these outer weights
         self._found = {}

@@ -19,9 +19,13 @@ which nobody has measured; on a CPU as many as it took one core of a Xeon, in ti
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from strategies.core.compression import Compression
-from strategies.core.facts import Facts, UnitKind
+from strategies.core.facts import Facts, Rates, UnitKind
+from strategies.core.plan import RUN, Home, Reserve
 from strategies.planner.exchanges import gather_rate
+from strategies.planner.pipeline_bytes import MESSAGE_BYTES
 
 COUNTED = {"none": 3, "bf16": 3, "fp16": 3, "int8": 16, "onebit": 20, "powersgd": 12, "topk": 20}
 ON_CPU = {"none": 5, "bf16": 5, "fp16": 5, "int8": 95, "onebit": 180, "powersgd": 105, "topk": 120}
@@ -68,6 +72,33 @@ def outer_bytes(facts: Facts) -> int:
     return 8 * facts.num_trainable if how is not None and how.local_steps else 0
 
 
+def bucket_bytes(facts: Facts) -> int:
+    """At most, of gradients that are sent together: a bucket, which ends with a parameter or is a unit of the model."""
+    run, largest = facts.run, max(unit.num_trainable for unit in facts.units)
+    bucket = max(MESSAGE_BYTES + run.largest_param * run.trained_bytes, largest * run.trained_bytes)
+    return min(bucket, facts.num_trainable * run.trained_bytes)
+
+
+def reserves(facts: Facts) -> Iterator[Reserve]:
+    """What a rank sets aside besides the buckets of data parallelism."""
+    owed, size = owed_bytes(facts), 3 * bucket_bytes(facts)  # a bucket, as it is coded and as it is decoded
+    yield Reserve(unit=RUN, reason=words(facts), owner="collectives: owed gradients", num_bytes=owed)
+    if outer := outer_bytes(facts):
+        why, home = "outer weights and momentum", Home.HOST if facts.machine.has_accelerator else Home.DEVICE
+        yield Reserve(unit=RUN, reason=why, owner="collectives: outer state", num_bytes=outer, home=home)
+    why = "messages of a bucket"
+    yield Reserve(unit=RUN, reason=why, owner="collectives: messages", num_bytes=size, in_passes=True)
+
+
+def share_and_coding(facts: Facts, rates: Rates) -> tuple[float, float]:
+    """The part that is sent of all, and seconds of coding in a step; the part is 1 where it is not known."""
+    how, (whole, less) = facts.run.compression, sent_bytes(facts)
+    assert how is not None
+    passes = COUNTED if facts.machine.has_accelerator else ON_CPU
+    coding = passes[how.method] * 4 * facts.num_trainable / rates.device_bytes_per_s / max(1, how.local_steps)
+    return 1.0 if less is None else less / whole, coding
+
+
 def kept_bytes(facts: Facts) -> int:
     """Of what each rank adds to a checkpoint: what it owes; of local steps momentum, weights and inner state, too."""
     return owed_bytes(facts) + outer_bytes(facts) // 2 * (2 + facts.run.moments)
@@ -84,10 +115,10 @@ def words(facts: Facts) -> str:
     said = f"{how.words}, lossy: each rank sends {about}{less / 1e6:.4g} MB per step instead of {whole / 1e6:.4g} MB"
     if how.method == "topk" and not how.local_steps:
         said += f", as much at a density of {1 / facts.run.copies:.2g} with {facts.run.copies} ranks"
+        said += f", or with {1 / how.density:.4g} ranks at this one"
     if rates is None:
         return f"{said}; the link's rate is unknown"
     saved = (whole - less) / gather_rate(facts, rates)
-    passes = COUNTED if facts.machine.has_accelerator else ON_CPU
-    coding = passes[how.method] * 4 * facts.num_trainable / rates.device_bytes_per_s / max(1, how.local_steps)
+    coding = share_and_coding(facts, rates)[1]
     verdict = "which is more than it saves: leave it out" if coding > saved else "less than it saves"
     return f"{said}; the link saves {saved * 1e3:.3g} ms, coding takes {coding * 1e3:.3g} ms (estimated), {verdict}"

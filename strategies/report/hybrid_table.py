@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
+from strategies.core.compression import Compression
 from strategies.core.sizes import human
 from strategies.planner.hybrid.degrees import Degrees, Stowed
 from strategies.planner.hybrid.search import Answer, Found
@@ -39,7 +41,13 @@ class Scale:
         return ASSUMED if found.assumed else self.origin
 
 
-def lines(answer: Answer, scale: Scale, write: Sequence[str], not_tried: Sequence[str] = ()) -> Iterator[str]:
+def lines(
+    answer: Answer,
+    scale: Scale,
+    write: Sequence[str],
+    not_tried: Sequence[str] = (),
+    links: Mapping[Compression, str] = MappingProxyType({}),
+) -> Iterator[str]:
     """The table, what was left out or not tried, and what to write for its first row."""
     yield from table(HEADER, [_cells(each, scale) for each in answer.best], RIGHT)
     yield ""
@@ -52,6 +60,7 @@ def lines(answer: Answer, scale: Scale, write: Sequence[str], not_tried: Sequenc
         yield f"* changes places at one of these ends, measure before you choose by it; first at them: {ends}"
     if any(each.degrees.offload is not Stowed.NOTHING for each in answer.best):
         yield "rows with offload are estimates: strategies.offload places the bytes itself, as its own plan shows"
+    yield from lossy(answer, links)
     yield ""
     yield "to write for the first row, in place of these sections or keys of the config:"
     yield from (f"  {line}" for line in write)
@@ -92,8 +101,21 @@ def to_json(answer: Answer, scale: Scale, write: Sequence[str]) -> dict[str, Any
 
 
 def shape(degrees: Degrees) -> str:
-    """``8 x 1 x 128``."""
-    return f"{degrees.stages} x {degrees.tensor} x {degrees.data}"
+    """``8 x 1 x 128``, or ``1 x 1 x 128, int8, lossy``."""
+    how = degrees.exchange
+    named = "" if how is None else f"local_steps {how.local_steps}" if how.local_steps else how.method
+    return f"{degrees.stages} x {degrees.tensor} x {degrees.data}" + (f", {named}, lossy" if named else "")
+
+
+def lossy(answer: Answer, links: Mapping[Compression, str]) -> Iterator[str]:
+    """What the link gains by each lossy exchange, and the fastest step with it, be it in the table or not."""
+    steps = {each.degrees.exchange: each.price.seconds for each in answer.lossy}
+    for how, said in links.items():
+        if how in steps:
+            said += f"; a step {steps[how]:.4g} s"
+            if (exact := answer.exact) is not None:
+                said += f", {exact.price.seconds / steps[how]:.3g} times as fast as the fastest exact way"
+        yield said
 
 
 def words(degrees: Degrees) -> str:

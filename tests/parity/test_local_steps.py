@@ -83,6 +83,10 @@ def _trained(ranks: Ranks, how: Compression, inner: str) -> dict[str, Tensor]:
     filled.follow(optimizer, named)
     filled._fill(dict(saved), {"steps": STEPS})
     assert different(saved, dict(filled._state())) == []
+    filled._fill(dict(saved), {"steps": STEPS - 1})
+    for since in (True, False):  # then, as after training, the weights of an evaluation are loaded
+        filled.resumed()
+        assert ("not in the model" in filled.finish()) == (since and how.local_steps > 1)
     return {str(number): param.detach().clone() for number, param in enumerate(model.params)}
 
 

@@ -151,6 +151,31 @@ def test_what_it_prints_can_be_written_and_has_the_bytes_that_it_says(
     assert human(plan.peak(Home.DEVICE)) in said.out.splitlines()[5]
 
 
+def test_lossy_exchanges_between_machines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hybrid, "MICRO_BATCHES", (2,))
+    path = write(tmp_path)
+    given = ["--search", "--config", str(path), "--world-size", "4", "--profile", "h100-sxm-pcie5", "--lossy"]
+    assert main(given) == 2 and "--lossy: all 4 ranks are on one machine" in capsys.readouterr().err
+    assert main([*given, "--ranks-per-machine", "1", "--network", "1"]) == 0
+    said = capsys.readouterr().out
+    first = said.split("----\n")[1].splitlines()[0]
+    assert first.startswith("1 x 1 x 4, powersgd, lossy ")
+    assert "topk, density 0.01, from step 11 on, lossy: each rank sends" in said
+    assert "at a density of 0.25 with 4 ranks, or with 100 ranks at this one" in said
+    assert (
+        len(re.findall(r"lossy: each rank sends .*; a step [\d.]+ s, [\d.]+ times as fast as the fastest", said)) == 4
+    )
+    tree = yaml.safe_load(path.read_text())
+    for line in said.split("config:\n")[1].splitlines():
+        ((section, changes),) = yaml.safe_load(line).items()
+        tree[section] = changes if section == "strategies" else tree[section] | changes
+    path.write_text(yaml.safe_dump(tree))
+    plan = plan_of(load(path), Ranks(world_size=4, local_world_size=1), sized(CARD, None, None))
+    assert human(plan.peak(Home.DEVICE)) in first
+
+
 def test_a_budget_of_the_config_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--search", "--config", str(write(tmp_path)), "--world-size", "8", "--profile", "h100-sxm-pcie5"]
     most = []
@@ -217,6 +242,7 @@ def test_what_is_not_known_is_asked_for(
         ("--search", "--config FILE is required"),
         ("--config x --search --fit", "--fit is not for --search"),
         ("--config x --search --plot x", "--plot is not for --search"),
+        ("--config x --lossy", "--lossy is for --search"),
         ("--config x --network 100", "--network 100: must be more than 0, and is for --search"),
         ("--config x --search --network -1", "--network -1: must be more than 0"),
         ("--fit --json x", "--json is about one plan, and --fit compares several; leave one of the two out"),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from strategies.core.compose import compose
+from strategies.core.compression import Compression
 from strategies.core.facts import Facts, MachineFacts, Operator, Precision, Rates, Temporaries, Unit, Work
 from strategies.core.plan import Home, Kind
 from strategies.core.registry import find
@@ -136,6 +137,50 @@ def test_splits_have_every_block_once_and_none_has_a_shorter_longest_stage() -> 
         assert min(longest) == min(max(*counts[:-1], counts[-1] + 2, 0) for counts in every)
 
 
+def lossy(ranks: int) -> dict[str, Compression]:
+    return {each.words.split(",")[0]: each for each in keys.lossy(model(world_size=ranks))}
+
+
+@pytest.mark.parametrize("accelerated", [True, False])
+def test_a_lossy_exchange_takes_the_bytes_of_its_plan(accelerated: bool) -> None:
+    whole = model(5, world_size=4, largest_param=7 * KB)
+    if not accelerated:
+        whole = replace(whole, machine=replace(whole.machine, name="cpu"))
+    account = Account(Models({(1, 1): whole}, {(1, 1): whole}))
+    for how, policy, micro_batches in product(lossy(4).values(), ("none", "full"), (1, 2)):
+        degrees = Degrees(data=4, recompute=policy, micro_batches=micro_batches, last_blocks=5, exchange=how)
+        chosen = {name: find(name).model_validate(each) for name, each in keys.strategies_of(degrees).items()}
+        run = replace(whole.run, accumulation=micro_batches)
+        plan = compose(chosen, chosen["collectives"].narrowed(replace(whole, run=run), 0))
+        assert account.of(degrees) == Bytes(plan.peak(Home.DEVICE), plan.peak(Home.HOST)), (how, policy)
+
+
+def test_what_a_lossy_exchange_takes() -> None:
+    """The part of the bytes that is sent; with coding, which nothing hides; of local steps nothing is hidden."""
+    whole, on = model(), Cluster(8, 1, Wire(1e9), Wire(1e6))
+    fast = replace(RATES, gemm_bf16_flops_per_s=1e30, device_bytes_per_s=1e30, launch_s=0.0)
+
+    def seconds(rates: Rates, how: Compression | None, on: Cluster = on) -> float:
+        models = Models({(1, 1): replace(whole, machine=replace(whole.machine, rates=rates))}, {(1, 1): whole})
+        return Pricing(models, on, rates).price(Degrees(data=8, last_blocks=8, exchange=how)).seconds
+
+    once, how = on.all_reduce_seconds(4 * whole.num_params, 8), lossy(8)
+    # Both sides of each matrix, four times: of table and head one has 64 numbers, blocks are squares of 64.
+    sides = 4 * (2 * (64 + (40 * KB + 1) / 64) + 8 * 2 * (20 * KB + 3) / 64) / whole.num_params
+    parts = {"bf16": 1 / 2, "int8": 33 / 128, "powersgd": sides, "fp32": 1 / 20}
+    assert {name: seconds(fast, each) / once for name, each in how.items()} == pytest.approx(parts)
+    coded = replace(fast, device_bytes_per_s=1e6)
+    roomy, numbers = Cluster(8, 1, Wire(1e30), Wire(1e30)), 4 * whole.num_params / 1e6
+    found = {name: seconds(coded, each, roomy) - seconds(coded, None, roomy) for name, each in how.items()}
+    assert found == pytest.approx(
+        {"bf16": 3 * numbers, "int8": 16 * numbers, "powersgd": 12 * numbers, "fp32": 3 * numbers / 20}
+    )
+    slow = replace(fast, gemm_bf16_flops_per_s=1e8)
+    alone = seconds(slow, None, roomy)
+    assert seconds(slow, how["fp32"]) == pytest.approx(alone + once / 20)
+    assert seconds(slow, how["bf16"]) < alone + once / 4, "sent under backward"
+
+
 def nothing_refused(degrees: Degrees) -> None:
     """Whatever some engine could run."""
 
@@ -149,7 +194,8 @@ def priced(whole: Facts, on: Cluster, options: Options, sequences: int = 32) -> 
 def test_the_search_returns_what_pricing_everything_would(
     device: int, rate: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = priced(model(device=device), cluster(rate=rate), Options(nothing_refused))
+    options = Options(nothing_refused, lossy=tuple(lossy(16).values()))
+    found = priced(model(device=device), cluster(rate=rate), options)
     bounds, least = [], Pricing.least
 
     def noted(self: Pricing, degrees: Degrees) -> float:
@@ -157,7 +203,7 @@ def test_the_search_returns_what_pricing_everything_would(
         return 0.0
 
     monkeypatch.setattr(Pricing, "least", noted)
-    everything = priced(model(device=device), cluster(rate=rate), Options(nothing_refused))
+    everything = priced(model(device=device), cluster(rate=rate), options)
     assert found.best == everything.best and found.priced < everything.priced == everything.fitting
     assert all(bounds), "a bound is not more than the price"
 
@@ -173,6 +219,22 @@ def test_it_is_never_slower_with_more_memory_or_a_faster_network() -> None:
             assert len(seconds) >= 3 and seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
             offered = [bool(answer.best) for answer in ladder]
             assert offered == sorted(offered)
+
+
+def test_lossy_exchanges_are_offered_where_they_are_asked_for() -> None:
+    options = Options(lossy=tuple(lossy(16).values()))
+    exact, found = priced(model(), cluster(rate=1e7), Options()), priced(model(), cluster(rate=1e7), options)
+    assert not exact.lossy and all(each.degrees.exchange is None for each in exact.best)
+    assert found.exact is not None and found.exact.order == exact.best[0].order
+    assert [each.degrees.exchange for each in found.lossy] == [*options.lossy]
+    best = [each for each in found.best if each.degrees.exchange is not None]
+    assert found.best[0] in best and found.best[0].price.seconds < exact.best[0].price.seconds
+    assert found.best[0].degrees in [each.degrees for each in found.lossy]
+    for each in best:
+        assert each.degrees.data == 16 and each.degrees.offload is Stowed.NOTHING
+    sixteen = keys.refused(replace(model().run, trained_bytes=2), {})
+    why = [sixteen(each.degrees) for each in best]
+    assert all(each is not None and "16 bits already" in each.cure for each in why)
 
 
 def test_nothing_fits() -> None:
@@ -341,6 +403,8 @@ def test_offload_is_for_what_does_not_fit_otherwise() -> None:
             {"pipeline": {"stages": 4, "schedule": "1f1b"}, "tensor": {"degree": 2}, "zero": {"stage": 0}},
         ),
         (Degrees(tensor=2, zero=1), {"zero": {"stage": 1}, "tensor": {"degree": 2}}),
+        (Degrees(data=2, exchange=lossy(2)["int8"]), {"collectives": {"compress": "int8"}}),
+        (Degrees(data=2, exchange=lossy(2)["fp32"]), {"collectives": {"local_steps": 20}}),
         (Degrees(offload=Stowed.STATE), {"offload": {"gpu_memory": "20GiB"}}),
     ],
 )

@@ -75,6 +75,7 @@ CASES: list[tuple[list[str], str]] = [
         "must divide the rows of a micro-batch, training.per_device_train_batch_size = 4; write 1, 2 or 4",
     ),
     ([SLICES, "model.lora={}"], "was not compared with plain training of adapters; leave it or model.lora out"),
+    (["strategies.tensor.exchange.codec=block"], "are sent as they are; write bits: 8 or bits: 4, or leave codec out"),
     *(
         ([EXCHANGE, *each], f"cannot go with {key}, beside which it was not built; leave one of the two out")
         for key, *each in (

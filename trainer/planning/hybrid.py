@@ -16,10 +16,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from strategies.core.compose import degrees as degrees_of
+from strategies.core.compression import Compression
 from strategies.core.facts import Facts, Param, Rates, UnitKind
-from strategies.core.protocol import Axis
+from strategies.core.protocol import Axis, Refusal
 from strategies.core.sizes import human
 from strategies.planner.activation_policy import by_policy
+from strategies.planner.compressed import words
 from strategies.planner.cuts import Schedule, cut
 from strategies.planner.hybrid import keys
 from strategies.planner.hybrid.cluster import Cluster, Wire
@@ -50,13 +52,21 @@ Say = Callable[[str], None]
 
 
 def search(
-    config: RunConfig, ranks: Ranks, machine: Machine, gigabits: float | None, say: Say, asked: Asked | None = None
+    config: RunConfig,
+    ranks: Ranks,
+    machine: Machine,
+    gigabits: float | None,
+    say: Say,
+    asked: Asked | None = None,
+    *,
+    lossy: bool = False,
 ) -> tuple[list[str], dict[str, Any]]:
     """The lines of the report, and the same for programs.
 
     Args:
         gigabits: per second, of a rank's network to other machines; None: what is known of the machine.
         asked: of a whole run with the first of the best.
+        lossy: offer compressed exchanges of gradients between machines, too.
 
     Raises:
         ConfigError: the model cannot be described, rates are unknown, or nothing fits: with what is missing.
@@ -70,6 +80,9 @@ def search(
         what = f"nothing is known of how fast {machine.name} is, and degrees are compared by seconds"
         raise ConfigError(f"--search: {what}; give --profile, or measure this machine: {COMMAND}")
     cluster = cluster_of(rates, ranks, gigabits)
+    if lossy and ranks.world_size == ranks.local_world_size:
+        what = f"all {ranks.world_size} ranks are on one machine, and less is sent between machines"
+        raise ConfigError(f"--lossy: {what}; give --ranks-per-machine, or leave it out")
     tree = config.tree()
     run = run_facts(config, ranks.world_size)
     sequences = run.micro_batch * run.accumulation * run.replicas
@@ -79,14 +92,7 @@ def search(
     in_stages = shares.in_stages(sorted(known))
     counted_at = time.process_time()
     facts = next(iter(known.values()))
-    budgets = (strategy.budget(facts) for strategy in config.strategies.values())
-    in_chunks = config.strategies.get(keys.CHUNKS)
-    beside = {name: each for name, each in config.strategies.items() if name not in keys.SEARCHED}
-    options = Options(
-        refused=keys.refused(replace(facts.run, in_slices=Axis.TOKENS in degrees_of(config.strategies)), beside),
-        chunked=in_chunks.model_dump()["chunked"] if in_chunks is not None else None,
-        device_bytes=min((size for size in budgets if size is not None), default=None),
-    )
+    options = _options(config, facts, lossy=lossy)
     answer = hybrid(known, cluster, sequences, options, in_stages)
     done = time.process_time()
     say(f"CPU seconds: {done - counted_at:.2f} to search, {counted_at - began:.2f} to count the model before")
@@ -106,15 +112,41 @@ def search(
     best = answer.best[0].degrees
     write = changes(tree, keys.written(best, tree, _blocks(best, in_stages.get((best.micro_batch, best.tensor)))))
     lines = [*heading(config, ranks, machine, cluster, sequences), ""]
-    lines += hybrid_table.lines(
-        answer, scale, write, [*no_tensor, SLICES, *([EXPERTS] if facts.run.num_experts else [])]
-    )
+    not_tried = [*no_tensor, SLICES, *([EXPERTS] if facts.run.num_experts else [])]
+    lines += hybrid_table.lines(answer, scale, write, not_tried, links(facts, cluster) if lossy else {})
     if asked is not None:
         units = (replace(each, again=by_policy(each, best.recompute).again) for each in facts.units)
         again = run_budget.repeated([replace(facts, units=tuple(units))])
         steps = more_ranks(Models(known, in_stages), rates, cluster, best)
         lines += ["", *run_budget.lines(asked, run_budget.active_params(facts), again, peak, steps)]
     return lines, hybrid_table.to_json(answer, scale, write)
+
+
+def _options(config: RunConfig, facts: Facts, *, lossy: bool) -> Options:
+    """What the search may vary, by what the config has besides."""
+    budgets = (strategy.budget(facts) for strategy in config.strategies.values())
+    in_chunks = config.strategies.get(keys.CHUNKS)
+    beside = {name: each for name, each in config.strategies.items() if name not in keys.SEARCHED}
+    try:
+        compressions = [*keys.lossy(facts)] if lossy else []
+    except Refusal as refusal:
+        raise ConfigError(f"--lossy: {refusal}") from None
+    return Options(
+        lossy=compressions,
+        refused=keys.refused(replace(facts.run, in_slices=Axis.TOKENS in degrees_of(config.strategies)), beside),
+        chunked=in_chunks.model_dump()["chunked"] if in_chunks is not None else None,
+        device_bytes=min((size for size in budgets if size is not None), default=None),
+    )
+
+
+def links(facts: Facts, cluster: Cluster) -> dict[Compression, str]:
+    """What the link between machines gains by each lossy exchange; top-k with the ranks at which it gains nothing."""
+    assert facts.machine.rates is not None and cluster.across is not None
+    rates = replace(facts.machine.rates, net_across_bytes_per_s=cluster.across.bytes_per_s)
+    machine = replace(facts.machine, rates=rates, ranks=cluster.per_machine)
+    about = replace(facts, machine=machine)
+    hows = keys.lossy(facts, (*keys.LOSSY, {"compress": "topk"}))
+    return {how: words(replace(about, run=replace(facts.run, compression=how))) for how in hows}
 
 
 def more_ranks(models: Models, rates: Rates, cluster: Cluster, degrees: Degrees) -> Iterator[tuple[int, int, float]]:
@@ -204,7 +236,7 @@ class Shares:
             raise config.error(Axis.SEQUENCE.value, slices, what)
         for name, strategy in config.strategies.items():
             if (parity := strategy.parity(run_facts(config, ranks.world_size))).is_lossy:
-                what = f"--search and --tokens offer nothing lossy, and {parity.reason}; leave it out"
+                what = f"--search and --tokens offer nothing lossy of a config, and {parity.reason}; leave it out"
                 raise config.error(f"strategies.{name}", strategy.written, what)
         self._config, self._ranks, self._machine, self._say = config, ranks, machine, say
         self._tree = config.tree()

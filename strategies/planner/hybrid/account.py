@@ -18,7 +18,8 @@ from typing import Literal, TypeAlias
 from strategies.core.facts import Facts, Precision, RunFacts, Unit
 from strategies.core.layout import SCRATCH_ELEMENTS
 from strategies.core.peak import Saved, backward_peak, forward_peak
-from strategies.core.plan import Kind, When
+from strategies.core.plan import Home, Kind, When
+from strategies.planner import compressed
 from strategies.planner.activation_policy import WORTH_BYTES, by_policy
 from strategies.planner.cuts import Schedule
 from strategies.planner.hybrid.degrees import Degrees, Stowed
@@ -63,6 +64,7 @@ class Account:
         runtime = model.facts.machine.runtime_host_bytes
         if degrees.offload is not Stowed.NOTHING:
             return self._offloaded(degrees, model, part, peak + besides)
+        runtime += _lossy(model.facts, degrees, Home.HOST)
         standing, grads, at_step = self._states(degrees, model, part)
         if degrees.micro_batches > 1:  # then gradients of all units are there all along
             return Bytes(standing + grads + max(at_step, peak + besides), runtime)
@@ -158,7 +160,17 @@ def state_bytes(units: Sequence[Unit], run: RunFacts, degrees: Degrees, kind: Ki
     return size * sum(-(-(unit.num_params if kind is Kind.PARAM else unit.num_trainable) // ways) for unit in units)
 
 
+def _lossy(facts: Facts, degrees: Degrees, home: Home) -> int:
+    """Of what a lossy exchange keeps."""
+    found = () if degrees.exchange is None else compressed.reserves(degrees.exchanged(facts))
+    return sum(each.num_bytes for each in found if each.home is home)
+
+
 def _messages(facts: Facts, degrees: Degrees) -> Iterator[Buffer]:
-    """What a stage of torch's pipeline sets aside to sum gradients over the copies of the model."""
-    if size := message_bytes(facts.run, facts.num_trainable, degrees.data, shared=degrees.zero > 0):
+    """What plain training, in a stage of torch's pipeline or with a lossy exchange, sets aside to sum gradients."""
+    if degrees.exchange is not None:
+        ddp = 0 if degrees.exchange.local_steps else facts.run.trained_bytes * facts.num_trainable
+        yield Buffer("data parallel: buckets", "gradients to the other copies", ddp)
+        yield Buffer("collectives", "a lossy exchange", _lossy(facts, degrees, Home.DEVICE))
+    elif size := message_bytes(facts.run, facts.num_trainable, degrees.data, shared=degrees.zero > 0):
         yield Buffer("pipeline: messages", "gradients to the other copies", size, When.STEP)

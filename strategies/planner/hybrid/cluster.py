@@ -60,7 +60,7 @@ class Cluster:
         wire = self._ring(size, stride)
         return messages * (size - 1) * wire.latency_s + (size - 1) / size * num_bytes / wire.bytes_per_s
 
-    def all_reduce_seconds(self, num_bytes: float, size: int, stride: int = 1, messages: int = 1) -> float:
+    def all_reduce_seconds(self, num_bytes: float, size: int, stride: int = 1, messages: float = 1) -> float:
         """Sum ``num_bytes`` of each of ``size`` ranks on all of them."""
         wire = self._ring(size, stride)
         return 2 * (messages * ceil(log2(size)) * wire.latency_s + (size - 1) / size * num_bytes / wire.bytes_per_s)

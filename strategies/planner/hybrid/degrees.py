@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from strategies.core.compression import Compression
+from strategies.core.facts import Facts
+
 
 class Stowed(Enum):
     """What rests in host memory between its uses."""
@@ -23,6 +26,7 @@ class Degrees:
         recompute: a policy of ``strategies.recompute``: none, selective or full.
         micro_batch: sequences; ``micro_batches`` of them per step go through each pipeline.
         last_blocks: blocks of the last stage; the others have as many as one another, or one more.
+        exchange: how plain data parallelism sends less, lossy; None: everything is sent.
     """
 
     stages: int = 1
@@ -34,6 +38,7 @@ class Degrees:
     micro_batch: int = 1
     micro_batches: int = 1
     last_blocks: int = 0
+    exchange: Compression | None = None
 
     @property
     def ranks(self) -> int:
@@ -45,6 +50,10 @@ class Degrees:
         """The same for all numbers of blocks in the last stage."""
         return replace(self, last_blocks=0)
 
+    def exchanged(self, facts: Facts) -> Facts:
+        """``facts`` with how these ranks exchange."""
+        return replace(facts, run=replace(facts.run, compression=self.exchange, world_size=self.data))
+
 
 def is_possible(degrees: Degrees, per_machine: int) -> bool:
     """Whether some engine could run it. What those of this project cannot run the strategies refuse (``keys.py``)."""
@@ -53,4 +62,5 @@ def is_possible(degrees: Degrees, per_machine: int) -> bool:
     waiting = d.stages > 1 and d.zero >= 2  # these exchange at every micro-batch, which a pipeline does not wait for
     whole = d.offload is Stowed.WEIGHTS and d.zero in (1, 2)  # these keep all weights on each device
     apart = d.offload is Stowed.STATE and d.zero == 3  # its weights rest on the host with the state
-    return not (across or waiting or whole or apart)
+    stowed = d.exchange is not None and d.offload is not Stowed.NOTHING
+    return not (across or waiting or whole or apart or stowed)

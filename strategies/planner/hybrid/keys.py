@@ -4,13 +4,14 @@ write for what it found.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from strategies.core.compose import refusals
-from strategies.core.facts import RunFacts
+from strategies.core.compression import Compression
+from strategies.core.facts import Facts, RunFacts
 from strategies.core.protocol import Refusal, Strategy
 from strategies.core.registry import available, find
 from strategies.planner.hybrid.degrees import Degrees, Stowed
@@ -19,6 +20,7 @@ from strategies.planner.hybrid.degrees import Degrees, Stowed
 SEARCHED = ("zero", "tensor", "pipeline", "recompute", "offload", "experts")
 CHUNKS = "cross_entropy"
 KEPT = ("gpu_memory", "host_memory", "sequence_parallel")  # options that are kept
+LOSSY: tuple[Tree, ...] = ({"compress": "bf16"}, {"compress": "int8"}, {"compress": "powersgd"}, {"local_steps": 20})
 Tree = dict[str, Any]
 Refused = Callable[[Degrees], Refusal | None]
 
@@ -51,6 +53,13 @@ def written(degrees: Degrees, tree: Tree, blocks: Sequence[int] | None = None) -
     return _with(tree, chosen, training)
 
 
+def lossy(facts: Facts, chosen: Sequence[Tree] = LOSSY) -> Iterator[Compression]:
+    """What is ``chosen``, with the defaults of ``strategies.collectives``."""
+    for options in chosen:
+        how = find("collectives").model_validate(options).narrowed(facts, 0).run.compression
+        yield from [how] if how is not None else []
+
+
 def read(tree: Tree, ranks: int) -> Degrees:
     """The degrees of a config on so many ``ranks``; of what is decided by its plan, the likely choice."""
     chosen, training = tree["strategies"], tree["training"]
@@ -74,7 +83,10 @@ def strategies_of(degrees: Degrees) -> dict[str, Tree]:
     chosen: dict[str, Tree] = {}
     # Alone, stage 0 is DeepSpeed's engine with bf16 weights; beside an engine of its own there is nothing to write, but
     # that tensor ranks would not share the state.
-    if degrees.zero > 0 or degrees.tensor > 1 or (degrees.stages == 1 and not offloads):
+    how = degrees.exchange
+    if how is not None:
+        chosen["collectives"] = {"local_steps": how.local_steps} if how.local_steps else {"compress": how.method}
+    elif degrees.zero > 0 or degrees.tensor > 1 or (degrees.stages == 1 and not offloads):
         chosen["zero"] = {"stage": degrees.zero}
     if degrees.tensor > 1:
         chosen["tensor"] = {"degree": degrees.tensor}

@@ -120,7 +120,8 @@ class Models:
 
     def plain(self, degrees: Degrees) -> bool:
         """Whether a stage of these degrees trains plainly; others are the memory engine's, or cannot be run here."""
-        return degrees.stages > 1 and degrees.zero <= 1 and degrees.offload is Stowed.NOTHING and self.torchs
+        divided = degrees.stages > 1 or degrees.exchange is not None
+        return divided and degrees.zero <= 1 and degrees.offload is Stowed.NOTHING and self.torchs
 
     def of(self, degrees: Degrees) -> Model:
         """The model that these degrees divide."""

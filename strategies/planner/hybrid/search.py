@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import combinations, product
 
+from strategies.core.compression import Compression
 from strategies.core.protocol import Refusal
 from strategies.core.sizes import SHARE
 from strategies.planner.budget import device_budget
@@ -83,6 +84,8 @@ class Answer:
         nearest: where nothing fits, those that lack least.
         left: what strategies refuse and would have fitted, of each key the fastest.
         firsts: what would be first with the network at the hopeful and at the careful end of what is assumed.
+        lossy: the fastest of each lossy exchange that fits.
+        exact: the fastest without one, where lossy ones were looked at.
     """
 
     best: tuple[Found, ...]
@@ -92,6 +95,8 @@ class Answer:
     nearest: tuple[Lacking, ...] = ()
     left: tuple[Left, ...] = ()
     firsts: tuple[Found, ...] = ()
+    lossy: tuple[Found, ...] = ()
+    exact: Found | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +107,7 @@ class Options:
         refused: what cannot be run; None: what the strategies refuse by themselves.
         chunked: see ``account.py``.
         device_bytes: that may be used of each device; None: the share that is used by default.
+        lossy: exchanges of plain data parallelism, besides the exact one.
     """
 
     refused: keys.Refused | None = None
@@ -109,6 +115,7 @@ class Options:
     offloads: Sequence[Stowed] = tuple(Stowed)
     chunked: Chunked = None
     device_bytes: int | None = None
+    lossy: Sequence[Compression] = ()
 
 
 def hybrid(
@@ -174,8 +181,14 @@ class _Search:
                         break
         found_best, priced = _best(fitting, self._pricing)
         best, firsts = self._weighed(found_best, fitting)
+        exact, *lossy = (
+            next(iter(_best([each for each in fitting if each[0].exchange == how], self._pricing)[0]), None)
+            for how in (None, *self._options.lossy)
+        )
         return Answer(
             best=best,
+            lossy=tuple(each for each in lossy if each is not None),
+            exact=exact if self._options.lossy else None,
             firsts=firsts,
             tried=tried,
             fitting=len(fitting),
@@ -196,7 +209,7 @@ class _Search:
                 splits = list(model.splits(stages))
                 levels = range(4) if data > 1 else range(2) if tensor > 1 else range(1)
                 for zero, last in product(levels, splits):
-                    yield Degrees(
+                    found = Degrees(
                         stages=stages,
                         tensor=tensor,
                         data=data,
@@ -205,6 +218,9 @@ class _Search:
                         micro_batches=self._sequences // (data * micro_batch),
                         last_blocks=last,
                     )
+                    yield found
+                    if data == ranks > 1 and zero == 0 and self._models.torchs:
+                        yield from (replace(found, exchange=each) for each in self._options.lossy)
 
     def _missing(self, need: Bytes) -> tuple[int, int]:
         """Bytes beyond what may be used of the device and of the host; at most 0: it fits."""

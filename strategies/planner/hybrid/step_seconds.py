@@ -15,6 +15,8 @@ A stage's forward and backward are those of ``step_cost.py``, with what recomput
     offload     gradients down under the last backward; then the CPU's update and the new weights up under the next
                 forward, but never less than an update on the device, so that offload is not proposed where it is not
                 needed. Weights that travel come up twice per micro-batch, under its passes
+    lossy       the part that is sent of what ZeRO 0 sends, and coding, which nothing hides (``planner/compressed.py``);
+                of local steps the average, and nothing hides it
     update      on the device, as in ``step_cost.py``; ZeRO 1 and 2 gather the new weights after it
 
 and the clock of the pipeline (``pipeline_clock.py``). That smaller products are slower is not modelled, so narrow
@@ -29,6 +31,7 @@ from itertools import accumulate
 
 from strategies.core.facts import HOST_UPDATE_BYTES, Rates, UnitKind, Work
 from strategies.core.layout import SCRATCH_ELEMENTS
+from strategies.planner import compressed
 from strategies.planner.activation_policy import FULL, by_policy
 from strategies.planner.hybrid.cluster import Cluster
 from strategies.planner.hybrid.degrees import Degrees, Stowed
@@ -145,7 +148,7 @@ class Pricing:
         size = facts.run.trained_bytes if plain else facts.run.precision.element_bytes
         weights = size * sum(unit.num_params for unit in units)
         trained = sum(unit.num_trainable for unit in units)
-        grads, messages = size * trained, max(1, len(units))
+        grads, messages, coded = size * trained, max(1, len(units)), 0.0
 
         def gather(num_bytes: float) -> float:
             return self._cluster.gather_seconds(num_bytes, degrees.data, degrees.tensor, messages)
@@ -160,11 +163,17 @@ class Pricing:
         arriving = max(arriving, self._fetched(degrees, weights))
         seconds = StageSeconds(max(forward, arriving), max(backward, arriving + leaving))
         # The last unit's gradients are made last, and nothing is left to hide them.
-        if degrees.zero == 0 or plain:
+        if degrees.exchange is not None:
+            share, coding = compressed.share_and_coding(degrees.exchanged(facts), rates)
+            every = max(1, degrees.exchange.local_steps)
+            sent = self._cluster.all_reduce_seconds(share * grads, degrees.data, messages=messages / every)
+            once, plain = sent + coding, degrees.exchange.local_steps > 0
+            coded = coding * (not plain)
+        elif degrees.zero == 0 or plain:
             once = self._cluster.all_reduce_seconds(grads, degrees.data, degrees.tensor, messages)
         else:
             once = gather(grads) if degrees.zero == 1 else 0.0
-        sync, first = once, once if plain else once / messages
+        sync, first = once, once if plain else coded + (once - coded) / messages
         after = gather(weights) if degrees.zero in (1, 2) else 0.0
         share = trained / (degrees.data if degrees.zero else 1)
         touched = share * TOUCHED_BYTES / rates.device_bytes_per_s
