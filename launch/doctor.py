@@ -173,7 +173,7 @@ def rates_row(stored: StoredRates) -> Row:
     return checked("rates", f"{one_line(stored.rates)}  ({origin})", cure=cure, warn=stored.others_share > QUIET)
 
 
-def measure_rates(path: Path, disk: Path | None) -> None:
+def measure_rates(path: Path, disk: list[Path]) -> None:
     """Measure and store the rates, printing progress."""
     from trainer.machine import rates
 
@@ -183,7 +183,7 @@ def measure_rates(path: Path, disk: Path | None) -> None:
     except OSError as error:
         raise UserError(f"--out {path}: {error.strerror}") from None
     except ValueError as error:
-        raise UserError(f"--disk {disk}: {error}") from None
+        raise UserError(f"--disk {' '.join(map(str, disk))}: {error}") from None
     print(f"\n{rates_row(stored)}\nstored in {path} after {human_duration(time.perf_counter() - began_s)}")
 
 
@@ -297,7 +297,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to this file")
     parser.add_argument("--rates", action="store_true", help="measure how fast this machine is, in under a minute")
     parser.add_argument("--out", type=Path, metavar="PATH", help=f"with --rates: the file (default {stored_at()})")
-    parser.add_argument("--disk", type=Path, metavar="FOLDER", help="with --rates: also the disk, for optimizer state")
+    told = "with --rates: also the disk, for optimizer state; several folders: drives that have parts of it"
+    parser.add_argument("--disk", type=Path, nargs="+", default=[], metavar="FOLDER", help=told)
     args = parser.parse_args(argv)
     if args.rates:
         if args.build or args.json:

@@ -14,7 +14,9 @@ clipping is on, and each weight is updated before it is next read; nothing is st
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from os.path import normpath
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
@@ -51,6 +53,19 @@ def _check_size(value: str) -> str:
 def _check_disk(value: str) -> str:
     parse_bytes(value)
     return value
+
+
+def _check_folders(value: str | list[str]) -> str | list[str]:
+    folders = _folders(value)
+    if not (folders and all(folders)):
+        raise ValueError("must be a folder, or a list of folders")
+    if twice := [one for one, times in Counter(map(normpath, folders)).items() if times > 1]:
+        raise ValueError(f"names {twice[0]} twice; write a folder of each drive once")
+    return value
+
+
+def _folders(value: str | list[str] | None) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value or ())
 
 
 Budget: TypeAlias = Annotated[str | int | float, AfterValidator(check_budget)]
@@ -91,14 +106,15 @@ class Offload(Strategy):
         description="Host memory that all ranks of a machine use together: a size (200GiB), a share (0.8), or auto: "
         "0.9 of the free memory.",
     )
-    disk: Annotated[str, Field(min_length=1)] | None = Field(
+    disk: Annotated[str | list[str], AfterValidator(_check_folders)] | None = Field(
         default=None,
         description="A folder on a local disk, for optimizer state that the CPU updates and the host has no room for: "
-        "in a file there that ends with the run. Goes with disk_memory.",
+        "in a file there that ends with the run. Or a list of folders on several drives, which have equal parts of it. "
+        "Goes with disk_memory.",
     )
     disk_memory: Annotated[str, AfterValidator(_check_disk)] | None = Field(
         default=None,
-        description="How much of that disk all ranks of a machine may use together, at most: a size (800GiB).",
+        description="How much of these disks all ranks of a machine may use together, at most: a size (800GiB).",
     )
     bucket_size: Annotated[str, AfterValidator(_check_size)] = Field(
         default=AUTO, description="Bytes that are copied together (64MiB); auto: one block."
@@ -226,11 +242,12 @@ class Offload(Strategy):
         return Refusal(f"strategies.offload.{option}", getattr(self, option), cure)
 
     def check_installed(self) -> None:
-        """The folder of ``disk`` can have a file, however large."""
+        """The folders of ``disk`` can have a file each, however large."""
         from strategies.engine.memory.scratch_file import unsuitable
 
-        if self.disk is not None and (said := unsuitable(Path(self.disk))):
-            raise self._refusal("disk", said)
+        for folder in _folders(self.disk):
+            if said := unsuitable(Path(folder)):
+                raise self._refusal("disk", f"{folder}: {said}" if isinstance(self.disk, list) else said)
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
         self._refuse(facts, plan)
@@ -239,7 +256,7 @@ class Offload(Strategy):
         yield from memory_rows.of_units(facts, layout)
         reason = "only the excess is offloaded, unless offloading more is faster"
         if on_disk := disk_bytes(layout):
-            reason += f"; {human(on_disk)} of state rest on the disk ({self.disk})"
+            reason += f"; {human(on_disk)} of state rest on the disk ({', '.join(layout.disk)})"
         if said := self.in_fewer_bits():
             reason += f"; not exact: {said}"
         if common_bytes(layout):
@@ -364,7 +381,7 @@ class Offload(Strategy):
             keeps_copies=self.weight_copies,
             common_host=self._common_host(facts),
             reduction=self.reduction,
-            disk=self.disk or "",
+            disk=_folders(self.disk),
             disk_bytes=self._disk_bytes(facts),
             decided=frozenset(name for name, is_so in decided.items() if is_so),
         )

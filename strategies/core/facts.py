@@ -253,11 +253,11 @@ class Rates:
     net_latency_s: float = 1e-5  # per hop of a message between ranks of a machine, in addition to its bytes
     net_across_bytes_per_s: float | None = None  # to ranks of other machines; None: unknown
     net_across_latency_s: float = 17e-6  # from where: strategies/planner/hybrid/cluster.py
-    # Of a disk for optimizer state, past the page cache; by default what a drive of PCI Express 4 may sustain.
+    # Of each drive for optimizer state, past the page cache; by default what one of PCI Express 4 may sustain.
     disk_read_bytes_per_s: float = 5e9
     disk_write_bytes_per_s: float = 2e9
     disk_overlap: float = 1.0  # of both at once: 1 is either or, 2 each as if it were alone
-    disk_folder: str = ""  # that was measured; empty: assumed
+    disk_folder: str = ""  # or folders, that were measured; empty: assumed
     origin: Literal["measured", "profile", "assumed"]  # on this machine; by name
 
     def __post_init__(self) -> None:
@@ -277,6 +277,10 @@ class Rates:
         memory = ("dram_bytes_per_s", "update_fp32_params_per_s", "update_bf16_params_per_s")
         disk = ("disk_read_bytes_per_s", "disk_write_bytes_per_s")
         return replace(self, **{name: getattr(self, name) / ranks for name in (*memory, *disk)})
+
+    def disk_bytes_per_s(self, drives: int) -> tuple[float, float]:
+        """Bytes per second that so many drives read, and write, together."""
+        return drives * self.disk_read_bytes_per_s, drives * self.disk_write_bytes_per_s
 
     def exchange_bytes_per_s(self) -> float:
         """Bytes per second that a rank sends to others, while it receives as many."""

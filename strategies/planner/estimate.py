@@ -54,7 +54,8 @@ class Estimate:
         self._gathers = gather_rate(facts, self._rates)
         self._sums = sums_slowdown(facts, self._rates, request.reduction)
         rates = self._rates
-        self._disk_s = (1 / rates.disk_read_bytes_per_s + 1 / rates.disk_write_bytes_per_s) / rates.disk_overlap
+        read, write = rates.disk_bytes_per_s(max(1, len(request.disk)))
+        self._disk_s = (1 / read + 1 / write) / rates.disk_overlap
         self._hosted = sum(unit.hosted_bytes for unit in facts.units)
         self.load = cache(self._load_of)
 

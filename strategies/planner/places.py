@@ -43,6 +43,7 @@ from strategies.core.layout import (
     uses,
 )
 from strategies.core.moments import MomentsAs
+from strategies.core.on_disk import part_bytes
 from strategies.planner.addresses import size_classes
 from strategies.planner.buckets import capacity, form, offloadable
 
@@ -73,8 +74,8 @@ class OffloadRequest:
     how many ranks hold a span of each bucket, ``splits_gradients`` whether of gradients on the device as well, and
     ``reduction`` how they add gradients; ``common_host``: they read weights out of each other's host memory.
     ``moments_as``: how moments rest; ``rounds``: weights in bf16 are their own masters. ``updates_ahead``: the CPU may
-    update before the norm is known. ``disk`` is a folder for optimizer state, which may take ``disk_bytes`` there;
-    empty: none. What is in ``decided`` follows from something else than the options.
+    update before the norm is known. ``disk`` are folders for optimizer state, one on each drive, which may
+    take ``disk_bytes`` there together. What is in ``decided`` follows from something else than the options.
     """
 
     device_bytes: int
@@ -95,7 +96,7 @@ class OffloadRequest:
     reduction: Reduction = "exact"
     moments_as: MomentsAs = "fp32"
     rounds: bool = False
-    disk: str = ""
+    disk: tuple[str, ...] = ()
     disk_bytes: int = 0
     decided: frozenset[str] = frozenset()
 
@@ -246,7 +247,8 @@ class Places:
         """
         may, left = list[int](), self._request.disk_bytes
         for index in reversed(range(len(placement))) if self._request.disk else ():
-            size = aligned(self.buckets[index].state_bytes(self._empty.moments), Home.HOST)
+            drives, state = len(self._request.disk), self.buckets[index].state_bytes(self._empty.moments)
+            size = drives * part_bytes(state, drives)
             if placement[index].site is Site.HOST and index in self._of_blocks and 0 < size <= left:
                 may, left = [*may, index], left - size
 

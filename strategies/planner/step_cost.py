@@ -152,7 +152,7 @@ def problem_of(facts: Facts, layout: Layout, rates: Rates, *, updates: bool = Tr
             network=gather_rate(facts, rates),
             sums=sums_slowdown(facts, rates, layout.reduction),
             through_host=rates.net_bytes_per_s is None,
-            disk=(rates.disk_read_bytes_per_s, rates.disk_write_bytes_per_s),
+            disk=rates.disk_bytes_per_s(max(1, len(layout.disk))),
             disk_overlap=rates.disk_overlap,
         ),
     )

@@ -107,13 +107,14 @@ def disk_lines(plan: Plan, cost: StepCost | None) -> Iterator[str]:
         return
     ranks = plan.facts.machine.ranks or plan.facts.run.world_size
     of = f"{ranks} ranks' optimizer state" if ranks > 1 else "optimizer state"
-    line = f"on the disk ({layout.disk}): {human(ranks * num_bytes)} of {of}, read and written once per step"
+    line = f"on the disk ({', '.join(layout.disk)}): {human(ranks * num_bytes)} of {of}, read and written once per step"
     if cost is not None and rates is not None:
-        command = f"assumed; launch/doctor.py --rates --disk {layout.disk} measures"
+        command = f"assumed; launch/doctor.py --rates --disk {' '.join(layout.disk)} measures"
         per_hour = ranks * num_bytes / cost.seconds * 3600 / 1e12
-        read, write = (ranks * rate / 1e9 for rate in (rates.disk_read_bytes_per_s, rates.disk_write_bytes_per_s))
+        read, write = (ranks * rate / 1e9 for rate in rates.disk_bytes_per_s(len(layout.disk)))
         line += f": {per_hour:.3g} TB written per hour (a drive that is rated for {RATED_TB} TB lasts "
-        line += f"{RATED_TB / per_hour / 24:,.0f} days); read {read:.3g} GB/s, written {write:.3g} "
+        line += f"{len(layout.disk) * RATED_TB / per_hour / 24:,.0f} days); read {read:.3g} GB/s, written {write:.3g} "
+        line += f"by {len(layout.disk)} drives together " if len(layout.disk) > 1 else ""
         line += f"({f'measured on {rates.disk_folder}' if rates.disk_folder else command})"
     yield line
 

@@ -22,10 +22,10 @@ STEPS = 200  # some seconds, so that it still runs when its first checkpoint has
 def config_of(
     folder: Path, disk: Path, steps: int, host: str = "1900KiB", strategies: dict[str, Any] | None = None
 ) -> Path:
-    """The host has no room for the blocks' state."""
+    """The host has no room for the blocks' state, which rests in ``disk``, or in each folder in it."""
     offload: dict[str, Any] = {
         "site": "host", "weights": "streamed", "bucket_size": "16KiB",
-        "disk": str(disk), "disk_memory": "10MiB",
+        "disk": sorted(map(str, disk.iterdir())) or str(disk), "disk_memory": "10MiB",
     }  # fmt: skip
     return config_in(
         folder,
@@ -57,24 +57,29 @@ def whole(server: Server, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("how", ["killed", "its file is emptied"])
 def test_goes_on_to_the_same_bits(how: str, whole: str, server: Server, tmp_path: Path) -> None:
+    """With two drives, and the bits of one."""
     disk = tmp_path / "disk"
-    disk.mkdir()
+    for folder in (drives := [disk / "one", disk / "other"]):
+        folder.mkdir(parents=True)
     other = config_of(tmp_path / "other", disk, STEPS)
     job = start(server, 1, other)
     until(lambda: 4 in checkpoints(other), job, "saved", 120.0)
-    assert list(disk.iterdir()) == []
+    assert sorted(disk.rglob("*")) == drives
     if how == "killed":
         job.kill()
     else:
-        os.truncate(file_of(job, disk), 0)
+        os.truncate(file_of(job, drives[1]), 0)
         ended = job.wait()
         assert ended.code == 14, ended.text
         (said,) = [line for line in ended.err.splitlines() if "the disk tier" in line]
         why = "(nothing more came|some of the file's space was taken away)"  # by what was written since
-        assert re.search(f"could not be read: {why}; training.resume_from_checkpoint=auto goes on", said)
+        assert re.search(
+            f"the disk tier in {drives[1]}: .* could not be read: {why}; training.resume_from_checkpoint=auto goes on",
+            said,
+        )
         assert "Traceback" not in ended.text
     assert not (other.parent / "run" / "export").exists(), "it was over before"
-    assert list(disk.iterdir()) == []
+    assert sorted(disk.rglob("*")) == drives
     found = server.run(1, other, "training.resume_from_checkpoint=auto").check()
     assert len(found.lines("resuming from ")) == 1
     assert digest(other.parent / "run" / "export") == whole
@@ -107,7 +112,7 @@ def test_a_folder_is_refused_before_anything_is_made(server: Server, tmp_path: P
     config = config_of(tmp_path / "run", tmp_path, 20)
     for value, words in {
         f"{tmp_path}/none": "no such folder",
-        "/dev/shm": "is in memory (tmpfs), so it would save none; name a folder on a local disk",
+        f"[{tmp_path},/dev/shm]": "shm: is in memory (tmpfs), so it would save none; name a folder on a local disk",
     }.items():
         found = server.run(1, config, f"strategies.offload.disk={value}").check(2).quiet()
         assert "strategies.offload.disk = " in found.err and found.err.rstrip().endswith(words)

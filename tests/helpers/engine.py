@@ -332,7 +332,7 @@ def plan_of(
     direct: bool = False,
     copies: bool = True,
     visit_slots: int = 2,
-    disk: str = "",
+    disk: Sequence[str] = (),
     moments_as: MomentsAs = "fp32",
     ahead: bool = False,
     rounds: bool = False,
@@ -351,7 +351,7 @@ def plan_of(
         copies: weights that travel rest on the host in the dtype of compute, beside their masters.
         ahead: all buckets are updated ahead of the norm that can be.
         moments_as: how moments rest; ``rounds``: weights in bf16 are their own masters.
-        disk: a folder, where the state of all buckets rests that are updated on the host; two slots for it.
+        disk: folders, where the state of all buckets rests that are updated on the host; two slots for it.
     """
     params = groups_of(model, groups)
     size = "auto"
@@ -394,7 +394,7 @@ def plan_of(
     )
     buckets = tuple(replace(b, **change) for b, change in zip(buckets, changes, strict=True))
     bare = replace(made.layout, buckets=buckets, keeps_copies=copies, visit_slots=visit_slots)
-    bare = replace(bare, disk=disk, window_slots=2, moments_as=moments_as)
+    bare = replace(bare, disk=tuple(disk), window_slots=2, moments_as=moments_as)
     bare = weight_schedule.only_while_used(bare, moving, int(prefetch))
     if ahead:
         bare = replace(bare, buckets=tuple(replace(b, updates_ahead=may_update_ahead(b, bare)) for b in bare.buckets))

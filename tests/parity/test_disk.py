@@ -23,7 +23,7 @@ from strategies.core.protocol import MemoryRefusal
 from strategies.engine import SGD, AdamW, StowOptimizer, stow
 from strategies.engine.memory import disk_state, scratch_file
 from strategies.engine.memory.arena import Arena
-from strategies.engine.memory.scratch_file import DiskError, ScratchFile
+from strategies.engine.memory.scratch_file import DiskError, ScratchFile, StripedFile
 from strategies.engine.transfer.transfer import Transfer
 from tests.helpers.doubles import Delayed, RaceDetector
 from tests.helpers.engine import LR, differences, plain, plan_of, planned, stowed
@@ -44,6 +44,7 @@ CASES: dict[str, tuple[torch.dtype, dict[str, Any], dict[str, Any]]] = {  # dtyp
     "accumulated": (BF16, {"accumulation": 2, "max_norm": 0.05}, {"park": "host", "weights": "travelling"}),
     "masters": (BF16, {"max_norm": 0.05}, {"weights": "travelling", "bucket": "half"}),
     "masters, in backward": (BF16, {}, {"in_backward": True, "park": "host"}),
+    "masters, three drives": (BF16, {}, {"weights": "travelling", "bucket": "half", "disk": ("a", "b", "c")}),
 }
 HOST: dict[str, Any] = {"site": "host", "weights": "travelling", "bucket": "half"}
 
@@ -58,10 +59,17 @@ def test_the_bits_are_those_of_plain_training(
     monkeypatch.setattr(disk_state, "thread", Late)
     batches = tokens("llama", 4 * loop.get("accumulation", 1))
     model = build("llama", dtype=dtype)
-    plan = plan_of(model, site="host", disk=str(tmp_path), **wished, **loop)
+    drives = folders(tmp_path, *wished.get("disk", ("a",)))
+    plan = plan_of(model, site="host", **wished | {"disk": drives}, **loop)
     assert sum(b.on_disk for b in plan.layout.buckets) > plan.layout.window_slots
     expected = plain(build("llama", dtype=dtype), batches, **loop)
     assert differences(expected, stowed(model, plan, batches, transfer=make(), **loop)) == []
+
+
+def folders(path: Path, *names: str) -> list[str]:
+    for name in names:
+        (path / name).mkdir()
+    return [str(path / name) for name in names]
 
 
 def test_momentum_by_threads_in_small_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,13 +77,13 @@ def test_momentum_by_threads_in_small_pieces(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(scratch_file, "MOST_BYTES", 8192)
     batches, model = tokens("llama", 4), build("llama")
     make = partial(torch.optim.SGD, lr=LR, momentum=0.9, fused=True)
-    plan = plan_of(model, disk=str(tmp_path), moments=1, **HOST)
+    plan = plan_of(model, disk=[str(tmp_path)], moments=1, **HOST)
     rule = SGD(lr=LR, momentum=0.9, fused=True)
     assert differences(plain(build("llama"), batches, make=make), stowed(model, plan, batches, rule=rule)) == []
 
 
 def test_what_is_expected_waits_until_its_slot_is_free(tmp_path: Path) -> None:
-    plan = plan_of(build("llama"), disk=str(tmp_path), **HOST)
+    plan = plan_of(build("llama"), disk=[str(tmp_path)], **HOST)
     disk = disk_state.DiskState(plan.layout, arena := Arena(plan.place.addresses, torch.device("cpu")))
     spots: Any = [arena.of(bucket.name, Item.WINDOW, torch.uint8) for bucket in plan.layout.buckets]
     first, second = next(
@@ -155,7 +163,7 @@ def test_state_of_three_times_the_memory_of_the_host(tmp_path: Path) -> None:
 
 def trained(folder: Path | str, steps: int) -> tuple[nn.Module, StowOptimizer]:
     model = build("llama", dtype=BF16)
-    plan: Any = plan_of(model, disk=str(folder), **HOST)
+    plan: Any = plan_of(model, disk=[str(folder)] if folder else [], **HOST)
     optimizer = stow(model, plan, rule=AdamW(lr=1e-2), device="cpu")
     train(model, optimizer, BATCHES[:steps])
     return model, optimizer
@@ -228,6 +236,39 @@ def test_a_part_that_was_taken_away_is_not_read_as_zeros(tmp_path: Path) -> None
             file.read(memory, 0)
         file.write(memory, 0)
         file.read(memory, 0)  # everything is there again
+
+
+def test_each_drive_has_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of one is raised with its folder, and only when no other one moves anything any more."""
+    memory = torch.frombuffer(mmap.mmap(-1, 3 * PAGE_BYTES), dtype=torch.uint8)
+    for page, part in enumerate(memory.split(PAGE_BYTES)):
+        part.fill_(1 + page)
+    one, other = folders(tmp_path, "one", "other")
+    with closing(StripedFile([one, other], 4 * PAGE_BYTES)) as file:
+        file.write(memory, 2 * PAGE_BYTES)
+        found = [Path(f"/proc/self/fd/{part._handle}").read_bytes()[2 * PAGE_BYTES :] for part in file._files]
+        assert [set(content[::PAGE_BYTES]) for content in found] == [{1, 2}, {3, 0}]
+        read = torch.frombuffer(mmap.mmap(-1, 3 * PAGE_BYTES), dtype=torch.uint8)
+        file.read(read, 2 * PAGE_BYTES)
+        assert read.equal(memory)
+        ended = []
+
+        def late(handle: int, *given: Any) -> int:
+            if handle == file._files[0]._handle:
+                raise OSError(errno.EIO, "broken")
+            time.sleep(0.05)
+            ended.append(handle)
+            return PAGE_BYTES
+
+        monkeypatch.setattr(os, "pwritev", late)
+        with pytest.raises(DiskError, match=f"in {one}: .*broken"):
+            file.write(memory, 0)
+        assert ended == [file._files[1]._handle]
+        os.truncate(f"/proc/self/fd/{ended[0]}", 0)
+        with pytest.raises(DiskError, match=f"in {other}: "):
+            file.read(memory, 0)
+    with pytest.raises(ValueError, match=f"^{tmp_path}/none: no such folder"):
+        StripedFile([one, f"{tmp_path}/none"], PAGE_BYTES)
 
 
 def test_folders_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,17 +25,17 @@ class Together:
 
 def test_room_is_for_all_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[int]()
-    plan: Any = SimpleNamespace(layout=SimpleNamespace(disk="/fast"))
+    plan: Any = SimpleNamespace(layout=SimpleNamespace(disk=("/fast", "/other")))
     config: Any = SimpleNamespace(error=lambda key, value, what: RuntimeError(f"{key} = {value}: {what}"))
 
-    def full(folder: str, num_bytes: int) -> None:
+    def full(folders: tuple[str, ...], num_bytes: int) -> None:
         asked.append(num_bytes)
-        raise ValueError("full")
+        raise ValueError(f"{folders[1]}: full")
 
     monkeypatch.setattr(disk_tier, "agreement", lambda *_: nullcontext(Together()))
-    monkeypatch.setattr(disk_tier, "disk_bytes", lambda layout: 1000)
-    monkeypatch.setattr(disk_tier, "ScratchFile", full)
-    with pytest.raises(RuntimeError, match=r"strategies.offload.disk = /fast: full"):
+    monkeypatch.setattr(disk_tier, "file_bytes", lambda layout: 1000)
+    monkeypatch.setattr(disk_tier, "StripedFile", full)
+    with pytest.raises(RuntimeError, match=r"strategies.offload.disk = /fast, /other: /other: full"):
         disk_tier.refuse_without_room(config, Ranks(0, 0, 3, 2), plan)
     disk_tier.refuse_without_room(config, Ranks(1, 1, 3, 2), plan)
     assert asked == [1500]

@@ -1,6 +1,7 @@
 """Rates: fits on made-up numbers, files that hold and files that are ignored, named cards, one small measurement."""
 
 import json
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -200,17 +201,23 @@ def test_the_command_measures_and_stores(
 
 
 @needs_scratch
-def test_the_disk_of_a_folder_is_measured_besides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disks_of_folders_are_measured_besides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(rates, "FULL", replace(TINY, disk_seconds=0.01))
     monkeypatch.setattr(rates, "measure", lambda say, effort: (some_rates(), {}))
     monkeypatch.setattr(disk_rates, "MOST_BYTES", 1)  # the file has two pieces
     path = tmp_path / "machine.json"
-    assert doctor.main(["--rates", "--out", str(path), "--disk", str(tmp_path)]) == ExitCode.FINISHED
+    for folder in ("one", "other"):
+        (tmp_path / folder).mkdir()
+    folders = [str(tmp_path / "one"), str(tmp_path / "other")]
+    assert doctor.main(["--rates", "--out", str(path), "--disk", *folders]) == ExitCode.FINISHED
     found = profiles.load(path, profiles.key_of(probe())).rates
-    assert found is not None and found.disk_folder == str(tmp_path) and 1 <= found.disk_overlap <= 2
+    assert found is not None and found.disk_folder == ", ".join(folders) and 1 <= found.disk_overlap <= 2
     assert min(found.disk_read_bytes_per_s, found.disk_write_bytes_per_s) > 0
-    assert list(tmp_path.iterdir()) == [path], "the file is gone"
-    assert doctor.main(["--rates", "--out", str(path), "--disk", str(tmp_path / "none")]) == ExitCode.FAILED
+    assert not any(map(os.listdir, folders)), "the files are gone"
+    assert doctor.main(["--rates", "--out", str(path), "--disk", folders[0], str(tmp_path / "none")]) == ExitCode.FAILED
+    assert capsys.readouterr().err.rstrip().endswith(f"{tmp_path}/none: no such folder")
 
 
 def test_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

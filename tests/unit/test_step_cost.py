@@ -127,22 +127,27 @@ def test_no_updates_ahead() -> None:
         assert any(bucket.updates_ahead for bucket in plan.layout.buckets) is (rates is None), (options, run)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_ranks_of_a_machine_share_its_disk(ranks: int) -> None:
-    rates = replace(FAST, disk_read_bytes_per_s=2e6, disk_write_bytes_per_s=1e6).shared_by(ranks)
+@pytest.mark.parametrize(("ranks", "drives"), [(1, 1), (2, 1), (1, 2)])
+def test_ranks_of_a_machine_share_its_disks(ranks: int, drives: int) -> None:
+    """A drive is as fast whatever there is beside it, and several have equal parts of the state."""
+    rates = replace(FAST, disk_read_bytes_per_s=2e6 / drives, disk_write_bytes_per_s=1e6 / drives).shared_by(ranks)
     about = known(rates, blocks=8, world_size=ranks)
     about = replace(about, machine=replace(about.machine, ranks=ranks))
     sizes = {"host_memory": f"{128 * ranks}MiB", "disk_memory": f"{64 * ranks}MiB"}
-    plan = planned(about, site="host", disk="/fast", **sizes)
+    disk = ["/fast", "/other"][:drives]
+    plan = planned(about, site="host", disk=disk, **sizes)
     assert plan.layout is not None and disk_bytes(plan.layout) == 64 << 20
     cost = plan_cost(plan)
     assert cost is not None
     assert cost.seconds == pytest.approx(ranks * (64 << 20) * (1 / 2e6 + 1 / 1e6), rel=1e-3)
     (line,) = full_report.disk_lines(plan, cost)
-    assert f"{64 * ranks}.0 MiB of" in line and "read 0.002 GB/s, written 0.001 (assumed" in line
-    assert "0.0024 TB written per hour (a drive that is rated for 600 TB lasts 10,417 days)" in line
+    speed = f"read 0.002 GB/s, written 0.001{' by 2 drives together' if drives == 2 else ''}"
+    assert f"{64 * ranks}.0 MiB of" in line
+    assert f"{speed} (assumed; launch/doctor.py --rates --disk {' '.join(disk)} measures)" in line
+    days = "10,417" if drives == 1 else "20,833"
+    assert f"0.0024 TB written per hour (a drive that is rated for 600 TB lasts {days} days)" in line
     with pytest.raises(MemoryRefusal, match=r"24\.0 MiB too much"):
-        planned(about, site="host", disk="/fast", **sizes | {"disk_memory": f"{32 * ranks}MiB"})
+        planned(about, site="host", disk=disk, **sizes | {"disk_memory": f"{32 * ranks}MiB"})
 
 
 @pytest.mark.parametrize(

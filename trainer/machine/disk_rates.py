@@ -1,16 +1,16 @@
-"""How fast a disk is for optimizer state: what ``launch/doctor.py --rates --disk FOLDER`` adds.
+"""How fast drives are for optimizer state: what ``launch/doctor.py --rates --disk FOLDER ...`` adds.
 
-The engine's own file (``strategies/engine/memory/scratch_file.py``), which goes past the page cache, is filled in large
+The engine's own files (``strategies/engine/memory/scratch_file.py``), which go past the page cache, are filled in large
 pieces, which does not count: drives write fast until a cache of theirs is full, and what was never written is not read
-from the disk. Then it is written again for some seconds, read, and both at once by two threads. What a drive sustains
-for hours may still be less.
+from the disk. Then they are written again for some seconds, read, and both at once by two threads, several drives
+together. What they sustain for hours may still be less.
 """
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import count
@@ -19,34 +19,36 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from strategies.core.on_disk import part_bytes
 from strategies.core.sizes import human
 from strategies.engine.memory.arena import HostMemory
-from strategies.engine.memory.scratch_file import ScratchFile
+from strategies.engine.memory.scratch_file import StripedFile
 
 PIECE = 64 << 20
 MOST_BYTES = 4 << 30  # of the file, or a quarter of what is free
 
 
-def measure(folder: Path, seconds: float, say: Callable[[str], None]) -> tuple[float, float, float]:
-    """Bytes per second read, and written, each for so many seconds, and how much of both the disk does at once (1:
-    either or, 2: each as if it were alone). Raise ValueError: the folder cannot have such a file.
+def measure(folders: Sequence[Path], seconds: float, say: Callable[[str], None]) -> tuple[float, float, float]:
+    """Bytes per second that each drive reads, and writes, for so many seconds, and how much of both it does at once (1:
+    either or, 2: each as if it were alone). Raise ValueError: a folder cannot have such a file.
     """
-    pieces = max(2, min(MOST_BYTES, shutil.disk_usage(folder).free // 4 if folder.is_dir() else 0) // PIECE)
-    with closing(ScratchFile(folder, pieces * PIECE)) as file:
-        say(f"the disk of {folder}: a file of {human(pieces * PIECE)}, past the page cache")
+    free = min(shutil.disk_usage(folder).free if folder.is_dir() else 0 for folder in folders)
+    pieces, part = max(2, min(MOST_BYTES, free // 4) // PIECE), part_bytes(PIECE, len(folders))
+    with closing(StripedFile(folders, pieces * part)) as file:
+        say(f"the disk of {', '.join(map(str, folders))}: {human(pieces * PIECE)}, past the page cache")
         source, target = (HostMemory(PIECE, torch.device("cpu"), "a piece of the file").memory for _ in range(2))
         source.random_()
 
         def rate(move: Callable[[Tensor, int], None], memory: Tensor, first: int = 0) -> float:
             began_s = time.perf_counter()
             for number in count(1):
-                move(memory, (first + number) % pieces * PIECE)
+                move(memory, (first + number) % pieces * part)
                 if (spent_s := time.perf_counter() - began_s) > seconds:
                     break
             return number * PIECE / spent_s
 
         for index in range(pieces):
-            file.write(source, index * PIECE)
+            file.write(source, index * part)
         write, read = rate(file.write, source), rate(file.read, target)
         with ThreadPoolExecutor(2) as both:
             begun = both.submit(rate, file.read, target), both.submit(rate, file.write, source, pieces // 2)
@@ -54,4 +56,4 @@ def measure(folder: Path, seconds: float, say: Callable[[str], None]) -> tuple[f
     giga = 1e9
     at_once = f"{reading / giga:.3g} and {writing / giga:.3g}"
     say(f"  read {read / giga:.3g} GB/s, written {write / giga:.3g}; both at once {at_once}")
-    return read, write, max(1.0, min(2.0, reading / read + writing / write))
+    return read / len(folders), write / len(folders), max(1.0, min(2.0, reading / read + writing / write))

@@ -7,7 +7,7 @@
     update   the engine's AdamW on host memory, in the engine's chunk size and with its worker's threads
     together the same update while copies run in both directions: what all of them get of DRAM
     launch   one small operator after the other on the device, without waiting for it
-    disk     only of a folder that is named: ``disk_rates.py``
+    disk     only of folders that are named: ``disk_rates.py``
     network  as many ranks as there are devices, or two processes without an accelerator, make the two exchanges of the
              engine (``strategies/engine/ranks/shares.py``). Counted are the bytes that one rank sends while it receives
              as many, of the slower kind. Between machines nothing is measured: one does not know the others.
@@ -23,7 +23,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -225,14 +225,14 @@ def shared_dram(alone: float, link: float, update: float, together: float) -> fl
     return together if together < SLOWED * (link + update) else max(alone, together)
 
 
-def measure_and_store(path: Path, say: Say, disk: Path | None = None) -> StoredRates:
-    """Measure this machine, its current device and the ``disk`` of a folder, and store the rates in ``path``. Raises
-    OSError if it cannot be written, which is tried before measuring; ValueError: the folder is none for the state.
+def measure_and_store(path: Path, say: Say, disk: Sequence[Path] = ()) -> StoredRates:
+    """Measure this machine, its current device and the drives of folders, and store the rates in ``path``. Raises
+    OSError if it cannot be written, which is tried before measuring; ValueError: a folder is none for the state.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     refuse_unwritable(path)
     key, date = key_of(probe()), time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime())
-    disk_rates = {} if disk is None else disk_rates_of(disk, say)
+    disk_rates = disk_rates_of(disk, say) if disk else {}
     others_s, began_s = others_cpu_s(), time.perf_counter()
     rates, points = measure(say, FULL)
     spent_s = (time.perf_counter() - began_s) * cores()[1]
@@ -245,11 +245,11 @@ def measure_and_store(path: Path, say: Say, disk: Path | None = None) -> StoredR
     return stored
 
 
-def disk_rates_of(folder: Path, say: Say) -> dict[str, Any]:
-    """The fields of ``Rates`` about a disk."""
-    read, write, overlap = measure_disk(folder, FULL.disk_seconds, say)
+def disk_rates_of(folders: Sequence[Path], say: Say) -> dict[str, Any]:
+    """The fields of ``Rates`` about drives."""
+    read, write, overlap = measure_disk(folders, FULL.disk_seconds, say)
     found = {"disk_read_bytes_per_s": read, "disk_write_bytes_per_s": write, "disk_overlap": overlap}
-    return {**found, "disk_folder": str(folder)}
+    return {**found, "disk_folder": ", ".join(map(str, folders))}
 
 
 def measure(say: Say, effort: Effort) -> tuple[Rates, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Whether the folder of state that rests on a disk has room for it, known when the plan says how much is needed.
+"""Whether the folders of state that rests on disks have room for it, known when the plan says how much is needed.
 
 So much, for all ranks of a machine, is reserved there for a moment, as the engine does it, before a weight is loaded.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from strategies.core.on_disk import disk_bytes
-from strategies.engine.memory.scratch_file import ScratchFile
+from strategies.core.on_disk import file_bytes
+from strategies.engine.memory.scratch_file import StripedFile
 from trainer.dist.agreement import agreement
 
 if TYPE_CHECKING:
@@ -21,20 +21,20 @@ TIMEOUT_S = 1800
 
 
 def refuse_without_room(config: RunConfig, ranks: Ranks, plan: Plan) -> None:
-    """Raise ConfigError, on all ranks, if a machine's folder has no room for the state that the plans of its ranks put
+    """Raise ConfigError, on all ranks, if a folder of a machine has no room for the state that plans of its ranks put
     there, or no direct access; a collective.
     """
     if plan.layout is None or not plan.layout.disk:  # as on all ranks
         return
-    folder, machine = plan.layout.disk, ranks.rank - ranks.local_rank
+    folders, machine = plan.layout.disk, ranks.rank - ranks.local_rank
 
     def reserve(num_bytes: int) -> None:
         try:
-            ScratchFile(folder, num_bytes).close()
+            StripedFile(folders, num_bytes).close()
         except ValueError as error:
-            raise config.error(KEY, folder, str(error)) from None
+            raise config.error(KEY, ", ".join(folders), str(error)) from None
 
     with agreement(ranks, TIMEOUT_S) as together:
-        needed = together.gathered((machine, disk_bytes(plan.layout)))
+        needed = together.gathered((machine, file_bytes(plan.layout)))
         here = sum(num_bytes for first, num_bytes in needed if first == machine)
         together.by_some(ranks.is_first_local, lambda: reserve(here) if here else None)

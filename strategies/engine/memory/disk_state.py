@@ -1,7 +1,7 @@
-"""The disk tier: optimizer state that rests in a file (``scratch_file.py``) and visits the host for its update.
+"""The disk tier: optimizer state that rests in files (``scratch_file.py``) and visits the host for its update.
 
-Each bucket that is ``on_disk`` has a place in the file, and one slot of the window, through which several buckets pass:
-WINDOW of the layout. A slot has a thread, which moves state between the two. What will be updated is ``expect``-ed: it
+Each bucket that is ``on_disk`` has a place in the files, and one slot of the window, which several buckets pass: WINDOW
+of the layout. A slot has a thread, which moves state between the two. What will be updated is ``expect``-ed: it
 is read ahead as soon as its slot is free, and written behind when it was updated, while others are read and updated.
 
 Ordering. Everything that concerns a bucket happens in its one slot, whose thread does what it is given in that order.
@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from strategies.core.layout import Item, Layout
-from strategies.core.on_disk import disk_bytes, disk_offsets
+from strategies.core.on_disk import disk_offsets, file_bytes
 from strategies.engine.memory.arena import Arena
-from strategies.engine.memory.scratch_file import ScratchFile
+from strategies.engine.memory.scratch_file import StripedFile
 
 
 def thread() -> Executor:
@@ -53,7 +53,7 @@ class DiskState:
     """The state of all buckets of ``layout`` that are on the disk. Raise ValueError if there cannot be such a file."""
 
     def __init__(self, layout: Layout, arena: Arena) -> None:
-        self._file = ScratchFile(layout.disk, disk_bytes(layout))
+        self._file = StripedFile(layout.disk, file_bytes(layout))
         self._issuing = threading.Lock()  # of what slots hold, and what threads are given; held for moments
         self._error: Exception | None = None
         self._closed = False

@@ -16,6 +16,7 @@ import errno
 import fcntl
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -23,9 +24,11 @@ from typing import Any
 import psutil
 from torch import Tensor
 
+from strategies.core.on_disk import part_bytes
 from strategies.core.sizes import human
 
 MOST_BYTES = 64 << 20  # of one call; the system takes less than 2 GiB
+MOST_MOVES = 4  # that one drive is given at once, before others wait
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 ON_NETWORK = ("nfs", "cifs", "smb", "ceph", "lustre", "gpfs", "beegfs", "gluster", "afs", "9p", "fuse", "virtiofs")
 NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
@@ -92,6 +95,44 @@ class ScratchFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+class StripedFile:
+    """A file in each of several folders, each on a drive of its own, as if they were one: what is read and written is
+    divided evenly (``part_bytes``), and its parts move at the same time. Raise ValueError like ``ScratchFile``.
+    """
+
+    def __init__(self, folders: Sequence[str | Path], num_bytes: int) -> None:
+        """``num_bytes`` are those of each file; offsets too are those in each."""
+        self._threads = ThreadPoolExecutor(MOST_MOVES * len(folders), "stow-drive")
+        self._files = list[ScratchFile]()
+        for folder in folders:
+            try:
+                self._files.append(ScratchFile(folder, num_bytes))
+            except ValueError as error:
+                self.close()
+                raise ValueError(f"{folder}: {error}" if len(folders) > 1 else str(error)) from None
+
+    def read(self, memory: Tensor, offset: int) -> None:
+        self._on_each(ScratchFile.read, memory, offset)
+
+    def write(self, memory: Tensor, offset: int) -> None:
+        self._on_each(ScratchFile.write, memory, offset)
+
+    def _on_each(self, move: Callable[[ScratchFile, Tensor, int], None], memory: Tensor, offset: int) -> None:
+        first, *others = zip(self._files, memory.split(part_bytes(memory.nbytes, len(self._files))), strict=False)
+        moving = [self._threads.submit(move, *other, offset) for other in others]
+        try:
+            move(*first, offset)
+        finally:
+            wait(moving)  # also after an error: nobody else may have the memory before
+        for each in moving:
+            each.result()
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        for file in self._files:
+            file.close()
 
 
 def unsuitable(folder: Path) -> str:
