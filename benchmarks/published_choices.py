@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from strategies.core.facts import Choices, Facts, MachineFacts, Operator, Precision, RunFacts, Unit, UnitKind, Work
 from strategies.core.protocol import Refusal
 from strategies.planner.hybrid.cluster import Cluster
-from strategies.planner.hybrid.degrees import Degrees, Stowed
+from strategies.planner.hybrid.degrees import Degrees, Size, Stowed
 from strategies.planner.hybrid.parts import Models
 from strategies.planner.hybrid.search import Options, hybrid
 from strategies.planner.hybrid.step_seconds import Pricing
@@ -103,7 +103,7 @@ def setting(gpt: Gpt, ranks: int) -> tuple[MachineFacts, Cluster]:
 
 def simulated(facts: Facts, cluster: Cluster, degrees: Degrees) -> tuple[str, str]:
     """Seconds, and those at either end of what is assumed of the network."""
-    models, rates = Models({(degrees.micro_batch, degrees.tensor): facts}), facts.machine.rates
+    models, rates = Models({degrees.size: facts}), facts.machine.rates
     assert rates is not None
     first, *ends = (
         f"{Pricing(models, on, rates).price(degrees).seconds:.4g}" for on in (cluster, *cluster.either_way())
@@ -119,7 +119,7 @@ def without_zero_2(degrees: Degrees) -> Refusal | None:
 def choice(gpt: Gpt, stages: int, data: int, sequences: int, seconds: float) -> tuple[str, ...]:
     """A published choice of 8 tensor ranks, what it takes by our pricing, and what the search would choose."""
     machine, cluster = setting(gpt, 8 * stages * data)
-    known = {(size, t): rank_facts(gpt, machine, size, t) for size in (1, 2, 4) for t in (1, 2, 4, 8)}
+    known = {Size(size, t): rank_facts(gpt, machine, size, t) for size in (1, 2, 4) for t in (1, 2, 4, 8)}
     policies = ("none", "full") if gpt.year == 2021 else ("none", "selective", "full")
     best = hybrid(known, cluster, sequences, Options(without_zero_2, policies, (Stowed.NOTHING,))).best
     theirs = Degrees(
@@ -128,7 +128,7 @@ def choice(gpt: Gpt, stages: int, data: int, sequences: int, seconds: float) -> 
     )  # fmt: skip
     place = next((str(at) for at, each in enumerate(best, 1) if shape(each.degrees) == shape(theirs)), "-")
     ours = f"{shape(best[0].degrees)}, {best[0].degrees.recompute}, ZeRO {best[0].degrees.zero}"
-    found = simulated(known[1, 8], cluster, theirs)
+    found = simulated(known[Size(1, 8)], cluster, theirs)
     named = (f"{gpt.name}, {gpt.year}", f"{cluster.ranks:,}", shape(theirs), f"{seconds:.4g}")
     return *named, *found, ours, f"{best[0].price.seconds:.4g}", place
 

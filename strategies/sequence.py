@@ -22,6 +22,7 @@ from pydantic import Field
 from strategies.core.facts import Facts, Precision, RunFacts
 from strategies.core.plan import RUN, Decision, Plan, Reserve
 from strategies.core.protocol import COMPILING, Axis, Parity, Phase, Refusal, Strategy, compared_with
+from strategies.planner.exchanges import slices_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -99,13 +100,11 @@ class Sequence(Strategy):
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
         """What is saved and computed was counted on a slice; here is what comes from the other ranks."""
-        run = facts.run
-        tokens = -(-run.micro_batch * run.sequence // self.degree)
         yield Reserve(
             unit=RUN,
             reason=f"rows divided over {self.degree} ranks: queries, keys and values of the others' slices",
             owner="sequence: received heads",
-            num_bytes=3 * tokens * run.hidden_size * run.precision.element_bytes,
+            num_bytes=slices_bytes(facts.run),
             in_passes=True,
         )
 

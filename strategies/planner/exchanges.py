@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from strategies.core.facts import Facts, Rates
+from strategies.core.facts import Facts, Rates, RunFacts
 from strategies.core.layout import Reduction
 from strategies.planner.hybrid.cluster import Cluster, Wire
 from strategies.planner.pipeline_bytes import MESSAGE_BYTES, boundary_bytes
@@ -94,6 +94,12 @@ def slices_seconds(facts: Facts, rates: Rates) -> float:
     rate = min(rates.exchange_bytes_per_s(), across or 0.0) if leaves else rates.exchange_bytes_per_s()
     wait = rates.net_across_latency_s if leaves else rates.net_latency_s
     return SLICE_MESSAGES * (ranks - 1) * (boundary_bytes(facts.run) / ranks**2 / rate + wait)
+
+
+def slices_bytes(run: RunFacts) -> int:
+    """Of a micro-batch's queries, keys and values that come from the other slices."""
+    tokens = -(-run.micro_batch * run.sequence // run.slices)
+    return 3 * tokens * run.hidden_size * run.precision.element_bytes
 
 
 def sum_seconds(facts: Facts, rates: Rates) -> float:

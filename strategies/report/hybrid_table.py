@@ -101,10 +101,12 @@ def to_json(answer: Answer, scale: Scale, write: Sequence[str]) -> dict[str, Any
 
 
 def shape(degrees: Degrees) -> str:
-    """``8 x 1 x 128``, or ``1 x 1 x 128, int8, lossy``."""
+    """``8 x 1 x 128``; ``1 x 1 x 2, sequence 4`` has four ranks for each set of rows; ``1 x 1 x 128, int8, lossy``."""
     how = degrees.exchange
-    named = "" if how is None else f"local_steps {how.local_steps}" if how.local_steps else how.method
-    return f"{degrees.stages} x {degrees.tensor} x {degrees.data}" + (f", {named}, lossy" if named else "")
+    more = [f", {name} {degree}" for name in ("sequence", "experts") if (degree := getattr(degrees, name)) > 1]
+    if how is not None:
+        more.append(f", {f'local_steps {how.local_steps}' if how.local_steps else how.method}, lossy")
+    return f"{degrees.stages} x {degrees.tensor} x {degrees.data}{''.join(more)}"
 
 
 def lossy(answer: Answer, links: Mapping[Compression, str]) -> Iterator[str]:

@@ -11,11 +11,11 @@ import yaml
 
 from launch.plan import main, parse
 from strategies.core.facts import Facts
-from strategies.core.plan import Home
+from strategies.core.plan import Home, Plan
 from strategies.core.sizes import human
 from strategies.planner.hybrid import keys
 from strategies.planner.hybrid.account import Account
-from strategies.planner.hybrid.degrees import Degrees, Stowed
+from strategies.planner.hybrid.degrees import Degrees, Size, Stowed
 from strategies.planner.hybrid.parts import Model, Models
 from tests.helpers.tiny import GPT2, LLAMA, MIXTRAL, run_config
 from trainer.config.load import build, load
@@ -42,30 +42,33 @@ def fewer_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @cache
-def parts() -> dict[tuple[int, int], Facts]:
-    found, why = Shares(COUNTED, RANKS, CARD, lambda line: None).by_tensor(16)
+def parts() -> dict[Size, Facts]:
+    found, why = Shares(COUNTED, RANKS, CARD, lambda line: None).by_size(16)
     assert [each.split(": ")[1] for each in why] == [
         "must divide model.config.num_key_value_heads, which is 2; write 2"
-    ] * 2
+    ]
     return found
 
 
 def test_shares_are_counted_as_if_they_were_configured() -> None:
-    assert set(parts()) == {(size, tensor) for size in (1, 2) for tensor in (1, 2)}  # of 2 heads
+    divided = {Size(sequence=degree) for degree in (2, 4, 8)}
+    assert set(parts()) == {Size(size, tensor) for size in (1, 2) for tensor in (1, 2)} | divided  # of 2 heads
     tree = COUNTED.tree()
     tree["training"]["per_device_train_batch_size"] = 1
     whole = gather(build(tree), 8, 8, CARD)
-    assert parts()[1, 1].units == whole.units and parts()[1, 1].run == whole.run
+    assert parts()[Size(1)].units == whole.units and parts()[Size(1)].run == whole.run
     divided = gather(build(keys.without(COUNTED.tree(), 2)), 8, 8, CARD)
-    assert parts()[2, 2].units == divided.units
-    assert parts()[2, 2].run.forward_flops == divided.run.forward_flops
+    assert parts()[Size(2, 2)].units == divided.units
+    assert parts()[Size(2, 2)].run.forward_flops == divided.run.forward_flops
 
 
 @pytest.mark.parametrize(("model", "why"), [(GPT2, "Conv1D"), (MIXTRAL, "experts")])
 def test_models_that_tensor_ranks_cannot_share(model: dict[str, object], why: str) -> None:
     config = run_config(model, bf16=True, per_device_train_batch_size=1)
-    found, said = Shares(config, RANKS, CARD, lambda line: None).by_tensor(1)
-    assert all(why in each for each in said) and {tensor for _, tensor in found} == {1}
+    found, said = Shares(config, RANKS, CARD, lambda line: None).by_size(1)
+    assert why in said[0] and "was not compared" in said[1] and len(said) == 2
+    assert {(size.tensor, size.sequence) for size in found} == {(1, 1)}
+    assert {size.experts for size in found} == ({1, 2, 4} if model is MIXTRAL else {1})
 
 
 @pytest.mark.parametrize(
@@ -80,27 +83,27 @@ def test_models_that_tensor_ranks_cannot_share(model: dict[str, object], why: st
 def test_with_offload_the_account_is_near_the_plan(options: dict[str, Any], given: dict[str, str]) -> None:
     degrees = Degrees(**{"recompute": "full", "micro_batch": 2, "offload": Stowed.STATE} | options)
     staged = degrees.stages > 1
-    in_stages = Shares(COUNTED, RANKS, CARD, lambda line: None).in_stages([(2, 1)]) if staged else None
-    found = Account(Models({(2, degrees.tensor): parts()[2, degrees.tensor]}, in_stages)).of(degrees)
+    in_stages = Shares(COUNTED, RANKS, CARD, lambda line: None).in_stages([Size(2)]) if staged else None
+    found = Account(Models({degrees.size: parts()[degrees.size]}, in_stages)).of(degrees)
     tree = keys.written(degrees, COUNTED.tree(), [3, 3] if staged else None)
     tree["strategies"]["offload"] = {"site": "host", **given}
     plans = plans_of(build(tree), RANKS, CARD)
     assert found.device == pytest.approx(max(plan.peak(Home.DEVICE) for plan in plans), rel=0.15)
     if not staged:
-        own, runtime = parts()[2, 1].machine.runtime_host_bytes, plans[0].facts.machine.runtime_host_bytes
+        own, runtime = parts()[Size(2)].machine.runtime_host_bytes, plans[0].facts.machine.runtime_host_bytes
         assert found.host - own == pytest.approx(plans[0].peak(Home.HOST) - runtime, rel=0.05)
 
 
 def test_offload_brings_a_loss_by_chunks_but_not_to_tensor_ranks() -> None:
     found = []
     for tensor, logits in ((1, 1), (1, 1 << 30), (2, 1), (2, 1 << 30)):
-        counted = parts()[2, tensor]
+        counted = parts()[Size(2, tensor)]
         head = counted.units[-1]
         assert head.in_chunks is not None
         large = replace(head, in_chunks=replace(head.in_chunks, logits=logits))
         facts = replace(counted, units=(*counted.units[:-1], large))
         degrees = Degrees(tensor=tensor, data=8 // tensor, zero=1, offload=Stowed.STATE, micro_batch=2)
-        found.append(Account(Models({(2, tensor): facts})).of(degrees).device)
+        found.append(Account(Models({Size(2, tensor): facts})).of(degrees).device)
     assert found[0] > found[1] and found[2] == found[3]
 
 
@@ -125,6 +128,16 @@ def write(folder: Path, **training: object) -> Path:
     return path
 
 
+def first_as_written(path: Path, said: str) -> Plan:
+    """The plan of the config with the lines that are written for the first row."""
+    tree = yaml.safe_load(path.read_text())
+    for line in said.split("config:\n")[1].splitlines():
+        ((section, changes),) = yaml.safe_load(line).items()
+        tree[section] = changes if section == "strategies" else tree[section] | changes
+    path.write_text(yaml.safe_dump(tree))
+    return plan_of(load(path), RANKS, sized(CARD, None, None))
+
+
 def test_what_it_prints_can_be_written_and_has_the_bytes_that_it_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,15 +152,8 @@ def test_what_it_prints_can_be_written_and_has_the_bytes_that_it_says(
     )
     first = table[0].split()
     assert first[:5] == ["1", "x", "1", "x", "8"], "this small model wants data parallelism alone"
-    tree = yaml.safe_load(path.read_text())
-    for line in said.out.split("config:\n")[1].splitlines():
-        ((section, changes),) = yaml.safe_load(line).items()
-        tree[section] = changes if section == "strategies" else tree[section] | changes
-    path.write_text(yaml.safe_dump(tree))
-    config = load(path)
-    training = config.training
-    assert training.per_device_train_batch_size * training.gradient_accumulation_steps * 8 == 48
-    plan = plan_of(config, RANKS, sized(CARD, None, None))
+    plan = first_as_written(path, said.out)
+    assert plan.facts.run.micro_batch * plan.facts.run.accumulation * 8 == 48
     assert human(plan.peak(Home.DEVICE)) in said.out.splitlines()[5]
 
 
@@ -201,8 +207,8 @@ def test_the_account_of_a_stage_is_its_plan(policy: str, micro_batches: int, sha
     """But for scalars, which the account leaves out."""
     config = run_config({**WIDE, "tie_word_embeddings": True}, data=DATA, bf16=True, per_device_train_batch_size=2)
     degrees = Degrees(stages=4, recompute=policy, micro_batch=2, micro_batches=micro_batches, last_blocks=1, **shape)
-    in_stages = Shares(config, RANKS, CARD, lambda line: None).in_stages([(2, degrees.tensor)])
-    account, model = Account(Models({}, in_stages)), Model(in_stages[2, degrees.tensor])
+    in_stages = Shares(config, RANKS, CARD, lambda line: None).in_stages([degrees.size])
+    account, model = Account(Models({}, in_stages)), Model(in_stages[degrees.size])
     cuts = model.parts(4, 1)
     tree = keys.written(degrees, config.tree(), [part.blocks for part in cuts])
     plans = plans_of(build(tree), replace(RANKS, world_size=degrees.ranks), CARD)
@@ -210,6 +216,55 @@ def test_the_account_of_a_stage_is_its_plan(policy: str, micro_batches: int, sha
         found = account.of_stage(degrees, stage, part)
         assert -SCALARS <= found.device - plan.peak(Home.DEVICE) <= SCALARS, (stage, policy)
         assert found.host == plan.peak(Home.HOST)
+
+
+MIXTURE = {**WIDE, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+MIXTURE |= {"intermediate_size": 2048, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (WIDE, {"sequence": 4, "data": 2, "zero": 0}),
+        (WIDE, {"sequence": 2, "data": 4, "zero": 1, "recompute": "selective", "micro_batches": 3}),
+        (WIDE, {"sequence": 8, "zero": 3, "recompute": "full"}),
+        (MIXTURE, {"experts": 2, "data": 8, "zero": 1}),
+        (MIXTURE, {"experts": 8, "data": 8, "zero": 2, "recompute": "full", "micro_batches": 2, "micro_batch": 2}),
+    ],
+)
+def test_the_account_of_a_part_of_rows_or_experts_is_its_plan(model: dict[str, Any], options: dict[str, Any]) -> None:
+    config = run_config(model, data={**DATA, "max_length": 1000}, bf16=True)
+    degrees = Degrees(**options)
+    found = Account(Shares(config, RANKS, CARD, lambda line: None).of(degrees)).of(degrees)
+    plan = plan_of(build(keys.written(degrees, config.tree())), RANKS, CARD)
+    assert (found.device, found.host) == (plan.peak(Home.DEVICE), plan.peak(Home.HOST))
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "memory", "degree"),
+    [(WIDE, 131_072, "6GiB", "sequence"), (MIXTURE, 512, "1100MiB", "experts")],
+)
+def test_what_fits_in_no_other_way(
+    model: dict[str, Any],
+    tokens: int,
+    memory: str,
+    degree: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows that one rank cannot hold, and experts: all that fits divides them, and fits as planned."""
+    monkeypatch.setattr(hybrid, "MICRO_BATCHES", (1,))
+    path = write(tmp_path, per_device_train_batch_size=1)
+    tree = yaml.safe_load(path.read_text())
+    tree["model"]["config"], tree["data"] = dict(model), {**DATA, "max_length": tokens}
+    path.write_text(yaml.safe_dump(tree))
+    given = ["--world-size", "8", "--profile", "h100-sxm-pcie5", "--gpu-memory", memory, "--host-memory", "9GiB"]
+    assert main(["--search", "--config", str(path), *given]) == 0
+    said = capsys.readouterr().out
+    rows = said.split("----\n")[1].split("\n\n")[0].splitlines()
+    assert rows and all(f", {degree} " in row for row in rows)
+    assert human(first_as_written(path, said).peak(Home.DEVICE)) in rows[0]
 
 
 def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,13 +8,24 @@ import pytest
 
 from strategies.core.compose import compose
 from strategies.core.compression import Compression
-from strategies.core.facts import Facts, MachineFacts, Operator, Precision, Rates, Temporaries, Unit, Work
+from strategies.core.facts import (
+    Facts,
+    MachineFacts,
+    Operator,
+    Param,
+    Precision,
+    Rates,
+    Temporaries,
+    Unit,
+    UnitKind,
+    Work,
+)
 from strategies.core.plan import Home, Kind
 from strategies.core.registry import find
 from strategies.planner.hybrid import keys
 from strategies.planner.hybrid.account import Account, Bytes, state_bytes
 from strategies.planner.hybrid.cluster import Cluster, Wire
-from strategies.planner.hybrid.degrees import Degrees, Stowed, is_possible
+from strategies.planner.hybrid.degrees import Degrees, Size, Stowed, is_possible
 from strategies.planner.hybrid.parts import Model, Models
 from strategies.planner.hybrid.search import POLICIES, Answer, Options, hybrid
 from strategies.planner.hybrid.step_seconds import Pricing
@@ -62,8 +73,8 @@ def share(whole: Facts, micro_batch: int, tensor: int) -> Facts:
     return replace(whole, units=units, run=replace(whole.run, micro_batch=micro_batch, forward_flops=flops))
 
 
-def known(whole: Facts) -> dict[tuple[int, int], Facts]:
-    return {(size, tensor): share(whole, size, tensor) for size in (1, 2) for tensor in (1, 2, 4)}
+def known(whole: Facts) -> dict[Size, Facts]:
+    return {Size(size, tensor): share(whole, size, tensor) for size in (1, 2) for tensor in (1, 2, 4)}
 
 
 def cluster(ranks: int = 16, *, rate: float = 1e9) -> Cluster:
@@ -76,7 +87,7 @@ def test_with_one_stage_and_tensor_rank_the_account_is_the_plan(precision: Preci
     whole = model(5, precision=precision)
     if not accelerated:
         whole = replace(whole, machine=replace(whole.machine, name="cpu"))
-    account = Account(Models({(1, 1): whole}))
+    account = Account(Models({Size(): whole}))
     for stage, policy, micro_batches, ranks in product((0, 1, 2, 3), ("none", "selective", "full"), (1, 2), (1, 7)):
         run = replace(whole.run, accumulation=micro_batches, world_size=ranks)
         chosen = {"zero": {"stage": stage}, "recompute": {"policy": policy}}
@@ -90,11 +101,11 @@ def test_a_stage_has_what_is_in_flight_and_what_it_receives() -> None:
     whole = model(8)
     four = Degrees(stages=4, micro_batches=6, last_blocks=2)
     parts = Model(whole).parts(4, 2)
-    account = Account(Models({(1, 1): whole}, {(1, 1): whole}))
+    account = Account(Models({Size(): whole}, {Size(): whole}))
     middle = [account.of_stage(four, stage, parts[stage]).device for stage in (1, 2)]
     # The same blocks: what one micro-batch saves is there once more.
     assert middle[0] - middle[1] == 2 * 40 * KB
-    lean = Account(Models({(1, 1): whole}))
+    lean = Account(Models({Size(): whole}))
     # Elsewhere with masters, and buffers for the three in flight; here all six on each side, and plain fp32.
     sizes = [
         sum(state_bytes(Model(whole).units(parts[1]), whole.run, four, kind, plain=plain) for kind in Kind)
@@ -109,7 +120,7 @@ def test_a_stage_has_what_is_in_flight_and_what_it_receives() -> None:
 
 def test_copies_of_a_stage_hold_a_part_of_its_moments() -> None:
     whole = model(8)
-    parts, account = Model(whole).parts(2, 4), Account(Models({(1, 1): whole}, {(1, 1): whole}))
+    parts, account = Model(whole).parts(2, 4), Account(Models({Size(): whole}, {Size(): whole}))
     degrees = Degrees(stages=2, data=4, micro_batches=2, last_blocks=4)
     apart, shared = (
         [state_bytes(Model(whole).units(parts[0]), whole.run, each, kind, plain=True) for kind in Kind]
@@ -146,7 +157,7 @@ def test_a_lossy_exchange_takes_the_bytes_of_its_plan(accelerated: bool) -> None
     whole = model(5, world_size=4, largest_param=7 * KB)
     if not accelerated:
         whole = replace(whole, machine=replace(whole.machine, name="cpu"))
-    account = Account(Models({(1, 1): whole}, {(1, 1): whole}))
+    account = Account(Models({Size(): whole}, {Size(): whole}))
     for how, policy, micro_batches in product(lossy(4).values(), ("none", "full"), (1, 2)):
         degrees = Degrees(data=4, recompute=policy, micro_batches=micro_batches, last_blocks=5, exchange=how)
         chosen = {name: find(name).model_validate(each) for name, each in keys.strategies_of(degrees).items()}
@@ -161,7 +172,7 @@ def test_what_a_lossy_exchange_takes() -> None:
     fast = replace(RATES, gemm_bf16_flops_per_s=1e30, device_bytes_per_s=1e30, launch_s=0.0)
 
     def seconds(rates: Rates, how: Compression | None, on: Cluster = on) -> float:
-        models = Models({(1, 1): replace(whole, machine=replace(whole.machine, rates=rates))}, {(1, 1): whole})
+        models = Models({Size(): replace(whole, machine=replace(whole.machine, rates=rates))}, {Size(): whole})
         return Pricing(models, on, rates).price(Degrees(data=8, last_blocks=8, exchange=how)).seconds
 
     once, how = on.all_reduce_seconds(4 * whole.num_params, 8), lossy(8)
@@ -315,7 +326,7 @@ def test_the_volumes_of_zero_per_step() -> None:
     fast = replace(RATES, gemm_bf16_flops_per_s=1e30, device_bytes_per_s=1e30, launch_s=0.0)
     whole, many = model(rates=fast), 4
     on = Cluster(8, 8, Wire(1e6))
-    pricing = Pricing(Models({(1, 1): whole}), on, fast)
+    pricing = Pricing(Models({Size(): whole}), on, fast)
     once = on.gather_seconds(2 * whole.num_params, 8)
     seconds = [pricing.price(Degrees(data=8, zero=stage, micro_batches=many)).seconds / once for stage in range(4)]
     # The last unit's gradients come after the others: a tenth of the units.
@@ -329,13 +340,63 @@ def test_what_tensor_ranks_exchange() -> None:
     for how in ({}, {"sums": (2, 5, 1)}, {"in_slices": True}):
         part = share(model(**how), 1, 2)
         once = 8 * on.gather_seconds(boundary_bytes(part.run), 2)
-        pricing = Pricing(Models({(1, 2): part}), on, RATES)
+        pricing = Pricing(Models({Size(tensor=2): part}), on, RATES)
         prices = [pricing.price(Degrees(tensor=2, zero=1, recompute=policy)) for policy in POLICIES]
         seconds = pricing.stages(Degrees(tensor=2, zero=1))[0].seconds
         assert how != {"sums": (2, 5, 1)} or seconds.backward > 2 * seconds.forward, "backward sums more"
         found[" ".join(how)] = [round(price.parts["tensor exchanges"] / once, 6) for price in prices]
     # none, selective, full; of Megatron, AutoTP and slices
     assert found == {"": [8, 8, 12], "sums": [14, 14, 16], "in_slices": [10, 12, 13]}
+
+
+def test_what_ranks_of_a_row_exchange() -> None:
+    """Heads four times per block and pass, once more where blocks run again; the state is shared by all copies."""
+    on, degrees = Cluster(4, 4, Wire(1e6)), Degrees(data=2, sequence=2, zero=1)
+    pricing = Pricing(Models({degrees.size: model(slices=2)}), on, RATES)
+    once = 8 * 4 * boundary_bytes(model().run) / 4 / 1e6
+    found = {policy: pricing.price(replace(degrees, recompute=policy)) for policy in POLICIES}
+    assert [round(each.parts["sequence exchanges"] / once, 6) for each in found.values()] == [2, 3, 3]
+    alone = Pricing(Models({Size(): model()}), on, RATES).price(Degrees(data=4, zero=1))
+    assert found["none"].parts["compute"] == pytest.approx(alone.parts["compute"])
+    assert found["none"].parts["update"] == pytest.approx(alone.parts["update"])
+
+
+def test_what_ranks_of_experts_exchange() -> None:
+    """Rows both ways in each pass, with no product to hide them; weights among the ranks that have the same ones."""
+    fast = replace(RATES, gemm_bf16_flops_per_s=1e30, device_bytes_per_s=1e30, launch_s=0.0)
+    whole, of_layer = model(rates=fast, num_experts=8, experts_per_token=2, apart=8 * 10 * KB), 10 * KB
+    experts = [Param(f"{unit.name}: experts", unit.name, of_layer, "float32", 0) for unit in whole.units[1:-1]]
+    rest = [
+        Param(unit.name, unit.name, unit.num_params - of_layer * (unit.kind is UnitKind.BLOCK), "float32", 0)
+        for unit in whole.units
+    ]
+    whole = replace(whole, params=(*rest, *experts))
+    on, degrees = Cluster(8, 4, Wire(1e6), Wire(1e5)), Degrees(data=8, experts=4, zero=1)
+    pricing = Pricing(Models({degrees.size: whole}), on, fast)
+    once = 8 * 2 * (2 * boundary_bytes(whole.run) * 3 / 4) / 1e6
+    found = {policy: pricing.price(replace(degrees, recompute=policy)) for policy in POLICIES}
+    assert [round(each.parts["expert exchanges"] / once, 6) for each in found.values()] == [2, 3, 3]
+    apart = on.gather_seconds(2 * whole.run.apart, 2, 4, 10)
+    assert apart > 0.1 * found["none"].parts["update"]
+    rest_s = on.gather_seconds(2 * (whole.num_params - whole.run.apart), 8, messages=10)
+    assert found["none"].parts["update"] == pytest.approx(apart + rest_s)
+
+
+def test_rows_and_experts_are_divided_in_one_stage_without_tensor_ranks() -> None:
+    """Beside these they are refused, and neither is looked at."""
+    whole, seen = model(), list[Degrees]()
+    sizes = known(whole) | {Size(sequence=2): whole, Size(experts=4): whole}
+    hybrid(sizes, cluster(), 48, Options(refused=seen.append))
+    apart = [each for each in seen if each.sequence > 1 or each.experts > 1]
+    assert {each.size for each in apart} == {Size(sequence=2), Size(experts=4)}
+    assert {(each.stages, each.tensor, each.ranks, each.copies) for each in apart} == {(1, 1, 16, 16)}
+    assert all(each.data * each.micro_batches == 48 for each in apart)
+    refused = keys.refused(whole.run, {})
+    for other in ({"tensor": 2, "zero": 1}, {"stages": 2, "micro_batches": 4}):
+        for divided in ({"sequence": 2}, {"experts": 2}):
+            assert refused(Degrees(data=4, **other)) is None
+            assert refused(Degrees(data=4, **other, **divided)) is not None
+    assert is_possible(Degrees(sequence=8), 8) and not is_possible(Degrees(sequence=8), 4)
 
 
 def test_a_gather_takes_a_latency_per_hop_and_the_slower_of_two_rates() -> None:
@@ -353,7 +414,7 @@ def test_a_gather_takes_a_latency_per_hop_and_the_slower_of_two_rates() -> None:
 def test_what_compute_does_not_hide_across_machines() -> None:
     """ZeRO 3 takes the sum of compute and exchange there; in a machine, or at the hopeful end, the longer one."""
     whole = model()
-    size, models, several = 2 * whole.num_params, Models({(1, 1): whole}), Cluster(8, 4, Wire(4e9), Wire(1e9, 1e-9))
+    size, models, several = 2 * whole.num_params, Models({Size(): whole}), Cluster(8, 4, Wire(4e9), Wire(1e9, 1e-9))
     degrees = Degrees(data=8, zero=3, last_blocks=8)
 
     def seconds(on: Cluster, zero: int = 3) -> float:

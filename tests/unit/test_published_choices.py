@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from benchmarks import published_choices as published
+from strategies.planner.hybrid.degrees import Size
 from strategies.planner.hybrid.search import hybrid
 
 PAGE = [
@@ -31,7 +32,7 @@ def test_zero_3_does_not_come_first_on_512_ranks() -> None:
     """A Llama of 70 B in sequences of 4,096, by what is run here: it comes first at the hopeful end only."""
     gpt = published.Gpt("70 B", 80, 8192, 64, 2024, 128_256, 4096)
     machine, cluster = published.setting(gpt, 512)
-    known = {(size, t): published.rank_facts(gpt, machine, size, t) for size in (1, 2, 4) for t in (1, 2, 4, 8)}
+    known = {Size(size, t): published.rank_facts(gpt, machine, size, t) for size in (1, 2, 4) for t in (1, 2, 4, 8)}
     answer = hybrid(known, cluster, 512)
     assert answer.best[0].degrees.tensor > 1 and not answer.best[0].settled
     assert (answer.firsts[0].degrees.data, answer.firsts[0].degrees.zero) == (512, 3)

@@ -3,14 +3,15 @@
 
 The global batch is what the config says: micro-batch x accumulation x ranks. Everything that the search decides is
 taken out of the config first; the rest stays, and so do budgets of memory and ``strategies.tensor.sequence_parallel``.
-A rank's share of the model is counted for each micro-batch and tensor degree as that of a config with
-``strategies.tensor`` or ``strategies.pipeline``. Not tried: tensor degrees that the strategy refuses for this model or
-beside what else is in the config; slices of rows.
+A rank's share of the model is counted for each micro-batch and degree as that of a config with ``strategies.tensor``,
+``strategies.pipeline``, ``strategies.sequence`` or ``strategies.experts``. Not tried: degrees that these refuse for
+this model or beside what else is in the config.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from strategies.planner.compressed import words
 from strategies.planner.cuts import Schedule, cut
 from strategies.planner.hybrid import keys
 from strategies.planner.hybrid.cluster import Cluster, Wire
-from strategies.planner.hybrid.degrees import Degrees
+from strategies.planner.hybrid.degrees import Degrees, Size
 from strategies.planner.hybrid.parts import Known, Model, Models
 from strategies.planner.hybrid.search import Options, hybrid
 from strategies.planner.hybrid.step_seconds import Pricing
@@ -35,8 +36,10 @@ from strategies.report.run_budget import Asked, Step
 from trainer.config.load import build
 from trainer.errors import ConfigError, first_line
 from trainer.machine.profiles import COMMAND, across, known_rates, stored_at
-from trainer.planning.facts import gather, run_facts
+from trainer.model.structured import config_of
+from trainer.planning.facts import check_model, gather, run_facts
 from trainer.planning.fit import changes
+from trainer.planning.from_config import narrowed
 from trainer.tasks.table import only_language
 
 if TYPE_CHECKING:
@@ -45,9 +48,7 @@ if TYPE_CHECKING:
     from trainer.dist.ranks import Ranks
     from trainer.machine.probe import Machine
 
-MICRO_BATCHES, TENSOR = (1, 2, 4), (2, 4, 8)
-SLICES = "slices of rows, for long contexts: strategies.sequence"
-EXPERTS = "experts over ranks, which all rows here count whole on each: strategies.experts"
+MICRO_BATCHES = (1, 2, 4)
 Say = Callable[[str], None]
 
 
@@ -88,7 +89,7 @@ def search(
     sequences = run.micro_batch * run.accumulation * run.replicas
     began = time.process_time()
     shares = Shares(config, ranks, machine, say)
-    known, no_tensor = shares.by_tensor(sequences)
+    known, not_tried = shares.by_size(sequences)
     in_stages = shares.in_stages(sorted(known))
     counted_at = time.process_time()
     facts = next(iter(known.values()))
@@ -110,9 +111,8 @@ def search(
         origin=rates.origin,
     )
     best = answer.best[0].degrees
-    write = changes(tree, keys.written(best, tree, _blocks(best, in_stages.get((best.micro_batch, best.tensor)))))
+    write = changes(tree, keys.written(best, tree, _blocks(best, in_stages.get(best.size))))
     lines = [*heading(config, ranks, machine, cluster, sequences), ""]
-    not_tried = [*no_tensor, SLICES, *([EXPERTS] if facts.run.num_experts else [])]
     lines += hybrid_table.lines(answer, scale, write, not_tried, links(facts, cluster) if lossy else {})
     if asked is not None:
         units = (replace(each, again=by_policy(each, best.recompute).again) for each in facts.units)
@@ -230,10 +230,6 @@ class Shares:
     """
 
     def __init__(self, config: RunConfig, ranks: Ranks, machine: Machine, say: Say) -> None:
-        slices = degrees_of(config.strategies).get(Axis.SEQUENCE)
-        if slices is not None:
-            what = "--search and --tokens know nothing of slices of rows; leave it out, or plan without them"
-            raise config.error(Axis.SEQUENCE.value, slices, what)
         for name, strategy in config.strategies.items():
             if (parity := strategy.parity(run_facts(config, ranks.world_size))).is_lossy:
                 what = f"--search and --tokens offer nothing lossy of a config, and {parity.reason}; leave it out"
@@ -244,55 +240,65 @@ class Shares:
 
     def of(self, degrees: Degrees) -> Models:
         """What ranks of these degrees run, with the config's own micro-batch."""
-        size, tensor = degrees.micro_batch, degrees.tensor
-        share = self.whole if tensor == 1 else self._share(keys.without(self._tree, tensor), size)
-        return Models({(size, tensor): share}, self.in_stages([(size, tensor)]) if degrees.stages > 1 else None)
+        share = self._share(degrees.size)
+        return Models({degrees.size: share}, self.in_stages([degrees.size]) if degrees.stages > 1 else None)
 
-    def by_tensor(self, sequences: int) -> tuple[Known, list[str]]:
-        """Facts by micro-batch and tensor degree, and why degrees are not tried."""
-        own = self.whole.run.micro_batch
-        found, refused = {(own, 1): self.whole}, []
+    def by_size(self, sequences: int) -> tuple[Known, list[str]]:
+        """Facts of each share that is tried, and why others are not: multiples of a degree that is refused are, too."""
+        own, ranks, refused = self.whole.run.micro_batch, self._ranks, dict[str, str]()
         sizes = [own, *(size for size in MICRO_BATCHES if sequences % size == 0 and size != own)]
-        for degree in (1, *(each for each in TENSOR if self._ranks.local_world_size % each == 0)):
-            try:
-                tree = keys.without(self._tree, degree)
-                found |= {(size, degree): self._share(tree, size) for size in sizes if (size, degree) != (own, 1)}
-            except (ConfigError, ValueError) as error:
-                if degree == 1:
-                    raise
-                refused.append(str(error).splitlines()[0] if isinstance(error, ConfigError) else first_line(error))
-        return found, refused
+        found = {Size(own): self.whole} | {Size(size): self._share(Size(size)) for size in sizes[1:]}
+        experts = self.whole.run.num_experts
+        for name, shares in keys.divided(sizes, ranks.world_size, ranks.local_world_size, experts):
+            if name not in refused:
+                try:
+                    found |= {share: self._share(share) for share in shares}
+                except (ConfigError, ValueError) as error:
+                    line = str(error).splitlines()[0] if isinstance(error, ConfigError) else first_line(error)
+                    refused[name] = line
+        return found, [*refused.values()]
 
-    def in_stages(self, sizes: Sequence[tuple[int, int]]) -> Known:
-        """Facts of a model in torch's pipeline, by micro-batch and tensor degree; none where it cannot be cut."""
+    def in_stages(self, sizes: Sequence[Size]) -> Known:
+        """Facts of a model in torch's pipeline, of those sizes that stages may have; none where it cannot be cut."""
         if sum(unit.kind is UnitKind.BLOCK for unit in self.whole.units) < 2:
             return {}
-        return {(size, degree): self._share(keys.staged(self._tree, degree), size) for size, degree in sizes}
+        plain = [size for size in sizes if size.sequence == size.experts == 1]
+        return {size: self._share(size, staged=True) for size in plain}
 
-    def _share(self, tree: dict[str, Any], micro_batch: int) -> Facts:
-        """The facts of a rank's share of ``tree``'s model for another micro-batch."""
+    def _share(self, size: Size, *, staged: bool = False) -> Facts:
+        """The facts of a rank's share of the model; ``staged``: in torch's pipeline."""
+        micro_batch, *divided = size
+        tree = keys.staged(self._tree, size.tensor) if staged else keys.without(self._tree, *divided)
+        named = zip(("tensor rank", "rank of a row", "rank of experts"), divided, strict=True)
+        where = next((f"one {name} of {degree}" for name, degree in named if degree > 1), "a rank")
+        self._say(f"counting a micro-batch of {micro_batch} on {where}{' in stages' * staged}")
         tree = tree | {"training": tree["training"] | {"per_device_train_batch_size": micro_batch}}
-        config = build(tree).like(self._config)
-        divided = degrees_of(config.strategies)
-        degree = divided.get(Axis.TENSOR, 1)
-        where = f"on one of {degree} tensor rank{'s' * (degree > 1)}{' in stages' * (Axis.STAGES in divided)}"
-        self._say(f"counting a micro-batch of {micro_batch} {where}")
-        return self._gathered(config)
+        return self._gathered(build(tree).like(self._config))
 
     def _gathered(self, config: RunConfig) -> Facts:
-        """Facts as of a whole model, with one parameter per unit, which says that a tied head uses the embedding's."""
+        """Facts as of a whole model, with one parameter per unit, which says that a tied head uses the embedding's, and
+        one for its experts if ranks divide them.
+        """
         found = gather(config, self._ranks.world_size, self._ranks.local_world_size, self._machine)
+        experts = Counter[str]()
+        if Axis.EXPERTS in degrees_of(config.strategies):
+            check_model(config, config_of(config))  # which counts that are kept do not
+            found = narrowed(config, found, 0)
+            for param in found.params:
+                if any(each.ways(param.name) > 1 for each in config.strategies.values()):
+                    experts[param.unit] += param.num_elements
         head = next((unit.name for unit in found.units if unit.kind is UnitKind.HEAD), None)
-        params = tuple(
+        params = [
             Param(
                 name=unit.name,
                 unit=unit.name,
-                num_elements=unit.num_params,
+                num_elements=unit.num_params - experts[unit.name],
                 dtype="float32",
                 group=0 if unit.num_trainable else None,
                 users=(head,) if found.run.tied and head is not None and unit.kind is UnitKind.EMBEDDING else (),
             )
             for unit in found.units
-        )
+        ]
+        params += [Param(f"{unit}: experts", unit, size, "float32", 0) for unit, size in experts.items()]
         run = replace(found.run, stages=1, tensor=1, model_params=0, model_flops=0)
-        return replace(found, run=run, params=params, linears=())
+        return replace(found, run=run, params=tuple(params), linears=())

@@ -22,6 +22,8 @@ from strategies.core.plan import Home, Kind, When
 from strategies.planner import compressed
 from strategies.planner.activation_policy import WORTH_BYTES, by_policy
 from strategies.planner.cuts import Schedule
+from strategies.planner.exchanges import slices_bytes
+from strategies.planner.expert_slices import rows_bytes
 from strategies.planner.hybrid.degrees import Degrees, Stowed
 from strategies.planner.hybrid.parts import Model, Models, Part
 from strategies.planner.pipeline_bytes import message_bytes, received_bytes
@@ -61,11 +63,13 @@ class Account:
         flying = Schedule.ONE_F_ONE_B.in_flight(stage, degrees.stages, degrees.micro_batches)
         peak, landing, waiting = self._passes(degrees, model, part)
         besides = (flying - 1) * waiting + self._received(degrees, stage, flying)
-        runtime = model.facts.machine.runtime_host_bytes
+        runtime, run = model.facts.machine.runtime_host_bytes, model.facts.run
+        from_others = slices_bytes(run) * (degrees.sequence > 1) + 2 * rows_bytes(run) * (degrees.experts > 1)
         if degrees.offload is not Stowed.NOTHING:
-            return self._offloaded(degrees, model, part, peak + besides)
+            return self._offloaded(degrees, model, part, peak + besides + from_others)
         runtime += _lossy(model.facts, degrees, Home.HOST)
         standing, grads, at_step = self._states(degrees, model, part)
+        standing += from_others
         if degrees.micro_batches > 1:  # then gradients of all units are there all along
             return Bytes(standing + grads + max(at_step, peak + besides), runtime)
         return Bytes(standing + max(grads + at_step, landing + besides), runtime)
@@ -73,7 +77,7 @@ class Account:
     def _states(self, degrees: Degrees, model: Model, part: Part) -> tuple[int, int, int]:
         """Bytes that are always there, of gradients, and of the optimizer step."""
         plain, facts = self._models.plain(degrees), self._part(model, part)
-        held = list(_messages(facts, degrees) if plain else buffers(facts, degrees.zero, degrees.data))
+        held = list(_messages(facts, degrees) if plain else buffers(facts, degrees.zero, degrees.copies))
         whole = sum(each.num_bytes for each in held if each.when is When.ALWAYS)
         sizes = {kind: state_bytes(facts.units, facts.run, degrees, kind, plain=plain) for kind in Kind}
         grads = sizes.pop(Kind.GRAD)
@@ -101,7 +105,7 @@ class Account:
         chunked = self._chunked
         if chunked is None and degrees.offload is not Stowed.NOTHING and degrees.tensor == 1:
             chunked = "auto"  # brought by offload, not where ranks divide the head
-        key = (degrees.micro_batch, degrees.tensor, self._models.plain(degrees), degrees.recompute, chunked)
+        key = (degrees.size, self._models.plain(degrees), degrees.recompute, chunked)
         if key not in self._saved_of:
             units = (unit.with_chunks() if in_chunks(unit, chunked) else unit for unit in model.facts.units)
             self._saved_of[key] = [by_policy(unit, degrees.recompute).saved for unit in units]
@@ -118,12 +122,12 @@ class Account:
     def _offloaded(self, degrees: Degrees, model: Model, part: Part, besides: int) -> Bytes:
         facts = self._part(model, part)
         size, mixed = facts.run.precision.element_bytes, facts.run.precision is not Precision.FP32
-        ways = degrees.data if degrees.zero else 1
+        ways = degrees.copies if degrees.zero else 1
         weights, trained = facts.num_params * size, facts.num_trainable
         share = ceil(trained / ways)
         largest = max((unit.num_trainable for unit in facts.units), default=0)
         host = 4 * share * (facts.run.moments + (mixed or degrees.zero > 0))
-        summed = degrees.data > 1 and degrees.micro_batches > 1  # over micro-batches, then over ranks: on the device
+        summed = degrees.copies > 1 and degrees.micro_batches > 1  # over micro-batches, then over ranks: on the device
         device = size * trained if summed else 2 * size * largest
         device += size * largest * (degrees.zero > 0) + 4 * min(SCRATCH_ELEMENTS, largest) * mixed
         if degrees.offload is Stowed.STATE or degrees.micro_batches > 1:
@@ -148,7 +152,7 @@ def state_bytes(units: Sequence[Unit], run: RunFacts, degrees: Degrees, kind: Ki
     """Bytes of one kind of tensor, each unit's rounded up to whole elements per rank. ``plain``: as they are loaded,
     without masters, as in torch's pipeline, whose copies of a stage divide the optimizer's state under ZeRO 1.
     """
-    ways = degrees.data if degrees.zero >= SPLIT_FROM[kind] else 1
+    ways = degrees.copies if degrees.zero >= SPLIT_FROM[kind] else 1
     if plain:
         trained = sum(unit.num_trainable for unit in units)
         frozen = sum(unit.num_params for unit in units) - trained
@@ -172,5 +176,5 @@ def _messages(facts: Facts, degrees: Degrees) -> Iterator[Buffer]:
         ddp = 0 if degrees.exchange.local_steps else facts.run.trained_bytes * facts.num_trainable
         yield Buffer("data parallel: buckets", "gradients to the other copies", ddp)
         yield Buffer("collectives", "a lossy exchange", _lossy(facts, degrees, Home.DEVICE))
-    elif size := message_bytes(facts.run, facts.num_trainable, degrees.data, shared=degrees.zero > 0):
+    elif size := message_bytes(facts.run, facts.num_trainable, degrees.copies, shared=degrees.zero > 0):
         yield Buffer("pipeline: messages", "gradients to the other copies", size, When.STEP)

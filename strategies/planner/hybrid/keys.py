@@ -14,10 +14,12 @@ from strategies.core.compression import Compression
 from strategies.core.facts import Facts, RunFacts
 from strategies.core.protocol import Refusal, Strategy
 from strategies.core.registry import available, find
-from strategies.planner.hybrid.degrees import Degrees, Stowed
+from strategies.planner.hybrid.degrees import Degrees, Size, Stowed
 
-# Taken out of the config: what the search decides, and experts, which it does not divide.
-SEARCHED = ("zero", "tensor", "pipeline", "recompute", "offload", "experts")
+# Taken out of the config: what the search decides.
+SEARCHED = ("zero", "tensor", "pipeline", "sequence", "experts", "recompute", "offload")
+DIVIDING = ("tensor", "sequence", "experts")  # each by its ``degree``, which is a field of ``Degrees``
+HERE = (2, 4, 8)  # degrees of what stays inside a machine
 CHUNKS = "cross_entropy"
 KEPT = ("gpu_memory", "host_memory", "sequence_parallel")  # options that are kept
 LOSSY: tuple[Tree, ...] = ({"compress": "bf16"}, {"compress": "int8"}, {"compress": "powersgd"}, {"local_steps": 20})
@@ -25,11 +27,28 @@ Tree = dict[str, Any]
 Refused = Callable[[Degrees], Refusal | None]
 
 
-def without(tree: Tree, tensor: int = 1) -> Tree:
+def divided(
+    micro_batches: Sequence[int], ranks: int, per_machine: int, experts: int
+) -> Iterator[tuple[str, list[Size]]]:
+    """The divided shares that are tried, by strategy and degree, which rises.
+
+    Rows are divided only where a micro-batch has one: of two, half as many ranks per row would have as many tokens, and
+    exchange less.
+    """
+    here = [degree for degree in HERE if per_machine % degree == 0]
+    whole = [degree for degree in range(2, experts + 1) if ranks % degree == experts % degree == 0]
+    for name, degrees in zip(DIVIDING, (here, here, whole), strict=True):
+        sizes = [1] if name == "sequence" else micro_batches
+        yield from ((name, [Size(size)._replace(**{name: degree}) for size in sizes]) for degree in degrees)
+
+
+def without(tree: Tree, tensor: int = 1, sequence: int = 1, experts: int = 1) -> Tree:
     """A config as the model is counted: nothing recomputed, and weights in the dtype of compute."""
     kept = {key: value for key, value in tree["strategies"].get("tensor", {}).items() if key in KEPT}
-    divided = {"tensor": {"degree": tensor, **kept}, "zero": {"stage": 1}}
-    return _with(tree, divided if tensor > 1 else {"zero": {"stage": 0}}, {})
+    chosen = _divided(Degrees(tensor=tensor, sequence=sequence, experts=experts))
+    if tensor > 1:
+        chosen["tensor"] |= kept
+    return _with(tree, {"zero": {"stage": int(bool(chosen))}, **chosen}, {})
 
 
 def staged(tree: Tree, tensor: int = 1) -> Tree:
@@ -63,12 +82,13 @@ def lossy(facts: Facts, chosen: Sequence[Tree] = LOSSY) -> Iterator[Compression]
 def read(tree: Tree, ranks: int) -> Degrees:
     """The degrees of a config on so many ``ranks``; of what is decided by its plan, the likely choice."""
     chosen, training = tree["strategies"], tree["training"]
-    stages, tensor = chosen.get("pipeline", {}).get("stages", 1), chosen.get("tensor", {}).get("degree", 1)
+    stages = chosen.get("pipeline", {}).get("stages", 1)
+    over = {name: chosen.get(name, {}).get("degree", 1) for name in DIVIDING}
     policy = chosen.get("recompute", {}).get("policy", "full" if training.get("gradient_checkpointing") else "none")
     return Degrees(
         stages=stages,
-        tensor=tensor,
-        data=ranks // stages // tensor,
+        **over,
+        data=ranks // stages // over["tensor"] // over["sequence"],
         zero=chosen.get("zero", {}).get("stage", int("tensor" in chosen)),
         recompute="selective" if policy == "auto" else policy,
         offload=Stowed.STATE if "offload" in chosen else Stowed.NOTHING,
@@ -88,8 +108,7 @@ def strategies_of(degrees: Degrees) -> dict[str, Tree]:
         chosen["collectives"] = {"local_steps": how.local_steps} if how.local_steps else {"compress": how.method}
     elif degrees.zero > 0 or degrees.tensor > 1 or (degrees.stages == 1 and not offloads):
         chosen["zero"] = {"stage": degrees.zero}
-    if degrees.tensor > 1:
-        chosen["tensor"] = {"degree": degrees.tensor}
+    chosen |= _divided(degrees)
     if degrees.stages > 1:
         chosen["pipeline"] = {"stages": degrees.stages, "schedule": "1f1b"}
     if degrees.recompute != "none":
@@ -113,12 +132,18 @@ def refused(run: RunFacts, beside: Mapping[str, Strategy]) -> Refused:
             run,
             stages=degrees.stages,
             tensor=degrees.tensor,
+            slices=degrees.sequence,
             world_size=degrees.ranks,
             accumulation=degrees.micro_batches,
         )
         return next(refusals({**beside, **chosen}, divided), None)
 
     return lambda degrees: first(degrees.unsplit)
+
+
+def _divided(degrees: Degrees) -> dict[str, Tree]:
+    """The strategies that divide what a rank has of the model and of the rows, but for stages."""
+    return {name: {"degree": degree} for name in DIVIDING if (degree := getattr(degrees, name)) > 1}
 
 
 def _with(tree: Tree, chosen: Tree, training: Tree) -> Tree:

@@ -14,11 +14,11 @@ from functools import cached_property
 from math import floor
 
 from strategies.core.facts import Facts, Unit, UnitKind
-from strategies.planner.hybrid.degrees import Degrees, Stowed
+from strategies.planner.hybrid.degrees import Degrees, Size, Stowed
 from strategies.planner.step_cost import unit_flops
 
 MOST_SPLITS = 6
-Known = Mapping[tuple[int, int], Facts]  # of one tensor rank, by micro-batch and tensor degree
+Known = Mapping[Size, Facts]  # of one rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Models:
     """What a rank runs.
 
     Args:
-        known: facts of one tensor rank's share, by micro-batch and tensor degree; with rates and counted operations.
+        known: facts of a rank's share of the model and of the rows; with rates and counted operations.
         in_stages: the same of stages in torch's pipeline, plain training under autocast; none: stages are run by the
             engine that runs all else, as in Megatron-LM.
     """
@@ -126,5 +126,5 @@ class Models:
     def of(self, degrees: Degrees) -> Model:
         """The model that these degrees divide."""
         if self.plain(degrees):
-            return self._staged[degrees.micro_batch, degrees.tensor]
-        return self._whole[degrees.micro_batch, degrees.tensor]
+            return self._staged[degrees.size]
+        return self._whole[degrees.size]

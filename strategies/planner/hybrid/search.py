@@ -1,6 +1,7 @@
 """The search over uniform degrees: every stage has the same ranks, used in the same way.
 
-The grid: stages x tensor x data x ZeRO x recompute x offload x micro-batch, with few splits each (``parts.py``).
+The grid: stages x tensor x data x ZeRO x recompute x offload x micro-batch, with few splits each (``parts.py``); and in
+one stage, without tensor ranks, sequence or experts, which no strategy takes beside the two.
 Degrees that cannot be run (``degrees.py``), that strategies refuse (``keys.py``) or that do not fit (``account.py``)
 are left out; of the rest each has a lower bound, and only those that can be among the best are priced by the clock
 (``step_seconds.py``).
@@ -200,26 +201,20 @@ class _Search:
     def _grid(self) -> Iterator[Degrees]:
         """Everything that uses all ranks and the whole batch, can it be run or not; without recompute and offload."""
         ranks = self._cluster.ranks
-        for micro_batch, tensor in self._models.sizes:
-            for stages in divisors(ranks // tensor) if ranks % tensor == 0 else ():
-                data = ranks // tensor // stages
-                if stages > max(1, self._whole.blocks) or self._sequences % (data * micro_batch):
+        for size in self._models.sizes:
+            together = size.tensor * size.sequence
+            most = max(1, self._whole.blocks) if size.sequence == size.experts == 1 else 1
+            for stages in divisors(ranks // together) if ranks % together == 0 else ():
+                data = ranks // together // stages
+                if stages > most or self._sequences % (data * size.micro_batch):
                     continue
-                model = self._models.of(Degrees(stages=stages, tensor=tensor, micro_batch=micro_batch))
-                splits = list(model.splits(stages))
-                levels = range(4) if data > 1 else range(2) if tensor > 1 else range(1)
-                for zero, last in product(levels, splits):
-                    found = Degrees(
-                        stages=stages,
-                        tensor=tensor,
-                        data=data,
-                        zero=zero,
-                        micro_batch=micro_batch,
-                        micro_batches=self._sequences // (data * micro_batch),
-                        last_blocks=last,
-                    )
+                shape = Degrees(stages=stages, data=data, **size._asdict())
+                levels = range(4) if shape.copies > 1 else range(2) if size.tensor > 1 else range(1)
+                micro_batches = self._sequences // (data * size.micro_batch)
+                for zero, last in product(levels, list(self._models.of(shape).splits(stages))):
+                    found = replace(shape, zero=zero, micro_batches=micro_batches, last_blocks=last)
                     yield found
-                    if data == ranks > 1 and zero == 0 and self._models.torchs:
+                    if data == ranks > 1 and zero == 0 and size.experts == 1 and self._models.torchs:
                         yield from (replace(found, exchange=each) for each in self._options.lossy)
 
     def _missing(self, need: Bytes) -> tuple[int, int]:
@@ -265,10 +260,10 @@ def _best(fitting: Sequence[tuple[Degrees, Bytes]], pricing: Pricing) -> tuple[l
 
 
 def _nearest(short: Sequence[Lacking]) -> Iterator[Lacking]:
-    """Those that lack least, each with other stages, tensor ranks or offload than those before."""
+    """Those that lack least, each with other degrees or offload than those before."""
     seen: set[object] = set()
     for each in sorted(short, key=lambda each: each.device + each.host):
-        kind = (each.degrees.stages, each.degrees.tensor, each.degrees.offload)
+        kind = (each.degrees.stages, each.degrees.size._replace(micro_batch=1), each.degrees.offload)
         if kind not in seen and len(seen) < NEAREST:
             seen.add(kind)
             yield each

@@ -7,6 +7,10 @@ A stage's forward and backward are those of ``step_cost.py``, with what recomput
                 Where ranks have slices of the tokens there is a gather before and a scattered sum behind attention and
                 the MLP; two gathers are made once more in backward, and two when a block runs again, which under
                 ``full`` also scatters a sum
+    sequence    per block four messages of heads in each pass (``exchanges.py``), once more if the block runs again
+    experts     per layer of experts what products do not hide of sending rows there and back, in each pass, and if the
+                block runs again (``expert_slices.py``); rows are spread evenly. Gradients, weights and state of experts
+                are exchanged and divided by the ranks that have the same ones
     ZeRO 3      weights gathered in forward and in backward, gradients scattered, at every micro-batch (3 M); ZeRO 2
                 scatters gradients at every micro-batch (M + 1); in a machine a pass takes the longer of compute and
                 exchange, across machines their sum (``cluster.py``). One message per unit: blocks are gathered whole
@@ -33,6 +37,8 @@ from strategies.core.facts import HOST_UPDATE_BYTES, Rates, UnitKind, Work
 from strategies.core.layout import SCRATCH_ELEMENTS
 from strategies.planner import compressed
 from strategies.planner.activation_policy import FULL, by_policy
+from strategies.planner.exchanges import slices_seconds
+from strategies.planner.expert_slices import exchanges_of
 from strategies.planner.hybrid.cluster import Cluster
 from strategies.planner.hybrid.degrees import Degrees, Stowed
 from strategies.planner.hybrid.parts import Model, Models, Part
@@ -46,7 +52,7 @@ class StagePrice:
     """One stage.
 
     Args:
-        work: compute of one micro-batch, forward and backward; ``again`` is recomputed, ``reduced`` tensor exchanges.
+        work: compute of one micro-batch, forward and backward; ``again`` is recomputed, ``reduced`` exchanged inside.
         seconds: of one micro-batch as the pipeline's clock takes it, with exchanges that compute does not hide.
         sync: seconds of exchanges under the last backward; ``first`` is the last unit's, which nothing hides.
         after: seconds after the gradients are complete: the update, and gathering or fetching the new weights.
@@ -69,9 +75,9 @@ class StagePrice:
 class Price:
     """A step under some degrees, and where its seconds go; they add up.
 
-    In ``parts``, of the average stage: compute, recompute, tensor exchanges, and waiting for what else is exchanged or
-    fetched at every micro-batch; then the bubble, with unlike stages and sending; at the end the gradient exchange that
-    is not hidden, and the update.
+    In ``parts``, of the average stage: compute, recompute, exchanges inside layers, and waiting for what else is
+    exchanged or fetched at every micro-batch; then the bubble, with unlike stages and sending; at the end the gradient
+    exchange that is not hidden, and the update.
     """
 
     seconds: float
@@ -89,10 +95,19 @@ class Price:
 COMPUTE = "compute"
 
 
+def _inside(degrees: Degrees) -> str:
+    """Who exchanges inside layers."""
+    return "sequence" if degrees.sequence > 1 else "expert" if degrees.experts > 1 else "tensor"
+
+
 class Pricing:
     """Prices degrees, and remembers what it counted."""
 
     def __init__(self, models: Models, cluster: Cluster, rates: Rates) -> None:
+        inside, across = cluster.inside, cluster.across
+        rates = replace(rates, net_bytes_per_s=inside.bytes_per_s, net_latency_s=inside.latency_s)
+        if across is not None:
+            rates = replace(rates, net_across_bytes_per_s=across.bytes_per_s, net_across_latency_s=across.latency_s)
         self._models, self._cluster, self._rates = models, cluster, rates
         self._sums_of: dict[object, list[list[float]]] = {}
         self._stages_of: dict[object, StagePrice] = {}
@@ -101,7 +116,7 @@ class Pricing:
         """The price of each stage."""
         model = self._models.of(degrees)
         parts = model.parts(degrees.stages, degrees.last_blocks)
-        found, ranks = [], degrees.tensor * degrees.data
+        found, ranks = [], degrees.tensor * degrees.copies
         size = boundary_bytes(model.facts.run)
         for index, part in enumerate(parts):
             key = (degrees.unsplit, model.key(part))
@@ -128,7 +143,7 @@ class Pricing:
         spent = {
             COMPUTE: share * sum(stage.work for stage in stages),
             "recompute": share * sum(stage.again for stage in stages),
-            "tensor exchanges": share * sum(stage.reduced for stage in stages),
+            f"{_inside(degrees)} exchanges": share * sum(stage.reduced for stage in stages),
         }
         waited = share * sum(stage.seconds.forward + stage.seconds.backward for stage in stages) - sum(spent.values())
         spent["waiting"] = max(0.0, waited)
@@ -140,7 +155,7 @@ class Pricing:
         facts, rates = model.facts, self._rates
         units, plain = model.units(part), self._models.plain(degrees)
         start, end = model.span(part)
-        key = (degrees.micro_batch, degrees.tensor, degrees.recompute, plain)
+        key = (degrees.size, degrees.recompute, plain)
         if key not in self._sums_of:
             self._sums_of[key] = self._sums(degrees, model)
         forward, backward, again, *reduced = (sums[end] - sums[start] for sums in self._sums_of[key])
@@ -148,17 +163,20 @@ class Pricing:
         size = facts.run.trained_bytes if plain else facts.run.precision.element_bytes
         weights = size * sum(unit.num_params for unit in units)
         trained = sum(unit.num_trainable for unit in units)
-        grads, messages, coded = size * trained, max(1, len(units)), 0.0
+        grads, messages, copies, coded = size * trained, max(1, len(units)), degrees.copies, 0.0
+        apart, alike = facts.run.apart if degrees.experts > 1 else 0, copies // degrees.experts
 
         def gather(num_bytes: float) -> float:
-            return self._cluster.gather_seconds(num_bytes, degrees.data, degrees.tensor, messages)
+            of_experts = num_bytes * apart / trained if apart else 0.0
+            some = self._cluster.gather_seconds(of_experts, alike, degrees.experts, messages) if apart else 0.0
+            return some + self._cluster.gather_seconds(num_bytes - of_experts, copies, degrees.tensor, messages)
 
         forward, backward = forward + reduced[0], backward + again + reduced[1]
         arriving = gather(weights) if degrees.zero == 3 else 0.0
         leaving = gather(grads) if degrees.zero >= 2 else 0.0
-        if self._cluster.exposes(degrees.data, degrees.tensor):
+        if self._cluster.exposes(copies, degrees.tensor):
             forward, backward = forward + arriving, backward + arriving + leaving
-        if degrees.offload is not Stowed.NOTHING and degrees.data == 1 and degrees.micro_batches > 1:
+        if degrees.offload is not Stowed.NOTHING and copies == 1 and degrees.micro_batches > 1:
             leaving = grads / rates.down_bytes_per_s  # they are added up on the host
         arriving = max(arriving, self._fetched(degrees, weights))
         seconds = StageSeconds(max(forward, arriving), max(backward, arriving + leaving))
@@ -166,16 +184,16 @@ class Pricing:
         if degrees.exchange is not None:
             share, coding = compressed.share_and_coding(degrees.exchanged(facts), rates)
             every = max(1, degrees.exchange.local_steps)
-            sent = self._cluster.all_reduce_seconds(share * grads, degrees.data, messages=messages / every)
+            sent = self._cluster.all_reduce_seconds(share * grads, copies, messages=messages / every)
             once, plain = sent + coding, degrees.exchange.local_steps > 0
             coded = coding * (not plain)
         elif degrees.zero == 0 or plain:
-            once = self._cluster.all_reduce_seconds(grads, degrees.data, degrees.tensor, messages)
+            once = self._cluster.all_reduce_seconds(grads, copies, degrees.tensor, messages)
         else:
             once = gather(grads) if degrees.zero == 1 else 0.0
         sync, first = once, once if plain else coded + (once - coded) / messages
         after = gather(weights) if degrees.zero in (1, 2) else 0.0
-        share = trained / (degrees.data if degrees.zero else 1)
+        share = (trained - apart) / copies + apart / alike if degrees.zero else trained
         touched = share * TOUCHED_BYTES / rates.device_bytes_per_s
         update = max(touched, LAUNCHES * -(-share // SCRATCH_ELEMENTS) * rates.launch_s)
         if degrees.offload is not Stowed.NOTHING:
@@ -194,20 +212,32 @@ class Pricing:
         """Seconds in which weights that rest on the host come up, once."""
         if degrees.offload is not Stowed.WEIGHTS:
             return 0.0
-        own = weights / (degrees.data if degrees.zero == 3 else 1)
+        own = weights / (degrees.copies if degrees.zero == 3 else 1)
         return max(own / self._rates.up_bytes_per_s, own / self._rates.dram_bytes_per_s)
 
     def _sums(self, degrees: Degrees, model: Model) -> list[list[float]]:
         """Sums along the units of the model, of seconds for one micro-batch: forward, backward, what is repeated, and
-        tensor exchanges of both passes.
+        exchanges inside layers of both passes.
         """
-        facts, precision = model.facts, model.facts.run.precision
+        given, precision = model.facts, model.facts.run.precision
+        facts = replace(given, run=replace(given.run, slices=1))  # these are counted beside the operations
         plain = unit_seconds(
             replace(facts, units=tuple(replace(unit, again=Work()) for unit in facts.units)), self._rates
         )
         again = [self._rates.seconds(by_policy(unit, degrees.recompute).again, precision) for unit in facts.units]
-        size = boundary_bytes(facts.run)
-        if facts.run.in_slices and degrees.tensor > 1:
+        exchanging, size = {unit.name for unit in facts.units if unit.kind is UnitKind.BLOCK}, boundary_bytes(facts.run)
+        if degrees.sequence > 1:
+            one = slices_seconds(given, self._rates)
+            passes = one, one * (1 + (degrees.recompute != "none"))
+        elif degrees.experts > 1:
+            machine = replace(facts.machine, rates=self._rates, ranks=self._cluster.per_machine)
+            experts = [param for param in facts.params if param.name != param.unit]
+            found = exchanges_of(replace(facts, machine=machine), experts, degrees.experts, None)
+            exchanging = {param.unit for param in experts}
+            # Selective recomputation keeps products, so the second exchange has none beside it.
+            repeated = {"none": 0.0, FULL: found.exposed(1)}.get(degrees.recompute, found.alone)
+            passes = found.exposed(1), found.exposed(2) + repeated
+        elif facts.run.in_slices and degrees.tensor > 1:
             one = self._cluster.gather_seconds(size, degrees.tensor)
             more = {"none": 0, FULL: 3}.get(degrees.recompute, 2)
             passes = 4 * one, (6 + more) * one
@@ -215,7 +245,7 @@ class Pricing:
             first, back, more = facts.run.sums
             once = self._cluster.all_reduce_seconds(size, degrees.tensor)
             passes = first * once, (back + more * (degrees.recompute == FULL)) * once
-        forward, backward = ([one * (unit.kind is UnitKind.BLOCK) for unit in facts.units] for one in passes)
+        forward, backward = ([one * (unit.name in exchanging) for unit in facts.units] for one in passes)
         columns = (
             [one for one, _ in plain],
             [one for _, one in plain],
