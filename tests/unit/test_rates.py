@@ -3,7 +3,9 @@
 import json
 import os
 from dataclasses import asdict, replace
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -207,6 +209,7 @@ def test_the_disks_of_folders_are_measured_besides(
     monkeypatch.setattr(rates, "FULL", replace(TINY, disk_seconds=0.01))
     monkeypatch.setattr(rates, "measure", lambda say, effort: (some_rates(), {}))
     monkeypatch.setattr(disk_rates, "MOST_BYTES", 1)  # the file has two pieces
+    monkeypatch.setattr(disk_rates, "time", SimpleNamespace(perf_counter=count().__next__))  # a second for each
     path = tmp_path / "machine.json"
     for folder in ("one", "other"):
         (tmp_path / folder).mkdir()
@@ -214,7 +217,7 @@ def test_the_disks_of_folders_are_measured_besides(
     assert doctor.main(["--rates", "--out", str(path), "--disk", *folders]) == ExitCode.FINISHED
     found = profiles.load(path, profiles.key_of(probe())).rates
     assert found is not None and found.disk_folder == ", ".join(folders) and 1 <= found.disk_overlap <= 2
-    assert min(found.disk_read_bytes_per_s, found.disk_write_bytes_per_s) > 0
+    assert found.disk_read_bytes_per_s == found.disk_write_bytes_per_s == disk_rates.PIECE / 2, "of each drive"
     assert not any(map(os.listdir, folders)), "the files are gone"
     assert doctor.main(["--rates", "--out", str(path), "--disk", folders[0], str(tmp_path / "none")]) == ExitCode.FAILED
     assert capsys.readouterr().err.rstrip().endswith(f"{tmp_path}/none: no such folder")
