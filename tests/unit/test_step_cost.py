@@ -24,6 +24,7 @@ from strategies.planner.weight_schedule import ASSUMED
 from strategies.report import full_report
 from tests.helpers.fakes import GPU
 from tests.helpers.layouts import facts_of
+from trainer.run.saving import estimated_bytes
 
 FAST = replace(
     ASSUMED, gemm_fp32_flops_per_s=1e12, gemm_bf16_flops_per_s=1e12, up_bytes_per_s=1e12, down_bytes_per_s=1e12,
@@ -148,6 +149,18 @@ def test_ranks_of_a_machine_share_its_disks(ranks: int, drives: int) -> None:
     assert f"0.0024 TB written per hour (a drive that is rated for 600 TB lasts {days} days)" in line
     with pytest.raises(MemoryRefusal, match=r"24\.0 MiB too much"):
         planned(about, site="host", disk=disk, **sizes | {"disk_memory": f"{32 * ranks}MiB"})
+
+
+def test_a_checkpoint_has_state_in_fp32_wherever_it_rests() -> None:
+    """On the disk, which is not counted among the host's memory, or in fewer bits."""
+    about = known(FAST, blocks=8)
+    ways: tuple[dict[str, Any], ...] = (
+        {"site": "device"},
+        {"site": "host", "disk": "/fast", "disk_memory": "64MiB", "host_memory": "128MiB"},
+        {"moments": "int8"},
+    )
+    sizes = [estimated_bytes(planned(about, **way), adapters=False) for way in ways]
+    assert sizes == [12 * about.num_params] * 3
 
 
 @pytest.mark.parametrize(

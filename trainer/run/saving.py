@@ -27,6 +27,7 @@ import torch.distributed
 from safetensors import SafetensorError, safe_open
 
 from strategies.core.commit import put_in_place, remove
+from strategies.core.layout import ITEM_BYTES
 from strategies.core.plan import Kind, Plan
 from strategies.core.sealed import seal
 from strategies.core.sizes import human
@@ -176,6 +177,10 @@ def estimated_bytes(plan: Plan, *, adapters: bool) -> int:
         mine = sum(plan.num_bytes(unit.name, kind) * plan.share(unit.name, kind).ways for unit in facts.units)
         return int(times * mine)
 
-    weights = facts.num_trainable * 4 if adapters else over_ranks(Kind.PARAM)
-    owed = facts.run.copies * kept_bytes(facts)
-    return weights + over_ranks(Kind.MASTER) + over_ranks(Kind.MOMENT) + owed
+    weights, state = over_ranks(Kind.PARAM), over_ranks(Kind.MASTER) + over_ranks(Kind.MOMENT)
+    if (layout := plan.layout) is not None:  # in a checkpoint state is in fp32, wherever it rests and however
+        sizes = [(bucket, sum(bucket.sizes)) for bucket in layout.buckets]
+        numbers = [(layout.moments + (b.mixed or b.compensated)) * size for b, size in sizes if b.group is not None]
+        weights = int(times * sum(ITEM_BYTES[bucket.dtype] * size for bucket, size in sizes))
+        state = int(times * 4 * sum(numbers))
+    return (facts.num_trainable * 4 if adapters else weights) + state + facts.run.copies * kept_bytes(facts)
