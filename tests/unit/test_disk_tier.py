@@ -1,6 +1,7 @@
 """Room on the disk is looked for once per machine, for all ranks that are on it."""
 
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +26,9 @@ class Together:
 
 def test_room_is_for_all_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[int]()
-    plan: Any = SimpleNamespace(layout=SimpleNamespace(disk=("/fast", "/other")))
+    machine = SimpleNamespace(rates=None)
+    layout, facts = SimpleNamespace(disk=("/fast", "/other")), SimpleNamespace(machine=machine)
+    plan: Any = SimpleNamespace(layout=layout, facts=facts)
     config: Any = SimpleNamespace(error=lambda key, value, what: RuntimeError(f"{key} = {value}: {what}"))
 
     def full(folders: tuple[str, ...], num_bytes: int) -> None:
@@ -36,6 +39,21 @@ def test_room_is_for_all_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(disk_tier, "file_bytes", lambda layout: 1000)
     monkeypatch.setattr(disk_tier, "StripedFile", full)
     with pytest.raises(RuntimeError, match=r"strategies.offload.disk = /fast, /other: /other: full"):
-        disk_tier.refuse_without_room(config, Ranks(0, 0, 3, 2), plan)
-    disk_tier.refuse_without_room(config, Ranks(1, 1, 3, 2), plan)
+        disk_tier.refuse_without_room(config, Ranks(0, 0, 3, 2), plan, pytest.fail)
+    disk_tier.refuse_without_room(config, Ranks(1, 1, 3, 2), plan, pytest.fail)
     assert asked == [1500]
+
+
+@pytest.mark.parametrize("measured", ["", "on one", "on both"])
+def test_folders_on_one_drive_are_said(measured: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless they were measured together, as they are."""
+    folders = str(tmp_path), str(tmp_path.parent)
+    about = {"": "", "on one": folders[0], "on both": ", ".join(folders)}[measured]
+    machine = SimpleNamespace(rates=SimpleNamespace(disk_folder=about))
+    plan: Any = SimpleNamespace(layout=SimpleNamespace(disk=folders), facts=SimpleNamespace(machine=machine))
+    monkeypatch.setattr(disk_tier, "agreement", lambda *_: nullcontext(Together()))
+    monkeypatch.setattr(disk_tier, "file_bytes", lambda layout: 1000)
+    monkeypatch.setattr(disk_tier, "StripedFile", lambda *_: SimpleNamespace(close=lambda: None))
+    said = list[str]()
+    disk_tier.refuse_without_room(SimpleNamespace(), Ranks(0, 0, 3, 2), plan, said.append)
+    assert [f"{', '.join(folders)}: on 1 file system" in line for line in said] == [True] * (measured != "on both")

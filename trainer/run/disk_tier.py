@@ -5,6 +5,7 @@ So much, for all ranks of a machine, is reserved there for a moment, as the engi
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from strategies.core.on_disk import file_bytes
@@ -12,6 +13,8 @@ from strategies.engine.memory.scratch_file import StripedFile
 from trainer.dist.agreement import agreement
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from strategies.core.plan import Plan
     from trainer.config.sections import RunConfig
     from trainer.dist.ranks import Ranks
@@ -20,9 +23,9 @@ KEY = "strategies.offload.disk"
 TIMEOUT_S = 1800
 
 
-def refuse_without_room(config: RunConfig, ranks: Ranks, plan: Plan) -> None:
+def refuse_without_room(config: RunConfig, ranks: Ranks, plan: Plan, say: Callable[[str], None]) -> None:
     """Raise ConfigError, on all ranks, if a folder of a machine has no room for the state that plans of its ranks put
-    there, or no direct access; a collective.
+    there, or no direct access; a collective. Say so if a file system has several folders, which the plan does not know.
     """
     if plan.layout is None or not plan.layout.disk:  # as on all ranks
         return
@@ -38,3 +41,10 @@ def refuse_without_room(config: RunConfig, ranks: Ranks, plan: Plan) -> None:
         needed = together.gathered((machine, file_bytes(plan.layout)))
         here = sum(num_bytes for first, num_bytes in needed if first == machine)
         together.by_some(ranks.is_first_local, lambda: reserve(here) if here else None)
+    rates, named = plan.facts.machine.rates, ", ".join(folders)
+    if here and rates is not None and rates.disk_folder != named:
+        systems = len({Path(folder).stat().st_dev for folder in folders})
+        if systems < len(folders):
+            say(
+                f"{KEY} = {named}: on {systems} file system(s), and the plan adds up the speed of {len(folders)} drives"
+            )

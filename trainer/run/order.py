@@ -118,7 +118,7 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
     with explained(config, ranks, machine):
         for each in plans:
             refuse_impossible(each)
-    disk_tier.refuse_without_room(config, ranks, plan)
+    disk_tier.refuse_without_room(config, ranks, plan, run.say)
     run.lesson = teaching.check(config, ranks, tokenizer, prepared, plan, resumed)
     run.smaller = structured.check(config, ranks, prepared, plan, machine)
     # Only after the last refusal, so that a refused run leaves the checkpoints of an earlier one in place.
