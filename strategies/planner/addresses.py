@@ -28,13 +28,14 @@ from strategies.core.layout import (
     Item,
     Layout,
     Need,
-    Range,
     Spot,
     aligned,
     common_needs,
     needs,
 )
 from strategies.planner.packing import Packing, Piece, pack
+
+packed = lru_cache(maxsize=64)(pack)  # a search packs the same weights again and again
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +96,16 @@ def travelling(layout: Layout) -> list[Bucket]:
 
 def weight_packing(layout: Layout) -> Packing:
     """The offsets of travelling weights in the region that they share; those that move together are adjacent."""
-    return _packed(tuple((b.units, b.resident_ticks, aligned(b.weight_bytes)) for b in travelling(layout)))
-
-
-@lru_cache(maxsize=64)
-def _packed(weights: tuple[tuple[tuple[str, ...], tuple[Range, ...], int], ...]) -> Packing:
+    moving = travelling(layout)
     together: dict[tuple[object, ...], list[int]] = {}
-    for index, (units, ranges, _) in enumerate(weights):
-        together.setdefault((units, ranges), []).append(index)
-    packing = pack([Piece(sum(weights[i][2] for i in group), weights[group[0]][1]) for group in together.values()])
-    offsets = [0] * len(weights)
-    for start, group in zip(packing.offsets, together.values(), strict=True):
-        for index, offset in zip(group, accumulate((weights[i][2] for i in group), initial=start), strict=False):
+    for index, bucket in enumerate(moving):
+        together.setdefault((bucket.units, bucket.resident_ticks), []).append(index)
+    sizes = [aligned(bucket.weight_bytes) for bucket in moving]
+    groups = list(together.values())
+    packing = packed(tuple([Piece(sum(sizes[i] for i in some), moving[some[0]].resident_ticks) for some in groups]))
+    offsets = [0] * len(moving)
+    for start, group in zip(packing.offsets, groups, strict=True):
+        for index, offset in zip(group, accumulate((sizes[i] for i in group), initial=start), strict=False):
             offsets[index] = offset
     return replace(packing, offsets=tuple(offsets))
 

@@ -138,6 +138,7 @@ def run(tasks: Sequence[Task], problem: Problem, iterations: float = inf) -> Non
     queues: dict[tuple[Resource, int], _Queue] = {}
     running: list[tuple[Task, _Queue]] = []
     left, ready = sum(task.iteration < iterations for task in tasks), [task for task in tasks if not task.waits]
+    ended = True  # whether a task may begin
     while left:
         for task in ready:
             queue = queues.get((task.resource, task.stream))
@@ -145,7 +146,7 @@ def run(tasks: Sequence[Task], problem: Problem, iterations: float = inf) -> Non
                 latency = problem.link.latency if task.resource in COPIES else 0.0
                 queue = queues[task.resource, task.stream] = _Queue(latency)
             heappush(queue.ready, (task.priority, task.number, task))
-        for queue in queues.values():
+        for queue in queues.values() if ended else ():
             if queue.ready and not queue.busy:
                 task = heappop(queue.ready)[2]
                 task.start, task.end, queue.busy = now, now + queue.latency, True
@@ -155,20 +156,23 @@ def run(tasks: Sequence[Task], problem: Problem, iterations: float = inf) -> Non
         if changed:
             machine.set_speeds([task for task, _ in running if task.needs], now)
         assert running, f"{left} tasks wait for each other"
-        now, changed, ready, going = min([task.end for task, _ in running]), False, [], []
+        now, changed, ended, ready, going = min([task.end for task, _ in running]), False, False, [], []
         for one in running:
             task, queue = one
-            if task.end <= now and not task.moving and machine.move(task, now):
-                changed = True
             if task.end > now:
                 going.append(one)
                 continue
+            if not task.moving:
+                changed |= machine.move(task, now)
+                if task.end > now:
+                    going.append(one)
+                    continue
             if task.needs:
                 changed = True
             before, cause = queue.previous, task.cause
             if cause is None or (before is not None and before.end > cause.end):
                 task.cause = before
-            task.end, queue.busy, queue.previous = now, False, task
+            task.end, queue.busy, queue.previous, ended = now, False, task, True
             left -= task.iteration < iterations
             for later in task.then:
                 later.waits -= 1

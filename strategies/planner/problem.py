@@ -15,9 +15,9 @@ for it. Eviction is free: the host has the weight, or receives it once per itera
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import inf
 from typing import NamedTuple
@@ -200,32 +200,24 @@ class Problem:
     in_backward: bool = False
     shared: Shared = Shared()
 
-    @cached_property
+    @property
     def gaps(self) -> tuple[Gap, ...]:
         """Every gap with an idle tick in it, ascending; the order does not depend on the order of the weights."""
-        count = len(self.ticks)
-        found = [
-            Gap(index, after, before)
-            for index, weight in enumerate(self.weights)
-            if weight.num_bytes
-            for after, before in zip(weight.uses, (*weight.uses[1:], weight.uses[0] + count), strict=True)
-            if before - after > 1
-        ]
-        return tuple(sorted(found, key=lambda gap: (gap.after, gap.before, self.rank[gap.weight])))
+        return self._order.gaps
 
-    @cached_property
+    @property
     def rank(self) -> tuple[int, ...]:
         """The position of each weight in an order that does not depend on the one they are given in."""
-        weights = self.weights
-        order = sorted(range(len(weights)), key=lambda i: (weights[i].uses, weights[i].num_bytes, weights[i].name))
-        return tuple(sorted(range(len(weights)), key=order.__getitem__))
+        return self._order.rank
+
+    @property
+    def needed(self) -> Mapping[Gap, int]:
+        """The position of each gap in the order of the ticks, within one iteration, that need the weights back."""
+        return self._order.needed
 
     @cached_property
-    def needed(self) -> dict[Gap, int]:
-        """The position of each gap in the order of the ticks, within one iteration, that need the weights back."""
-        count, rank = len(self.ticks), self.rank
-        order = sorted(self.gaps, key=lambda gap: (gap.before % count, rank[gap.weight]))
-        return {gap: position for position, gap in enumerate(order)}
+    def _order(self) -> _Order:
+        return _order(len(self.ticks), tuple([(weight.uses, weight.num_bytes, weight.name) for weight in self.weights]))
 
     def up_seconds(self, num_bytes: int) -> float:
         """Seconds of a copy to the device while nothing else moves."""
@@ -246,6 +238,29 @@ class Problem:
         """Bytes per tick if nothing leaves."""
         weights = sum(weight.num_bytes for weight in self.weights)
         return tuple(tick.num_bytes + weights for tick in self.ticks)
+
+
+class _Order(NamedTuple):
+    gaps: tuple[Gap, ...]
+    rank: tuple[int, ...]
+    needed: Mapping[Gap, int]
+
+
+@lru_cache(maxsize=64)
+def _order(count: int, weights: tuple[tuple[tuple[int, ...], int, str], ...]) -> _Order:
+    """Of weights by uses, bytes and name: a search has many problems of the same ones."""
+    order = sorted(range(len(weights)), key=weights.__getitem__)
+    rank = tuple(sorted(range(len(weights)), key=order.__getitem__))
+    found = [
+        Gap(index, after, before)
+        for index, (uses, num_bytes, _) in enumerate(weights)
+        if num_bytes
+        for after, before in zip(uses, (*uses[1:], uses[0] + count), strict=True)
+        if before - after > 1
+    ]
+    gaps = tuple(sorted(found, key=lambda gap: (gap.after, gap.before, rank[gap.weight])))
+    order_of_need = sorted(gaps, key=lambda gap: (gap.before % count, rank[gap.weight]))
+    return _Order(gaps, rank, {gap: position for position, gap in enumerate(order_of_need)})
 
 
 def need_order(problem: Problem, gaps: Iterable[Gap]) -> list[Gap]:

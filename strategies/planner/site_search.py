@@ -27,7 +27,6 @@ from strategies.core.layout import Layout, Site
 from strategies.planner import weight_schedule
 from strategies.planner.addresses import place
 from strategies.planner.estimate import Estimate
-from strategies.planner.greedy import SEARCHED, DoesNotFit
 from strategies.planner.least_memory import fewest_copies
 from strategies.planner.lower_bound import bound_of
 from strategies.planner.places import OffloadRequest, Place, Placement, Places, Sizes
@@ -38,7 +37,6 @@ from strategies.planner.updates_ahead import fastest, with_updates_ahead
 EFFORT = 2000  # buckets in all plans of a climb that gains nothing
 MOST_TRIED = 60  # its plans, of few buckets
 SLOWER = 1.06  # times what a move starts from, or its estimate: what is estimated to take longer is not worked out
-FEW = 12  # weight schedules that are compared to rank a placement
 MOVES = 20  # drawn for each that is worked out, at most
 SMALL = 100  # buckets below one in so many of the largest stay where a mix has them: their moves change little
 LONGEST = 4  # at most one in so many of the buckets, or blocks, move together
@@ -74,11 +72,11 @@ class SiteSearch:
         self._facts, self._request, self.places, self._host_room = facts, request, places, host_room
         self._mixed, self.bound = Mixer(places).placement, cache(self._bound)
 
-    def worked_out(self, placement: Placement, device_room: int, searched: int = SEARCHED) -> Layout | None:
+    def worked_out(self, placement: Placement, device_room: int) -> Layout | None:
         """The layout of ``placement`` with as many weights offloaded as it takes; None if it does not fit."""
         placement = self.places.spilled(placement, self._host_room)
         sizes = self.places.sizes(placement)
-        made = self._scheduled(placement, sizes, device_room, searched)
+        made = self._scheduled(placement, sizes, device_room)
         surely = self._request.keeps_copies and sizes.host + sizes.copies <= self._host_room
         if made is None or surely or place(made).num_bytes(Home.HOST) <= self._host_room:
             return made
@@ -110,9 +108,8 @@ class SiteSearch:
             near: plans for less memory, or of other buckets.
             effort: in parts of the usual one.
         """
-        walk = _Walk(
-            self.places, self._mixed, partial(self._estimated, device_room), partial(self._simulated, device_room)
-        )
+        measures = partial(self._estimated, device_room), partial(self._simulated, device_room)
+        walk = _Walk(self.places, self._mixed, *measures, self.bound(device_room) * (1 + CLOSE))
         as_it_is = (one for one in self.places.ladder() if self.places.sizes(one).device <= device_room)
         for placement in (*islice(as_it_is, 1), *(self.places.like(one.places, one.placement) for one in near)):
             walk.consider(placement)
@@ -120,9 +117,9 @@ class SiteSearch:
         others = walk.start(int(effort * STARTS), most)
         random = Random(0)
         for placement in dict.fromkeys(others) if effort == 1 else ():
-            walk.climb(placement, random, most // SHORT, self.bound(device_room))
+            walk.climb(placement, random, most // SHORT)
         if walk.best is not None:
-            walk.climb(walk.best, random, most, self.bound(device_room))
+            walk.climb(walk.best, random, most)
         return None if walk.best is None else self.timed(walk.best, device_room)
 
     def quick(self, device_room: int) -> Timed | None:
@@ -151,7 +148,7 @@ class SiteSearch:
 
     def _simulated(self, device_room: int, placement: Placement) -> float:
         """Seconds, of as few iterations as are enough to rank plans; infinite if the placement does not fit."""
-        layout, rates = self.worked_out(placement, device_room, FEW), self._facts.machine.rates
+        layout, rates = self.worked_out(placement, device_room), self._facts.machine.rates
         if layout is None or rates is None:
             return inf
         iterations = 3 if self._request.in_backward or self._request.updates_ahead else 2
@@ -171,7 +168,7 @@ class SiteSearch:
         """Seconds that no layout within the budget takes less than."""
         return bound_of(self._facts, self._request, self.places, self._estimate, device_room)
 
-    def _scheduled(self, placement: Placement, sizes: Sizes, device_room: int, searched: int) -> Layout | None:
+    def _scheduled(self, placement: Placement, sizes: Sizes, device_room: int) -> Layout | None:
         """``placement`` with the ticks at which weights are on the device; None if they do not fit there."""
         places, room, layout = self.places, device_room - sizes.rest, self.places.layout(placement)
         if sizes.host > self._host_room or room < sizes.largest_unit:
@@ -182,18 +179,20 @@ class SiteSearch:
             if place(made).num_bytes(Home.DEVICE) - sizes.rest <= room:
                 return made
         try:
-            return weight_schedule.fitted(
-                self._facts, layout, places.offloadable(placement), room, self._request.prefetch, searched
-            )
-        except DoesNotFit:
+            may_leave = places.offloadable(placement)
+            return weight_schedule.fitted(self._facts, layout, may_leave, room, self._request.prefetch)
+        except weight_schedule.DoesNotFit:
             return None
 
 
 class _Walk:
     """One search at one budget: the best placement so far, and what has been simulated."""
 
-    def __init__(self, places: Places, mixed: Callable[[Mix], Placement], estimate: Measure, simulate: Measure) -> None:
+    def __init__(
+        self, places: Places, mixed: Callable[[Mix], Placement], estimate: Measure, simulate: Measure, enough: float
+    ) -> None:
         self._places, self._mixed, self._estimate, self._simulate = places, mixed, estimate, simulate
+        self._enough = enough  # seconds at which nothing more is simulated
         some = [index for index, choices in enumerate(places.choices) if len(choices) > 1]
         least = max((bucket.weight_bytes for bucket in places.buckets), default=0) / SMALL
         self._open = [index for index in some if places.buckets[index].weight_bytes >= least] or some
@@ -207,8 +206,8 @@ class _Walk:
         self._seconds = inf
 
     def consider(self, placement: Placement) -> None:
-        """Simulate ``placement``, once, and keep it if it is the best so far."""
-        if placement not in self._times:
+        """Simulate ``placement``, once, and keep it if it is the best so far; nothing after one that is enough."""
+        if placement not in self._times and self._seconds > self._enough:
             self._times[placement] = seconds = self._simulate(placement)
             if seconds < self._seconds * (1 - SAME):
                 self.best, self._seconds = placement, seconds
@@ -241,13 +240,13 @@ class _Walk:
         elsewhere = (best._replace(ends=ends) for ends in (-1, 0, 1, 2) if ends != best.ends)
         return (self._mixed(_descended(mix, estimate, SHARES // 4, ["stays"])) for mix in elsewhere)
 
-    def climb(self, placement: Placement, random: Random, most: int, bound: float) -> None:
-        """Try moves from ``placement`` until ``most`` in a row gain nothing, or the best is ``CLOSE`` to ``bound``."""
+    def climb(self, placement: Placement, random: Random, most: int) -> None:
+        """Try moves from ``placement`` until ``most`` in a row gain nothing."""
         self.consider(placement)
-        tried, seconds = 0, self._times[placement]
+        tried, seconds = 0, self._times.get(placement, inf)
         promised = self._estimate(placement)
         for _ in range(MOVES * most):
-            if not self._open or tried >= most or seconds == inf or self._seconds <= bound * (1 + CLOSE):
+            if not self._open or tried >= most or seconds == inf:
                 return
             moved = self._moved(placement, random)
             if moved not in self._times and self._estimate(moved) <= SLOWER * min(seconds, promised):

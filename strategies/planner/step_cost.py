@@ -286,7 +286,8 @@ def evictions_of(problem: Problem, layout: Layout) -> Iterator[Eviction]:
     for gap in problem.gaps:
         here = present[gap.weight]
         if here and not here >> (gap.after + 1) % count & 1:
-            issue = next(tick for tick in range(gap.after + 1, gap.before + 1) if here >> tick % count & 1)
+            later = (here | here << count) >> gap.after + 1
+            issue = gap.after + (later & -later).bit_length()  # the first tick at which it is there
             away = (1 << issue) - (1 << gap.after + 1)
             away |= away >> count
             if any(away & present[other] for other in problem.weights[gap.weight].overlapping):

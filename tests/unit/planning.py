@@ -7,9 +7,9 @@ from random import Random
 
 from strategies.core.facts import Home
 from strategies.core.layout import Site
-from strategies.planner.greedy import issue
 from strategies.planner.problem import Eviction, Gap, Link, Problem, Tick, Update, Weight, at_need, memory
 from strategies.planner.simulate import reload_period
+from strategies.planner.weight_schedule import issue
 
 
 def blocks(

@@ -5,15 +5,18 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 from statistics import mean
+from typing import Any
 
 import pytest
 
 from benchmarks.placements import best_known, instance
 from strategies.core.facts import Facts
+from strategies.planner import site_search
 from strategies.planner.buckets import block_bytes
 from strategies.planner.lower_bound import Choice, lower_bound
+from strategies.planner.placement_search import PlacementSearch
 from strategies.planner.places import OffloadRequest, Places
-from strategies.planner.site_search import SiteSearch
+from strategies.planner.site_search import CLOSE, SiteSearch
 from strategies.planner.step_cost import cost_of
 from strategies.report.full_report import headline
 from tests.unit.test_keep_or_offload import plan_of
@@ -64,6 +67,28 @@ def test_the_best_that_long_climbs_found_take_no_less() -> None:
     bounds = {seed: search_of(*instance(seed)[1:]).bound(instance(seed)[2].device_bytes) for seed in range(0, 200, 5)}
     parts = [bound / best[seed] for seed, bound in bounds.items()]
     assert 0.9 <= max(parts) <= 1 and mean(parts) >= 0.75
+
+
+def test_nothing_is_simulated_once_a_plan_is_close_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All state on the device takes compute and the device's updates, no more than the bound."""
+    counted, simulate = list[float](), site_search.simulated_period
+
+    def simulated(*given: Any, **options: Any) -> float:
+        counted.append(simulate(*given, **options))
+        return counted[-1]
+
+    monkeypatch.setattr(site_search, "simulated_period", simulated)
+    _, known, asked = instance(9, blocks=(2, 2))
+    search = search_of(known, asked)
+    all_of_it = search.places.sizes(search.places.ladder()[0]).device
+    close = search.bound(all_of_it) * (1 + CLOSE)
+    assert search.fastest(all_of_it) is not None and len(counted) == 1 and counted[0] <= close
+    counted.clear()
+    far = search.fastest(all_of_it - 1)
+    assert far is not None and far.seconds > search.bound(all_of_it - 1) * (1 + CLOSE) and len(counted) > 50
+    counted.clear()  # on the way it looks for the fastest in less memory, and then at one kind of buckets only
+    made = PlacementSearch(known, replace(asked, device_bytes=all_of_it), 0).best()
+    assert [seconds for seconds in counted if seconds <= made.bound_s * (1 + CLOSE)] == counted[-1:]
 
 
 def test_a_plan_says_how_far_above_it_is() -> None:

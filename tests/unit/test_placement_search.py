@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strategies.core.facts import Facts, Home, Param
-from strategies.core.layout import Item, Layout, Site
+from strategies.core.layout import Item, Layout, Site, aligned
 from strategies.core.protocol import MemoryRefusal, Refusal
 from strategies.core.sizes import parse_bytes
 from strategies.core.validate import validate
@@ -249,14 +249,16 @@ def test_where_memory_is_scarce_a_head_of_many_words_has_no_slot_for_its_gradien
     assert not any(b.grad_direct for b in over_ranks.buckets)
 
 
-def test_room_is_used_although_the_first_schedules_cannot_be_packed() -> None:
+@pytest.mark.parametrize(("blocks", "words", "room"), [(16, 3100, 2_173_244), (8, 2000, 1_612_912)])
+def test_room_is_used_although_the_first_schedules_cannot_be_packed(blocks: int, words: int, room: int) -> None:
     """The last resort, every weight at the last moment, would take a third of the room, and much more time."""
-    known = transformer(16, words=3100, groups=False)
+    known = transformer(blocks, words=words, groups=False)
     placements = Places(known, request(site="host"))
     last = placements.ladder()[-1]
-    indices, room = list(placements.offloadable(last)), 2_173_244
+    indices = list(placements.offloadable(last))
     made = fitted(known, placements.layout(last), indices, room, None)
-    assert 0.9 * room < weight_packing(made).arena <= room
+    stays = sum(aligned(made.buckets[index].weight_bytes) for index in indices if made.buckets[index].resident)
+    assert 0.85 * room < weight_packing(made).arena + stays <= room
 
 
 @pytest.mark.parametrize("budgets", [(100_000,), (PLENTY, 5000)], ids=["device", "host"])

@@ -10,7 +10,6 @@ import pytest
 
 from strategies.core.facts import Home
 from strategies.core.layout import Site
-from strategies.planner.greedy import issue
 from strategies.planner.problem import (
     Eviction,
     Gap,
@@ -25,6 +24,7 @@ from strategies.planner.problem import (
 )
 from strategies.planner.simulate import Outcome, reload_period, simulate, simulated_period
 from strategies.planner.tasks import Resource
+from strategies.planner.weight_schedule import issue
 from tests.unit.planning import blocks, halved, uneven, updated
 
 COMPUTE, UP, DOWN, CPU, NET, DISK = Resource

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strategies.planner import greedy
-from strategies.planner.greedy import SEARCHED, DoesNotFit, choose, issue
+from strategies.planner import weight_schedule
 from strategies.planner.problem import Eviction, Problem, at_need, memory
 from strategies.planner.simulate import reload_period
+from strategies.planner.weight_schedule import SEARCHED, DoesNotFit, choose, issue
 from tests.unit.planning import all_issues, best_gaps, blocks, coarse, complaints, even, halved, span, uneven
 
 CLOSE = 1 + 1e-6
@@ -27,14 +27,14 @@ def shuffled(problem: Problem, seed: int) -> Problem:
 
 @pytest.mark.parametrize("make", [uneven, coarse, lambda seed: uneven(seed, (6, 7))])
 def test_against_all_sets_of_gaps(make: Callable[[int], Problem], seeds: range) -> None:
-    """The bars: mean 1.005, worst 1.10."""
+    """Blocks that differ get the best pair of numbers, not of all sets. The bars: mean 1.012, worst 1.25."""
     ratios = []
     for seed in seeds[: len(seeds) if make in (uneven, coarse) else 6]:
         problem = make(seed)
         ratios.append(reload_period(problem, choose(problem)) / best_gaps(problem))
     assert min(ratios) > 1 / CLOSE
-    assert mean(ratios) <= 1.005
-    assert max(ratios) <= 1.10
+    assert mean(ratios) <= 1.012
+    assert max(ratios) <= 1.25
 
 
 def test_even_blocks_get_the_best_plan(seeds: range) -> None:
@@ -114,7 +114,7 @@ def test_a_hundred_blocks(make: Callable[..., Problem], monkeypatch: pytest.Monk
         evaluated.append(problem)
         return reload_period(problem, evictions)
 
-    monkeypatch.setattr(greedy, "reload_period", counted)
+    monkeypatch.setattr(weight_schedule, "reload_period", counted)
     problem = make(1, (100,))
     assert complaints(problem, choose(problem)) == []
     assert 0 < len(evaluated) <= SEARCHED
