@@ -22,6 +22,7 @@ from trainer.run.resume_rules import (
     MOMENTS,
     MOVES,
     NEVER,
+    QAT,
     RULES,
     SAID,
     SILENT,
@@ -47,7 +48,7 @@ def test_defaults_are_those_of_transformers() -> None:
 
 def test_every_key_has_a_rule_and_every_rule_a_key() -> None:
     assert {"task", *OPTIONAL, *keys()} == set(RULES)
-    assert set(RULES.values()) == {SILENT, SAID, NEVER, *ALLOWABLE} - {COMPRESSION, MOMENTS, "ranks"}
+    assert set(RULES.values()) == {SILENT, SAID, NEVER, *ALLOWABLE} - {COMPRESSION, MOMENTS, QAT, "ranks"}
 
 
 def changed(now: dict[str, Any], saved: dict[str, Any] | None = None, ranks: tuple[int, int] = (1, 1)) -> Any:

@@ -73,7 +73,7 @@ FirstAndLast = Annotated[
 # What a resumed run may change of the result, if it is told so (trainer/run/resume_rules.py has the keys of each).
 Changeable = Literal[
     "data", "max_length", "packing", "seed", "order", "batch_size", "accumulation", "loss", "dropout", "betas",
-    "weight_decay", "clipping", "precision", "kernels", "model", "pruning", "compression", "moments", "ranks",
+    "weight_decay", "clipping", "precision", "kernels", "model", "pruning", "qat", "compression", "moments", "ranks",
 ]  # fmt: skip
 ALLOWABLE: tuple[str, ...] = get_args(Changeable)
 Optimizer = Annotated[

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from strategies.core.protocol import COMPILE_KEYS
+from strategies.core.protocol import COMPILE_KEYS, Requirement
+from strategies.core.registry import available, find
 from trainer.config.values import KEEP_ONE, LANGUAGE, NOT_THEIRS, WRONG, Found, Values
 
 NOT_DISTILLED = (*NOT_THEIRS, *COMPILE_KEYS)
@@ -92,6 +93,26 @@ def _exported(task: Any, sections: Mapping[str, Values]) -> Found:
         yield "model.lora.export", what
     if q and isinstance(q.formats, list) and len(set(q.formats)) != len(q.formats):
         yield "quantize.formats", "must be names, all different"
+    if q and q.qat:
+        yield from _trained_for(q, sections)
     if q and d.eval_fraction == 0 and d.eval_path is None and d.eval_split is None:
         what = "quantize says what it costs on held-out rows; write a fraction, data.eval_split or data.eval_path"
         yield "data.eval_fraction", what
+
+
+def _trained_for(q: Values, sections: Mapping[str, Values]) -> Found:
+    """What has not been compared with weights that are rounded in forward."""
+    m, t = sections["model"], sections["training"]
+    if isinstance(q.formats, list) and q.qat not in q.formats:
+        yield "quantize.qat", "must be one of quantize.formats, which are exported; write it there, too"
+    if q.llm_int8_skip_modules:
+        yield "quantize.llm_int8_skip_modules", f"cannot go with quantize.qat, which leaves the head out; {KEEP_ONE}"
+    others: dict[str, Any] = {f"training.{key}": t[key] for key in (*COMPILE_KEYS, "use_liger_kernel", "fp16")}
+    others |= {name: sections[name] for name in ("prune", "distill")}
+    others |= {f"model.{key}": m[key] for key in ("lora", "quantization_config")}
+    for key, value in others.items():
+        if value:
+            yield key, f"has not been compared with quantize.qat; {KEEP_ONE}"
+    for name in sections["strategies"]:
+        if name in available() and Requirement.LINEARS in find(name).requires:
+            yield f"strategies.{name}", f"chooses products of layers that quantize.qat replaces; {KEEP_ONE}"

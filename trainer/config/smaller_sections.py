@@ -117,6 +117,9 @@ class QuantizeSection(Section):
     llm_int8_skip_modules: list[NonEmpty] | None = option(
         "Modules that are not quantised, in any format; not set means the head."
     )
+    qat: Literal["int8_group", "int4_group"] | None = option(
+        "Quantisation-aware training: forward rounds the weights as this one of formats does; not set: it does not."
+    )
 
 
 class ExportSection(Section):

@@ -81,6 +81,7 @@ def name_of(config: RunConfig, what: str = "") -> tuple[str, bool]:
         "task": config.task,
         "prune": config.prune and config.prune.is_structured and [config.prune.sparsity, config.prune.parts],
         "distill": config.distill and [config.distill.loss, config.distill.top_k, config.distill.on],
+        "qat": config.quantize and config.quantize.qat and config.quantize.group_size,
         "what": what,
         "training": {name: getattr(config.training, name) for name in TRAINING},
         "data": [config.data.max_length, config.data.max_target_length, config.data.packing],

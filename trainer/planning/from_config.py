@@ -117,14 +117,19 @@ def _located(config: RunConfig, refused: Conflict | Refusal) -> ConfigError:
     return TooLargeError(line, refused.home.value, lambda: refused.needed, refused.budget)
 
 
-def _refuses_pruning(config: RunConfig, world_size: int) -> Iterator[Refusal]:
-    """Zeros are kept by torch's optimizer and by the engine, on a rank that has all of each weight."""
-    given = config.prune and config.prune.model_dump(exclude_unset=True)
-    if world_size > 1:
-        yield Refusal("prune", given, f"is for one rank so far, and there are {world_size}; leave it out")
-    elif Requirement.DEEPSPEED in requirements_of(config.strategies):
-        what = "DeepSpeed's optimizer has the weights; write strategies.offload, or leave strategies.zero out"
-        yield Refusal("prune", given, what)
+def _refuses_shares(config: RunConfig, world_size: int) -> Iterator[Refusal]:
+    """Zeros are kept, and weights rounded in forward, where torch or the engine has all of each weight on one rank."""
+    given: dict[str, Any] = {}
+    if config.prune is not None and not config.prune.is_structured:
+        given["prune"] = config.prune.model_dump(exclude_unset=True)
+    if config.quantize is not None and config.quantize.qat is not None:
+        given["quantize.qat"] = config.quantize.qat
+    for key, value in given.items():
+        if world_size > 1:
+            yield Refusal(key, value, f"is for one rank so far, and there are {world_size}; leave it out")
+        elif Requirement.DEEPSPEED in requirements_of(config.strategies):
+            what = "DeepSpeed's engine has the weights; write strategies.offload, or leave strategies.zero out"
+            yield Refusal(key, value, what)
 
 
 def check_options(config: RunConfig, world_size: int, *, installed: bool = True) -> None:
@@ -133,8 +138,7 @@ def check_options(config: RunConfig, world_size: int, *, installed: bool = True)
     machine.
     """
     found = [*TASKS[config.task].refusals(config), *refusals(config.strategies, facts.run_facts(config, world_size))]
-    if config.prune is not None and not config.prune.is_structured:
-        found += _refuses_pruning(config, world_size)
+    found += _refuses_shares(config, world_size)
     for strategy in in_order(config.strategies).values() if installed else ():
         try:
             strategy.check_installed()
@@ -181,6 +185,8 @@ def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[st
     known = plan_of(config, ranks, machine).facts  # refuses what cannot be planned
     if known.run.slices > 1:
         raise ConfigError("--measure: blocks of a slice of a row cannot be timed by themselves; a run times its own")
+    if config.quantize is not None and config.quantize.qat is not None:
+        raise ConfigError("--measure: blocks are timed without the rounding of quantize.qat; a run times its own")
     folder = Path(config.training.output_dir)
     refuse_folder(config)
     known = replace(known, unit_times=block_timing.read(folder, known, "unit_times"))  # for a run that is resumed

@@ -12,6 +12,7 @@ from strategies.core.facts import Precision
 from strategies.engine.forward.compiled import compile_blocks
 from strategies.engine.tensors.quantised import is_quantised
 from trainer.model.build import with_lora
+from trainer.run.quantized import round_in_forward
 from trainer.tasks.table import TASKS
 
 if TYPE_CHECKING:
@@ -66,9 +67,10 @@ def to_compute(weights: PreTrainedModel, plan: Plan) -> None:
 
 
 def apply_strategies(weights: PreTrainedModel, config: RunConfig, plan: Plan) -> None:
-    """Compile blocks if the config says so; then let each strategy and those that it implies change the model, in the
-    order of deciding. Names stay the same.
+    """Let linear layers round their weights, and compile blocks, if the config says so; then let each strategy and
+    those that it implies change the model, in the order of deciding. Names stay the same.
     """
+    round_in_forward(weights, config)
     if (backend := config.training.compile_backend) is not None:
         compile_blocks(weights, backend)
     for name, strategy in in_order(config.strategies).items():

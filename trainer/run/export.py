@@ -37,7 +37,7 @@ from strategies.core.commit import replaced_folder, same_modes
 from strategies.core.sealed import Damaged, damage, read, seal
 from strategies.engine.tensors.quantised import keep_packing
 from trainer.errors import write_line
-from trainer.model import build, quantise
+from trainer.model import build, qat, quantise
 from trainer.model.adapters import merged
 from trainer.model.mapped import Spilled
 from trainer.run import structured
@@ -274,7 +274,7 @@ def model_card(
     source = ", ".join(f"`{one.path}` ({one.name})" if one.name else f"`{one.path}`" for one in data.parts())
     parts = [
         f"# {Path(config.training.output_dir).name}",
-        " ".join((_origin(config, hf_config.model_type), structured.sentence(config))).strip(),
+        " ".join((_origin(config, hf_config.model_type), structured.sentence(config), qat.sentence(config))).strip(),
         f"It was trained on {source} in sequences of up to {data.max_length} tokens, for {state.global_step} steps. "
         + " ".join(_results(state.log_history, odds=TASKS[config.task].language)),
         f"Settings: {', '.join(_settings(config))}.",

@@ -12,7 +12,6 @@ machine without the library, and widths that groups do not divide.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ import torch
 from huggingface_hub import ModelCard
 from torch.nn.functional import cross_entropy
 
+from strategies.core.applied import log_applied
 from strategies.core.protocol import Refusal
 from strategies.core.sizes import human
 from strategies.engine.memory.accelerator import device_of
@@ -29,6 +29,7 @@ from strategies.report.table import table
 from trainer.data.collate import Collator
 from trainer.data.packing import MASKED
 from trainer.errors import write_line
+from trainer.model.qat import layers_of
 from trainer.model.structured import config_of
 from trainer.planning.streamed import placed, plan_within
 from trainer.run import export
@@ -38,7 +39,7 @@ from trainer.tasks.task import loaded, scores
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from strategies.core.plan import Plan
     from trainer.config.sections import RunConfig
@@ -93,8 +94,10 @@ class Report:
         again = export.reload(draft, task, trust_remote_code=self._config.model.trust_remote_code)
         tolerance = export.EIGHT_TOLERANCE if name == "int8" else export.HALF_TOLERANCE
         export.compare(again, dict(model.state_dict()), probe, logits, tolerance, names=True)
-        self._lines.append((name, human(size_of(draft)), f"{after:.1f}"))
-        _card(self._exact, name, (self._size, size_of(draft)), (self._before, after)).save(draft / "README.md")
+        asked = self._config.quantize
+        is_for = asked is not None and asked.qat == name
+        self._lines.append((f"{name}{', trained for' * is_for}", human(size_of(draft)), f"{after:.1f}"))
+        _card(self._exact, name, is_for, (self._size, size_of(draft)), (self._before, after)).save(draft / "README.md")
         return self._before, after
 
     def say(self) -> None:
@@ -111,15 +114,37 @@ def refuse(config: RunConfig) -> None:
         model = loaded(TASKS[config.task].model_class).from_config(
             config_of(config), trust_remote_code=config.model.trust_remote_code
         )
-    size, head = asked.group_size, model.get_output_embeddings()
-    layers = {name: each for name, each in model.named_modules() if type(each) is torch.nn.Linear and each is not head}
-    if not layers:
-        what = f"torchao quantises torch's linear layers, and a {model.config.model_type} model has none; write int8"
-        raise config.error("quantize.formats", asked.formats, what)
-    for name, each in layers.items():
-        if each.in_features % size:
-            what = f"does not divide the {each.in_features} inputs of {name}; {math.gcd(each.in_features, size)} does"
-            raise config.error("quantize.group_size", size, what)
+    layers_of(model, config)
+
+
+def round_in_forward(model: PreTrainedModel, config: RunConfig) -> None:
+    """Let torchao replace linear layers of ``model`` by such as round their weights, if ``quantize.qat`` is set."""
+    asked = config.quantize
+    if asked is None or asked.qat is None:
+        return
+    from torchao.quantization import quantize_
+    from torchao.quantization.qat import QATConfig
+
+    layers = layers_of(model, config)
+    how: Any = config_for(config, asked.qat).quant_type
+    quantize_(model, QATConfig(how, step="prepare"), filter_fn=lambda module, name: name in layers)
+    for name in layers:
+        model.get_submodule(f"{name}.weight_fake_quantizer").register_forward_hook(_forget)
+    done = f"weights are rounded in forward as {asked.qat}, by groups of {asked.group_size}"
+    log_applied("quantize", ((name, done) for name in layers))
+
+
+def _forget(rounding: Any, *_: object) -> None:
+    """Drop the scales, which each forward computes anew; autograd has saved what backward needs of them."""
+    rounding.scale = rounding.zero_point = None
+
+
+def exact_again(model: PreTrainedModel, config: RunConfig) -> None:
+    """Let ``model`` compute with the exact weights, once training is over."""
+    if config.quantize is not None and config.quantize.qat is not None:
+        from torchao.quantization.qat.linear import disable_linear_fake_quant
+
+        model.apply(disable_linear_fake_quant)
 
 
 def _plan(model: Any, budget: int) -> Plan | None:
@@ -180,10 +205,12 @@ def mean_loss(call: Callable[..., Any], batches: Iterable[dict[str, torch.Tensor
     return total / max(count, 1)
 
 
-def _card(exact: Path, name: str, sizes: tuple[int, int], costs: tuple[float, float]) -> ModelCard:
+def _card(exact: Path, name: str, is_for: bool, sizes: tuple[int, int], costs: tuple[float, float]) -> ModelCard:
     """The exact model's card, after what was done to it."""
     library = "torchao" if name.endswith("_group") else "bitsandbytes"
-    how = f"{BITS[name]} bits ({name}), by {library}, which loading it takes"
+    how = (
+        f"{BITS[name]} bits ({name}), by {library}, which loading it takes{', and were trained for it (QAT)' * is_for}"
+    )
     rows = [("exact", human(sizes[0]), f"{costs[0]:.2f}"), (name, human(sizes[1]), f"{costs[1]:.2f}")]
     lines = [f"| {' | '.join(row)} |" for row in (("", "weights", "perplexity on held-out rows"), ("---",) * 3, *rows)]
     said = f"# In {BITS[name]} bits\n\nLinear layers of the model below have {how}.\n\n" + "\n".join(lines)

@@ -30,6 +30,7 @@ from trainer.run.same_rows import ACCUMULATION, FOLLOWS_LOSS, NOT_KNOWN, RANKS, 
 
 SILENT, SAID, NEVER, MOVES = "silent", "said", "never", "moves"
 COMPRESSION, MOMENTS = "compression", "moments"  # of a strategy, by what it says itself
+QAT = "qat"  # two keys of quantize together
 
 _SILENT_TRAINING = """
     output_dir logging_strategy logging_steps logging_first_step log_on_each_node log_level log_level_replica
@@ -150,6 +151,8 @@ def compare(
     found = [(key, rule_of(key), old, new) for key, old, new in differences(saved, now)]
     found += [(key, COMPRESSION, old, new) for key, old, new in _of_ranks(saved, now, ranks)]
     found += [(key, MOMENTS, old, new) for key, old, new in _in_fewer_bits(saved, now)]
+    if (old := _rounded(saved)) != (new := _rounded(now)):
+        found.append(("quantize.qat", QAT, old, new))
     keys, said, refused = changes = Changes(set(), [], [])
     other_rows = ""
     if ranks[0] != ranks[1]:
@@ -239,6 +242,12 @@ def _in_fewer_bits(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator
             yield f"strategies.{name}", old or "moments in fp32", new or "moments in fp32"
 
 
+def _rounded(tree: Mapping[str, Any]) -> str | None:
+    """How forward rounds the weights; None: it does not."""
+    given = tree.get("quantize") or {}
+    return f"{given['qat']} by {given['group_size']}" if given.get("qat") else None
+
+
 def rule_of(key: str) -> str:
     """The rule of a dotted key; keys of ``model.config`` by what they are."""
     if key.startswith("strategies."):
@@ -278,4 +287,6 @@ def _shown(value: object) -> str:
     return "not set" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-assert set(ALLOWABLE) == {*_GROUPS, COMPRESSION, MOMENTS, "ranks"}, "training.allow_change has the groups of this table"
+assert set(ALLOWABLE) == {*_GROUPS, COMPRESSION, MOMENTS, QAT, "ranks"}, (
+    "training.allow_change has the groups of this table"
+)

@@ -42,6 +42,7 @@ from trainer.planning.from_config import check_options, refuse_folder
 from trainer.run import export, further, live, lock, metrics, oom, order, resuming, saving, teaching, trackers, upload
 from trainer.run.callbacks import SAID, Watched, perplexity
 from trainer.run.order import Run
+from trainer.run.quantized import exact_again
 from trainer.run.resume_rules import leaves
 from trainer.run.trainer import Trainer
 from trainer.tasks.table import only_language
@@ -286,6 +287,7 @@ def finish(run: Run, trainer: Trainer, together: Agreement) -> None:
         if run.ranks.is_first:
             publish(run.config)
         return
+    exact_again(trainer.model, run.config)
     receipt = export.export(trainer, run.tokenizer, run.config)
     if not run.ranks.is_first:
         return

@@ -1,0 +1,118 @@
+"""Weights that forward rounds while training: what the plan counts, what is refused, and when a run may go on."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from strategies.core.facts import UnitKind
+from strategies.engine.tensors import quantised
+from tests.helpers.tiny import GPT2, LLAMA, run_config
+from trainer.config.load import load_tree
+from trainer.errors import ConfigError
+from trainer.model import qat
+from trainer.model.count_cache import name_of
+from trainer.model.stubs import fake_tensors
+from trainer.model.temporaries import count
+from trainer.planning.facts import count_model
+from trainer.planning.from_config import check_options
+from trainer.run.quantized import round_in_forward
+from trainer.run.resume_rules import compare
+
+GROUP, WEIGHTS = 16, 4 * 32 * 32 - 2 * 16 * 32 + 3 * 32 * 64  # of the linear layers of a block
+EVALUATED = {"eval_fraction": 0.1}
+TRAINED: dict[str, Any] = {"formats": ["int4_group"], "qat": "int4_group", "group_size": GROUP}
+
+
+def config_of(quantize: Any, config: Any = LLAMA, data: Any = EVALUATED, **more: Any) -> Any:
+    strategies, sections = more.pop("strategies", {}), more.pop("sections", {})
+    tree = run_config(config, data=data, **more).tree()
+    return load_tree({**tree, "quantize": quantize, "strategies": strategies, **sections})
+
+
+def test_two_tensors_of_each_weight_wait_for_backward() -> None:
+    """And two scales for each group. Embedding and head are as they were."""
+    configs = [config_of({**TRAINED, **each}) for each in ({"qat": None}, {}, {"group_size": 32})]
+    assert len({name_of(each) for each in configs}) == 3, "counts that are kept in a file"
+    units, rounded = (count_model(each).units for each in configs[:2])
+    assert len(units) == len(rounded) > 2
+    for before, after in zip(units, rounded, strict=True):
+        more = 4 * 2 * (WEIGHTS + WEIGHTS // GROUP) if before.kind is UnitKind.BLOCK else 0
+        assert after.saved_bytes - before.saved_bytes == more, before.name
+        assert after.num_params == before.num_params
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_counted_is_what_torchao_saves(dtype: torch.dtype) -> None:
+    pytest.importorskip("torchao", reason="torchao is not among the packages of CI: pip install 'deepstow[torchao]'")
+    import transformers
+
+    config = config_of(TRAINED)
+
+    def units(how: Any) -> Any:
+        with torch.device("meta"):
+            sizes = transformers.AutoConfig.for_model(**LLAMA)
+            model = transformers.AutoModelForCausalLM.from_config(sizes, dtype=dtype)
+        how(model, config)
+        with fake_tensors(), quantised.counted_with(model, lambda meta: torch.empty_like(meta, device="cpu")):
+            ids = torch.zeros(2, 16, dtype=torch.long)
+            found = count(model, lambda: model(input_ids=ids, labels=ids)).units()
+        assert all(getattr(each, "scale", None) is None for each in model.modules()), "of no use after forward"
+        return found
+
+    for ours, theirs in zip(units(qat.counted), units(round_in_forward), strict=True):
+        assert (ours.name, ours.num_params, ours.saved_bytes) == (theirs.name, theirs.num_params, theirs.saved_bytes)
+        assert ours.temporaries.forward == pytest.approx(theirs.temporaries.forward, rel=0.05)
+        assert ours.temporaries.backward == theirs.temporaries.backward
+
+
+@pytest.mark.parametrize(
+    ("quantize", "more", "line"),
+    [
+        ({"qat": "nf4"}, {}, 'quantize.qat = "nf4": must be one of int8_group, int4_group'),
+        ({"formats": ["int8_group"]}, {}, 'quantize.qat = "int4_group": must be one of quantize.formats'),
+        ({"llm_int8_skip_modules": ["lm_head"]}, {}, "quantize.llm_int8_skip_modules = ["),
+        ({}, {"model": {"lora": {"r": 2}}}, "model.lora = "),
+        ({}, {"sections": {"prune": {}}}, "prune = "),
+        ({}, {"sections": {"distill": {"teacher": "one"}}}, "distill = "),
+        ({}, {"torch_compile": True}, "training.torch_compile = true: has not been compared with quantize.qat"),
+        ({}, {"use_liger_kernel": True}, "training.use_liger_kernel = true: has not been compared"),
+        ({}, {"fp16": True}, "training.fp16 = true: has not been compared"),
+        ({}, {"strategies": {"linear": {}}}, "strategies.linear = {}: chooses products of layers that"),
+    ],
+)
+def test_refused(quantize: Any, more: Any, line: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        config_of({**TRAINED, **quantize}, **more)
+    (found,) = error.value.lines
+    assert line in found
+
+
+@pytest.mark.parametrize(("strategies", "ranks"), [({}, 2), ({"zero": {"stage": 1}}, 1)])
+def test_one_rank_that_has_all_of_each_weight(strategies: Any, ranks: int) -> None:
+    with pytest.raises(ConfigError, match=r'quantize\.qat = "int4_group": (is for one rank|DeepSpeed)'):
+        check_options(config_of(TRAINED, strategies=strategies), ranks, installed=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "line"),
+    [
+        (LLAMA, 48, "quantize.group_size = 48: does not divide the 32 inputs of model.layers.0.self_attn.q_proj; 16"),
+        (GPT2, GROUP, "a gpt2 model has none"),
+    ],
+)
+def test_refused_by_the_plan(config: Any, size: int, line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        count_model(config_of({**TRAINED, "group_size": size}, config))
+
+
+@pytest.mark.parametrize("now", [{"qat": None}, {"group_size": 32}, {"qat": "int8_group"}])
+def test_a_run_goes_on_as_it_rounded(now: Any) -> None:
+    formats = {"formats": ["int4_group", "int8_group"]}
+    saved, other = (config_of({**TRAINED, **formats, **each}).tree() for each in ({}, now))
+    (refused,) = compare(saved, other, (1, 1), "checkpoint-8").refused
+    assert "training.allow_change: [qat]" in refused.what and "saved with int4_group by 16" in refused.what
+    other["training"]["allow_change"] = ["qat"]
+    assert compare(saved, other, (1, 1), "checkpoint-8").refused == []
+    without = [{**tree, "quantize": {"formats": [name]}} for tree, name in ((saved, "nf4"), (other, "fp4"))]
+    assert compare(*without, (1, 1), "checkpoint-8").refused == []

@@ -1,0 +1,74 @@
+"""Quantisation-aware training: which linear layers round their weights in forward, and what that saves for backward.
+
+torchao replaces the layers (``trainer/run/quantized.py``), where it is installed. Forward then computes each rounded
+weight anew, from the exact one, and backward passes its gradient on to the exact one as if nothing had been rounded
+(straight through). So names, parameters, optimizer and checkpoints are those of training without it.
+
+Memory. For backward each of these layers saves two tensors of the size of its weight: the rounded one, and the numbers
+that were clamped; with them two scales for each group. ``counted`` gives a model without storage layers that save the
+same, so that a plan needs no torchao; ``tests/unit/test_qat.py`` compares the two.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+if TYPE_CHECKING:
+    from trainer.config.sections import RunConfig
+
+
+def layers_of(model: Any, config: RunConfig) -> dict[str, nn.Linear]:
+    """The layers that Transformers quantises by group. ConfigError: there are none, or groups do not divide one."""
+    asked = config.quantize
+    assert asked is not None
+    left = HfQuantizer.get_modules_to_not_convert(model, asked.llm_int8_skip_modules, model._keep_in_fp32_modules)
+    linears = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+    layers = {name: each for name, each in linears.items() if should_convert_module(f"{name}.weight", left)}
+    if not layers:
+        what = f"torchao quantises torch's linear layers, and a {model.config.model_type} model has none; write int8"
+        raise config.error("quantize.formats", asked.formats, what)
+    for name, each in layers.items():
+        if each.in_features % asked.group_size:
+            fits = math.gcd(each.in_features, asked.group_size)
+            what = f"does not divide the {each.in_features} inputs of {name}; {fits} does"
+            raise config.error("quantize.group_size", asked.group_size, what)
+    return layers
+
+
+def sentence(config: RunConfig) -> str:
+    """What the exact model's card says of ``quantize.qat``; empty if it is not set."""
+    if config.quantize is None or config.quantize.qat is None:
+        return ""
+    return (
+        f"Forward rounded weights as {config.quantize.qat} does (QAT), also in evaluations; these are the exact ones."
+    )
+
+
+def counted(model: Any, config: RunConfig) -> Any:
+    """``model``, which has no storage; if ``quantize.qat`` is set its layers now save for backward what torchao's save.
+    ConfigError: ``layers_of``.
+    """
+    if config.quantize is not None and config.quantize.qat is not None:
+        for each in layers_of(model, config).values():
+            each.__class__, each.group_size = _Rounding, config.quantize.group_size  # type: ignore[assignment]
+    return model
+
+
+class _Rounding(nn.Linear):
+    """A linear layer with torchao's operations on its weight, in their order."""
+
+    group_size: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups = self.weight.view(self.out_features, -1, self.group_size)
+        scale = groups.detach().abs().amax(-1, keepdim=True) / 8
+        zero = torch.zeros_like(scale, dtype=torch.int32)
+        numbers = (groups * (1 / scale)).round().add(zero).clamp(-8, 7)
+        return linear(x, (numbers - zero.to(scale.dtype)).mul(scale).view_as(self.weight), self.bias)
