@@ -125,6 +125,7 @@ class Unit:
     in_chunks: InChunks | None = None  # None: its loss cannot be computed by chunks
     quantised: int = 0
     quantised_bytes: int = 0
+    launches: int = 0  # operators of one forward that a device is given one by one; 0: not counted
 
     def __post_init__(self) -> None:
         assert 0 <= self.num_trainable <= self.num_params, self

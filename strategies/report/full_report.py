@@ -9,12 +9,13 @@ from typing import Any
 from pydantic_core import to_jsonable_python
 
 from strategies.core.ahead import beside_bytes, waiting
+from strategies.core.facts import UnitKind
 from strategies.core.on_disk import disk_bytes
 from strategies.core.plan import NONE, Home, Keep, Kind, Plan
 from strategies.core.sizes import human
 from strategies.planner import gemm_routes
 from strategies.planner.activation_policy import FULL, SELECTIVE, KeepOption, by_policy
-from strategies.planner.step_cost import StepCost, seconds_of
+from strategies.planner.step_cost import StepCost, launch_seconds, seconds_of, unit_flops
 from strategies.planner.tasks import Resource
 from strategies.report import plan_json, plan_table
 from strategies.report.table import table
@@ -37,7 +38,7 @@ def text(
     step.
     """
     lines = [plan_table.title(plan), *plan_table.summary(plan), *([headline(plan, cost)] if cost else [])]
-    lines += [*moment_lines(plan), *disk_lines(plan, cost), *ahead_lines(plan, cost), *before]
+    lines += [*launch_lines(plan), *moment_lines(plan), *disk_lines(plan, cost), *ahead_lines(plan, cost), *before]
     lines += ["what would change it most, estimated:", *advice] if advice else []
     grid = [*plan_table.grid_table(plan.facts.run.grid), *plan_table.stage_table(stages)]
     tables = (plan_table.lines(plan), gemm_routes.lines(plan), recompute_lines(plan), plan_table.bucket_lines(plan))
@@ -78,6 +79,21 @@ def headline(plan: Plan, cost: StepCost) -> str:
         f"{step}, of which forward and backward {cost.compute_seconds:.3g} s "
         f"({cost.compute_seconds / cost.seconds:.0%}); {cost.outcome.binds.value} binds; rates: {cost.origin}"
     )
+
+
+def launch_lines(plan: Plan) -> Iterator[str]:
+    """That blocks are launched more slowly than they are computed, operator by operator."""
+    facts, rates = plan.facts, plan.facts.machine.rates
+    if rates is None or facts.unit_times is not None:
+        return
+    for unit, flops in zip(facts.units, unit_flops(facts), strict=True):
+        launched, computed = launch_seconds(facts, unit, rates), flops / rates.gemm_flops(facts.run.precision)
+        if unit.kind is UnitKind.BLOCK and launched > computed:
+            yield (
+                f"{unit.launches} operators of {unit.name}: launched in {launched * 1e3:.3g} ms, computed in "
+                f"{computed * 1e3:.3g} ms; a larger micro-batch costs little, and training.torch_compile launches fewer"
+            )
+            return
 
 
 def moment_lines(plan: Plan) -> Iterator[str]:

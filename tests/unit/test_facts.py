@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from launch.plan import main
@@ -50,7 +52,7 @@ def count_real(config: RunConfig, rows: Sequence[Mapping[str, list[int]]]) -> tu
     counter = Counter(model)
     with counter:
         model(**Collator(0, config.data.packing)(rows))
-    return counter.units()
+    return bare(counter.units())
 
 
 def config_of(name: str, attention: str | None = None, *, packing: bool = False, **training: Any) -> RunConfig:
@@ -100,8 +102,8 @@ def test_units_hold_every_parameter_once(name: str, tied: bool) -> None:
 
 
 def bare(units: Iterable[Unit]) -> tuple[Unit, ...]:
-    """Without what is counted in backward, which ``tests/memory/test_temporaries.py`` measures."""
-    return tuple(replace(unit, temporaries=None, in_chunks=None) for unit in units)
+    """Without operators, and what is counted in backward, which ``tests/memory/test_temporaries.py`` measures."""
+    return tuple(replace(unit, temporaries=None, in_chunks=None, launches=0) for unit in units)
 
 
 # Saved bytes
@@ -215,6 +217,32 @@ def test_flop_of_a_mixture_count_the_experts_that_a_token_meets() -> None:
     assert mixture - dense == layers * (feed_forward + router)
     half = count_of(run_config({**MIXTRAL, "num_experts_per_tok": 1}, per_device_train_batch_size=BATCH)).forward_flops
     assert mixture - half == layers * feed_forward
+
+
+def test_operators_that_a_device_is_given_are_no_views() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.view(2, 4).t().t() @ self.weight).relu_()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.layers = nn.Linear(4, 4), nn.ModuleList([Layer(), Layer(), Layer()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for layer in self.layers:
+                x = layer(x)
+            return x.exp()
+
+    model, x = Model(), torch.ones(2, 4)
+    with Counter(model) as counter:
+        model(x)
+    assert [unit.launches for unit in counter.units()] == [1, 2, 2, 2, 1]
 
 
 # What is left behind

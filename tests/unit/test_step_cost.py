@@ -211,6 +211,19 @@ def test_the_report_calls_it_simulated() -> None:
     assert full_report.to_json(plan, plan_cost(plan))["simulated"]["seconds"] == pytest.approx(15.0, rel=1e-3)
 
 
+def test_a_device_is_no_faster_than_the_host_launches_its_operators() -> None:
+    rates = replace(FAST, launch_s=0.1)
+    plan = planned(known(rates), site="device")
+    for launches, seconds, said in ((9, 15.0, False), (20, 5 + 10 + 4 * (1 + 2), True)):
+        units = [replace(unit, launches=launches * (unit.kind is UnitKind.BLOCK)) for unit in plan.facts.units]
+        about = replace(plan.facts, units=tuple(units))
+        assert sum(map(sum, unit_seconds(about, rates))) == pytest.approx(seconds)
+        text = full_report.text(replace(plan, facts=about), None)
+        assert ("20 operators of layers.0: launched in 2e+03 ms, computed in 1e+03 ms; a larger" in text) == said
+        on_cpu = replace(about, machine=replace(about.machine, name="cpu"))
+        assert sum(map(sum, unit_seconds(on_cpu, rates))) == pytest.approx(15.0)
+
+
 def test_operations_follow_the_weights_that_products_read() -> None:
     assert unit_flops(known()) == [0.0, *[1e12] * 5]
     tied = known()

@@ -149,6 +149,7 @@ class Counter(TorchDispatchMode):
         self._flop_of = {**flop_registry, **{op: shape_wrapper(formula) for op, formula in flop_formulas().items()}}
         self._sparse = False
         self._flops_in = dict[str, int]()
+        self._launches = dict[str, int]()
         self._parameters = {tensor.untyped_storage()._cdata for tensor in self.weights.values()}
         self._saved: dict[int, tuple[str, object]] = {}  # unit, and the storage itself: its address is not used again
         self._inputs: dict[int, object] = {}
@@ -204,6 +205,7 @@ class Counter(TorchDispatchMode):
                 forwards[name], self.outputs[name] = forwards[other], self.outputs[other]
                 self.saved[name] = self.saved.get(other, 0)
                 self.flops += self._flops_in.get(other, 0)
+                self._launches[name] = self._launches.get(other, 0)
         # Only for blocks that save something, ran once, and are not recomputed already.
         self._choices = {
             name: run.choices(self.saved.get(name, 0), self._saved)
@@ -223,12 +225,16 @@ class Counter(TorchDispatchMode):
         formula = None if asks else self._flop_of.get(func.overloadpacket)
         flops = 0 if formula is None else formula(*args, **kwargs, out_val=out)
         self.flops += flops
+        touched = NO_WORK if asks else _touched(func, inputs, outputs)
+        if touched != NO_WORK:
+            unit = self._running[-1] if self._running else self._outer_unit
+            self._launches[unit] = self._launches.get(unit, 0) + 1
         if self._running:
             block = self._running[-1]
             self._flops_in[block] = self._flops_in.get(block, 0) + flops
             forward = self._forwards[block]
             name = None if asks or block in self._compiled else forward.names.of(func, args, kwargs)
-            work = Work(flops=flops) if asks or formula is not None else _touched(func, inputs, outputs)
+            work = touched if formula is None else Work(flops=flops)
             kept = outputs if name is not None else []
             forward.calls.append((name, work, kept, [tensor._version for tensor in kept]))
         return out
@@ -305,7 +311,7 @@ class Counter(TorchDispatchMode):
             [replace(it, unit="", name=it.name.removeprefix(block)) for it in linears if it.unit == block]
             for block in (one, other)
         ]
-        counted = (self.saved, self._choices, self._flops_in)
+        counted = (self.saved, self._choices, self._flops_in, self._launches)
         reads = [name for name in self.outside if name.startswith((f"{one}.", f"{other}."))]
         return not reads and listed[0] == listed[1] and all(each.get(one) == each.get(other) for each in counted)
 
@@ -333,6 +339,7 @@ class Counter(TorchDispatchMode):
                 in_chunks=self.in_chunks if kind is UnitKind.HEAD else None,
                 quantised=quantised[path],
                 quantised_bytes=stored[path],
+                launches=0 if path in self._compiled else self._launches.get(path, 0),
             )
             for path, kind in kinds.items()
             if path in used or self.saved.get(path)
