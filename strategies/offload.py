@@ -25,7 +25,7 @@ from pydantic import AfterValidator, Field, PrivateAttr
 from strategies.core.common_host import common_bytes
 from strategies.core.facts import Facts, Home, Precision, RunFacts
 from strategies.core.layout import Reduction
-from strategies.core.moments import MastersAs, MomentsAs
+from strategies.core.moments import MomentsAs
 from strategies.core.on_disk import disk_bytes
 from strategies.core.optimizers import ELEMENTWISE, OPTIMIZERS
 from strategies.core.plan import RUN, Conflict, Decision, EngineSet, Plan, Stow
@@ -147,11 +147,10 @@ class Offload(Strategy):
         description="How AdamW's moments rest. bf16 and int8 save 4 and 6 bytes of host memory per parameter, all "
         "updates are the CPU's and take longer, and training is not exact.",
     )
-    masters: MastersAs = Field(
+    masters: Literal["fp32", "bf16"] = Field(
         default="fp32",
         description="bf16: weights in bf16 have no masters in fp32; each update rounds them stochastically. Goes with "
-        "moments in bf16 or int8. It saves 2 bytes of host memory per parameter, 4 with several micro-batches. "
-        "bf16_kahan: each update rounds them to the nearest, and what that drops is kept in 2 bytes for the next one.",
+        "moments in bf16 or int8. It saves 2 bytes of host memory per parameter, 4 with several micro-batches.",
     )
     gather: Literal["auto", "network", "host"] = Field(
         default="auto",
@@ -321,9 +320,6 @@ class Offload(Strategy):
             yield self._refusal("masters", "is for weights in bf16, and adapters are trained in fp32; leave it out")
         if self.masters != "fp32" and not self.weight_copies:
             yield self._refusal("masters", "are the weights on the host, so weight_copies: false has nothing to do")
-        if self.masters == "bf16_kahan" and run.accumulation == 1:
-            said = "takes as much as masters in fp32 with one micro-batch per update, and is less exact"
-            yield self._refusal("masters", f"{said}; write bf16, or leave it out")
         if OPTIMIZERS.get(run.optim, ("",))[0] != "AdamW":
             yield self._refusal("moments", f"is for AdamW's two, not for {run.optim}'s; leave it out")
         if run.world_size > 1:
@@ -377,7 +373,7 @@ class Offload(Strategy):
             updates_ahead=self.update_in_backward == "speculative" and facts.run.max_grad_norm > 0,
             site=self.site if self.moments == "fp32" else "host",
             moments_as=self.moments,
-            masters=self.masters,
+            rounds=self.masters == "bf16",
             weights="resident" if decided["weights"] else self.weights,
             ways=self._ways(facts.run),
             splits_gradients=self._stage >= 2,

@@ -18,7 +18,6 @@ Memory arithmetic, per element of a bucket in a compute dtype of ``e`` bytes, ``
     MASTER    4 at the update site; in fp32, and of a bucket that ``rounds``, e, and only if the weight stays on the
               device and its update runs on the host: else the copy, or the weight, is the master
     MOMENTS   4 m at the update site; 2 m or m where the layout says so (``moments_as``), which is on the host
-    COMPENSATION  2 on the host, of a bucket that is ``compensated``: what rounding has dropped of its masters, in bf16
     SCALES    4 m per block of elements, beside moments in int8
     EXPANDED  on the host, one for all: moments, and masters that are rounded, while they are updated, in fp32, and
               noise (``core/moments.py``)
@@ -104,7 +103,6 @@ class Item(Enum):
     MASTER = "master weight"
     MOMENTS = "moments"
     SCALES = "scales of moments"
-    COMPENSATION = "compensation"
     EXPANDED = "expanded moments"
     AHEAD = "state made ahead"
     STEPS = "update counts"
@@ -140,8 +138,7 @@ class Bucket:
     grad_direct: bool = False  # they go down from where backward made them, and backward waits for that; no slot
     on_disk: bool = False  # its moments, and its masters in mixed precision, rest in a file; updated on the host
     updates_ahead: bool = False  # under backward, as if nothing were clipped (``core/ahead.py``)
-    rounds: bool = False  # in bf16, its weight is its master, which the host's update rounds
-    compensated: bool = False  # it ``rounds`` to the nearest and keeps what that drops; else stochastically
+    rounds: bool = False  # in bf16, its weight is its master, which the host's update rounds stochastically
 
     @property
     def resident(self) -> bool:
@@ -169,11 +166,6 @@ class Bucket:
     def mixed(self) -> bool:
         """Whether it has masters in fp32 beside its weights."""
         return self.dtype != "float32" and not self.rounds
-
-    @property
-    def master_parts(self) -> int:
-        """Of how many numbers in bf16 its masters consist; 0: they are in fp32."""
-        return self.rounds + self.compensated
 
     @property
     def weight_bytes(self) -> int:
@@ -314,8 +306,6 @@ def needs(bucket: Bucket, layout: Layout) -> Iterator[Need]:
         yield Need(name, Item.MOMENTS, state_home, each * layout.moments * bucket.share)
         if layout.moments_as == "int8":
             yield Need(name, Item.SCALES, state_home, 4 * layout.moments * sum(blocks_of(bucket.sizes)))
-    if bucket.compensated:
-        yield Need(name, Item.COMPENSATION, Home.HOST, ITEM_BYTES[bucket.dtype] * bucket.share)
     if bucket.updates_ahead:
         yield Need(name, Item.AHEAD, Home.HOST, 4 * (layout.moments + 1) * bucket.share)
     count_home = Home.HOST if bucket.site is Site.HOST else Home.DEVICE

@@ -3,9 +3,7 @@ they mean.
 
 Bytes per parameter on the host, in bf16 with AdamW, where weights travel and gradients use their copies' place: 14 with
 moments in fp32, 10 in bf16, 8.03 in int8 (2, and two scales of 4 bytes for each block of 256). A master in bf16 is the
-weight itself, and its gradient has a place of its own: 8 with moments in bf16, 6.03 in int8; 2 more with what rounding
-dropped of it (Kahan's summation): as much as with masters in fp32 where an update has one micro-batch, 2 less where it
-has several.
+weight itself, and its gradient has a place of its own: 8 with moments in bf16, 6.03 in int8.
 """
 
 from __future__ import annotations
@@ -14,11 +12,10 @@ from collections.abc import Iterable, Mapping
 from typing import Literal, TypeAlias
 
 MomentsAs: TypeAlias = Literal["fp32", "bf16", "int8"]
-MastersAs: TypeAlias = Literal["fp32", "bf16", "bf16_kahan"]
 MOMENT_BYTES: Mapping[MomentsAs, int] = {"fp32": 4, "bf16": 2, "int8": 1}
 # Times as long as in fp32 that AdamW takes on the CPU, by benchmarks/records/2026-11-27_moments_2-core.
 SLOWER: Mapping[MomentsAs, float] = {"fp32": 1.0, "bf16": 4.0, "int8": 5.0}
-ROUNDING = 1.2  # more of it for masters in bf16, and as much again for what is kept of rounding them
+ROUNDING = 1.2  # more of it for masters in bf16
 BLOCK = 256  # elements of a parameter, from its first one on, whose moments in int8 have a scale together
 HOST_CHUNK = 1 << 20  # elements that the CPU updates at a time
 NOISE_STARTS = 1 << 16  # places in the noise at which that of a chunk may begin
@@ -42,14 +39,12 @@ def expanded_bytes(kind: MomentsAs, moments: int, spans: Iterable[int], *, maste
     return 4 * ((moments + 1 + 2 * masters) * elements + (1 + masters) * NOISE_STARTS) if elements else 0
 
 
-def touched_bytes(kind: MomentsAs, in_fp32: int, *, masters: int = 0) -> int:
-    """Bytes of memory that an update of AdamW touches per parameter, if it is ``in_fp32`` with state in fp32;
-    ``masters``: of how many numbers in bf16 they consist.
-    """
-    # Two moments, read and written; of a master two or four bytes, not four and a weight that is written beside it.
-    return in_fp32 - 4 * (4 - MOMENT_BYTES[kind]) - (10 - 4 * masters if masters else 0)
+def touched_bytes(kind: MomentsAs, in_fp32: int, *, masters: bool = False) -> int:
+    """Bytes of memory that an update of AdamW touches per parameter, if it is ``in_fp32`` with state in fp32."""
+    # Two moments, read and written; of a master two bytes instead of four, and no weight that is written beside it.
+    return in_fp32 - 4 * (4 - MOMENT_BYTES[kind]) - 6 * masters
 
 
-def slower(kind: MomentsAs, *, masters: int = 0) -> float:
+def slower(kind: MomentsAs, *, masters: bool = False) -> float:
     """Times as long as in fp32 that AdamW takes on the CPU."""
     return SLOWER[kind] + ROUNDING * masters

@@ -135,8 +135,6 @@ def _choices(bucket: Bucket, layout: Layout) -> Iterator[str]:
         yield f"state on the disk rests in fp32, not in {layout.moments_as}"
     if bucket.rounds and not (bucket.dtype == "bfloat16" and layout.moments_as != "fp32" and bucket.group is not None):
         yield "only what is trained in bf16, with moments that do not rest in fp32, has its weight as its master"
-    if bucket.compensated and not bucket.rounds:
-        yield "only masters that are rounded are compensated for it"
     if bucket.on_disk and not (layout.disk and layout.keeps_copies):
         yield "state rests on the disk, and there is no folder, or weights are rounded from their masters to be fetched"
 

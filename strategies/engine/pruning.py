@@ -52,9 +52,8 @@ def exact(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> Tensor:
     if not isinstance(optimizer, StowOptimizer):
         return param.detach().to("cpu", copy=True)
     optimizer.drain()
-    newest, spec = optimizer.access.newest_of(param), optimizer.engine.bucket_of[id(param)][0].spec
-    finer = spec.mixed or spec.compensated
-    return (optimizer.state_of(param)["master"] if finer else newest).to("cpu", copy=True)
+    newest, is_mixed = optimizer.access.newest_of(param), optimizer.engine.bucket_of[id(param)][0].spec.mixed
+    return (optimizer.state_of(param)["master"] if is_mixed else newest).to("cpu", copy=True)
 
 
 @torch.no_grad()

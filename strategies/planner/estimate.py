@@ -71,12 +71,12 @@ class Estimate:
         size = whole // bucket.ways
         if site is Site.NONE:
             return _Load()
-        kind, masters = self._request.moments_as, bucket.master_parts
+        kind = self._request.moments_as
         on_host, goes_down = site is Site.HOST, place.grad_home is Home.HOST
         coming = whole if self._request.common_host and on_host else size
         return _Load(
-            cpu_s=on_host * count * slower(kind, masters=masters) / rates.update_params_per_s(run.precision),
-            touched=on_host * touched_bytes(kind, HOST_UPDATE_BYTES, masters=masters) * count,
+            cpu_s=on_host * count * slower(kind, masters=bucket.rounds) / rates.update_params_per_s(run.precision),
+            touched=on_host * touched_bytes(kind, HOST_UPDATE_BYTES, masters=bucket.rounds) * count,
             kernel_s=0.0 if on_host else count * TOUCHED_BYTES / rates.device_bytes_per_s,
             new=on_host * coming,
             grads=size * run.accumulation if goes_down else on_host * size,

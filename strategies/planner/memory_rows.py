@@ -29,7 +29,6 @@ from strategies.core.moments import MOMENT_BYTES
 from strategies.core.plan import RUN, Kind, Plan, Reserve, Share
 from strategies.planner.addresses import all_needs, slot_pools, weight_packing
 
-ADDED = (Item.AHEAD, Item.STEPS, Item.PARKED, Item.SCALES, Item.COMPENSATION)  # in memory of each bucket's own
 SHARED: Mapping[Item, tuple[str, str]] = {  # what belongs to no unit: its name and the reason
     Item.WEIGHT: ("slots for weights", "weights in flight"),
     Item.GRAD: ("slots for gradients", "gradients going down, or to their owners"),
@@ -42,7 +41,6 @@ SHARED: Mapping[Item, tuple[str, str]] = {  # what belongs to no unit: its name 
     Item.PARKED: ("waiting gradients", "gradients for the CPU's update"),
     Item.RECEIVED: ("received gradients", "one bucket's, from all ranks, to be added"),
     Item.SCALES: ("scales of moments", "one per block of them"),
-    Item.COMPENSATION: ("compensations", "what rounding to the nearest has dropped of masters"),
     Item.EXPANDED: ("expanded moments", "those that are updated, in fp32, and noise to round them"),
     Item.WINDOW: ("slots for state from the disk", "state that is read, updated or written"),
 }
@@ -168,6 +166,6 @@ def _shared_bytes(layout: Layout, home: Home) -> dict[Item, int]:
     passing = {bucket.name for bucket in layout.buckets if bucket.grad_passes}
     for need in all_needs(layout):
         is_grad = need.item is Item.PARKED and need.bucket in passing  # counted as the unit's gradient
-        if need.home is home and need.item in ADDED and not is_grad:
+        if need.home is home and need.item in (Item.AHEAD, Item.STEPS, Item.PARKED, Item.SCALES) and not is_grad:
             totals[need.item] += aligned(need.num_bytes, home)
     return totals

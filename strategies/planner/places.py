@@ -42,7 +42,7 @@ from strategies.core.layout import (
     ticks_of,
     uses,
 )
-from strategies.core.moments import MastersAs, MomentsAs
+from strategies.core.moments import MomentsAs
 from strategies.core.on_disk import part_bytes
 from strategies.planner.addresses import size_classes
 from strategies.planner.buckets import capacity, form, offloadable
@@ -73,7 +73,7 @@ class OffloadRequest:
     ``prefetch`` is how many ticks ahead of its use a weight comes at most; None: as early as memory allows. ``ways`` is
     how many ranks hold a span of each bucket, ``splits_gradients`` whether of gradients on the device as well, and
     ``reduction`` how they add gradients; ``common_host``: they read weights out of each other's host memory.
-    ``moments_as``: how moments rest; ``masters``: of weights in bf16. ``updates_ahead``: the CPU may
+    ``moments_as``: how moments rest; ``rounds``: weights in bf16 are their own masters. ``updates_ahead``: the CPU may
     update before the norm is known. ``disk`` are folders for optimizer state, one on each drive, which may
     take ``disk_bytes`` there together. What is in ``decided`` follows from something else than the options.
     """
@@ -95,7 +95,7 @@ class OffloadRequest:
     common_host: bool = False
     reduction: Reduction = "exact"
     moments_as: MomentsAs = "fp32"
-    masters: MastersAs = "fp32"
+    rounds: bool = False
     disk: tuple[str, ...] = ()
     disk_bytes: int = 0
     decided: frozenset[str] = frozenset()
@@ -153,11 +153,9 @@ class Places:
         self._request, self.bucket_bytes = request, bucket_bytes
         size = request.bucket_bytes or bucket_bytes or capacity(facts)
         self.buckets = form(facts, size, request.ways)
-        if request.masters != "fp32":
-            kahan = request.masters == "bf16_kahan"
+        if request.rounds:
             trained = [bucket.group is not None and bucket.dtype == "bfloat16" for bucket in self.buckets]
-            pairs = zip(self.buckets, trained, strict=True)
-            self.buckets = tuple(replace(b, rounds=some, compensated=some and kahan) for b, some in pairs)
+            self.buckets = tuple(replace(b, rounds=some) for b, some in zip(self.buckets, trained, strict=True))
         movable = offloadable(facts, self.buckets, size)
         streams, auto = request.weights == "streamed", request.site == "auto"
         stays, bound = request.weights == "resident", request.site == "device"

@@ -249,8 +249,8 @@ def _update(
     elements, ahead_s, ahead = -(-sum(bucket.sizes) // bucket.ways), 0.0, 0
     if bucket.site is Site.HOST:
         kind = layout.moments_as
-        seconds = elements * slower(kind, masters=bucket.master_parts) / rates.update_params_per_s(facts.run.precision)
-        touched = elements * touched_bytes(kind, HOST_UPDATE_BYTES, masters=bucket.master_parts)
+        seconds = elements * slower(kind, masters=bucket.rounds) / rates.update_params_per_s(facts.run.precision)
+        touched = elements * touched_bytes(kind, HOST_UPDATE_BYTES, masters=bucket.rounds)
         if bucket.updates_ahead:  # of a copy of the state; what is copied to is read into the cache first
             ahead = touched + 12 * (layout.moments + 1) * elements
             ahead_s, seconds = seconds * ahead / touched, seconds * KEPT * bucket.mixed

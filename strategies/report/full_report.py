@@ -99,10 +99,9 @@ def launch_lines(plan: Plan) -> Iterator[str]:
 def moment_lines(plan: Plan) -> Iterator[str]:
     """That training is not exact, and why."""
     if plan.layout is not None and plan.layout.moments_as != "fp32":
-        rounds = {bucket.compensated for bucket in plan.layout.buckets if bucket.rounds}
-        kinds = f"moments in {plan.layout.moments_as}{', masters in bf16' if False in rounds else ''}"
-        kahan = "; masters in bf16, rounded to the nearest, beside what that drops (Kahan)" if True in rounds else ""
-        yield f"not exact: {kinds}, rounded stochastically in each of the CPU's updates{kahan}"
+        masters = ", masters in bf16" if any(bucket.rounds for bucket in plan.layout.buckets) else ""
+        kinds = f"moments in {plan.layout.moments_as}{masters}"
+        yield f"not exact: {kinds}, rounded stochastically in each of the CPU's updates"
 
 
 def ahead_lines(plan: Plan, cost: StepCost | None) -> Iterator[str]:

@@ -336,7 +336,6 @@ def plan_of(
     moments_as: MomentsAs = "fp32",
     ahead: bool = False,
     rounds: bool = False,
-    kahan: bool = False,
     debug: bool = True,
 ) -> Made:
     """What the planner makes of these wishes; of those it has no word for, its layout changed by hand.
@@ -351,7 +350,7 @@ def plan_of(
         direct: gradients that wait on the host, for updates there, have no slot.
         copies: weights that travel rest on the host in the dtype of compute, beside their masters.
         ahead: all buckets are updated ahead of the norm that can be.
-        moments_as: how moments rest; ``rounds``: weights in bf16 are their own masters; ``kahan``: and are compensated.
+        moments_as: how moments rest; ``rounds``: weights in bf16 are their own masters.
         disk: folders, where the state of all buckets rests that are updated on the host; two slots for it.
     """
     params = groups_of(model, groups)
@@ -390,7 +389,6 @@ def plan_of(
             "on_disk": bool(disk) and b.site is Site.HOST and b.state_bytes(moments) > 0,
             "resident_ticks": (),
             "rounds": rounds and b.group is not None,
-            "compensated": kahan and b.group is not None,
         }
         for b in buckets
     )

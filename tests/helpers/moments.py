@@ -32,7 +32,6 @@ class OneParameter:
             spec=spec,
             moments=list(torch.zeros(2, spec.share, dtype=MOMENT_DTYPES[kind])),
             scales=list(torch.zeros(2, sum(blocks))),
-            compensation=None,
             first_blocks=tuple(accumulate(blocks, initial=0)),
         )
         step = self.moments.chunk
@@ -51,7 +50,7 @@ class OneParameter:
         found = torch.empty(value.numel(), dtype=torch.bfloat16)
         for chunk in self._chunks:
             at_rest = [found[chunk.start : chunk.stop]]
-            views = self.moments.expand_masters(self.bucket, [chunk], at_rest)
+            views = self.moments.expand_masters(at_rest)
             views[0].copy_(value.reshape(-1)[chunk.start : chunk.stop])
             self.moments.round_masters(self.bucket, [chunk], views, at_rest, [torch.tensor(count)])
         return found.view(value.shape)
@@ -62,15 +61,10 @@ class OneParameter:
 
 
 def rounding_adamw(
-    kind: MomentsAs,
-    names: Sequence[str],
-    groups: Iterable[dict[str, Any]],
-    *,
-    rounds: bool = False,
-    kahan: bool = False,
+    kind: MomentsAs, names: Sequence[str], groups: Iterable[dict[str, Any]], *, rounds: bool = False
 ) -> torch.optim.AdamW:
     """Torch's AdamW, whose moments are compressed and expanded after each step, and whose parameters are rounded to
-    bf16, if so wished, or with ``kahan`` to a sum of two numbers in bf16; ``names`` of its parameters.
+    bf16, if so wished; ``names`` of its parameters.
     """
     made = adamw(groups)
     params = [param for group in made.param_groups for param in group["params"]]
@@ -83,10 +77,7 @@ def rounding_adamw(
             one.put([state["exp_avg"], state["exp_avg_sq"]], int(state["step"]))
             for key, value in zip(("exp_avg", "exp_avg_sq"), one.get(), strict=True):
                 state[key].copy_(value.view(param.shape))
-            if kahan:
-                nearest = param.detach().bfloat16()
-                param.data.copy_(nearest.float() + (param.detach() - nearest).bfloat16())
-            elif rounds:
+            if rounds:
                 param.data.copy_(one.round(param.detach(), int(state["step"])))
 
     made.register_step_post_hook(compress)

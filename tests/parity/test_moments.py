@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,7 +14,6 @@ from strategies.core.facts import Home
 from strategies.core.layout import Item
 from strategies.core.moments import MomentsAs
 from strategies.engine import SGD, AdamW, StowOptimizer, stow
-from strategies.engine.pruning import exact
 from strategies.engine.transfer.transfer import Transfer
 from strategies.engine.updating import updates
 from strategies.report import full_report
@@ -36,8 +34,6 @@ CASES: dict[str, tuple[torch.dtype, dict[str, Any], dict[str, Any]]] = {  # dtyp
     "masters": (BF16, {"max_norm": 0.05, "accumulation": 2}, HOST),
     "rounded": (BF16, {"max_norm": 0.05, "accumulation": 2}, HOST | {"rounds": True}),
     "rounded in backward": (BF16, {}, {"in_backward": True, "rounds": True}),
-    "compensated": (BF16, {"max_norm": 0.05, "accumulation": 2}, HOST | {"rounds": True, "kahan": True}),
-    "compensated, resident": (BF16, {}, {"rounds": True, "kahan": True}),
     "masters alone": (BF16, {"max_norm": 0.05}, {"weights": "travelling", "copies": False}),
 }
 
@@ -54,10 +50,9 @@ def test_the_bits_are_those_of_a_loop_that_rounds_alike(
     make: Callable[[], Transfer] = RaceDetector if case == "clipped" else Delayed
     batches, model = tokens("llama", 4 * loop.get("accumulation", 1)), build("llama", dtype=dtype)
     names = [name for name, _ in model.named_parameters()]
-    way = {key: wished.get(key, False) for key in ("rounds", "kahan")}
-    rounding = partial(rounding_adamw, kind, names, **way)
+    rounding = partial(rounding_adamw, kind, names, rounds=wished.get("rounds", False))
     expected = plain(build("llama", dtype=dtype), batches, make=rounding, **loop)
-    if "rounds" in wished and "kahan" not in wished:  # masters are the weights
+    if "rounds" in wished:  # masters are the weights
         for name in names:
             assert expected.tensors.pop(f"{name} master").equal(expected.tensors[name].float())
     plan = plan_of(model, moments_as=kind, **{"site": "host", **wished}, **loop)
@@ -75,30 +70,26 @@ def trained(kind: MomentsAs, steps: int, **wished: Any) -> tuple[nn.Module, Stow
     return model, optimizer
 
 
-@pytest.mark.parametrize(
-    ("kind", "rounds", "kahan"),
-    [("bf16", False, False), ("int8", False, False), ("int8", True, False), ("int8", True, True)],
-)
+@pytest.mark.parametrize(("kind", "rounds"), [*((kind, False) for kind in KINDS), ("int8", True)])
 def test_saved_in_fp32_and_resumed_with_the_same_bits(
-    kind: MomentsAs, rounds: bool, kahan: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: MomentsAs, rounds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file is that of fp32 moments, which are read under other buckets, and in fp32."""
     for module in (core, updates):
         monkeypatch.setattr(module, "HOST_CHUNK", 512)
-    way = {"rounds": rounds, "kahan": kahan}
-    model, optimizer = trained(kind, 2, **way)
+    model, optimizer = trained(kind, 2, rounds=rounds)
     optimizer.save(tmp_path / "saved")
     before = everything(model, optimizer)
-    weights = {name: value.clone() for name, value in model.state_dict().items()} if rounds and not kahan else {}
+    weights = {name: value.clone() for name, value in model.state_dict().items()} if rounds else {}
     plainer, as_fp32 = trained("fp32", 1)
     plainer.load_state_dict(weights, strict=False)
     as_fp32.load(tmp_path / "saved")
     after = everything(plainer, as_fp32)
-    for name in before.keys() & plainer.state_dict() if rounds and not kahan else ():  # the masters that it has none of
+    for name in before.keys() & plainer.state_dict() if rounds else ():  # the masters that it has none of
         assert after.pop(f"{name} master").equal(before[name].float())
     assert unequal(before, after) == []
     train(model, optimizer, BATCHES[2:4])
-    fresh, other = trained(kind, 1, bucket="one", **way)
+    fresh, other = trained(kind, 1, bucket="one", rounds=rounds)
     fresh.load_state_dict(weights, strict=False)
     other.load(tmp_path / "saved")
     train(fresh, other, BATCHES[2:4])
@@ -122,19 +113,12 @@ def test_state_of_others_is_taken_in_and_given_as_copies() -> None:
 
 
 @pytest.mark.parametrize("weights", ["resident", "travelling"])
-@pytest.mark.parametrize("kahan", [False, True])
-def test_a_master_of_others_becomes_the_weight(weights: str, kahan: bool) -> None:
-    model, optimizer = trained("int8", 1, rounds=True, weights=weights, kahan=kahan)
+def test_a_master_of_others_becomes_the_weight(weights: str) -> None:
+    model, optimizer = trained("int8", 1, rounds=True, weights=weights)
     name, param = next(item for item in model.named_parameters() if "layers.1" in item[0])
     optimizer.state[param] = {"step": 1, "master": torch.full(param.shape, 0.1)}
-    found = everything(model, optimizer)
-    assert found[name].eq(torch.tensor(0.1, dtype=BF16)).all()
-    if kahan:
-        assert found[f"{name} master"].sub(0.1).abs().max() < 1e-6
-        assert exact(optimizer, param).equal(found[f"{name} master"]), "what is pruned is the master"
-        model.load_state_dict(model.state_dict())  # a weight that is loaded is the master
-        assert everything(model, optimizer)[f"{name} master"].equal(found[name].float())
-    before = found[name]
+    assert everything(model, optimizer)[name].eq(torch.tensor(0.1, dtype=BF16)).all()
+    before = everything(model, optimizer)[name]
     train(model, optimizer, BATCHES[:1])  # from there, not from what it was
     assert 0 < (everything(model, optimizer)[name] - before).abs().max() < 0.02
 
@@ -175,14 +159,3 @@ def test_bytes_per_parameter() -> None:
         said = f"not exact: moments in {kind}{', masters in bf16' if masters == 'bf16' else ''}, rounded"
         assert (said in text) is (kind != "fp32")
         assert ("expanded moments" in text) is (kind != "fp32") and ("scales of moments" in text) is (kind == "int8")
-    several = plan_for(model, max_grad_norm=1.0, batch=(1, 8), accumulation=2).facts
-    sizes = []
-    for masters in ("bf16", "bf16_kahan", "fp32"):
-        plan = planned(several, weights="streamed", site="host", gradients="host", moments="int8", masters=masters)
-        assert plan.place is not None
-        fixed = plan.place.addresses.spots["", Item.EXPANDED]
-        sizes.append(plan.place.addresses.num_bytes(Home.HOST) - fixed.num_bytes)
-        text = full_report.text(plan, None)
-        assert ("rounded to the nearest" in text) is ("compensations" in text) is (masters == "bf16_kahan")
-    steps = [more - less for less, more in pairwise(sizes)]
-    assert steps == pytest.approx([2 * sum(p.numel() for p in model.parameters())] * 2, rel=0.01)

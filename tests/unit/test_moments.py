@@ -10,7 +10,6 @@ from torch import Tensor
 from strategies.core.facts import Home, Precision, RunFacts
 from strategies.core.layout import Item, Site, needs
 from strategies.core.moments import MomentsAs
-from strategies.engine.updating.moments import split
 from strategies.offload import Offload
 from tests.helpers.layouts import bucket, layout
 from tests.helpers.moments import OneParameter
@@ -127,8 +126,6 @@ def test_bytes_of_a_bucket() -> None:
     assert [need.num_bytes for need in needs(rounded, where) if need.item is Item.MASTER] == [2 * 1280]
     away = replace(rounded, resident_ticks=((0, 1),))
     assert Item.MASTER not in {need.item for need in needs(away, where)}  # its copy is
-    kept = needs(replace(away, compensated=True), where)
-    assert [need.num_bytes for need in kept if need.item is Item.COMPENSATION] == [2 * 1280]
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
@@ -188,35 +185,6 @@ def test_masters_round_up_as_often_as_they_are_near() -> None:
     assert other.round(kept.float()).equal(kept) and not other.round(kept.float() * 1.001, 1).equal(
         other.round(kept.float() * 1.001, 2)
     )
-
-
-def test_kahans_masters_are_refused_where_they_save_nothing() -> None:
-    """And where those that round stochastically are."""
-    made = Offload(moments="int8", masters="bf16_kahan")
-    (refused,) = made.refusals(run(), {})
-    assert "takes as much as masters in fp32 with one micro-batch per update" in str(refused)
-    assert list(made.refusals(run(accumulation=2), {})) == []
-    (other,) = Offload(masters="bf16_kahan").refusals(run(accumulation=2), {})
-    assert "goes with moments in bf16 or int8" in str(other)
-
-
-def test_kahans_masters_add_up_what_is_too_small_for_bf16() -> None:
-    """Of sums that bf16 alone would never change; and what was split once is split into the same two numbers again."""
-    weight, rest = torch.ones(1).bfloat16(), torch.zeros(1).bfloat16()
-    for _ in range(1024):
-        split(weight.float() + rest + 2.0**-14, weight, rest)
-    assert (weight.float() + rest).item() == 1 + 2.0**-4
-    generator = torch.Generator().manual_seed(1)
-    ends = torch.tensor([1.0 + 2.0**-8 * (1 + 2 * odd) + off * 2.0**-23 for odd in (0, 1) for off in (-1, 0, 1)])
-    numbers = torch.cat([torch.randn(1 << 16, generator=generator).exp(), ends, -ends])
-    weights, rests = numbers.bfloat16(), numbers.bfloat16()
-    split(numbers.clone(), weights, rests)
-    masters = weights.float() + rests
-    assert ((masters - numbers).abs() <= numbers.abs() * 2.0**-17).all()
-    assert weights.equal(masters.bfloat16()), "the weight is the master, rounded"
-    again, others = torch.empty_like(weights), torch.empty_like(rests)
-    split(masters.clone(), again, others)
-    assert alike([again, others], [weights, rests])
 
 
 def test_it_is_never_called_exact() -> None:

@@ -122,7 +122,6 @@ class BucketState:
         self.moments = [] if moments is None else list(moments.view(layout.moments, spec.share))
         scales = arena.of(spec.name, Item.SCALES, torch.float32)
         self.scales = [] if scales is None else list(scales.view(layout.moments, -1))
-        self.compensation = flat(Item.COMPENSATION, dtype)
         self.first_blocks = tuple(accumulate(blocks_of(spec.sizes), initial=0))  # of each parameter, in ``scales``
         self._disk = disk if spec.on_disk else None
         window = flat(Item.WINDOW, torch.float32, layout.moments + spec.mixed)
@@ -146,7 +145,8 @@ class BucketState:
         self.sources: Sequence[Tensor] = ()  # of the whole weight, a span each; none: the others' come over the network
         self.overlapping: list[BucketState] = []  # buckets whose homes overlap this one's
         self.zeros_stay: frozenset[int] = frozenset()  # parameters that are pruned (``pruning.py``)
-        self.replaced, self.present = 0, False
+        self.replaced = 0
+        self.present = False
         self.given_up = self.copy_passes
         self.handed_out = HandedOut()  # views of the copy that others may hold
         self.open = 0

@@ -28,7 +28,6 @@ from strategies.engine.tensors.nested import same_bits
 from strategies.engine.tensors.parameters import RAW_DATA, Copied
 from strategies.engine.transfer.transfer import Lane
 from strategies.engine.updating.chunks import Chunk
-from strategies.engine.updating.moments import split
 
 SWAPPED = (
     "torch.__future__.set_swap_module_params_on_conversion(True) makes load_state_dict replace what a plan has given "
@@ -111,11 +110,6 @@ class StateAccess(Copied):
             self.engine.ranks.stop_reading()
         bucket.load()
         copy = None if bucket.given_up else bucket.copy  # if it is, the gradient stays, and the master is the weight
-        if bucket.compensation is not None:  # ``value`` may be a master
-            exact = value.to("cpu", torch.float32, copy=True)
-            value, rest = exact.to(param.dtype), exact.to(param.dtype)
-            split(exact, value, rest)
-            bucket.fill(bucket.compensation, {index: rest.view(-1)})
         for place in (copy, bucket.master if master else None):
             if place is not None:
                 with bucket.at_hand(writes=True):
@@ -304,8 +298,6 @@ class StateAccess(Copied):
                 if bucket.spec.mixed:
                     assert bucket.master is not None
                     state["master"] = bucket.master[chunk.start : chunk.stop]
-                elif bucket.compensation is not None and moments is not None:
-                    state["master"] = moments.place_of_master(chunk)
                 yield StatePart(piece.start + start, state, at_hand)
 
     @torch.no_grad()
@@ -321,10 +313,9 @@ class StateAccess(Copied):
                     flat, place = torch.as_tensor(state[name]).reshape(param.shape).view(-1), part.state[name]
                     place.copy_(flat[part.start : part.start + place.numel()])
         if "master" in state:
-            spec = self.engine.bucket_of[id(param)][0].spec
-            given = torch.as_tensor(state["master"]).reshape(param.shape)
-            value = self.state_of(param)["master"] if spec.mixed else given
-            self.set_weight(param, value if spec.compensated else value.to(param.dtype), master=not spec.mixed)
+            mixed = self.engine.bucket_of[id(param)][0].spec.mixed
+            value = self.state_of(param)["master"] if mixed else torch.as_tensor(state["master"]).reshape(param.shape)
+            self.set_weight(param, value.to(param.dtype), master=not mixed)
 
     @torch.no_grad()
     def forget_state(self, param: nn.Parameter) -> None:

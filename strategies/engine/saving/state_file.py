@@ -134,7 +134,7 @@ class EngineState:
                 continue
             bucket, index = self._engine.bucket_of[id(param)]
             start, columns = self.within(name, 0)
-            mixed = bucket.spec.group is not None and (bucket.spec.mixed or bucket.spec.compensated)
+            mixed = bucket.spec.group is not None and bucket.spec.mixed
             if mixed and not bucket.is_shared:
                 master = self._access.state_of(param)[MASTER]
                 weights.read(name, start, master, columns)

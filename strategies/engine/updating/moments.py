@@ -1,5 +1,5 @@
 """Moments in fewer bits: AdamW's two, in bf16 or int8 at rest, in fp32 for their update; and masters in bf16, which are
-the weights themselves, alone or beside what rounding drops of them. Training is not exact then.
+the weights themselves. Training is not exact then.
 
 A chunk's moments are expanded into scratch memory, updated there by the same rule as ever, and compressed again:
 
@@ -10,13 +10,9 @@ A chunk's moments are expanded into scratch memory, updated there by the same ru
            the least that there is. Without zero: an update divides by its root, and must not meet one that was rounded
            away. A block that is all zero stays so
 
-All but masters with a compensation round stochastically: up as often as what is rounded is near to the upper neighbour.
-A second moment changes by 1 - beta2 of itself per update, far less than two neighbours differ, and a weight by the
-learning rate; rounded to the nearest one they would never change.
-
-A master with a compensation is a sum of two numbers in bf16, as in Kahan's summation: the weight, which is the sum
-rounded to the nearest, and the rest, rounded to the nearest as well. An update adds both up in fp32, where their sum is
-exact; so it is what checkpoints have.
+All round stochastically: up as often as what is rounded is near to the upper neighbour. A second moment changes by
+1 - beta2 of itself per update, far less than two neighbours differ, and a weight by the learning rate; rounded to the
+nearest one they would never change.
 
 The noise is a table that is the same in every run. A chunk's begins at a place in it that is a hash of the parameter's
 name, the number of its updates, and the chunk's first element. So no state of a generator has to be saved, and the bits
@@ -47,7 +43,6 @@ from strategies.engine.updating.chunks import Chunk
 
 _BITS = {"bf16": 16, "int8": 20}  # of noise: those that rounding drops
 _MARGIN = 1 << 12
-_IN_CACHE = 1 << 16  # elements that are split at a time
 _LEAST = 2.0**-100  # steps below it are none: moments that no update in fp32 can feel
 _SIGNIFICANT = 127  # the last 7 bits of an fp32 number, which a step does not have
 
@@ -102,15 +97,12 @@ class Moments:
                     rows, some = (flat[at : at + part.numel()].view(part.shape) for flat in (codes, noise))
                     _compress_second(part, some, rows, scales) if number else _compress_first(part, some, rows, scales)
 
-    def expand_masters(self, bucket: BucketState, call: Sequence[Chunk], masters: Sequence[Tensor]) -> list[Tensor]:
-        """The ``masters`` of ``call``'s chunks, which are in bf16, in fp32, in scratch memory."""
+    def expand_masters(self, masters: Sequence[Tensor]) -> list[Tensor]:
+        """The masters of a call's chunks, which are in bf16, in fp32, in scratch memory."""
         assert self._masters is not None
         sizes = [master.numel() for master in masters]
         found = list(self._masters[: sum(sizes)].split(sizes))
         torch._foreach_copy_(found, list(masters))
-        if bucket.compensation is not None:
-            for chunk, view in zip(call, found, strict=True):
-                view.add_(bucket.compensation[chunk.start : chunk.stop])
         return found
 
     def round_masters(
@@ -123,9 +115,6 @@ class Moments:
     ) -> None:
         """Round what ``expand_masters`` gave and an update has changed into ``masters``. Spoils it."""
         for chunk, view, master, count in zip(call, updated, masters, counts, strict=True):
-            if bucket.compensation is not None:
-                split(view, master, bucket.compensation[chunk.start : chunk.stop])
-                continue
             start = self._starts(bucket, chunk, int(count), 1, "master ")[0]
             _upper_half(view, self._masters_noise[start : start + view.numel()], master)
 
@@ -133,10 +122,6 @@ class Moments:
     def held(self, bucket: BucketState, chunk: Chunk, *, writes: bool = False) -> Iterator[None]:
         """The moments of one chunk are in ``places``; with ``writes``, what is written there is kept."""
         moments = self.expand(bucket, [chunk])
-        if bucket.compensation is not None:
-            master = bucket.copy if bucket.master is None else bucket.master
-            assert master is not None
-            self.expand_masters(bucket, [chunk], [master[chunk.start : chunk.stop]])
         yield
         if writes:
             self.compress(bucket, [chunk], moments, [0])
@@ -144,11 +129,6 @@ class Moments:
     def places(self, chunk: Chunk) -> list[Tensor]:
         """Where ``held`` has the moments of ``chunk``."""
         return list(self._expanded[:, : chunk.stop - chunk.start])
-
-    def place_of_master(self, chunk: Chunk) -> Tensor:
-        """Where ``held`` has the master of ``chunk`` that has a compensation, to be read."""
-        assert self._masters is not None
-        return self._masters[: chunk.stop - chunk.start]
 
     def _starts(self, bucket: BucketState, chunk: Chunk, count: int, number: int, of: str = "") -> list[int]:
         """Where in the noise that of each moment begins, or of what else there is."""
@@ -173,17 +153,6 @@ class Moments:
 def _upper_half(values: Tensor, noise: Tensor, into: Tensor) -> None:
     """Round fp32 to bf16. Spoils ``values``."""
     into.view(torch.int16).copy_(values.view(torch.int32).add_(noise).bitwise_right_shift_(16))
-
-
-def split(master: Tensor, weight: Tensor, compensation: Tensor) -> None:
-    """``master`` in fp32 as a sum of two numbers in bf16, of which the first is the sum, rounded. Spoils ``master``."""
-    parts = (flat.view(-1).split(_IN_CACHE) for flat in (master, weight, compensation))
-    for exact, near, rest in zip(*parts, strict=True):
-        near.copy_(exact)
-        rest.copy_(exact.sub_(near))
-        # That may have been rounded up to half the distance of two weights, so that the sum is nearer to the other one.
-        near.copy_(exact.copy_(near).add_(rest))
-        rest.copy_(exact.sub_(near))
 
 
 def _expand_first(codes: Tensor, steps: Tensor, into: Tensor) -> None:

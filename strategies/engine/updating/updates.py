@@ -307,7 +307,7 @@ class Updates:
                 moments = self.moments.expand(bucket, call)
             if bucket.spec.rounds:
                 assert self.moments is not None
-                at_rest, masters = masters, self.moments.expand_masters(bucket, call, masters)
+                at_rest, masters = masters, self.moments.expand_masters(masters)
             pruned = [m for m, chunk in zip(masters, call, strict=True) if chunk.index in bucket.zeros_stay]
             with zeros_stay(pruned):
                 self._rule.update(Operands(masters, grads, moments, steps), change.group, bad)
