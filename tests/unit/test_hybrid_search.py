@@ -187,6 +187,10 @@ def test_what_a_lossy_exchange_takes() -> None:
         {"bf16": 3 * numbers, "int8": 16 * numbers, "powersgd": 12 * numbers, "fp32": 3 * numbers / 20}
     )
     slow = replace(fast, gemm_bf16_flops_per_s=1e8)
+    both = replace(slow, device_bytes_per_s=1e6)
+    assert seconds(both, how["bf16"], roomy) == pytest.approx(seconds(both, None, roomy) + 3 * numbers), (
+        "after backward"
+    )
     alone = seconds(slow, None, roomy)
     assert seconds(slow, how["fp32"]) == pytest.approx(alone + once / 20)
     assert seconds(slow, how["bf16"]) < alone + once / 4, "sent under backward"
@@ -283,6 +287,7 @@ IMPOSSIBLE = (
     Degrees(stages=2, zero=2),
     Degrees(zero=2, offload=Stowed.WEIGHTS),
     Degrees(zero=3, offload=Stowed.STATE),
+    Degrees(data=2, offload=Stowed.STATE, exchange=lossy(2)["int8"]),
 )
 REFUSED = (
     (Degrees(tensor=2, data=2, zero=3), "strategies.zero.stage"),
