@@ -8,7 +8,7 @@ loop with torch's DistributedDataParallel and the hooks of ``strategies.collecti
 ``quality`` pairs the methods by seed, on one machine without limits: all have the same weights and rows, and the
 perplexity on held-out rows is compared. ``speed`` gives each rank a network namespace, whose interface the kernel
 limits in what it sends; seconds of a step are those of the slowest rank, bytes those that the first rank's interface
-has sent.
+has sent, ``cpu_s`` the CPU seconds of all ranks, which another's work changes less.
 """
 
 from __future__ import annotations
@@ -126,9 +126,9 @@ class Work:
         return float(found[0] / found[1])
 
 
-def quality(work: Work, methods: Methods, seeds: int, steps: int) -> Iterator[dict[str, Any]]:
+def quality(work: Work, methods: Methods, seeds: range, steps: int) -> Iterator[dict[str, Any]]:
     """Curves and the loss at the end, by method and seed."""
-    for seed in range(seeds):
+    for seed in seeds:
         for name, method in methods.items():
             curve, since = [], torch.zeros(1)
             for step, loss in work.losses(method, seed, steps):
@@ -141,24 +141,28 @@ def quality(work: Work, methods: Methods, seeds: int, steps: int) -> Iterator[di
             yield {"method": name, "seed": seed, "eval_loss": held_out, "perplexity": exp(held_out), "curve": curve}
 
 
-def speed(work: Work, methods: Methods, rounds: int, steps: int) -> Iterator[dict[str, Any]]:
+def speed(work: Work, methods: Methods, rounds: range, steps: int) -> Iterator[dict[str, Any]]:
     """Seconds of a step on the slowest rank, and bytes that the first has sent in it, by method and round."""
     sent = Path("/sys/class/net/stow/statistics/tx_bytes")
-    for number in range(rounds):
+    for number in rounds:
         for name, method in methods.items():
             at_once = None if method is None else replace(method, start=2)
-            began, took, before = time.perf_counter(), list[float](), 0
+            began, took, before, worked = time.perf_counter(), list[float](), 0, 0.0
             for step, _ in work.losses(at_once, 0, 3 + steps):
                 if step == 3:
-                    before = int(sent.read_text())
+                    before, worked = int(sent.read_text()), time.process_time()
                 took.append(time.perf_counter() - began)
                 began = time.perf_counter()
             bytes_sent = (int(sent.read_text()) - before) / steps
             slowest = torch.tensor(statistics.mean(took[3:]))  # some steps exchange, and others do not
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            seconds = float(slowest)
+            seconds, cpu = float(slowest), torch.tensor((time.process_time() - worked) / steps)
+            dist.all_reduce(cpu)
             tokens = RANKS * BATCH * 128
-            yield {"method": name, "round": number, "s": seconds, "tokens_per_s": tokens / seconds, "sent": bytes_sent}
+            yield {
+                "method": name, "round": number, "s": seconds, "tokens_per_s": tokens / seconds, "sent": bytes_sent,
+                "cpu_s": float(cpu),
+            }  # fmt: skip
 
 
 def summed_up(lines: list[dict[str, Any]], out: Path) -> None:
@@ -174,7 +178,7 @@ def summed_up(lines: list[dict[str, Any]], out: Path) -> None:
             one, other = (statistics.median(line["s"] for line in some) for some in (of, plain))
             sent = statistics.median(line["sent"] for line in of) / 1e6
             print(f"| {name} | {sent:.3g} MB | {one:.2f} s | {other / one:.2f} |")
-    curves = [line for line in lines if line.get("seed") == 0]
+    curves = [line for line in lines if line.get("seed") == lines[0].get("seed", "")]
     if curves:
         records = [[{"step": step, "loss": loss} for step, loss in line["curve"]] for line in curves]
         runs = [history.History(Path(line["method"]), {}, of) for line, of in zip(curves, records, strict=True)]
@@ -187,6 +191,7 @@ def main() -> None:
     parser.add_argument("--across", type=float, default=100.0, help="Mbit/s that a rank sends to the others")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=3, help="of quality; rounds of speed")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument(
         "--methods", nargs="+", default=[*METHODS], metavar="NAME", help="'none', 'powersgd rank=16', ..."
     )
@@ -199,9 +204,9 @@ def main() -> None:
     if given.rank is not None:
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=f"tcp://{address}:29523", rank=given.rank, world_size=RANKS)
-        methods = {name: method(name) for name in given.methods}
+        methods, seeds = {name: method(name) for name in given.methods}, range(given.first, given.first + given.seeds)
         work = Work(given.rank, given.hidden, given.out)
-        for line in {"quality": quality, "speed": speed}[given.what](work, methods, given.seeds, given.steps):
+        for line in {"quality": quality, "speed": speed}[given.what](work, methods, seeds, given.steps):
             if given.rank == 0:
                 with results.open("a") as file:
                     print(json.dumps(line), file=file)
