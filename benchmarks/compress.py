@@ -170,7 +170,9 @@ def summed_up(lines: list[dict[str, Any]], out: Path) -> None:
     for name in dict.fromkeys(line["method"] for line in lines):
         of = [line for line in lines if line["method"] == name]
         plain = [line for line in lines if line["method"] == "none"]
-        if "perplexity" in of[0]:
+        if not plain:
+            print(json.dumps([{key: value for key, value in line.items() if key != "curve"} for line in of]))
+        elif "perplexity" in of[0]:
             times = [one["perplexity"] / other["perplexity"] for one, other in zip(of, plain, strict=True)]
             every = ", ".join(f"{line['perplexity']:.1f}" for line in of)
             print(f"| {name} | {every} | {statistics.mean(times):.3f} ({min(times):.3f} to {max(times):.3f}) |")
