@@ -6,7 +6,8 @@ Each way is a run of ``launch/train.py`` on the config with the saved model in t
 changes follow and are for all. The two students begin with random weights and half of its layers, and take the steps
 of ``--student-steps``. ``--seeds`` are those of the order of the rows; held-out rows are the same for all. ``--only``
 takes some of the ways: what FOLDER has already is not run again, so that parts can follow one another. ``none`` has
-rows of int8_group and int4_group where torchao is installed.
+rows of int8_group and int4_group where torchao is installed, and "trained for 4 bits" is a way there, whose perplexity
+before is of rounded weights.
 
 Perplexity is of the run's evaluation rows, before the first step and after the last; bytes are those of the exported
 weights. Tokens per second are of forward passes of the export as stock Transformers loads it, in this process, the
@@ -48,6 +49,9 @@ WAYS: dict[str, list[str]] = {
     "student": [],
     "student, taught": ["distill={teacher: T, temperature: 2.0}"],
 }
+QAT = "trained for 4 bits"
+if find_spec("torchao"):
+    WAYS[QAT] = ["quantize={formats: [int4_group], qat: int4_group}"]
 SIZES = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
          "num_key_value_heads", "max_position_embeddings", "tie_word_embeddings")  # fmt: skip
 HEADS = ("way", "export", "parameters", "bytes", "perplexity before", "after", "tokens/s")
@@ -77,6 +81,8 @@ def measured(way: str, seed: int, folder: Path) -> Iterator[dict[str, Any]]:
     size = sum(each.numel() for each in exact.parameters())
     for export in [folder / "export", *sorted(folder.glob("export-*"))]:
         ends = (costs[0], costs[-1]) if export.name == "export" else read(export, KIND).about["perplexity"]
+        if export.name == "export" and way == QAT:  # the run evaluates rounded weights
+            ends = (costs[0], read(folder / "export-int4_group", KIND).about["perplexity"][0])
         weights = sum(path.stat().st_size for path in export.glob("*.safetensors"))
         yield dict(zip(HEADS, (way, export.name, size, weights, *ends, speed(export)), strict=True)) | {"seed": seed}
 

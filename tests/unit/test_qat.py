@@ -9,13 +9,15 @@ from strategies.core.facts import UnitKind
 from strategies.engine.tensors import quantised
 from tests.helpers.tiny import GPT2, LLAMA, run_config
 from trainer.config.load import load_tree
+from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError
+from trainer.machine.probe import probe
 from trainer.model import qat
 from trainer.model.count_cache import name_of
 from trainer.model.stubs import fake_tensors
 from trainer.model.temporaries import count
 from trainer.planning.facts import count_model
-from trainer.planning.from_config import check_options
+from trainer.planning.from_config import check_options, measure
 from trainer.run.quantized import round_in_forward
 from trainer.run.resume_rules import compare
 
@@ -92,6 +94,11 @@ def test_refused(quantize: Any, more: Any, line: str) -> None:
 def test_one_rank_that_has_all_of_each_weight(strategies: Any, ranks: int) -> None:
     with pytest.raises(ConfigError, match=r'quantize\.qat = "int4_group": (is for one rank|DeepSpeed)'):
         check_options(config_of(TRAINED, strategies=strategies), ranks, installed=False)
+
+
+def test_blocks_are_not_timed_without_it() -> None:
+    with pytest.raises(ConfigError, match="--measure: blocks are timed without the rounding"):
+        next(measure(config_of(TRAINED, strategies={"offload": {}}), Ranks(), probe(), print))
 
 
 @pytest.mark.parametrize(
