@@ -49,9 +49,7 @@ def writing_bytes(plan: Plan) -> int:
     facts = plan.facts
     if not facts.machine.has_accelerator or not (facts.run.model_params or facts.run.tensor > 1 or plan.loads_spans):
         return 0
-    # Transformers takes fused experts apart to save them, and fuses them to check them: 2.6 models were measured.
-    numbers = 3 * facts.run.model_params if facts.run.apart else 2 * facts.run.largest_param
-    return plan.peak(Home.HOST) + facts.run.trained_bytes * numbers
+    return plan.peak(Home.HOST) + 2 * facts.run.trained_bytes * facts.run.largest_param
 
 
 def _bytes(value: str | float, whole: int) -> int:

@@ -22,6 +22,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,7 +38,7 @@ from strategies.core.commit import replaced_folder, same_modes
 from strategies.core.sealed import Damaged, damage, read, seal
 from strategies.engine.tensors.quantised import keep_packing
 from trainer.errors import write_line
-from trainer.model import build, qat, quantise
+from trainer.model import apart, build, qat, quantise
 from trainer.model.adapters import merged
 from trainer.model.mapped import Spilled
 from trainer.run import structured
@@ -107,14 +108,19 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, config: RunConf
     rounds = trainer.args.bf16 or trainer.args.fp16 or model.dtype is not torch.float32
     tolerance = EIGHT_TOLERANCE if eight and merge else HALF_TOLERANCE if rounds else FP32_TOLERANCE
     with replaced_folder(Path(config.training.output_dir) / "export") as draft:
+        taken_apart, folder = False, Path(config.training.output_dir)
         with config_as_it_came(model):
-            model.save_pretrained(draft, state_dict=dict(state))  # save_pretrained empties the dict
+            if spilled.num_bytes:
+                taken_apart = apart.save(model, draft, state, Spilled(folder))
+            else:
+                model.save_pretrained(draft, state_dict=dict(state))  # save_pretrained empties the dict
         tokenizer.save_pretrained(draft)
         with as_a_user(trainer):
             base = {} if merge else quantise.loading(section.quantization_config, section.dtype)
             if has_adapters and not merge:  # a user names the labels, since the files do not
                 base |= build.of_head(section, model.config)
-            reloaded = reload(draft, task, trust_remote_code=section.trust_remote_code, **base)
+            again = partial(reload, draft, task, trust_remote_code=section.trust_remote_code, **base)
+            reloaded = apart.opened(draft, again, Spilled(folder)) if taken_apart else again()
             # Reloaded adapters have other names than trained ones; their values are compared alone.
             difference = compare(reloaded, state, probe, logits, tolerance, names=merge or not has_adapters)
         card.text += (

@@ -31,6 +31,7 @@ from strategies.core.sealed import Damaged
 from strategies.engine import NonFiniteError, StowOptimizer
 from strategies.state.spans import WEIGHT
 from trainer.errors import ConfigError, write_line
+from trainer.model import apart
 from trainer.model.adapters import loraplus
 from trainer.model.mapped import Spilled
 from trainer.run import checkpoint, saving, training_state
@@ -257,9 +258,10 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
             (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
             return
         spilled.settle()
-        self.spilled_bytes = spilled.num_bytes
         if self.args.should_save:
-            self.accelerator.unwrap_model(self.whole).save_pretrained(folder, state_dict=state)
+            pieces = Spilled(folder)
+            apart.save(self.accelerator.unwrap_model(self.whole), folder, state, pieces)
+            self.spilled_bytes = spilled.num_bytes + pieces.num_bytes
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(folder)
 

@@ -1,0 +1,80 @@
+"""A model that is written tensor by tensor has the bytes of ``save_pretrained``, and opens as the same model."""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+
+from tests.helpers.tiny import LLAMA, MIXTRAL, run_config
+from tests.parity.test_experts import MODELS
+from trainer.model import apart
+from trainer.model.build import build, load_config
+from trainer.model.mapped import Spilled
+
+TIED: Mapping[str, Any] = {**MIXTRAL, "tie_word_embeddings": True}
+JOINED: Mapping[str, Any] = {**LLAMA, "model_type": "hrm_text", "head_dim": 8, "num_layers_per_stack": 1}
+
+
+def written(model: Any, folder: Path) -> tuple[bool, int, list[bytes]]:
+    """Whether it was taken apart, bytes of the disk for that, and the files of both ways."""
+    pieces = Spilled(folder)
+    found = apart.save(model, folder / "ours", model.state_dict(), pieces)
+    model.save_pretrained(folder / "theirs")
+    files = [folder / name / "model.safetensors" for name in ("ours", "theirs")]
+    return found, pieces.num_bytes, [path.read_bytes() for path in files]
+
+
+@pytest.mark.parametrize("name", [*MODELS, "tied", "dense", "joined"])
+def test_it_is_written_as_transformers_writes_it(name: str, tmp_path: Path) -> None:
+    """Of random weights and of loaded ones, which remember how they were converted. Nothing is converted of a dense
+    model and of GPT-OSS; what is put together of several tensors is left to Transformers.
+    """
+    config = {**MODELS, "tied": TIED, "dense": LLAMA, "joined": JOINED}[name]
+    section = run_config(config).model
+    model = build(section, load_config(section), seed=0, partitioned=False)
+    for each in (model, "again"):
+        if each == "again":
+            model = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+        found, num_bytes, files = written(model, tmp_path)
+        assert files[0] == files[1] and found is (name not in ("gpt_oss", "dense", "joined"))
+        fused = sum(param.nbytes for key, param in model.named_parameters() if ".experts." in key)
+        assert num_bytes >= fused * found
+
+
+def test_pieces_have_the_order_in_which_transformers_fills_files(tmp_path: Path) -> None:
+    section = run_config(MODELS["deepseek_v3"]).model
+    model = build(section, load_config(section), seed=0, partitioned=False)
+    found = apart.taken_apart(model, model.state_dict(), Spilled(tmp_path))
+    assert found is not None and list(found) == list(revert_weight_conversion(model, model.state_dict()))
+
+
+def test_a_full_disk_is_said(tmp_path: Path) -> None:
+    section = run_config(MIXTRAL).model
+    model = build(section, load_config(section), seed=0, partitioned=False)
+    model.save_pretrained(tmp_path / "theirs")
+    no_folder = tmp_path / "theirs" / "config.json"
+    with pytest.raises(OSError, match=r"config\.json"):
+        apart.save(model, tmp_path / "ours", model.state_dict(), Spilled(no_folder))
+    assert not (tmp_path / "ours").exists()
+    with pytest.raises(OSError, match=r"config\.json"):
+        reload: Any = partial(AutoModelForCausalLM.from_pretrained, tmp_path / "theirs")
+        apart.opened(tmp_path / "theirs", reload, Spilled(no_folder))
+
+
+def test_it_is_put_together_with_the_same_bits(tmp_path: Path) -> None:
+    section = run_config(TIED).model
+    build(section, load_config(section), seed=0, partitioned=False).save_pretrained(tmp_path)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path)
+    place = Spilled(tmp_path)
+    again: Any = apart.opened(tmp_path, partial(AutoModelForCausalLM.from_pretrained, tmp_path), place)
+    state = again.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in whole.state_dict().items())
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+    assert place.num_bytes >= sum(param.nbytes for param in whole.parameters()), "none is in memory"
+    ids = torch.arange(12).view(2, 6)
+    assert torch.equal(whole.eval()(ids).logits, again.eval()(ids).logits)
