@@ -65,19 +65,23 @@ def _formed(params: tuple[Param, ...], kinds: Kinds, capacity: int | None, ways:
 
 def capacity(facts: Facts) -> int | None:
     """Bytes of a bucket by the criterion above: a block or a part of it. None: unknown rates, or no blocks."""
-    rates, block = facts.machine.rates, block_bytes(facts)
-    if rates is None or not block:
+    rates, copies = facts.machine.rates, 2 * facts.run.accumulation + 1  # of weights for both passes, and the gradient
+    if rates is None:
         return None
-    kinds = {unit.name: unit.kind for unit in facts.units}
-    copies = 2 * facts.run.accumulation + 1  # weights for forward and backward, and the gradient
+    return _capacity(facts.params, _kinds(facts), copies, rates.link_latency_s, rates.up_bytes_per_s)
+
+
+@lru_cache(maxsize=64)
+def _capacity(params: tuple[Param, ...], kinds: Kinds, copies: int, latency: float, rate: float) -> int | None:
+    """``capacity``: a search asks for the same one again and again."""
+    block, blocks = _block_bytes(params, kinds), {name for name, kind in kinds if kind is UnitKind.BLOCK}
 
     def moved(size: int) -> float:
-        found = [b.weight_bytes for b in form(facts, size) if kinds[b.units[0]] is UnitKind.BLOCK]
-        seconds = len(found) * rates.link_latency_s + sum(found) / rates.up_bytes_per_s
-        return copies * seconds + max(found, default=0) / rates.up_bytes_per_s
+        found = [b.weight_bytes for b in _formed(params, kinds, size, 1) if b.units[0] in blocks]
+        return copies * (len(found) * latency + sum(found) / rate) + max(found, default=0) / rate
 
     sizes = [block, *(-(-block // part) for part in PARTS)]
-    return min(sizes, key=moved)  # the largest of equals
+    return min(sizes, key=moved) if block else None  # the largest of equals
 
 
 def block_bytes(facts: Facts, dtype: str | None = None) -> int:
@@ -90,7 +94,7 @@ def typical_block_bytes(facts: Facts) -> int:
     return median_low(_sizes_of_blocks(facts.params, _kinds(facts), None) or [0])
 
 
-def _block_bytes(params: Iterable[Param], kinds: Kinds, dtype: str | None) -> int:
+def _block_bytes(params: Iterable[Param], kinds: Kinds, dtype: str | None = None) -> int:
     return max(_sizes_of_blocks(params, kinds, dtype), default=0)
 
 

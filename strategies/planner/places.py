@@ -161,8 +161,10 @@ class Places:
         stays, bound = request.weights == "resident", request.site == "device"
         self.blocks = [] if stays else [i for i in movable.blocks if streams or not bound or self._is_frozen(i)]
         self._ends = [] if stays else [i for i in movable.ends if not bound or self._is_frozen(i)]
+        self._may_leave = dict.fromkeys((*self.blocks, *self._ends))
+        self._leave_anyway = set(self.blocks) if streams else set[int]()
         self._sendable = set(movable.gradients)
-        self._hosted_always = set(self.blocks) if streams and auto else set[int]()
+        self._hosted_always = self._leave_anyway if auto else set[int]()
         names = {unit.name for unit in facts.units if unit.kind is UnitKind.BLOCK}
         # Embedding and head are large: slots for their state, or gradients, would cost more memory than they free.
         self._of_blocks = {i for i, bucket in enumerate(self.buckets) if set(bucket.units) <= names}
@@ -280,13 +282,11 @@ class Places:
 
     def offloadable(self, placement: Placement) -> list[int]:
         """Buckets whose weights may be offloaded."""
-        return [index for index in (*self.blocks, *self._ends) if self.may_leave(index, placement[index])]
+        return [i for i in self._may_leave if placement[i].site is not Site.DEVICE or i in self._leave_anyway]
 
     def may_leave(self, index: int, at: Place) -> bool:
         """Whether the weight of a bucket may be offloaded from there."""
-        if index in self._ends or (index in self.blocks and self._request.weights != "streamed"):
-            return at.site is not Site.DEVICE
-        return index in self.blocks
+        return index in self._may_leave and (at.site is not Site.DEVICE or index in self._leave_anyway)
 
     def device_bytes(self, index: int, at: Place, *, away: bool) -> int:
         """Bytes of the device that a bucket has outside of slots, while its weight is there or ``away``."""
@@ -320,9 +320,8 @@ class Places:
     @cached_property
     def least_bytes(self) -> int:
         """Bytes of all memories together that no placement takes less than: those of the state, without slots."""
-        leaves = {*self.blocks, *self._ends}
         return sum(
-            min(self._least_of(index, place, leaves=index in leaves) for place in choices)
+            min(self._least_of(index, place, leaves=index in self._may_leave) for place in choices)
             for index, choices in enumerate(self.choices)
         )
 

@@ -24,7 +24,6 @@ from typing import NamedTuple, TypeAlias
 
 from strategies.core.facts import Facts, Home
 from strategies.core.layout import Layout, Site
-from strategies.planner import weight_schedule
 from strategies.planner.addresses import place
 from strategies.planner.estimate import Estimate
 from strategies.planner.least_memory import fewest_copies
@@ -33,10 +32,12 @@ from strategies.planner.places import OffloadRequest, Place, Placement, Places, 
 from strategies.planner.simulate import simulated_period
 from strategies.planner.step_cost import evictions_of, problem_of, seconds_of
 from strategies.planner.updates_ahead import fastest, with_updates_ahead
+from strategies.planner.weight_schedule import SEARCHED, WINDOW, DoesNotFit, fitted, only_while_used
 
 EFFORT = 2000  # buckets in all plans of a climb that gains nothing
 MOST_TRIED = 60  # its plans, of few buckets
 SLOWER = 1.06  # times what a move starts from, or its estimate: what is estimated to take longer is not worked out
+FEW = 12  # weight schedules that are compared to rank a placement
 MOVES = 20  # drawn for each that is worked out, at most
 SMALL = 100  # buckets below one in so many of the largest stay where a mix has them: their moves change little
 LONGEST = 4  # at most one in so many of the buckets, or blocks, move together
@@ -72,16 +73,16 @@ class SiteSearch:
         self._facts, self._request, self.places, self._host_room = facts, request, places, host_room
         self._mixed, self.bound = Mixer(places).placement, cache(self._bound)
 
-    def worked_out(self, placement: Placement, device_room: int) -> Layout | None:
+    def worked_out(self, placement: Placement, device_room: int, searched: int = SEARCHED) -> Layout | None:
         """The layout of ``placement`` with as many weights offloaded as it takes; None if it does not fit."""
         placement = self.places.spilled(placement, self._host_room)
         sizes = self.places.sizes(placement)
-        made = self._scheduled(placement, sizes, device_room)
+        made = self._scheduled(placement, sizes, device_room, searched)
         surely = self._request.keeps_copies and sizes.host + sizes.copies <= self._host_room
         if made is None or surely or place(made).num_bytes(Home.HOST) <= self._host_room:
             return made
         some = fewest_copies(self.places.movable(placement), sizes.device - device_room) or []
-        made = weight_schedule.only_while_used(self.places.layout(placement), [weight.index for weight in some])
+        made = only_while_used(self.places.layout(placement), [weight.index for weight in some])
         needed = place(made)
         fits = needed.num_bytes(Home.HOST) <= self._host_room and needed.num_bytes(Home.DEVICE) <= device_room
         return made if fits else None
@@ -148,7 +149,7 @@ class SiteSearch:
 
     def _simulated(self, device_room: int, placement: Placement) -> float:
         """Seconds, of as few iterations as are enough to rank plans; infinite if the placement does not fit."""
-        layout, rates = self.worked_out(placement, device_room), self._facts.machine.rates
+        layout, rates = self.worked_out(placement, device_room, FEW), self._facts.machine.rates
         if layout is None or rates is None:
             return inf
         iterations = 3 if self._request.in_backward or self._request.updates_ahead else 2
@@ -168,20 +169,20 @@ class SiteSearch:
         """Seconds that no layout within the budget takes less than."""
         return bound_of(self._facts, self._request, self.places, self._estimate, device_room)
 
-    def _scheduled(self, placement: Placement, sizes: Sizes, device_room: int) -> Layout | None:
+    def _scheduled(self, placement: Placement, sizes: Sizes, device_room: int, searched: int) -> Layout | None:
         """``placement`` with the ticks at which weights are on the device; None if they do not fit there."""
         places, room, layout = self.places, device_room - sizes.rest, self.places.layout(placement)
         if sizes.host > self._host_room or room < sizes.largest_unit:
             return None
         if self._request.weights == "streamed":
-            ahead = weight_schedule.WINDOW if self._request.prefetch is None else self._request.prefetch
-            made = weight_schedule.only_while_used(layout, places.blocks, ahead)
+            ahead = WINDOW if self._request.prefetch is None else self._request.prefetch
+            made = only_while_used(layout, places.blocks, ahead)
             if place(made).num_bytes(Home.DEVICE) - sizes.rest <= room:
                 return made
         try:
             may_leave = places.offloadable(placement)
-            return weight_schedule.fitted(self._facts, layout, may_leave, room, self._request.prefetch)
-        except weight_schedule.DoesNotFit:
+            return fitted(self._facts, layout, may_leave, room, self._request.prefetch, searched)
+        except DoesNotFit:
             return None
 
 

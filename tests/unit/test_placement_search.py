@@ -200,6 +200,11 @@ def test_forced_options_hold_for_every_bucket(site: Any, weights: Any, gradients
     assert validate(made, place(made), known.params) == []
 
 
+def test_weights_told_to_travel_leave_although_their_state_stays() -> None:
+    places = Places(transformer(groups=False), request(site="device", weights="streamed"))
+    assert places.offloadable(places.ladder()[0]) == places.blocks != []
+
+
 def test_travelling_weights_alone_take_their_state_with_them() -> None:
     made = chosen(transformer(groups=False), weights="streamed")
     assert [b.site for b in made.buckets] == [Site.DEVICE, *4 * [Site.HOST], Site.DEVICE]

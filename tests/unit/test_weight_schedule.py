@@ -27,14 +27,14 @@ def shuffled(problem: Problem, seed: int) -> Problem:
 
 @pytest.mark.parametrize("make", [uneven, coarse, lambda seed: uneven(seed, (6, 7))])
 def test_against_all_sets_of_gaps(make: Callable[[int], Problem], seeds: range) -> None:
-    """Blocks that differ get the best pair of numbers, not of all sets. The bars: mean 1.012, worst 1.25."""
+    """The bars: mean 1.005, worst 1.10."""
     ratios = []
     for seed in seeds[: len(seeds) if make in (uneven, coarse) else 6]:
         problem = make(seed)
         ratios.append(reload_period(problem, choose(problem)) / best_gaps(problem))
     assert min(ratios) > 1 / CLOSE
-    assert mean(ratios) <= 1.012
-    assert max(ratios) <= 1.25
+    assert mean(ratios) <= 1.005
+    assert max(ratios) <= 1.10
 
 
 def test_even_blocks_get_the_best_plan(seeds: range) -> None:
