@@ -136,7 +136,9 @@ def test_missing_is_what_lies_beyond_nine_tenths(tight: list[FitRow]) -> None:
 
 
 def test_on_a_large_card_nothing_is_added_that_does_nothing() -> None:
-    found = rows_of(card(1 << 36))
+    machine = card(1 << 36)
+    assert machine.rates is not None  # launching costs nothing: autocast, which offload does without, launches more
+    found = rows_of(replace(machine, rates=replace(machine.rates, launch_s=0.0)))
     assert all(row.fits for row in found)
     assert not any("recompute" in row.training for row in found)  # it would keep all
     assert found[0].seconds is not None and found[0].seconds > 0

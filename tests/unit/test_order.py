@@ -15,7 +15,7 @@ def test_implied_strategies_are_applied_in_the_order_of_deciding(monkeypatch: py
     for name in ("buffers", "cross_entropy", "offload", "linear"):
         monkeypatch.setattr(find(name), "apply", lambda self, model, plan, name=name: seen.append(name))
     strategies = {name: find(name)() for name in ("offload", "linear")}
-    config: Any = SimpleNamespace(strategies=strategies, training=SimpleNamespace(compile_backend=None))
+    config: Any = SimpleNamespace(strategies=strategies, training=SimpleNamespace(compile_backend=None), quantize=None)
     model: Any = nn.Linear(2, 2)
     apply_strategies(model, config, None)  # type: ignore[arg-type]
     assert seen == ["linear", "cross_entropy", "offload", "buffers"]
@@ -25,7 +25,7 @@ def test_a_strategy_that_drops_a_parameter_is_caught(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(find("buffers"), "apply", lambda self, model, plan: setattr(model, "bias", None))
     monkeypatch.setattr(find("cross_entropy"), "apply", lambda self, model, plan: None)
     config: Any = SimpleNamespace(
-        strategies={"offload": find("offload")()}, training=SimpleNamespace(compile_backend=None)
+        strategies={"offload": find("offload")()}, training=SimpleNamespace(compile_backend=None), quantize=None
     )
     model: Any = nn.Linear(2, 2)
     with pytest.raises(AssertionError, match=r"strategies\.buffers renamed, reordered or dropped"):
