@@ -40,6 +40,9 @@ from trainer.model.params import EMBEDDING, HEAD, units_by_name
 from trainer.model.stubs import stubs
 
 
+ALLOCATE = tuple(getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty"))
+
+
 def flop_formulas() -> dict[Any, Callable[..., int]]:
     """Flop of operators that torch's counter lacks: the CPU's fused attention, which fake runs use, grouped_mm, and
     products with 4-bit weights, and those whose sum is divided.
@@ -226,7 +229,7 @@ class Counter(TorchDispatchMode):
         flops = 0 if formula is None else formula(*args, **kwargs, out_val=out)
         self.flops += flops
         touched = NO_WORK if asks else _touched(func, inputs, outputs)
-        if touched != NO_WORK:
+        if touched != NO_WORK and func.overloadpacket not in ALLOCATE:
             unit = self._running[-1] if self._running else self._outer_unit
             self._launches[unit] = self._launches.get(unit, 0) + 1
         if self._running:
