@@ -39,7 +39,6 @@ from strategies.engine.tensors.quantised import is_quantised, num_weights
 from trainer.model.params import EMBEDDING, HEAD, units_by_name
 from trainer.model.stubs import stubs
 
-
 ALLOCATE = tuple(getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty"))
 
 
