@@ -29,7 +29,7 @@ from trainer.run.order import read_data
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 LENGTH, WORDS, STEPS, GROUP = 24, 300, 4, 16
-NO_TORCHAO = "torchao is not among the packages of CI: pip install 'deepstow[torchao]'"
+NO_TORCHAO = "needs torchao: pip install 'deepstow[torchao]'"
 TRAVEL = {"offload": {"site": "host", "weights": "streamed", "prefetch": 0}, "recompute": {"policy": "full"}}
 
 

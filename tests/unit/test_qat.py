@@ -46,7 +46,7 @@ def test_two_tensors_of_each_weight_wait_for_backward() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_counted_is_what_torchao_saves(dtype: torch.dtype) -> None:
-    pytest.importorskip("torchao", reason="torchao is not among the packages of CI: pip install 'deepstow[torchao]'")
+    pytest.importorskip("torchao", reason="needs torchao: pip install 'deepstow[torchao]'")
     import transformers
 
     config = config_of(TRAINED)
