@@ -29,6 +29,7 @@ PARTS  := tests/e2e tests/faults tests/parity tests/memory tests/unit
 # The simulated accelerator needs processes of its own, which wait most of the time: they run beside the others, and are printed after them.
 test: $(READY) ## the tests, in five processes; the twenty slowest of each part are named at its end
 	@mkdir -p build
+	@python .ci/compile.py
 	@OMP_NUM_THREADS=1 python -m pytest tests/accelerator -n 2 --dist loadfile --durations=20 > build/accelerator.txt 2>&1 & beside=$$!; \
 	$(PYTEST) $(PARTS) -m "not slow"; others=$$?; \
 	wait $$beside; code=$$?; cat build/accelerator.txt; exit $$((others | code))
