@@ -8,7 +8,7 @@ RANKS  ?= 1
 PART   ?= machine
 CASES  ?=
 
-.PHONY: help setup train finetune test test-all faults lint format docs gpu-check gpu-rehearsal bench thirty test-rare clean
+.PHONY: help setup train finetune test test-all test-torchao faults lint format docs gpu-check gpu-rehearsal bench thirty test-rare clean
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile | expand -t 18
 
@@ -39,6 +39,11 @@ test-all: $(READY) ## the slower tests that make test leaves out
 
 test-rare: $(READY) ## what make test-all leaves out: one more way of what others test
 	$(PYTEST) $(PARTS) -m rare
+
+# Not in .venv: Transformers imports torchao wherever it is installed, which prints warnings and takes seconds of each start.
+test-torchao: $(READY) ## the tests of what torchao does, which is installed into build/torchao
+	pip install -q -c constraints.txt --no-deps --upgrade --target build/torchao torchao
+	PYTHONPATH=$(CURDIR)/build/torchao $(PYTEST) tests/parity/test_qat.py tests/unit/test_qat.py tests/parity/test_quantized.py
 
 # What is in tests/faults/full is collected only by its path; two processes, since most of it waits.
 faults: $(READY) ## every fault at every moment, hours on 2 cores; CASES="-k launcher" chooses some

@@ -1,14 +1,8 @@
 """Compile what DeepSpeed needs on a machine without a GPU, once, so that no test waits for it."""
 
-import contextlib
-import io
+from launch.doctor import build_op
+from trainer.dist.deepspeed_ops import SHM, announcement, cache_folder, clear_abandoned_builds, compiler
 
-from trainer.dist.deepspeed_ops import announcement, compiler
-
-note = announcement()
-if note is not None and compiler() is not None:
-    print(note, flush=True)
-    with contextlib.redirect_stdout(io.StringIO()):
-        from deepspeed.comm.torch import build_shm_op
-
-        build_shm_op()
+clear_abandoned_builds()
+if announcement() is not None and compiler() is not None and (failed := build_op(SHM, cache_folder() / SHM.name)):
+    print(failed)

@@ -22,13 +22,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import exp
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter, ValidationError
 from torch.nn.parallel import DistributedDataParallel
 from transformers import get_scheduler
 
@@ -66,8 +67,14 @@ def method(name: str) -> Compression | None:
     if name in METHODS:
         return METHODS[name]
     what, *options = name.split()
-    given: dict[str, Any] = {key: json.loads(value) for key, _, value in (each.partition("=") for each in options)}
-    return replace(Compression(what, 1, 1, 10), **given)  # type: ignore[arg-type]
+    given = dict(each.partition("=")[::2] for each in options)
+    try:
+        if unknown := given.keys() - {each.name for each in fields(Compression)}:
+            raise argparse.ArgumentTypeError(f"{name!r}: there is no option {', '.join(sorted(unknown))}")
+        return TypeAdapter(Compression).validate_python({"density": 1, "rank": 1, "start": 10, **given, "method": what})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise argparse.ArgumentTypeError(f"{name!r}: {first['loc'][0]}: {first['msg']}") from None
 
 
 class Work:
@@ -201,12 +208,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    try:
+        methods = {name: method(name) for name in given.methods}
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"--methods {error}; known are {', '.join(map(repr, METHODS))}, or as in 'powersgd rank=16'")
     address = "10.77.0.1" if given.what == "speed" else "127.0.0.1"
     results = given.out / f"{given.what}.jsonl"
     if given.rank is not None:
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=f"tcp://{address}:29523", rank=given.rank, world_size=RANKS)
-        methods, seeds = {name: method(name) for name in given.methods}, range(given.first, given.first + given.seeds)
+        seeds = range(given.first, given.first + given.seeds)
         work = Work(given.rank, given.hidden, given.out)
         for line in {"quality": quality, "speed": speed}[given.what](work, methods, seeds, given.steps):
             if given.rank == 0:

@@ -29,6 +29,7 @@ MAKE = RUN_HERE | {
     "test",
     "test-all",
     "test-rare",
+    "test-torchao",
     "faults",
     "lint",
     "setup",

@@ -1,34 +1,23 @@
 """Pruned training is plain training with a mask after each step, by bits: on every site, resumed, exported."""
 
 import json
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 from strategies.engine.pruning import chosen, exact, keep_zeros, replace
-from tests.e2e.commands import write_jsonl
 from tests.helpers.engine import LAYOUTS
 from tests.helpers.marks import rarely
 from tests.helpers.models import build
 from tests.helpers.sides import BATCHES, Plain, everything, stowed, train, unequal
-from trainer.config.load import load_tree
-from trainer.data import pydoc_rows
-from trainer.data import tokenizer as tokenizers
+from tests.helpers.small_runs import TRAVEL, by_the_trainer, make_rows_and_model, ran, rows_of, tree_of
 from trainer.data.collate import Collator
-from trainer.dist.ranks import Ranks
-from trainer.dist.stopping import Stop
-from trainer.run import run as runs
-from trainer.run.order import read_data
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-LENGTH, WORDS, STEPS = 24, 300, 6
-TRAVEL = {"offload": {"site": "host", "weights": "streamed", "prefetch": 0}, "recompute": {"policy": "full"}}
 TAKEN = ("q_proj.weight", "down_proj.weight")
 ROUNDS = {1: 0.3, 3: 0.6}  # by steps that are done
 
@@ -106,64 +95,33 @@ class Masks(transformers.TrainerCallback):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows and a model."""
     home = tmp_path_factory.mktemp("models")
-    texts = [{"text": row["text"]} for _, row in islice(pydoc_rows.rows("labels"), 16)]
-    write_jsonl(home / "rows.jsonl", texts)
-    torch.manual_seed(1)
-    config = transformers.LlamaConfig(
-        vocab_size=WORDS, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        pad_token_id=0, eos_token_id=1, max_position_embeddings=LENGTH, initializer_range=0.3,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(home / "model")
-    tokenizers.trained(WORDS, home, (row["text"] for row in texts)).save_pretrained(home / "model")
+    make_rows_and_model(home)
     return home
 
 
-SAID: dict[str, Any] = {
-    "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": STEPS, "learning_rate": 1e-2,
-    "use_cpu": True, "report_to": "none", "logging_steps": 1, "save_strategy": "no",
-}  # fmt: skip
-
-
-def tree_of(home: Path, run: Path, method: str, strategies: Any = None, **training: Any) -> dict[str, Any]:
-    return {
-        "model": {"name_or_path": str(home / "model")},
-        "data": {"path": str(home / "rows.jsonl"), "max_length": LENGTH},
-        "training": {**SAID, "output_dir": str(run), **training},
-        "prune": {"method": method, "calibration_rows": 3, **({} if method == "2:4" else {"rounds": 2})},
-        "strategies": strategies or {},
-    }
-
-
-def ran(home: Path, run: Path, method: str, strategies: Any = None, **training: Any) -> dict[str, Tensor]:
-    """The weights that a run exports."""
-    assert runs.run(load_tree(tree_of(home, run, method, strategies, **training)), Ranks(), Stop()) == 0
-    return load_file(run / "export" / "model.safetensors")
+def pruned(home: Path, run: Path, method: str, strategies: Any = None, **training: Any) -> dict[str, Any]:
+    """The config of a run that prunes."""
+    prune = {"method": method, "calibration_rows": 3, **({} if method == "2:4" else {"rounds": 2})}
+    return tree_of(home, run, {"prune": prune}, strategies, **training)
 
 
 @pytest.mark.parametrize("method", [rarely("magnitude"), "wanda", "2:4"])
 def test_as_a_loop_that_masks(home: Path, tmp_path: Path, method: str) -> None:
     """Plainly, streamed, and streamed from the checkpoint of the step before a round and of one between two."""
-    found = ran(home, tmp_path / "plain", method)
-    rows: Any = read_data(load_tree(tree_of(home, tmp_path / "plain", method)), Ranks(), quiet=True)[1].train
-    given = {key: value for key, value in SAID.items() if key != "report_to"}
-    arguments = transformers.TrainingArguments(
-        str(tmp_path), **given, report_to="none", remove_unused_columns=False, optim="adamw_torch_fused"
-    )
+    plain = pruned(home, tmp_path / "plain", method)
+    found, rows = ran(plain), rows_of(plain)
     model = transformers.AutoModelForCausalLM.from_pretrained(home / "model")
     masks = Masks(model, method, [rows[index] for index in range(3)])
-    transformers.Trainer(
-        model=model, args=arguments, train_dataset=rows, data_collator=Collator(0, packing=False), callbacks=[masks]
-    ).train()
-    assert unequal(found, {name: each.detach() for name, each in model.named_parameters() if name in found}) == []
+    stock_weights = by_the_trainer(model, tmp_path, rows, [masks])
+    assert unequal(found, {name: each for name, each in stock_weights.items() if name in found}) == []
     for name, mask in masks.masks.items():
         assert int((found[f"{name}.weight"] == 0).sum()) == int((mask == 0).sum()) > 0
     saves = {"save_strategy": "steps", "save_steps": 1}
-    assert unequal(found, ran(home, tmp_path / "travels", method, TRAVEL, **saves)) == []
+    assert unequal(found, ran(pruned(home, tmp_path / "travels", method, TRAVEL, **saves))) == []
     for step in (2, 4) if method == "wanda" else ():
         again = {"resume_from_checkpoint": str(tmp_path / "travels" / f"checkpoint-{step}")}
-        assert unequal(found, ran(home, tmp_path / f"again-{step}", method, TRAVEL, **again)) == []
+        assert unequal(found, ran(pruned(home, tmp_path / f"again-{step}", method, TRAVEL, **again))) == []
     records = [json.loads(line) for line in (tmp_path / "plain" / "metrics.jsonl").read_text().splitlines()]
     shares = [record for record in records if "sparsity" in record]
     assert shares[-1]["sparsity/mlp.up_proj"] == shares[-1]["sparsity"] == pytest.approx(0.5, abs=0.01)

@@ -1,36 +1,25 @@
 """Training with weights that forward rounds: a loop of torchao by bits, with weights that travel, resumed, exported."""
 
 import json
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from strategies.core.sealed import read
-from tests.e2e.commands import write_jsonl
 from tests.helpers.engine import LAYOUTS
 from tests.helpers.models import build
 from tests.helpers.sides import BATCHES, Plain, everything, stowed, train, unequal
-from trainer.config.load import load_tree
-from trainer.data import pydoc_rows
-from trainer.data import tokenizer as tokenizers
-from trainer.data.collate import Collator
-from trainer.dist.ranks import Ranks
-from trainer.dist.stopping import Stop
+from tests.helpers.small_runs import TRAVEL, by_the_trainer, make_rows_and_model, ran, rows_of, tree_of
 from trainer.run import further
-from trainer.run import run as runs
-from trainer.run.order import read_data
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-LENGTH, WORDS, STEPS, GROUP = 24, 300, 4, 16
+GROUP = 16
 NO_TORCHAO = "needs torchao: pip install 'deepstow[torchao]'"
-TRAVEL = {"offload": {"site": "host", "weights": "streamed", "prefetch": 0}, "recompute": {"policy": "full"}}
 
 
 class Rounded(nn.Linear):
@@ -57,40 +46,15 @@ def test_computed_weights_on_every_site(layout: str, dtype: torch.dtype) -> None
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows and a model."""
     home = tmp_path_factory.mktemp("models")
-    texts = [{"text": row["text"]} for _, row in islice(pydoc_rows.rows("labels"), 16)]
-    write_jsonl(home / "rows.jsonl", texts)
-    torch.manual_seed(1)
-    config = transformers.LlamaConfig(
-        vocab_size=WORDS, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        pad_token_id=0, eos_token_id=1, max_position_embeddings=LENGTH, initializer_range=0.3,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(home / "model")
-    tokenizers.trained(WORDS, home, (row["text"] for row in texts)).save_pretrained(home / "model")
+    make_rows_and_model(home)
     return home
 
 
-SAID: dict[str, Any] = {
-    "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": STEPS, "learning_rate": 1e-2,
-    "use_cpu": True, "report_to": "none", "logging_steps": 1, "save_strategy": "no",
-}  # fmt: skip
-
-
-def tree_of(home: Path, run: Path, strategies: Any = None, **training: Any) -> dict[str, Any]:
-    return {
-        "model": {"name_or_path": str(home / "model")},
-        "data": {"path": str(home / "rows.jsonl"), "max_length": LENGTH, "eval_fraction": 0.3},
-        "training": {**SAID, "output_dir": str(run), **training},
-        "quantize": {"formats": ["int4_group"], "group_size": GROUP, "qat": "int4_group"},
-        "strategies": strategies or {},
-    }
-
-
-def ran(home: Path, run: Path, strategies: Any = None, **training: Any) -> dict[str, Tensor]:
-    """The weights that a run exports."""
-    assert runs.run(load_tree(tree_of(home, run, strategies, **training)), Ranks(), Stop()) == 0
-    return load_file(run / "export" / "model.safetensors")
+def rounded(home: Path, run: Path, strategies: Any = None, **training: Any) -> dict[str, Any]:
+    """The config of a run that rounds weights in forward."""
+    quantize = {"formats": ["int4_group"], "group_size": GROUP, "qat": "int4_group"}
+    return tree_of(home, run, {"data": {"eval_fraction": 0.3}, "quantize": quantize}, strategies, **training)
 
 
 @pytest.mark.slow
@@ -103,27 +67,21 @@ def test_as_a_loop_of_torchao(home: Path, tmp_path: Path, capfd: pytest.CaptureF
     from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
 
     run = tmp_path / "plain"
-    found = ran(home, run)
+    found = ran(rounded(home, run))
     said = capfd.readouterr().out
     assert "largest difference of a logit 0.0e+00" in said and "int4_group, trained for" in said
-    prepared: Any = read_data(load_tree(tree_of(home, run)), Ranks(), quiet=True)[1]
-    given = {key: value for key, value in SAID.items() if key != "report_to"}
-    arguments = transformers.TrainingArguments(
-        str(tmp_path), **given, report_to="none", remove_unused_columns=False, optim="adamw_torch_fused"
-    )
     model = transformers.AutoModelForCausalLM.from_pretrained(home / "model")
     rounds = QATConfig(
         weight_config=IntxFakeQuantizeConfig(torch.int4, group_size=GROUP, is_symmetric=True, scale_precision=None)
     )
     quantize_(model, rounds, filter_fn=lambda each, name: isinstance(each, nn.Linear) and name != "lm_head")
-    collate = Collator(0, packing=False)
-    transformers.Trainer(model=model, args=arguments, train_dataset=prepared.train, data_collator=collate).train()
-    assert unequal(found, {name: each.detach() for name, each in model.named_parameters() if name in found}) == []
+    stock_weights = by_the_trainer(model, tmp_path, rows_of(rounded(home, run)))
+    assert unequal(found, {name: each for name, each in stock_weights.items() if name in found}) == []
 
     saves = {"save_strategy": "steps", "save_steps": 1}
-    assert unequal(found, ran(home, tmp_path / "travels", TRAVEL, **saves)) == []
+    assert unequal(found, ran(rounded(home, tmp_path / "travels", TRAVEL, **saves))) == []
     again = {"resume_from_checkpoint": str(tmp_path / "travels" / "checkpoint-2")}
-    assert unequal(found, ran(home, tmp_path / "again", TRAVEL, **again)) == []
+    assert unequal(found, ran(rounded(home, tmp_path / "again", TRAVEL, **again))) == []
 
     four = transformers.AutoModelForCausalLM.from_pretrained(run / "export-int4_group")
     own, stock = dict(model.named_modules()), dict(four.named_modules())

@@ -12,6 +12,7 @@ same, so that a plan needs no torchao; ``tests/unit/test_qat.py`` compares the t
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,18 +58,14 @@ def counted(model: Any, config: RunConfig) -> Any:
     """
     if config.quantize is not None and config.quantize.qat is not None:
         for each in layers_of(model, config).values():
-            each.__class__, each.group_size = _Rounding, config.quantize.group_size  # type: ignore[assignment]
+            each.forward = partial(_rounded, each, config.quantize.group_size)  # type: ignore[method-assign]
     return model
 
 
-class _Rounding(nn.Linear):
-    """A linear layer with torchao's operations on its weight, in their order."""
-
-    group_size: int
-
-    def forward(self, x: Tensor) -> Tensor:
-        groups = self.weight.view(self.out_features, -1, self.group_size)
-        scale = groups.detach().abs().amax(-1, keepdim=True) / 8
-        zero = torch.zeros_like(scale, dtype=torch.int32)
-        numbers = (groups * (1 / scale)).round().add(zero).clamp(-8, 7)
-        return linear(x, (numbers - zero.to(scale.dtype)).mul(scale).view_as(self.weight), self.bias)
+def _rounded(layer: nn.Linear, group_size: int, x: Tensor) -> Tensor:
+    """Forward of ``layer`` with torchao's operations on its weight, in their order."""
+    groups = layer.weight.view(layer.out_features, -1, group_size)
+    scale = groups.detach().abs().amax(-1, keepdim=True) / 8
+    zero = torch.zeros_like(scale, dtype=torch.int32)
+    numbers = (groups * (1 / scale)).round().add(zero).clamp(-8, 7)
+    return linear(x, (numbers - zero.to(scale.dtype)).mul(scale).view_as(layer.weight), layer.bias)
