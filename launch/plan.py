@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def show(arguments: argparse.Namespace) -> None:
     """Print the plan and what else was asked for; raise ConfigError if it does not fit."""
     asked = asked_of(arguments)
-    config = load(arguments.config, arguments.overrides)
+    config = config_of(arguments)
     machine, ranks = machine_of(arguments), ranks_of(arguments)
     from strategies.backends import deepspeed
     from strategies.planner.step_cost import plan_cost
@@ -155,7 +155,7 @@ def show(arguments: argparse.Namespace) -> None:
 
 def show_fit(arguments: argparse.Namespace) -> None:
     """Print the table of what fits."""
-    config = load(arguments.config, arguments.overrides) if arguments.config else None
+    config = config_of(arguments) if arguments.config else None
     machine = machine_of(arguments)
     from trainer.planning import fit
 
@@ -170,7 +170,7 @@ def show_fit(arguments: argparse.Namespace) -> None:
 def show_search(arguments: argparse.Namespace) -> None:
     """Print the best ways to use all ranks."""
     asked = asked_of(arguments)
-    config, machine = load(arguments.config, arguments.overrides), machine_of(arguments)
+    config, machine = config_of(arguments), machine_of(arguments)
     from trainer.planning.hybrid import search
 
     lines, content = search(config, ranks_of(arguments), machine, arguments.network, say, asked, lossy=arguments.lossy)
@@ -211,6 +211,14 @@ def show_file(path: Path | None) -> None:
     if found:
         raise ConfigError(f"{path}: {line}" for line in found)
     print(f"{path}: can be carried out")
+
+
+def config_of(arguments: argparse.Namespace) -> RunConfig:
+    """The config, with the attention that its run would take."""
+    config = load(arguments.config, arguments.overrides)
+    from trainer.planning.kernel_choice import settled
+
+    return settled(config, arguments.world_size, here=not arguments.profile, say=say)
 
 
 def machine_of(arguments: argparse.Namespace) -> Machine:

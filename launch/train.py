@@ -81,7 +81,11 @@ def train(arguments: argparse.Namespace, ranks: Ranks, stop: Stop) -> int:
     try:
         config = load(arguments.config, arguments.overrides)
         settle_environment(ranks, cores()[1])
+        from trainer.planning.kernel_choice import settled
         from trainer.run import run
+
+        say = write_line if ranks.is_first else lambda _: None
+        config = settled(config, ranks.world_size, here=True, say=say)
 
         if not shows:
             stop.ended.folder = Path(config.training.output_dir)

@@ -77,10 +77,12 @@ def report(config: RunConfig, ranks: int | None, steps: int) -> int:
     import torch
 
     from strategies.engine.memory import accelerator
+    from trainer.planning.kernel_choice import settled
     from trainer.verify import verify
 
     warnings.filterwarnings("ignore", r"`\w+` is deprecated and will be removed in v6", FutureWarning)  # from peft
     num_ranks = ranks or (torch.accelerator.device_count() if accelerator.kind() is not None else 2)
+    config = settled(config, num_ranks, here=True, say=print)
     real = verify.real_plan(config, num_ranks)
     if real.layout is not None:
         return of_engine(config, real, num_ranks, steps)

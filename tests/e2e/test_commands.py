@@ -81,6 +81,19 @@ def test_plan_refuses_what_it_does_not_know(tmp_path: Path, capsys: pytest.Captu
     assert refused("--json", "/proc/no/plan.json") == "--json /proc/no/plan.json: No such file or directory\n"
 
 
+def test_attention_is_settled_before_the_plan(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the run, and by its plan."""
+    config = write_config(tmp_path, model={"attn_implementation": "auto"}, data={"packing": True})
+    line = "model.attn_implementation = auto: sdpa_varlen, which needs no mask for packed rows"
+    found = server.start(1, ["--config", str(config)], tmp_path).wait().check()
+    assert found.out.startswith(line) and found.out.count("attn_implementation") == 1
+    assert "attn_implementation: sdpa_varlen" in (tmp_path / "run" / "config.yaml").read_text()
+    assert plan.main(["--config", str(config)]) == 0
+    assert capsys.readouterr().err.startswith(line)
+
+
 @needs_stage_3
 @pytest.mark.slow
 @pytest.mark.ranks

@@ -168,6 +168,12 @@ def test_extends(text: str, others: dict[str, str], expected: str) -> None:
     assert lines() == [expected]
 
 
+def test_what_a_base_of_a_base_has_is_not_missing() -> None:
+    Path("b.yaml").write_text("extends: c.yaml\ntraining: {eval_strategy: steps, eval_steps: 2}\n")
+    Path("x.yaml").write_text("extends: b.yaml\n")
+    assert [line.partition(": a base")[0] for line in lines()] == ['b.yaml:1: extends = "c.yaml"']
+
+
 def test_missing_file_names_the_nearest() -> None:
     Path("configs").mkdir()
     Path("configs/quickstart.yaml").write_text(complete(""))

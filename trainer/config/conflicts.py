@@ -125,7 +125,7 @@ def _compiled(task: Any, m: Values, t: Values) -> Found:
             what = "would be compiled into each block; write strategies.recompute: {policy: full}"
             yield f"training.{checkpointing}", f"cannot go with {given[0]}: it {what}"
     others = {"training.use_liger_kernel": t.use_liger_kernel, "model.quantization_config": m.quantization_config}
-    if m.attn_implementation not in (None, "sdpa", "eager", WRONG):
+    if m.attn_implementation not in (None, "auto", "sdpa", "eager", WRONG):
         others["model.attn_implementation"] = m.attn_implementation
     for key, value in others.items():
         if value not in (*OFF, WRONG):

@@ -64,7 +64,7 @@ def _loaded(path: str, base: Document, file: Document, overrides: Sequence[str])
     locations = _locations(layers)
     faults = [fault for layer in layers for fault in layer.problems]
     unread = {fault.key for fault in faults}
-    whole = all(layer.tree or not layer.problems for layer in (base, file))
+    whole = ("extends",) not in unread and all(layer.tree or not layer.problems for layer in (base, file))
     for fault in check(tree, whole):
         if fault.key not in unread:
             faults.append(fault._replace(location=location_of(fault.key, locations) or Location(path, 1)))

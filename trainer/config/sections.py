@@ -23,7 +23,7 @@ from trainer.errors import ConfigError, UserError
 
 Share = Annotated[float, Field(ge=0, le=0.5)]
 Dtype = Literal["float32", "bfloat16", "float16"]
-Attention = Literal["eager", "sdpa", "sdpa_varlen", "flash_attention_2", "flash_attention_3", "flex_attention"]
+Attention = Literal["auto", "eager", "sdpa", "sdpa_varlen", "flash_attention_2", "flash_attention_3", "flex_attention"]
 Problem = Literal["single_label_classification", "multi_label_classification", "regression"]
 Excess = Literal["truncate", "drop", "split"]
 Columns = Literal[
@@ -98,7 +98,7 @@ class ModelSection(Section):
     ] = option("Name or folder, or one to train; not set means the model's own.")
     dtype: Dtype = option("Type in which the weights are loaded; see also training.bf16.", "float32")
     attn_implementation: Attention | None = option(
-        "Attention kernel, see docs/attention.md; not set means the model's default."
+        "Attention kernel, see docs/attention.md; auto: the best one here; not set means the model's default."
     )
     trust_remote_code: bool = option("Run Python code that comes with the model. It can do anything you can.", False)
     labels: Annotated[

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 ELSE = "write sdpa, or sdpa_varlen, which needs no mask for packed rows"
 FLASH = {"flash_attention_2": "flash-attn", "flash_attention_3": "flash-attn-3"}  # their packages
-VARLEN = "sdpa_varlen"
+AUTO, VARLEN = "auto", "sdpa_varlen"
+KEY = "model.attn_implementation"
 HERE = ("eager", "sdpa", VARLEN)  # small copies and counts, which are on a CPU, take them
 
 
@@ -34,6 +35,15 @@ def of_copy(section: ModelSection) -> dict[str, str]:
     return options(section) if section.attn_implementation in HERE else {}
 
 
+def installed_flash() -> Iterator[str]:
+    """FlashAttention's kernels that have a package here, the newer one first."""
+    from transformers.utils import import_utils
+
+    for name in sorted(FLASH, reverse=True):
+        if getattr(import_utils, f"is_flash_attn_{name[-1]}_available")():
+            yield name
+
+
 def refusals(config: RunConfig, *, on_cpu: bool) -> Iterator[Refusal]:
     """Kernels that cannot train here, known before anything is read: attention, and Liger's."""
     name, training = config.model.attn_implementation, config.training
@@ -43,14 +53,14 @@ def refusals(config: RunConfig, *, on_cpu: bool) -> Iterator[Refusal]:
         found = getattr(import_utils, f"is_flash_attn_{name[-1]}_available")() or import_utils.is_kernels_available()
         rounds = training.bf16 or training.fp16 or config.model.dtype != "float32"
         if on_cpu:
-            yield Refusal("model.attn_implementation", name, f"runs on a GPU only, and there is none; {ELSE}")
+            yield Refusal(KEY, name, f"runs on a GPU only, and there is none; {ELSE}")
         elif not found:
             what = f"needs the package {FLASH[name]} or kernels; install one with: pip install kernels; or {ELSE}"
-            yield Refusal("model.attn_implementation", name, what)
+            yield Refusal(KEY, name, what)
         elif not rounds:
-            yield Refusal("model.attn_implementation", name, "computes in 16 bits only; write training.bf16: true")
+            yield Refusal(KEY, name, "computes in 16 bits only; write training.bf16: true")
     if name == "flex_attention" and on_cpu:
-        yield Refusal("model.attn_implementation", name, f"torch has no backward of it on a CPU; {ELSE}")
+        yield Refusal(KEY, name, f"torch has no backward of it on a CPU; {ELSE}")
     if training.use_liger_kernel:
         from transformers.utils.import_utils import is_liger_kernel_available
 

@@ -139,6 +139,8 @@ def check_options(config: RunConfig, world_size: int, *, installed: bool = True)
     """
     found = [*TASKS[config.task].refusals(config), *refusals(config.strategies, facts.run_facts(config, world_size))]
     found += _refuses_shares(config, world_size)
+    if config.model.attn_implementation == attention.AUTO:
+        found.append(Refusal(attention.KEY, attention.AUTO, "is for a run of a config file; write the kernel here"))
     for strategy in in_order(config.strategies).values() if installed else ():
         try:
             strategy.check_installed()
