@@ -21,9 +21,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from strategies.core.compression import Compression
 from strategies.core.facts import Facts, Precision, RunFacts
@@ -61,6 +61,10 @@ _OTHERS: Mapping[str, str] = {
 }
 
 
+# Options of the memory engine, and what they have to be where ranks train alone.
+_NOT_COMPARED: Mapping[str, object] = {"disk": None, "moments": "fp32", "masters": "fp32", "weight_copies": True}
+
+
 class Collectives(Strategy):
     """Exchange gradients, and the memory engine's spans, inside each machine first and then across machines.
 
@@ -94,6 +98,15 @@ class Collectives(Strategy):
     )
     outer_lr: float = Field(default=0.7, gt=0, description="Learning rate of the SGD that takes these differences.")
     outer_momentum: float = Field(default=0.9, ge=0, lt=1, description="Its Nesterov momentum.")
+
+    @model_serializer(mode="wrap")
+    def _without_what_does_not_apply(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Defaults of other methods are left out: written down in a run's ``config.yaml`` they would be refused."""
+        alone, lossy = self.local_steps is not None, self._lossy
+        idle = {option for option, methods in _OPTIONS.items() if self.compress not in methods}
+        idle |= {"start"} if alone else {"outer_lr", "outer_momentum"}
+        idle |= {"hierarchical", "slices"} if lossy else set()
+        return {key: value for key, value in plain(self).items() if key not in idle - self.model_fields_set}
 
     @property
     def _lossy(self) -> bool:
@@ -147,13 +160,19 @@ class Collectives(Strategy):
     def _refuses_lossy(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
         alone, owes, in_fp16 = self.local_steps is not None, self._compression().owes, run.precision is Precision.FP16
         signs, powersgd, begins = self.compress == "onebit", self.compress == "powersgd", "start" in self.written
-        for name in ("zero", "offload", *_OTHERS):
+        engine = others["offload"].model_dump() if alone and "offload" in others else {}
+        for name in ("zero", *(() if engine else ("offload",)), *_OTHERS):
             if name in others:
                 cure = f"cannot go with strategies.{name}, which exchanges otherwise; leave one of the two out"
                 yield Refusal(*self._what, cure)
+        for key in _NOT_COMPARED if engine else ():
+            if engine[key] != _NOT_COMPARED[key]:
+                cure = "beside strategies.collectives.local_steps it has not been compared; leave one of the two out"
+                yield Refusal(f"strategies.offload.{key}", engine[key], cure)
         for holds, cure in (
+            (bool(engine) and owes, "would keep what ranks owe on the device; take compress: none, bf16 or fp16"),
             (self.written.get("hierarchical") is True or "slices" in self.written, _RING),
-            (run.trained_bytes != 4, _BITS),
+            (run.trained_bytes != 4 and not engine, _BITS),
             (in_fp16 and (alone or owes), _SCALE),
             (alone and (signs or powersgd), "exchanges differences; take compress: none, bf16, fp16, topk or int8"),
             (alone and begins and owes, "compresses from its first exchange on; leave start out"),

@@ -33,6 +33,7 @@ from strategies.core.protocol import BITWISE, LOSSY, MemoryRefusal, Parity, Phas
 from strategies.core.sizes import AUTO, check_budget, human, parse_bytes
 from strategies.planner import edits, keep_or_offload, memory_rows
 from strategies.planner.budget import device_budget, host_budget
+from strategies.planner.compressed import outer_bytes
 from strategies.planner.exchanges import from_host
 from strategies.planner.places import OffloadRequest
 
@@ -357,13 +358,13 @@ class Offload(Strategy):
 
     def _sums_over_ranks(self, run: RunFacts) -> bool:
         """Whether gradients are summed over micro-batches and then over ranks, which has to happen on the device."""
-        return run.copies > 1 and run.accumulation > 1
+        return run.adding_copies > 1 and run.accumulation > 1
 
     def request(self, facts: Facts) -> OffloadRequest:
         decided = {"weights": self._stage in (1, 2), "gradients": self._sums_over_ranks(facts.run)}
         return OffloadRequest(
             device_bytes=device_budget(facts.machine, self.gpu_memory),
-            host_bytes=host_budget(facts.machine, self.host_memory),
+            host_bytes=host_budget(facts.machine, self.host_memory) - outer_bytes(facts),
             gpu_memory=self.gpu_memory,
             host_memory=self.host_memory,
             bucket_bytes=None if self.bucket_size == AUTO else parse_bytes(self.bucket_size),

@@ -15,7 +15,7 @@ group of their own, and one thread (``ddp_hook.py``).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -33,6 +32,7 @@ from strategies.backends import onebit_adam
 from strategies.backends.codec_int8 import Int8
 from strategies.backends.codec_topk import TopK
 from strategies.backends.ddp_hook import Hook
+from strategies.state.spans import Span, write
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -130,8 +130,9 @@ class Compressed:
             kind, keys, *rest = self._codec.rng.get_state()
             numbers |= {"steps": self._codec.iter, "random": [kind, np.asarray(keys).tolist(), *rest]}
         about = {"of": self.compression.words, "numbers": json.dumps(numbers)}
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in self._state()}
-        save_file(tensors, _path(folder, rank, self._group.size()), about)
+        parts = [(*name.rpartition("."), tensor) for name, tensor in self._state()]
+        spans = [Span(name, kind, tuple(tensor.shape), 0, tensor) for name, _, kind, tensor in parts]
+        write(_path(folder, rank, self._group.size()), spans, hashed=False, about=about)
 
     def load(self, folder: Path, rank: int) -> str:
         """Go on with what this rank owes; why it owes nothing instead, if that is not what ``folder`` has. Raise
@@ -147,9 +148,8 @@ class Compressed:
                 about = file.metadata() or {}
                 if about["of"] != self.compression.words:
                     return f"{folder.name} was saved with {about['of']}: {self.afresh}"
-                numbers = json.loads(about["numbers"])
-                found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
-            self._fill(found, numbers)
+                numbers, names = json.loads(about["numbers"]), list(file.keys())
+            self._fill(_Read(path, names), numbers)
         except (SafetensorError, KeyError, ValueError, TypeError, RuntimeError):
             raise ValueError(f"{path}: damaged, or of another model") from None
         return ""
@@ -161,7 +161,7 @@ class Compressed:
     def _keeps(self) -> bool:
         return self.compression.owes or self.compression.local_steps > 0
 
-    def _fill(self, found: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+    def _fill(self, found: Mapping[str, Tensor], numbers: dict[str, Any]) -> None:
         steps, buckets = int(numbers["steps"]), {int(key): list(names) for key, names in numbers["buckets"].items()}
         codec = self._codec
         if isinstance(codec, PowerSGDState):
@@ -185,6 +185,23 @@ class Compressed:
         for what, name in BY_BUCKET.items():
             for index, tensor in getattr(self._codec, name).items():
                 yield f"{what}.{index}", tensor
+
+
+class _Read(Mapping[str, Tensor]):
+    """The tensors of a file, each read where it is asked for: all of them would take as much memory again."""
+
+    def __init__(self, path: Path, names: list[str]) -> None:
+        self._path, self._names = path, names
+
+    def __getitem__(self, name: str) -> Tensor:
+        with safe_open(self._path, "pt") as file:
+            return file.get_tensor(name)  # type: ignore[no-any-return]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def _path(folder: Path, rank: int, ranks: int) -> Path:

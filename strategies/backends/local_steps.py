@@ -7,11 +7,14 @@ with Nesterov momentum, the outer optimizer, on the host. All ranks go on from t
 Invariant. After an outer step all ranks have the same bits of weights, outer weights and momentum. Between two of them
 the model is its outer weights: those are evaluated, saved as the model, and exported. A checkpoint also has each rank's
 own weights, inner state and what it owes, so a run goes on from any step with the same bits.
+
+The memory engine trains each rank's copy as if there were one rank; its exact weights (masters, where it has them) are
+read and written where they rest, parameter by parameter (``_Stowed``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +25,8 @@ from torch import Tensor, nn
 from strategies.backends.compressed import Compressed, codec_of
 from strategies.backends.onebit_adam import batches
 from strategies.core.compression import Compression
+from strategies.engine.optimizer import StowOptimizer
+from strategies.state.saved_state import MASTER
 
 SENT = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -31,33 +36,92 @@ def exchange_of(how: Compression | None) -> Compressed | None:
     return None if how is None else LocalSteps(how) if how.local_steps else Compressed(how)
 
 
+class _Plain:
+    """The exact weights and the inner state of trained parameters, by name: torch's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> None:
+        self._optimizer, self._params = optimizer, params
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._params)
+
+    def settle(self) -> None:
+        """Before weights are read."""
+
+    def weight(self, name: str) -> Tensor:
+        return self._params[name].detach()
+
+    def write(self, name: str, value: Tensor) -> None:
+        self._params[name].copy_(value)
+
+    def state(self, name: str) -> dict[str, Tensor]:
+        inner = self._optimizer.state[self._params[name]]
+        return {key: each for key, each in inner.items() if isinstance(each, Tensor)}
+
+    def write_state(self, name: str, found: Mapping[str, Tensor]) -> None:
+        for key, each in self.state(name).items():
+            each.copy_(found[key])
+
+
+class _Stowed(_Plain):
+    """The same of a model in the memory engine, wherever it rests."""
+
+    _optimizer: StowOptimizer
+
+    def settle(self) -> None:
+        self._optimizer.drain()
+
+    def weight(self, name: str) -> Tensor:
+        access, param = self._optimizer.access, self._params[name]
+        master = access.state_of(param).get(MASTER)
+        return access.newest_of(param).detach() if master is None else master
+
+    def write(self, name: str, value: Tensor) -> None:
+        self._optimizer.access.set_state(self._params[name], {MASTER: value})
+
+    def state(self, name: str) -> dict[str, Tensor]:
+        found = self._optimizer.access.state_of(self._params[name])
+        return {key: each for key, each in found.items() if key != MASTER}
+
+    def write_state(self, name: str, found: Mapping[str, Tensor]) -> None:
+        self._optimizer.access.set_state(self._params[name], found)
+
+
 class LocalSteps(Compressed):
     """How the ranks of the default group learn from each other; a collective."""
 
     afresh, _own_gradients = "ranks go on from the outer weights", True
 
+    @torch.no_grad()
     def follow(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-        self._inner, self._found = optimizer, dict[str, Tensor]()
-        self._params = {name: param for name, param in model.named_parameters() if param.requires_grad}
-        self._names = {id(param): name for name, param in self._params.items()}
-        for param in self._params.values():
-            dist.broadcast(param.detach(), 0, self._group)
-        self._outer = {name: param.detach().to("cpu", copy=True) for name, param in self._params.items()}
+        params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        self._inner = (_Stowed if isinstance(optimizer, StowOptimizer) else _Plain)(optimizer, params)
+        self._found: Mapping[str, Tensor] = {}
+        self._inner.settle()
+        for name in self._inner:
+            value = self._inner.weight(name).contiguous()
+            dist.broadcast(value, 0, self._group)
+            self._inner.write(name, value)
+        self._outer = {name: self._inner.weight(name).to("cpu", copy=True) for name in self._inner}
         self._momenta = {name: torch.zeros_like(outer) for name, outer in self._outer.items()}
-        self._codec = codec_of(self.compression, self._params.items(), self._group)
+        self._codec = codec_of(self.compression, params.items(), self._group)
         optimizer.register_step_post_hook(self._step)
 
     @torch.no_grad()
     def _step(self, *_: Any) -> None:
         self._steps += 1
-        for some in batches(self._params.values()) if not self._since else ():
-            names = [self._names[id(param)] for param in some]
-            differences = [self._outer[name].to(param.device) - param for name, param in zip(names, some, strict=True)]
-            self._average(names, differences)
-            for name, param, difference in zip(names, some, differences, strict=True):
+        if self._since:
+            return
+        self._inner.settle()
+        names = {id(outer): name for name, outer in self._outer.items()}
+        for some in batches(self._outer.values()):
+            own = {names[id(outer)]: self._inner.weight(names[id(outer)]) for outer in some}
+            differences = [self._outer[name].to(weight.device) - weight for name, weight in own.items()]
+            self._average([*own], differences)
+            for name, difference in zip(own, differences, strict=True):
                 rate, keeps, gradient = self.compression.outer_lr, self.compression.outer_momentum, difference.cpu()
                 momentum = self._momenta[name].mul_(keeps).add_(gradient)
-                param.copy_(self._outer[name].sub_(gradient.add_(momentum, alpha=keeps), alpha=rate))
+                self._inner.write(name, self._outer[name].sub_(gradient.add_(momentum, alpha=keeps), alpha=rate))
 
     def _average(self, names: list[str], differences: list[Tensor]) -> None:
         if self._codec is not None:
@@ -83,44 +147,48 @@ class LocalSteps(Compressed):
 
     @torch.no_grad()
     def _swap(self) -> None:
-        for name, param in self._params.items() if self._since else ():
-            kept = param.detach().to("cpu", copy=True)
-            param.copy_(self._outer[name])
-            self._outer[name].copy_(kept)
+        if not self._since:
+            return
+        self._inner.settle()
+        for name, outer in self._outer.items():
+            kept = self._inner.weight(name).to("cpu", copy=True)
+            self._inner.write(name, outer)
+            outer.copy_(kept)
 
     @torch.no_grad()
     def finish(self) -> str:
-        for name, param in self._params.items():
-            param.copy_(self._outer[name])
+        self._inner.settle()
+        for name, outer in self._outer.items():
+            self._inner.write(name, outer)
         return f"the last {self._since} steps, since the last outer step, are not in the model" if self._since else ""
 
     def _state(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._codec.state.items() if self._codec is not None else ()
-        for name, param in self._params.items():
-            yield from ((f"{name}.momentum", self._momenta[name]), (f"{name}.weight", param.detach()))
-            inner = self._inner.state[param].items()
-            yield from ((f"{name}.inner.{key}", each) for key, each in inner if isinstance(each, Tensor))
+        self._inner.settle()
+        for name in self._inner:
+            yield from ((f"{name}.momentum", self._momenta[name]), (f"{name}.weight", self._inner.weight(name)))
+            yield from ((f"{name}.inner.{key}", each) for key, each in self._inner.state(name).items())
 
-    def _fill(self, found: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+    def _fill(self, found: Mapping[str, Tensor], numbers: dict[str, Any]) -> None:
         """Weights and the inner state wait for ``resumed``."""
         kept = {f"{name}.momentum": each for name, each in self._momenta.items()}
         kept |= self._codec.state if self._codec is not None else {}
-        weights = {f"{name}.weight": param for name, param in self._params.items()}
+        weights = {f"{name}.weight": outer for name, outer in self._outer.items()}
         if any(found[name].shape != each.shape for name, each in (kept | weights).items()):
             raise ValueError
         for name, each in kept.items():
-            each.copy_(found.pop(name))
+            each.copy_(found[name])
         self._found, self._steps = found, int(numbers["steps"])
 
     @torch.no_grad()
     def resumed(self) -> None:
-        for name, param in self._params.items():
-            self._outer[name].copy_(param)
+        self._inner.settle()
+        for name in self._inner:
+            self._outer[name].copy_(self._inner.weight(name))
             if self._found:
-                param.copy_(self._found[f"{name}.weight"])
-                inner = {key: each for key, each in self._inner.state[param].items() if isinstance(each, Tensor)}
-                for key, each in inner.items():
-                    each.copy_(self._found[f"{name}.inner.{key}"])
+                self._inner.write(name, self._found[f"{name}.weight"])
+                state = {key: self._found[f"{name}.inner.{key}"] for key in self._inner.state(name)}
+                self._inner.write_state(name, state)
         if not self._found:
             self._steps = 0  # none since these outer weights
         self._found = {}

@@ -226,6 +226,11 @@ class RunFacts(ModelNumbers):
         return self.world_size // (self.stages * self.tensor)
 
     @property
+    def adding_copies(self) -> int:
+        """Copies that add up gradients in every step: one, if ranks train alone for some steps."""
+        return 1 if self.compression is not None and self.compression.local_steps else self.copies
+
+    @property
     def tokens_per_step(self) -> int:
         return self.micro_batch * self.sequence * self.accumulation * self.replicas
 

@@ -86,12 +86,14 @@ def stow(
     where, rule = device_of(device), rule or AdamW()
     if stowed_by(model) is not None:
         raise ValueError("this model is stowed already; close() its optimizer first")
-    if process_group is None and dist.is_available() and dist.is_initialized():
+    run = plan.facts.run
+    alone = run.adding_copies < run.copies  # and exchange weights now and then (``backends/local_steps.py``)
+    if process_group is None and dist.is_available() and dist.is_initialized() and not alone:
         process_group = dist.group.WORLD
     ranks = 1 if process_group is None else dist.get_world_size(process_group)
-    if ranks != plan.facts.run.copies:
+    if ranks != run.adding_copies:
         raise ValueError(
-            f"the plan is for {plan.facts.run.copies} ranks, and {ranks} train together: give plan_for their "
+            f"the plan is for {run.adding_copies} ranks, and {ranks} train together: give plan_for their "
             f"number as world_size, or stow a process_group of those that do"
         )
     layout, place, hosted_bytes = plan.layout, plan.place, plan.hosted_bytes()

@@ -275,6 +275,6 @@ def offloadable(facts: Facts, buckets: Sequence[Bucket], bucket_bytes: int | Non
         # With several stacks of blocks the "head" holds what stands between them, and is not used at the end only.
         elif blocks.isdisjoint(bucket.units) and len(stacks) == 1:
             found.ends.append(index)
-    if facts.run.copies > 1:
+    if facts.run.adding_copies > 1:
         found.gradients = sorted(found.blocks + found.ends)
     return found

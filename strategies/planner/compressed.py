@@ -84,7 +84,8 @@ def reserves(facts: Facts) -> Iterator[Reserve]:
     owed, size = owed_bytes(facts), 3 * bucket_bytes(facts)  # a bucket, as it is coded and as it is decoded
     yield Reserve(unit=RUN, reason=words(facts), owner="collectives: owed gradients", num_bytes=owed)
     if outer := outer_bytes(facts):
-        why, home = "outer weights and momentum", Home.HOST if facts.machine.has_accelerator else Home.DEVICE
+        on_host = facts.machine.has_accelerator or facts.run.stowed
+        why, home = "outer weights and momentum", Home.HOST if on_host else Home.DEVICE
         yield Reserve(unit=RUN, reason=why, owner="collectives: outer state", num_bytes=outer, home=home)
     why = "messages of a bucket"
     yield Reserve(unit=RUN, reason=why, owner="collectives: messages", num_bytes=size, in_passes=True)

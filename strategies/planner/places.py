@@ -168,7 +168,7 @@ class Places:
         names = {unit.name for unit in facts.units if unit.kind is UnitKind.BLOCK}
         # Embedding and head are large: slots for their state, or gradients, would cost more memory than they free.
         self._of_blocks = {i for i, bucket in enumerate(self.buckets) if set(bucket.units) <= names}
-        one_rank = request.ways == facts.run.copies == 1
+        one_rank = request.ways == facts.run.adding_copies == 1
         ends = self._sendable - self._of_blocks if direct and one_rank and request.site in ("auto", "host") else ()
         self.direct = {index for index in ends if not self._is_frozen(index)}
         # Several micro-batches are summed before the ranks are, as torch's data parallelism does.

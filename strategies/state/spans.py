@@ -90,9 +90,13 @@ def parts(spans: Iterable[Span]) -> Iterator[list[Span]]:
         yield part
 
 
-def write(path: Path, spans: Sequence[Span], *, hashed: bool = True) -> tuple[int, str | None]:
-    """Write a safetensors file (length of the header, header, bytes) and return its size and, if wished, SHA-256."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def write(
+    path: Path, spans: Sequence[Span], *, hashed: bool = True, about: Mapping[str, str] | None = None
+) -> tuple[int, str | None]:
+    """Write a safetensors file (length of the header, header, bytes) and return its size and, if wished, SHA-256.
+    ``about``: of the header's metadata.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(about or {})}}
     end = 0
     for span in spans:
         shape = span.shape if span.is_whole else (span.tensor.numel(),)

@@ -12,12 +12,13 @@ from tests.e2e.commands import write_jsonl
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
-def test_a_row_for_each_export(tmp_path: Path) -> None:
+def test_a_row_for_each_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
     from trainer.data import tokenizer as tokenizers
 
     pytest.importorskip("bitsandbytes")
+    monkeypatch.setitem(smaller.WAYS, "none", ["quantize={formats: [int8, nf4]}"])  # with torchao installed or not
     texts = [{"text": f"the {number} of {number * 7} and more"} for number in range(40)]
     write_jsonl(tmp_path / "rows.jsonl", texts)
     config = transformers.LlamaConfig(

@@ -160,3 +160,42 @@ def test_a_run_between_outer_steps_is_evaluated_saved_and_resumed(tmp_path: Path
         assert losses[1] == losses[2] != losses[3], losses
         saved = {step: load_file(tmp_path / method / f"checkpoint-{step}/model.safetensors") for step in (2, 3, 4)}
         assert different(saved[2], saved[3]) == [] and different(saved[3], saved[4])
+
+
+STOWED: dict[str, dict[str, Any]] = {
+    "on the host": {"site": "host", "weights": "streamed"},
+    "on the device": {"site": "device", "weights": "resident"},
+    "passing through": {"site": "streamed", "weights": "streamed"},
+}
+
+
+def _everything(ranks: Ranks, jobs: list[tuple[str, RunConfig, str | None]]) -> list[Any]:
+    """Of each rank and job the state at the end, and what it has logged."""
+    every: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(every, in_turn(ranks, jobs))
+    return every
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_in_the_memory_engine_with_the_bits_of_plain_local_steps(tmp_path: Path, bf16: bool) -> None:
+    """Clipped, accumulated, evaluated, saved and resumed between outer steps, each rank with its own state. In bf16
+    the engine has masters, which plain training has not, so there it is compared with itself."""
+    training = {
+        "per_device_train_batch_size": 1, "max_grad_norm": 0.05, "gradient_accumulation_steps": 2, "save_steps": 3,
+        "eval_strategy": "steps", "eval_steps": 1, "bf16": bf16,
+    }  # fmt: skip
+    ways = {name: {"offload": each} for name, each in STOWED.items()} | ({} if bf16 else {"plainly": {}})
+    jobs: list[tuple[str, RunConfig, str | None]] = []
+    for name, more in ways.items():
+        kind, folder = Kind(2, {"collectives": {"local_steps": 2}, **more}, training), tmp_path / name
+        jobs.append((name, kind.config(folder, 7), None))
+        jobs.append((f"{name}, resumed", kind.config(folder, 7), str(folder / "checkpoint-3")))
+    ranks = run_counted(2, _everything, jobs)
+    expected = [rank[list(ways)[-1]] for rank in ranks]
+    first, other = ({k: v for k, v in each["end"].items() if k.endswith(" exp_avg")} for each in expected)
+    assert different(first, other), "ranks have not trained alone"
+    for number, rank in enumerate(ranks):
+        for name, found in rank.items():
+            assert different(expected[number]["end"], found["end"]) == [], f"{name}, rank {number}"
+            if name in STOWED:
+                assert (found["loss"], found["seen"]) == (expected[number]["loss"], expected[number]["seen"]), name

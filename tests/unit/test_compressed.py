@@ -82,6 +82,12 @@ def test_local_steps_are_planned() -> None:
     (outer,) = (each for each in plan.reserves(Home.HOST) if each.owner == "collectives: outer state")
     assert outer.num_bytes == 8 * COUNT
     assert not [each for each in plan.reserves(Home.DEVICE) if each.owner == "data parallel: buckets"]
+    stowed = replace(about, run=replace(about.run, stowed=True), machine=replace(about.machine, name="cpu"))
+    plan = compose({"collectives": Collectives(local_steps=50)}, stowed)
+    assert 8 * COUNT in [each.num_bytes for each in plan.reserves(Home.HOST)], "of the memory engine's host"
+    engine: Any = find("offload")(host_memory="4GiB")
+    without = replace(about, run=replace(about.run, compression=None))
+    assert engine.request(without).host_bytes - engine.request(about).host_bytes == 8 * COUNT
     on_cpu = compose({"collectives": chosen("none")}, replace(about, machine=replace(about.machine, name="cpu")))
     assert 8 * COUNT in [each.num_bytes for each in on_cpu.reserves(Home.DEVICE)]
     assert kept_bytes(about) == (4 + 4 + 8) * COUNT  # momentum, a rank's own weights and moments, in its checkpoints
@@ -123,9 +129,17 @@ FEEDBACK = "powersgd"
         ({"hierarchical": False}, {"recompute": {}}, {"precision": Precision.BF16}, ""),
         *(({"compress": "none", "local_steps": 5}, {name: each}, {}, f"steps = 5: cannot go with strategies.{name}")
           for name, each in {
-            "zero": {"stage": 1}, "offload": {}, "tensor": {"degree": 2}, "pipeline": {"stages": 2},
+            "zero": {"stage": 1}, "tensor": {"degree": 2}, "pipeline": {"stages": 2},
             "sequence": {"degree": 2}, "experts": {"degree": 2},
         }.items()),
+        *(({"local_steps": 5, "compress": method}, {"offload": engine}, {"trained_bytes": 2}, what)
+          for method, engine, what in (
+            ("bf16", {}, ""),
+            ("none", {"disk": None, "moments": "fp32"}, ""),
+            ("int8", {}, "would keep what ranks owe on the device; take compress: none, bf16 or fp16"),
+            ("none", {"moments": "bf16"}, "strategies.offload.moments = 'bf16': beside strategies.collectives.local"),
+            ("none", {"weight_copies": False}, "weight_copies = false: beside strategies.collectives.local_steps it"),
+        )),
         ({"local_steps": 5}, {}, {}, "take compress: none, bf16, fp16, topk or int8"),
         ({"compress": "none", "outer_lr": 0.5}, {}, {}, "outer_lr = 0.5: is of local_steps"),
         ({"compress": "int8", "local_steps": 5, "start": 3}, {}, {}, "compresses from its first exchange on"),
@@ -140,6 +154,9 @@ def test_refused(options: dict[str, Any], others: dict[str, Any], run: dict[str,
     each = Collectives.model_validate({"compress": FEEDBACK, **options})
     found = [str(one) for one in each.refusals(replace(run_facts(world_size=4), **run), strategies)]
     assert len(found) == bool(what) and all(what in one for one in found)
+    if not what:  # nor as a run writes it down
+        again = Collectives.model_validate(each.model_dump())
+        assert not list(again.refusals(replace(run_facts(world_size=4), **run), strategies)) and again == each
 
 
 def test_int8_is_off_by_half_a_level_at_most_and_passes_on_what_is_not_finite() -> None:

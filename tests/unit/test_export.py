@@ -287,6 +287,24 @@ def train_and_export(ranks: Ranks, config: RunConfig) -> dict[str, float]:
         trainer.accelerator.free_memory()
 
 
+def test_adapters_whose_base_was_rounded_to_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A base in fp32, which the memory engine holds in bf16; beside another base they are refused."""
+    (model := built()).save_pretrained(tmp_path / "base")
+    config = run_config(
+        None, output_dir=tmp_path, strategies={"offload": {}}, max_steps=1, bf16=True, data={"max_length": 32},
+        model={"config": None, "name_or_path": str(tmp_path / "base"), "lora": LORA | {"export": "adapter"}},
+    )  # fmt: skip
+    assert train_and_export(Ranks(), config)["difference"] < 5e-2
+
+    def doubled(_: Path) -> None:
+        model.get_output_embeddings().weight.data.mul_(2)
+        model.save_pretrained(tmp_path / "base")
+
+    damage(monkeypatch, doubled)
+    with pytest.raises(ExportError, match=r"lm_head\.weight has other values"):
+        train_and_export(Ranks(), config)
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("stage", "base", "model"),

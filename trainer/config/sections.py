@@ -276,7 +276,7 @@ def _without_none(section: Section | Strategy) -> dict[str, Any]:
     return {
         name: _plain(getattr(section, name), plain[name])
         for name in type(section).model_fields
-        if plain[name] is not None
+        if plain.get(name) is not None
     }
 
 

@@ -166,6 +166,8 @@ class StowAccelerator(Accelerator):
         if self.stowed is not None:
             self.unscale_gradients()
             self.last_norm = self._clip_stowed(self.stowed, parameters, max_norm, norm_type)
+            if self.compressed is not None:  # the engine clips by its own, which stays as it is
+                self.last_norm = self.compressed.norm_of_all(self.last_norm.clone())
         elif self.gradients is not None:
             self.last_norm = self.gradients.clip(max_norm)
         elif self.experts is not None and not self.experts.is_in_zero:

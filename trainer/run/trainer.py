@@ -74,6 +74,7 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
         self._saving: saving.Save | None = None
         self._resumed: str | None = None
         self._trained = False
+        self._followed: Any = None  # the optimizer whose steps exchange
         super().__init__(*args, **kwargs)
         # Hugging Face deletes no checkpoints: it does so before the new one is on the disk, and at the end the newest.
         self.keep, self.args.save_total_limit = self.args.save_total_limit, None
@@ -111,11 +112,12 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
         made = super().create_optimizer(*args, **kwargs)
         if self.is_deepspeed_enabled and self.accelerator.experts is not None:
             expert_zero.divide_groups(made)
-        if self.accelerator.compressed is not None:
-            self.accelerator.compressed.follow(made, self.model)
         if self._pour is not None and self.stowed is not None:
             pour, self._pour = self._pour, None
             pour(self.stowed)
+        if self.accelerator.compressed is not None and self._followed is not made:
+            self._followed = made
+            self.accelerator.compressed.follow(made, self.model)
         return made
 
     def make_plan(self, groups: list[dict[str, Any]], moments: int) -> Plan:
