@@ -33,7 +33,6 @@ from strategies.core.protocol import BITWISE, LOSSY, MemoryRefusal, Parity, Phas
 from strategies.core.sizes import AUTO, check_budget, human, parse_bytes
 from strategies.planner import edits, keep_or_offload, memory_rows
 from strategies.planner.budget import device_budget, host_budget
-from strategies.planner.compressed import outer_bytes
 from strategies.planner.exchanges import from_host
 from strategies.planner.places import OffloadRequest
 
@@ -364,7 +363,7 @@ class Offload(Strategy):
         decided = {"weights": self._stage in (1, 2), "gradients": self._sums_over_ranks(facts.run)}
         return OffloadRequest(
             device_bytes=device_budget(facts.machine, self.gpu_memory),
-            host_bytes=host_budget(facts.machine, self.host_memory) - outer_bytes(facts),
+            host_bytes=host_budget(facts.machine, self.host_memory),
             gpu_memory=self.gpu_memory,
             host_memory=self.host_memory,
             bucket_bytes=None if self.bucket_size == AUTO else parse_bytes(self.bucket_size),

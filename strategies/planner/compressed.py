@@ -85,8 +85,9 @@ def reserves(facts: Facts) -> Iterator[Reserve]:
     yield Reserve(unit=RUN, reason=words(facts), owner="collectives: owed gradients", num_bytes=owed)
     if outer := outer_bytes(facts):
         on_host = facts.machine.has_accelerator or facts.run.stowed
-        why, home = "outer weights and momentum", Home.HOST if on_host else Home.DEVICE
-        yield Reserve(unit=RUN, reason=why, owner="collectives: outer state", num_bytes=outer, home=home)
+        why, home, stowed = "outer weights and momentum", Home.HOST if on_host else Home.DEVICE, facts.run.stowed
+        owner = "collectives: outer state"
+        yield Reserve(unit=RUN, reason=why, owner=owner, num_bytes=outer, home=home, in_passes=stowed)
     why = "messages of a bucket"
     yield Reserve(unit=RUN, reason=why, owner="collectives: messages", num_bytes=size, in_passes=True)
 

@@ -73,7 +73,12 @@ def keep_costs(facts: Facts, rates: Rates | None, *, may_host: bool) -> list[Kee
 
 
 def _placement_search(plan: Plan, request: OffloadRequest) -> PlacementSearch:
-    return PlacementSearch(plan.facts_as_kept(), request, plan.saved_peak(), plan.hosted_bytes())
+    return PlacementSearch(plan.facts_as_kept(), request, plan.saved_peak(), plan.hosted_bytes() + _beside(plan))
+
+
+def _beside(plan: Plan) -> int:
+    """What strategies that have decided have set aside on the host."""
+    return sum(reserve.num_bytes for reserve in plan.reserves(Home.HOST))
 
 
 class _Search:
@@ -98,7 +103,7 @@ class _Search:
     def _spare_bytes(self) -> int:
         """Host bytes that are left if all blocks are recomputed; all of the budget if that does not fit."""
         least = self.quick((0, len(self._curves[0].moves)))
-        return self._request.host_bytes - (place(least[0]).num_bytes(Home.HOST) if least else 0)
+        return self._request.host_bytes - _beside(self._plan) - (place(least[0]).num_bytes(Home.HOST) if least else 0)
 
     def options(self, position: Position) -> list[KeepOption]:
         """How each unit is kept."""

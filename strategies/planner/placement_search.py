@@ -38,7 +38,7 @@ class PlacementSearch:
     """One search. The budgets less what forward saves are what the arenas may take.
 
     Args:
-        saved_bytes: kept on the device for backward; ``hosted_bytes`` on the host.
+        saved_bytes: kept on the device for backward; ``hosted_bytes`` on the host, and what else others have there.
     """
 
     def __init__(self, facts: Facts, request: OffloadRequest, saved_bytes: int, hosted_bytes: int = 0) -> None:
@@ -260,7 +260,7 @@ class PlacementSearch:
     def _no_host(self, needed: int) -> str:
         hosted, budget, other = self._hosted_bytes, self._request.host_bytes, self._within_host
         device = inf if other is None else self._saved_bytes + other.num_bytes[Home.DEVICE]
-        part = f", {human(hosted)} of them for tensors that wait for backward" if hosted else ""
+        part = f", {human(hosted)} of them for what other strategies keep there" if hosted else ""
         each, of_all = (" on each rank", f" (for {self._ranks} ranks)") if self._ranks > 1 else ("", "")
         fits = device <= self._facts.machine.device_bytes
         more = f", or {KEY}.gpu_memory: {written(int(device))}" if fits else ""

@@ -268,12 +268,22 @@ def test_budgets() -> None:
     assert budgets(host_memory="30GiB")[1] == 30 * GIB // 4 and budgets(host_memory=0.5)[1] == 90 * GIB
 
 
-def test_what_a_refusal_says_to_write_is_enough_for_all_ranks() -> None:
+@pytest.mark.parametrize("local_steps", [0, 5])
+def test_what_a_refusal_says_to_write_is_enough_for_all_ranks(local_steps: int) -> None:
+    """Also for the outer weights of ranks that train alone, which are beside the engine's memory on the host."""
     known = transformer(world_size=4, machine=replace(machine(100 * GIB, GIB), ranks=4))
+    others = {"collectives": find("collectives")(local_steps=local_steps)} if local_steps else {}
+    known = replace(known, run=replace(known.run, stowed=True))
+    known = others["collectives"].narrowed(known, 0) if others else known
+
+    def planned(host_memory: str) -> Plan:
+        return compose({"offload": offload(site="host", host_memory=host_memory), **others}, known)
+
     with pytest.raises(Refusal, match=r"too much for 256 B; write .* or more \(for 4 ranks\)") as caught:
-        plan_of(known, site="host", host_memory="1KiB")
+        planned("1KiB")
     enough = str(caught.value).split("write ")[1].split(" or more")[0]
-    plan = plan_of(known, site="host", host_memory=enough)
+    plan = planned(enough)
+    assert bool(local_steps) == any(each.owner == "collectives: outer state" for each in plan.reserves(Home.HOST))
     assert 0 <= parse_bytes(enough) // 4 - plan.peak(Home.HOST) < MIB
 
 
