@@ -7,7 +7,7 @@ import torch
 
 from strategies.core.facts import UnitKind
 from strategies.engine.tensors import quantised
-from tests.helpers.tiny import GPT2, LLAMA, run_config
+from tests.helpers.tiny import ENDS, GPT2, HEADS, LLAMA, run_config
 from trainer.config.load import load_tree
 from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError
@@ -111,6 +111,20 @@ def test_blocks_are_not_timed_without_it() -> None:
 def test_refused_by_the_plan(config: Any, size: int, line: str) -> None:
     with pytest.raises(ConfigError, match=line):
         count_model(config_of({**TRAINED, "group_size": size}, config))
+
+
+@pytest.mark.parametrize(
+    ("config", "layer"),
+    [
+        ({**LLAMA, "model_type": "phimoe", "num_local_experts": 4}, "PhimoeTopKRouter"),
+        ({**HEADS, **ENDS, "model_type": "falcon"}, "FalconLinear"),
+    ],
+)
+def test_layers_with_a_forward_of_their_own(config: Any, layer: str) -> None:
+    """torchao would replace them by layers that compute without it."""
+    with pytest.raises(ConfigError, match=rf'quantize\.qat = "int4_group": torchao trains .* is a {layer}, which'):
+        count_model(config_of(TRAINED, config))
+    count_model(config_of({**TRAINED, "qat": None}, config))
 
 
 @pytest.mark.parametrize("now", [{"qat": None}, {"group_size": 32}, {"qat": "int8_group"}])

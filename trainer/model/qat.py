@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 
 def layers_of(model: Any, config: RunConfig) -> dict[str, nn.Linear]:
-    """The layers that Transformers quantises by group. ConfigError: there are none, or groups do not divide one."""
+    """The layers that Transformers quantises by group. ConfigError: there are none, groups do not divide one, or one
+    that is to be trained so computes otherwise than a linear layer, by which torchao replaces it.
+    """
     asked = config.quantize
     assert asked is not None
     left = HfQuantizer.get_modules_to_not_convert(model, asked.llm_int8_skip_modules, model._keep_in_fp32_modules)
@@ -40,6 +42,11 @@ def layers_of(model: Any, config: RunConfig) -> dict[str, nn.Linear]:
             fits = math.gcd(each.in_features, asked.group_size)
             what = f"does not divide the {each.in_features} inputs of {name}; {fits} does"
             raise config.error("quantize.group_size", asked.group_size, what)
+        if asked.qat is not None and type(each).forward is not nn.Linear.forward:
+            what = (
+                f"torchao trains torch's linear layers, and {name} is a {type(each).__name__}, which computes otherwise"
+            )
+            raise config.error("quantize.qat", asked.qat, what)
     return layers
 
 
