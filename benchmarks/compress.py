@@ -20,10 +20,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
-from math import exp
+from math import exp, inf
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from benchmarks.two_level import machines
 from strategies.backends.compressed import Compressed
 from strategies.backends.local_steps import LocalSteps
 from strategies.core.compression import Compression
+from strategies.core.registry import find
 from trainer.config.load import load
 from trainer.data.collate import Collator
 from trainer.dist.ranks import Ranks
@@ -45,6 +46,7 @@ from trainer.run import history
 from trainer.run.order import read_data
 
 RANKS, BATCH, LEARNING_RATE, WARMUP, LOG = 4, 1, 1e-3, 20, 20
+WIDTHS = 12  # the quickstart has 6 heads, of an even width
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 Methods = dict[str, Compression | None]
 METHODS: Methods = {
@@ -71,7 +73,10 @@ def method(name: str) -> Compression | None:
     try:
         if unknown := given.keys() - {each.name for each in fields(Compression)}:
             raise argparse.ArgumentTypeError(f"{name!r}: there is no option {', '.join(sorted(unknown))}")
-        return TypeAdapter(Compression).validate_python({"density": 1, "rank": 1, "start": 10, **given, "method": what})
+        how = TypeAdapter(Compression).validate_python({"density": 1, "rank": 1, "start": 10, **given, "method": what})
+        numbers = {option: getattr(how, option) for option in given}
+        find("collectives").model_validate({**numbers, "compress": what})  # knows what a number may be
+        return how
     except ValidationError as error:
         first = error.errors()[0]
         raise argparse.ArgumentTypeError(f"{name!r}: {first['loc'][0]}: {first['msg']}") from None
@@ -194,7 +199,8 @@ def summed_up(lines: list[dict[str, Any]], out: Path) -> None:
         history.draw(runs, out / "curves.png")
 
 
-def main() -> None:
+def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Methods]:
+    """Arguments of the command line, and the methods that they name."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=["quality", "speed"])
     parser.add_argument("--across", type=float, default=100.0, help="Mbit/s that a rank sends to the others")
@@ -207,11 +213,21 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    given = parser.parse_args(argv)
+    for name, step in {"steps": 1, "seeds": 1, "hidden": WIDTHS}.items():
+        if (number := getattr(given, name)) < 1 or number % step:
+            parser.error(f"--{name} {number}: must be a positive {f'multiple of {step}' if step > 1 else 'number'}")
+    if not 0 < given.across < inf:
+        parser.error(f"--across {given.across:g}: must be more than 0, and finite")
     try:
         methods = {name: method(name) for name in given.methods}
     except argparse.ArgumentTypeError as error:
         parser.error(f"--methods {error}; known are {', '.join(map(repr, METHODS))}, or as in 'powersgd rank=16'")
+    return given, methods
+
+
+def main() -> None:
+    given, methods = parse()
     address = "10.77.0.1" if given.what == "speed" else "127.0.0.1"
     results = given.out / f"{given.what}.jsonl"
     if given.rank is not None:

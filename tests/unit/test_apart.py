@@ -1,5 +1,6 @@
 """A model that is written tensor by tensor has the bytes of ``save_pretrained``, and opens as the same model."""
 
+import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -17,6 +19,7 @@ from trainer.model.build import build, load_config
 from trainer.model.mapped import Spilled
 
 TIED: Mapping[str, Any] = {**MIXTRAL, "tie_word_embeddings": True}
+LIMIT = 20_000  # bytes of a file; the largest tensor has 16 KiB
 JOINED: Mapping[str, Any] = {**LLAMA, "model_type": "hrm_text", "head_dim": 8, "num_layers_per_stack": 1}
 
 
@@ -26,7 +29,7 @@ def written(model: Any, folder: Path) -> tuple[bool, int, list[bytes]]:
     found = apart.save(model, folder / "ours", model.state_dict(), pieces)
     model.save_pretrained(folder / "theirs")
     files = [folder / name / "model.safetensors" for name in ("ours", "theirs")]
-    return found, pieces.num_bytes, [path.read_bytes() for path in files]
+    return found, pieces.num_bytes, [path.read_bytes() for path in files if path.is_file()]
 
 
 @pytest.mark.parametrize("name", [*MODELS, "tied", "dense", "joined"])
@@ -51,6 +54,26 @@ def test_pieces_have_the_order_in_which_transformers_fills_files(tmp_path: Path)
     model = build(section, load_config(section), seed=0, partitioned=False)
     found = apart.taken_apart(model, model.state_dict(), Spilled(tmp_path))
     assert found is not None and list(found) == list(revert_weight_conversion(model, model.state_dict()))
+
+
+def test_in_several_files_none_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers' own have the same tensors, and more of them in one file than it may have."""
+    section = run_config(MIXTRAL).model
+    model = build(section, load_config(section), seed=0, partitioned=False)
+    monkeypatch.setattr(model, "save_pretrained", partial(model.save_pretrained, max_shard_size=LIMIT))
+    written(model, tmp_path)
+    tensors, largest = [], []
+    for folder in (tmp_path / "ours", tmp_path / "theirs"):
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        files = {name: load_file(folder / name) for name in sorted(set(index["weight_map"].values()))}
+        assert index["weight_map"] == {key: name for name, found in files.items() for key in found}
+        tensors.append({key: value for found in files.values() for key, value in found.items()})
+        sizes = [sum(value.nbytes for value in found.values()) for found in files.values()]
+        assert index["metadata"]["total_size"] == sum(sizes)
+        largest.append(max(sizes))
+    assert largest[0] <= LIMIT < largest[1]
+    assert tensors[0].keys() == tensors[1].keys()
+    assert all(torch.equal(value, tensors[1][key]) for key, value in tensors[0].items())
 
 
 def test_a_full_disk_is_said(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, TrainerS
 
 from strategies.core.protocol import BITWISE, Parity
 from tests.helpers.releases import HIGHEST_STAGE
-from tests.helpers.tiny import GPT2, LLAMA, VOCAB, run_config
+from tests.helpers.tiny import GPT2, LLAMA, MIXTRAL, VOCAB, run_config
 from trainer.config.sections import RunConfig
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
@@ -303,6 +303,14 @@ def test_adapters_whose_base_was_rounded_to_train(tmp_path: Path, monkeypatch: p
     damage(monkeypatch, doubled)
     with pytest.raises(ExportError, match=r"lm_head\.weight has other values"):
         train_and_export(Ranks(), config)
+
+
+def test_a_mixture_that_bf16_sends_to_other_experts(tmp_path: Path) -> None:
+    """Under autocast. What is opened again computes so, too: in fp32 it chose others, and was refused."""
+    uneven = {**MIXTRAL, "initializer_range": 0.5}
+    config = run_config(uneven, output_dir=tmp_path, max_steps=1, bf16=True, data={"max_length": 32})
+    assert train_and_export(Ranks(), config)["difference"] == 0
+    assert {each.dtype for each in load_file(tmp_path / "export" / WEIGHTS).values()} == {torch.float32}
 
 
 @pytest.mark.ranks

@@ -72,6 +72,7 @@ def test_what_is_counted_is_what_torchao_saves(dtype: torch.dtype) -> None:
     ("quantize", "more", "line"),
     [
         ({"qat": "nf4"}, {}, 'quantize.qat = "nf4": must be one of int8_group, int4_group'),
+        ({"group_size": 1}, {}, "quantize.group_size = 1: must be a whole number >= 2"),
         ({"formats": ["int8_group"]}, {}, 'quantize.qat = "int4_group": must be one of quantize.formats'),
         ({"llm_int8_skip_modules": ["lm_head"]}, {}, "quantize.llm_int8_skip_modules = ["),
         ({}, {"model": {"lora": {"r": 2}}}, "model.lora = "),
@@ -105,6 +106,7 @@ def test_blocks_are_not_timed_without_it() -> None:
     ("config", "size", "line"),
     [
         (LLAMA, 48, "quantize.group_size = 48: does not divide the 32 inputs of model.layers.0.self_attn.q_proj; 16"),
+        (LLAMA, 3, "quantize.group_size = 3: does not divide the 32 inputs of model.layers.0.self_attn.q_proj; 2 does"),
         (GPT2, GROUP, "a gpt2 model has none"),
     ],
 )

@@ -112,7 +112,9 @@ class QuantizeSection(Section):
         "by torchao, 8 or 4 with one for each group.",
         ["nf4"],
     )
-    group_size: Count = option("int8_group, int4_group: weights of an output that have a scale together.", 128)
+    group_size: Annotated[int, Field(ge=2)] = option(
+        "int8_group, int4_group: weights of an output that have a scale together.", 128
+    )
     bnb_4bit_use_double_quant: bool = option("Quantise the scales of 4-bit weights as well.", False)
     llm_int8_skip_modules: list[NonEmpty] | None = option(
         "Modules that are not quantised, in any format; not set means the head."

@@ -4,8 +4,10 @@ On saving Transformers takes apart what it put together on loading, as the exper
 its own conversions do so for one tensor of the model at a time, and what they make goes into a file without a name.
 To be checked, what was written is put together in the same way (``parts.py``), into such a file.
 
-Invariant. What is written has the bytes of ``save_pretrained``. Whether conversions can be made of one tensor alone is
-seen without values: names and shapes have to be those of all at once. Otherwise Transformers makes them, in memory.
+Invariant. What is written has the bytes of ``save_pretrained``; of what is larger than one file, its tensors, since
+Transformers puts all that it took apart of one tensor into one file, however large. Whether conversions can be made of
+one tensor alone is seen without values: names and shapes have to be those of all at once. Otherwise Transformers makes
+them, in memory.
 """
 
 from __future__ import annotations

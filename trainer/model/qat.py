@@ -40,6 +40,10 @@ def layers_of(model: Any, config: RunConfig) -> dict[str, nn.Linear]:
     for name, each in layers.items():
         if each.in_features % asked.group_size:
             fits = math.gcd(each.in_features, asked.group_size)
+            if fits == 1:  # torchao takes none so small
+                fits = next(
+                    (few for few in range(2, each.in_features) if each.in_features % few == 0), each.in_features
+                )
             what = f"does not divide the {each.in_features} inputs of {name}; {fits} does"
             raise config.error("quantize.group_size", asked.group_size, what)
         if asked.qat is not None and type(each).forward is not nn.Linear.forward:

@@ -121,8 +121,11 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, config: RunConf
                 base |= build.of_head(section, model.config)
             again = partial(reload, draft, task, trust_remote_code=section.trust_remote_code, **base)
             reloaded = apart.opened(draft, again, Spilled(folder)) if taken_apart else again()
-            # Reloaded adapters have other names than trained ones; their values are compared alone.
-            difference = compare(reloaded, state, probe, logits, tolerance, names=merge or not has_adapters)
+            # Products in bf16, as ``logits`` were computed; in fp32 a mixture would choose other experts now and then.
+            in_bf16 = trainer.args.bf16 and reloaded.dtype is torch.float32
+            with torch.autocast("cpu", torch.bfloat16, enabled=in_bf16):
+                # Reloaded adapters have other names than trained ones; their values are compared alone.
+                difference = compare(reloaded, state, probe, logits, tolerance, names=merge or not has_adapters)
         card.text += (
             f"\nBefore it was published the model was loaded with `from_pretrained` and compared with the trained one: "
             f"every tensor has its bits, and logits differ by {difference:.1e} of the largest at most.\n"
