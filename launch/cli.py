@@ -54,7 +54,7 @@ MEANINGS = {
     ExitCode.OUT_OF_MEMORY: "out of memory",
     ExitCode.NON_FINITE: "not finite any more",
     ExitCode.WATCHDOG: "a rank gave no sign of life",
-    ExitCode.DISK: "the disk: asked to stop and could not save, or the disk tier failed",
+    ExitCode.DISK: "the disk: asked to stop and could not save, the disk tier failed, or no room to export",
     ExitCode.PEER_DIED: "another rank died",
     ExitCode.INTERRUPTED: "interrupted",
 }

@@ -1,5 +1,6 @@
 """Export: what comes back is what was trained, and what does not is refused by name. The old one stays until then."""
 
+import errno
 import json
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
@@ -9,17 +10,23 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, TrainerState
 
 from strategies.core.protocol import BITWISE, Parity
+from tests.helpers import small_runs
 from tests.helpers.releases import HIGHEST_STAGE
 from tests.helpers.tiny import GPT2, LLAMA, MIXTRAL, VOCAB, run_config
+from trainer.config.load import load_tree
 from trainer.config.sections import RunConfig
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
+from trainer.dist.stopping import Stop
+from trainer.errors import ExitCode
 from trainer.model.build import build, load_config
 from trainer.run import export as export_module
+from trainer.run import run as runs
 from trainer.run.export import ExportError, export, model_card
 from trainer.run.pipeline_trainer import PipelineTrainer
 from trainer.verify.verify import _tokenizer, random_run
@@ -311,6 +318,21 @@ def test_a_mixture_that_bf16_sends_to_other_experts(tmp_path: Path) -> None:
     config = run_config(uneven, output_dir=tmp_path, max_steps=1, bf16=True, data={"max_length": 32})
     assert train_and_export(Ranks(), config)["difference"] == 0
     assert {each.dtype for each in load_file(tmp_path / "export" / WEIGHTS).values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space"), SafetensorError("No space left on device")])
+def test_a_full_disk_is_one_line(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: Any) -> None:
+        raise error
+
+    small_runs.make_rows_and_model(tmp_path)
+    monkeypatch.setattr(export_module, "export", fails)
+    tree = small_runs.tree_of(tmp_path, tmp_path / "run", {}, max_steps=1)
+    assert runs.run(load_tree(tree), Ranks(), Stop()) == ExitCode.DISK
+    said = capfd.readouterr().err
+    assert f"export: the disk of {tmp_path / 'run'} is full; no export was made" in said and "Traceback" not in said
 
 
 @pytest.mark.ranks

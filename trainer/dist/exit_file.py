@@ -34,7 +34,7 @@ MEANING: Mapping[int, str] = {
     ExitCode.OUT_OF_MEMORY: "out of memory",
     ExitCode.NON_FINITE: "gradients or loss are not finite any more",
     ExitCode.WATCHDOG: "a rank gave no sign of life",
-    ExitCode.DISK: "the disk: asked to stop and could not save, or the disk tier failed",
+    ExitCode.DISK: "the disk: asked to stop and could not save, the disk tier failed, or no room to export",
     ExitCode.PEER_DIED: "another rank has died",
     ExitCode.INTERRUPTED: "interrupted from the keyboard",
 }

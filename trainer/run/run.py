@@ -11,7 +11,9 @@ is made before.
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
 import sys
 import time
 import traceback
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed
+from safetensors import SafetensorError
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import SaveStrategy
 
@@ -275,6 +278,20 @@ def train(run: Run, stop: Stop, together: Agreement, watchdog: Watchdog | None) 
         gc.collect()
 
 
+AGAIN = "training.resume_from_checkpoint=auto makes it from the last checkpoint"
+
+
+class CannotExport(UserError):
+    """There is no room for the export."""
+
+    code = ExitCode.DISK
+
+
+def is_full(error: OSError | SafetensorError) -> bool:
+    """Whether a disk has no room; safetensors says so in words alone."""
+    return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error)
+
+
 def finish(run: Run, trainer: Trainer, together: Agreement) -> None:
     """Evaluate if the last step was not evaluated, export, check the export, and print where everything is."""
     step, log = trainer.state.global_step, trainer.state.log_history
@@ -288,7 +305,14 @@ def finish(run: Run, trainer: Trainer, together: Agreement) -> None:
             publish(run.config)
         return
     exact_again(trainer.model, run.config)
-    receipt = export.export(trainer, run.tokenizer, run.config)
+    try:
+        receipt = export.export(trainer, run.tokenizer, run.config)
+    except (OSError, SafetensorError) as error:
+        if not is_full(error):
+            raise
+        raise CannotExport(
+            f"export: the disk of {folder} is full; no export was made: make room, and {AGAIN}"
+        ) from error
     if not run.ranks.is_first:
         return
     if len(history := [record for record in log if "eval_loss" in record]) > 1:
