@@ -283,7 +283,8 @@ class Made:
         addresses = place(layout)
         check(layout, addresses, params)
         here = SimpleNamespace(addresses=addresses, debug=debug)
-        return cls(layout, here, SimpleNamespace(run=SimpleNamespace(copies=ranks, two_level=0), units=()))
+        run = SimpleNamespace(copies=ranks, adding_copies=ranks, two_level=0)
+        return cls(layout, here, SimpleNamespace(run=run, units=()))
 
     def hosted_bytes(self) -> int:
         """Nothing waits on the host."""
