@@ -151,6 +151,8 @@ def test_the_best_one_is_kept_by_its_name_and_compared_before_it_is_loaded(
     best += ["greater_is_better=true", "save_total_limit=1", "learning_rate=0.05"]
     overrides = ["data.eval_fraction=0.1", *(f"training.{each}" for each in best)]
     assert train(tmp_path, {}, *overrides) == 0
+    said = f"the weights of step {SAVE}, of the best evaluation"
+    assert said in capsys.readouterr().out and said in (tmp_path / "run/export/README.md").read_text()
     first, last = (tmp_path / f"run/checkpoint-{step}" for step in (SAVE, STEPS))
     for folder in (first, last):
         state = json.loads((folder / "trainer_state.json").read_text())

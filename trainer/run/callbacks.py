@@ -39,6 +39,7 @@ from trainer.machine.probe import status_bytes
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from trainer.config.sections import RunConfig
     from trainer.dist.watchdog import Watchdog
 
 SAID = (
@@ -166,6 +167,13 @@ class Watched(TrainerCallback):
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         self._watchdog.doing = "at the end of training, exporting"
+
+
+def of_best(config: RunConfig, state: TrainerState, text: str) -> str:
+    """``text`` about weights that are those of the best evaluation; empty if they are the last ones."""
+    if not config.training.load_best_model_at_end or state.best_global_step in (None, 0, state.global_step):
+        return ""
+    return text.format(f"the weights of step {state.best_global_step}, of the best evaluation")
 
 
 def perplexity(loss: float) -> float:

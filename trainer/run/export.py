@@ -42,7 +42,7 @@ from trainer.model import apart, build, qat, quantise
 from trainer.model.adapters import merged
 from trainer.model.mapped import Spilled
 from trainer.run import structured
-from trainer.run.callbacks import perplexity
+from trainer.run.callbacks import of_best, perplexity
 from trainer.run.checkpoint import move_aside, versions
 from trainer.run.resume_rules import RULES, SILENT
 from trainer.run.trainer import Trainer
@@ -290,6 +290,7 @@ def model_card(
         f"# {Path(config.training.output_dir).name}",
         " ".join((_origin(config, hf_config.model_type), structured.sentence(config), qat.sentence(config))).strip(),
         f"It was trained on {source} in sequences of up to {data.max_length} tokens, for {state.global_step} steps. "
+        + of_best(config, state, "These are {}. ")
         + " ".join(_results(state.log_history, odds=TASKS[config.task].language)),
         f"Settings: {', '.join(_settings(config))}.",
         f"Strategies: {_strategies(config)}. {_exactness(parities)}"

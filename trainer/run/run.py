@@ -43,7 +43,7 @@ from trainer.dist.watchdog import Watchdog
 from trainer.errors import ConfigError, ExitCode, UserError, first_line, report, write_line
 from trainer.planning.from_config import check_options, refuse_folder
 from trainer.run import export, further, live, lock, metrics, oom, order, resuming, saving, teaching, trackers, upload
-from trainer.run.callbacks import SAID, Watched, perplexity
+from trainer.run.callbacks import SAID, Watched, of_best, perplexity
 from trainer.run.order import Run
 from trainer.run.quantized import exact_again
 from trainer.run.resume_rules import leaves
@@ -326,8 +326,9 @@ def finish(run: Run, trainer: Trainer, together: Agreement) -> None:
         write_line(f"held-out loss {pairs[0]} with exact sums, {pairs[1]} with strategies.tensor.exchange")
     assert receipt is not None
     write_line(
-        f"export: {folder / 'export'} ({human(receipt.num_bytes)}), reloaded: {receipt.num_tensors} tensors, names and "
-        f"shapes equal, largest difference of a logit {receipt.largest_difference:.1e}"
+        f"export: {folder / 'export'} ({human(receipt.num_bytes)}), {of_best(run.config, trainer.state, '{}, ')}"
+        f"reloaded: {receipt.num_tensors} tensors, names and shapes equal, largest difference of a logit "
+        f"{receipt.largest_difference:.1e}"
     )
     write_line(f"run folder: {folder} (plan.txt, metrics.jsonl, config.yaml, checkpoints)")
     write_line(f"curves:     tensorboard --logdir {folder}")
