@@ -78,8 +78,7 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, config: RunConf
     """Write the model, with a card, and check it; a collective. Only the first rank gets a receipt. Raise ExportError
     if a weight is not finite, or a name, a shape, a value or a logit differs after reloading.
     """
-    section = config.model
-    merge = section.merges
+    section, merge = config.model, config.model.merges
     model: Any = trainer.accelerator.unwrap_model(trainer.whole, keep_torch_compile=False)
     task = TASKS[config.task]
     rows = trainer.whole.get_input_embeddings().num_embeddings
