@@ -195,7 +195,8 @@ class _Read(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         with safe_open(self._path, "pt") as file:
-            return file.get_tensor(name)  # type: ignore[no-any-return]
+            found: Tensor = file.get_tensor(name)
+            return found
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

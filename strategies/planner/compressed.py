@@ -84,9 +84,8 @@ def reserves(facts: Facts) -> Iterator[Reserve]:
     owed, size = owed_bytes(facts), 3 * bucket_bytes(facts)  # a bucket, as it is coded and as it is decoded
     yield Reserve(unit=RUN, reason=words(facts), owner="collectives: owed gradients", num_bytes=owed)
     if outer := outer_bytes(facts):
-        on_host = facts.machine.has_accelerator or facts.run.stowed
-        why, home, stowed = "outer weights and momentum", Home.HOST if on_host else Home.DEVICE, facts.run.stowed
-        owner = "collectives: outer state"
+        why, owner, stowed = "outer weights and momentum", "collectives: outer state", facts.run.stowed
+        home = Home.HOST if stowed or facts.machine.has_accelerator else Home.DEVICE
         yield Reserve(unit=RUN, reason=why, owner=owner, num_bytes=outer, home=home, in_passes=stowed)
     why = "messages of a bucket"
     yield Reserve(unit=RUN, reason=why, owner="collectives: messages", num_bytes=size, in_passes=True)

@@ -191,6 +191,7 @@ def _run(ranks: Ranks, config: RunConfig, resume: str | None) -> dict[str, Any]:
         found["end"] = state_of(trainer)
         logged = trainer.state.log_history
         found["loss"] = [record["loss"] for record in logged if "loss" in record]
+        found["norm"] = [record["grad_norm"] for record in logged if "grad_norm" in record]
         found["seen"] = [{key: record[key] for key in ("tokens", "eval_loss") if key in record} for record in logged]
         return found
     finally:

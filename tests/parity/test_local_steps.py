@@ -198,4 +198,5 @@ def test_in_the_memory_engine_with_the_bits_of_plain_local_steps(tmp_path: Path,
         for name, found in rank.items():
             assert different(expected[number]["end"], found["end"]) == [], f"{name}, rank {number}"
             if name in STOWED:
-                assert (found["loss"], found["seen"]) == (expected[number]["loss"], expected[number]["seen"]), name
+                for what in ("loss", "norm", "seen"):
+                    assert found[what] == expected[number][what] != [], f"{name}: {what}"

@@ -50,7 +50,9 @@ def test_flash_attention_comes_first_where_it_runs(monkeypatch: pytest.MonkeyPat
     """On a GPU, in 16 bits; it is not assumed of another machine."""
     refusals = attention.refusals
     monkeypatch.setattr(attention, "refusals", lambda config, on_cpu: refusals(config, on_cpu=False))
-    monkeypatch.setattr("transformers.utils.import_utils.is_flash_attn_2_available", lambda: True)
+    for number in (2, 3):
+        monkeypatch.setattr(f"transformers.utils.import_utils.is_flash_attn_{number}_available", lambda: True)
+    assert list(attention.installed_flash()) == ["flash_attention_3", FLASH]
     config = run_config(model=AUTO, data={"packing": True}, bf16=True)
     assert taken(monkeypatch, config)[0] == FLASH
     assert taken(monkeypatch, run_config(model=AUTO, bf16=True))[0] == FLASH

@@ -12,6 +12,7 @@ same, so that a plan needs no torchao; ``tests/unit/test_qat.py`` compares the t
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -68,8 +69,9 @@ def counted(model: Any, config: RunConfig) -> Any:
     ConfigError: ``layers_of``.
     """
     if config.quantize is not None and config.quantize.qat is not None:
-        for each in layers_of(model, config).values():
-            each.forward = partial(_rounded, each, config.quantize.group_size)  # type: ignore[method-assign]
+        layers: Mapping[str, Any] = layers_of(model, config)
+        for each in layers.values():
+            each.forward = partial(_rounded, each, config.quantize.group_size)
     return model
 
 

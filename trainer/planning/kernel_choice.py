@@ -44,9 +44,7 @@ def _candidates(config: RunConfig, *, here: bool) -> Iterator[tuple[str, str]]:
 
 
 def _with(config: RunConfig, name: str | None) -> RunConfig:
-    return config.model_copy(
-        update={"model": config.model.model_copy(update={"attn_implementation": name})},
-    )
+    return config.model_copy(update={"model": config.model.model_copy(update={"attn_implementation": name})})
 
 
 def _refuses(config: RunConfig, world_size: int, *, here: bool) -> bool:

@@ -44,6 +44,7 @@ from trainer.errors import ConfigError, ExitCode, UserError, first_line, report,
 from trainer.planning.from_config import check_options, refuse_folder
 from trainer.run import export, further, live, lock, metrics, oom, order, resuming, saving, teaching, trackers, upload
 from trainer.run.callbacks import SAID, Watched, of_best, perplexity
+from trainer.run.checkpoint import complete
 from trainer.run.order import Run
 from trainer.run.quantized import exact_again
 from trainer.run.resume_rules import leaves
@@ -278,9 +279,6 @@ def train(run: Run, stop: Stop, together: Agreement, watchdog: Watchdog | None) 
         gc.collect()
 
 
-AGAIN = "training.resume_from_checkpoint=auto makes it from the last checkpoint"
-
-
 class CannotExport(UserError):
     """There is no room for the export."""
 
@@ -310,8 +308,10 @@ def finish(run: Run, trainer: Trainer, together: Agreement) -> None:
     except (OSError, SafetensorError) as error:
         if not is_full(error):
             raise
+        from_last = "training.resume_from_checkpoint=auto makes it from the last checkpoint"
+        again = from_last if complete(folder) else "train again: there is no checkpoint"
         raise CannotExport(
-            f"export: the disk of {folder} is full; no export was made: make room, and {AGAIN}"
+            f"export: the disk of {folder} is full; no export was made: make room, and {again}"
         ) from error
     if not run.ranks.is_first:
         return
