@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 
-from benchmarks import compress
 from benchmarks.harness import child, processes, record, work
 from benchmarks.harness.work import MODELS, Contender, Work
 from launch import bench
@@ -210,23 +209,3 @@ def test_what_fails_is_a_row_and_is_not_started_again(tmp_path: Path, monkeypatc
     assert [run["failed"] for run in runs] == ["ended with code 1 without a result; see its log"]
     assert (tmp_path / "broken-1.log").is_file()
     assert said[0] == "round 1 of 2: broken" and said[1].startswith("  failed: ended with code 1")
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("--steps 0", "--steps 0: must be a positive number"),
-        ("--seeds -1", "--seeds -1: must be a positive number"),
-        ("--hidden 7", "--hidden 7: must be a positive multiple of 12"),
-        ("--across nan", "--across nan: must be more than 0, and finite"),
-        ("--methods topk|density=5", "--methods 'topk density=5': density: Input should be less than or equal to 1"),
-    ],
-)
-def test_compressed_exchanges_are_not_started_with_what_they_cannot_do(given: str, said: str, capsys: Any) -> None:
-    """Before the results that are there are removed."""
-    options = [each.replace("|", " ") for each in given.split()]
-    with pytest.raises(SystemExit) as error:
-        compress.parse(["quality", "--out", "unused", *options])
-    assert error.value.code == 2 and said in capsys.readouterr().err
-    recorded = ["none", "powersgd rank=16 start=60", "int8 local_steps=4 outer_lr=1 outer_momentum=0"]
-    assert [*compress.parse(["speed", "--out", "unused", "--methods", *recorded])[1]] == recorded
