@@ -44,7 +44,7 @@ def test_two_launchers_make_what_one_process_makes(by: str, server: Server, tmp_
     first, second = (command.wait(120.0).check() for command in launched(by, config, tmp_path / by))
     assert first.lines("export: ")
     assert not second.lines("step "), "only the first rank of all prints"
-    # The first launcher serves the store, and may have ended when the second's agent says goodbye: torch complains then,
+    # The first launcher serves the store, and may have ended when the second's agent says goodbye: torch complains,
     # after everything that ranks have said.
     assert strange(by, first.err + second.out + re.split(r"\[W.*recvValueWithTimeout failed", second.err)[0]) == []
     runs = [tmp_path / name / "run" for name in ("alone", by)]
