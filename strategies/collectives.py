@@ -11,9 +11,10 @@ How they exchange is said in ``strategies/engine/ranks/two_level.py``, what it t
 stage 0 between its backward and its step (``strategies/backends/two_level.py``), and the memory engine. Refused: what
 exchanges otherwise, such as DeepSpeed's other stages, and machines with different numbers of ranks.
 
-``compress`` makes messages of plain data parallelism smaller instead (``strategies/backends/compressed.py``). It is
-lossy, and no tolerance is declared: what is not sent now is sent later, or never. Refused beside all that exchanges
-gradients otherwise, in phases as well, and where errors that are kept would be of another scale (fp16's loss scale).
+``compress`` makes messages of data parallelism smaller instead (``strategies/backends/compressed.py``), plain or in the
+memory engine. It is lossy, and no tolerance is declared: what is not sent now is sent later, or never. Refused beside
+all that exchanges gradients otherwise (``zero`` without ``offload`` among it), in phases as well, and where errors that
+are kept would be of another scale (fp16's loss scale).
 ``local_steps`` (``strategies/backends/local_steps.py``) is lossy in the same sense, and refused beside the same.
 """
 
@@ -41,6 +42,7 @@ KEY, COMPRESS = "strategies.collectives.hierarchical", "strategies.collectives.c
 LOCAL = "strategies.collectives.local_steps"
 _OPTIONS: Mapping[str, tuple[str, ...]] = {  # the methods that each is of
     "density": ("topk",),
+    "momentum": ("topk",),
     "rank": ("powersgd",),
     "start": ("powersgd", "topk", "int8", "onebit"),
 }
@@ -52,6 +54,8 @@ _ROUNDING = "beside strategies.offload or zero weights are rounded to 16 bits wh
 _RING = "messages go in one ring; leave hierarchical and slices out"
 _BITS = "gradients have 16 bits already, by model.dtype; leave it out, or train in float32 or bf16: true"
 _SCALE = "what ranks keep has the loss scale of training.fp16, which changes; take bf16: true"
+_IN_ENGINE = "gradients have 16 bits already in strategies.offload; take powersgd, topk or int8"
+_MOMENTUM = "has momentum in place of the optimizer's; write training.optim: sgd without optim_args, or leave it out"
 _BUCKETS = "training.gradient_checkpointing makes torch form buckets anew; take strategies.recompute instead"
 _OTHERS: Mapping[str, str] = {
     "tensor": "DeepSpeed's engine exchanges inside layers itself",
@@ -84,9 +88,12 @@ class Collectives(Strategy):
         "rates, if they are known.",
     )
     compress: Literal["none", "bf16", "fp16", "powersgd", "topk", "int8", "onebit"] = Field(
-        default="none", description="Lossy: send gradients in fewer bytes, in plain data parallelism, in one ring."
+        default="none", description="Lossy: send gradients in fewer bytes, plainly or beside offload, in one ring."
     )
     density: float = Field(default=0.01, gt=0, le=1, description="Part of the elements that topk sends.")
+    momentum: float = Field(
+        default=0.0, ge=0, lt=1, description="With topk and optim sgd: momentum of each rank's own gradients."
+    )
     rank: int = Field(default=4, ge=1, le=128, description="Rank of the two factors that powersgd sends of a matrix.")
     start: int = Field(
         default=10, ge=2, description="Steps before topk, int8, powersgd or onebit begins; they send all."
@@ -160,17 +167,25 @@ class Collectives(Strategy):
     def _refuses_lossy(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
         alone, owes, in_fp16 = self.local_steps is not None, self._compression().owes, run.precision is Precision.FP16
         signs, powersgd, begins = self.compress == "onebit", self.compress == "powersgd", "start" in self.written
-        engine = others["offload"].model_dump() if alone and "offload" in others else {}
-        for name in ("zero", *(() if engine else ("offload",)), *_OTHERS):
+        engine = others["offload"].model_dump() if "offload" in others else {}
+        momentum, sixteen = self.momentum > 0, run.precision is Precision.BF16 and not run.adapters
+        for name in (*(("zero",) if alone or not engine else ()), *_OTHERS):
             if name in others:
                 cure = f"cannot go with strategies.{name}, which exchanges otherwise; leave one of the two out"
                 yield Refusal(*self._what, cure)
-        for key in _NOT_COMPARED if engine else ():
+        for key in _NOT_COMPARED if engine and alone else ():
             if engine[key] != _NOT_COMPARED[key]:
                 cure = "beside strategies.collectives.local_steps it has not been compared; leave one of the two out"
                 yield Refusal(f"strategies.offload.{key}", engine[key], cure)
         for holds, cure in (
-            (bool(engine) and owes, "would keep what ranks owe on the device; take compress: none, bf16 or fp16"),
+            (
+                bool(engine) and alone and owes,
+                "would keep what ranks owe on the device; take compress: none, bf16 or fp16",
+            ),
+            (bool(engine) and signs, "has momentum exchanged, which the memory engine has elsewhere; take powersgd"),
+            (bool(engine) and sixteen and not owes and not alone, _IN_ENGINE),
+            (momentum and alone, "exchanges differences, which have no momentum; leave momentum out"),
+            (momentum and (run.optim != "sgd" or run.moments > 0), _MOMENTUM),
             (self.written.get("hierarchical") is True or "slices" in self.written, _RING),
             (run.trained_bytes != 4 and not engine, _BITS),
             (in_fp16 and (alone or owes), _SCALE),
@@ -179,7 +194,7 @@ class Collectives(Strategy):
             (alone and run.optim not in ALONE, f"ranks cannot save {run.optim}, each its own; take {', '.join(ALONE)}"),
             (signs and run.optim not in ADAMS, f"is AdamW in two stages, not {run.optim}; take {' or '.join(ADAMS)}"),
             (signs and not alone and not begins, "needs start, steps before variance is frozen: 15 to 25 % of all"),
-            (powersgd and not alone and run.recomputes, _BUCKETS),
+            (powersgd and not alone and not engine and run.recomputes, _BUCKETS),
         ):
             if holds:
                 yield Refusal(*self._what, cure)
@@ -192,7 +207,7 @@ class Collectives(Strategy):
 
     def _compression(self) -> Compression:
         plain = (self.compress, self.density, self.rank, self.start)
-        return Compression(*plain, self.local_steps or 0, self.outer_lr, self.outer_momentum)
+        return Compression(*plain, self.local_steps or 0, self.outer_lr, self.outer_momentum, self.momentum)
 
     def of_these_ranks(self) -> str:
         return f"as {self._compression().words}" if self._lossy else ""

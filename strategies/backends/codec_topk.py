@@ -6,8 +6,10 @@ the same bits, which depend on no bucket: elements are chosen of each parameter 
 parameter that this rank did not use, sends nothing, and what is owed waits. NaN and infinity count as the largest, so
 they reach all ranks.
 
-Momentum correction (Lin et al., Deep Gradient Compression) belongs to an optimizer that is momentum alone; the ones
-here are mostly Adam's, and ``start`` stands for its warm-up.
+Momentum correction (Lin et al., Deep Gradient Compression, 2018), for an optimizer that is momentum alone: each rank
+keeps the momentum of its own gradients, u = m u + g, owes that instead of g, and forgets it where an element was sent,
+since its direction is an old one (their momentum factor masking). The optimizer is plain SGD then. While all is sent
+the mean is momentum's of the mean, u = m u + mean(g), on all ranks.
 """
 
 from __future__ import annotations
@@ -22,18 +24,30 @@ from torch import Tensor
 
 class TopK:
     """``density``: the part of a gradient's elements that is sent, at least one of each parameter. ``group``: of the
-    ranks that exchange.
+    ranks that exchange. ``momentum``: 0 without correction.
     """
 
-    def __init__(self, sizes: Iterable[tuple[str, Tensor]], density: float, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, sizes: Iterable[tuple[str, Tensor]], density: float, momentum: float, group: dist.ProcessGroup
+    ) -> None:
         """``sizes``: the trained parameters by name."""
-        self._density, self._group = density, group
-        self.state = {f"{name}.owed": torch.zeros_like(like, dtype=torch.float32).view(-1) for name, like in sizes}
+        self._density, self._momentum, self._group = density, momentum, group
+        kinds = ("owed", "momentum") if momentum else ("owed",)
+        self.state = {
+            f"{name}.{kind}": torch.zeros_like(like, dtype=torch.float32).view(-1)
+            for name, like in sizes
+            for kind in kinds
+        }
+
+    def follow(self, names: Sequence[str], means: Sequence[Tensor]) -> None:
+        """Means of all that ranks have become their momentum, where that is corrected."""
+        for name, mean in zip(names, means, strict=True) if self._momentum else ():
+            mean.copy_(self.state[f"{name}.momentum"].mul_(self._momentum).add_(mean.reshape(-1)).view_as(mean))
 
     def exchange(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
         """Gradients become their means over the ranks, as far as they were sent."""
         ranks = self._group.size()
-        sent = [self._chosen(self.state[f"{name}.owed"], grad) for name, grad in zip(names, gradients, strict=True)]
+        sent = [self._chosen(name, grad) for name, grad in zip(names, gradients, strict=True)]
         counts = [index.numel() for index, _ in sent]
         message = torch.cat([part for index, value in sent for part in (index.int(), value.view(torch.int32))])
         received = message.new_empty(ranks * message.numel())
@@ -46,10 +60,16 @@ class TopK:
                 total.index_add_(0, parts[2 * number], parts[2 * number + 1].view(torch.float32))
             grad.copy_(total.div_(ranks).view_as(grad))
 
-    def _chosen(self, owed: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def _chosen(self, name: str, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Places and values of what is sent of one gradient; the rest is owed. Places never repeat."""
-        owed.add_(grad.reshape(-1))
+        owed, due, has = self.state[f"{name}.owed"], grad.reshape(-1), grad.any()
+        if self._momentum:
+            momentum = self.state[f"{name}.momentum"]
+            due = momentum.mul_(torch.where(has, self._momentum, 1.0)).add_(due) * has
+        owed.add_(due)
         index = owed.abs().topk(math.ceil(self._density * owed.numel()), sorted=False).indices
-        value = owed[index] * grad.any()
+        value = owed[index] * has
         owed[index] -= value
+        if self._momentum:
+            momentum[index] *= ~has
         return index, value

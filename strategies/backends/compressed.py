@@ -1,4 +1,4 @@
-"""Gradients of DistributedDataParallel, exchanged in fewer bytes. Lossy: no step equals that of plain training.
+"""Gradients of data parallelism, exchanged in fewer bytes. Lossy: no step equals that of plain training.
 
 bf16, fp16 and PowerSGD are torch's own communication hooks, top-k and int8 are in files of their own. What is owed
 (error feedback) is part of the training state: each rank writes its own beside the checkpoint's other files, with
@@ -8,6 +8,10 @@ Invariant. All ranks get the same bits of every mean. Top-k and int8 depend on n
 bucket, so a bucket with other parameters than before ends the run. (Torch forms buckets anew after the first step
 unless it looks for unused parameters, which Hugging Face's Trainer asks for, but not with gradient checkpointing.)
 
+Who asks for an exchange: DistributedDataParallel by a hook, or the memory engine by ``means``, also where its ranks
+hold spans. Top-k and int8 give both the same bits. With the engine what is owed rests on the host, and visits the
+device of the gradients.
+
 Collectives of several buckets, and those that torch makes of its own, may be under way at once, so exchanges have a
 group of their own, and one thread (``ddp_hook.py``).
 """
@@ -15,8 +19,8 @@ group of their own, and one thread (``ddp_hook.py``).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +36,7 @@ from strategies.backends import onebit_adam
 from strategies.backends.codec_int8 import Int8
 from strategies.backends.codec_topk import TopK
 from strategies.backends.ddp_hook import Hook
+from strategies.engine.optimizer import StowOptimizer
 from strategies.state.spans import Span, write
 
 if TYPE_CHECKING:
@@ -40,7 +45,9 @@ if TYPE_CHECKING:
     from strategies.core.compression import Compression
 
 CASTS = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
+SENT = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 EPSILON = 1e-8  # so that a gradient of zeros has no norm of zero to be divided by
+KINDS = ("owed", "owed as owner", "momentum")  # of the others' state, of each parameter
 BY_BUCKET = {"error": "error_dict", "p": "p_memory_dict", "q": "q_memory_dict"}  # of PowerSGD's state
 
 
@@ -49,8 +56,37 @@ def codec_of(how: Compression, trained: Iterable[tuple[str, Tensor]], group: Any
     if how.method == "powersgd":
         return PowerSGDState(group, how.rank, start_powerSGD_iter=how.start, orthogonalization_epsilon=EPSILON)
     if how.method == "topk":
-        return TopK(trained, how.density, group)
+        return TopK(trained, how.density, how.momentum, group)
     return {"int8": Int8, "onebit": onebit_adam.Signs}[how.method](trained, group) if how.owes else None
+
+
+def average(tensors: Sequence[Tensor], sent: torch.dtype, group: Any) -> None:
+    """``tensors`` become their means over ranks, added in the dtype in which they are sent."""
+    flat = torch.cat([each.flatten() for each in tensors]).to(sent)
+    dist.all_reduce(flat.div_(group.size()), group=group)
+    for each, part in zip(tensors, flat.split([each.numel() for each in tensors]), strict=True):
+        each.copy_(part.view_as(each))
+
+
+class _Bucket:
+    """Gradients of a bucket of the engine, in fp32, as torch's hooks are given a bucket."""
+
+    def __init__(self, index: int, gradients: Sequence[Tensor]) -> None:
+        self._flat = torch.cat([grad.flatten().float() for grad in gradients])
+        parts = self._flat.split([grad.numel() for grad in gradients])
+        self._index, self._parts = index, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)]
+
+    def index(self) -> int:
+        return self._index
+
+    def is_last(self) -> bool:  # steps are counted elsewhere
+        return False
+
+    def buffer(self) -> Tensor:
+        return self._flat
+
+    def gradients(self) -> list[Tensor]:
+        return self._parts
 
 
 class Compressed:
@@ -74,8 +110,42 @@ class Compressed:
 
     def follow(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         """Make steps of the ``optimizer`` of ``model`` in the method's way; a collective."""
-        if self.compression.method == "onebit":
+        if isinstance(optimizer, StowOptimizer):
+            named = model.named_parameters()
+            sizes = [(name, torch.empty(()).expand(param.shape)) for name, param in named if param.requires_grad]
+            self._codec, self._device = codec_of(self.compression, sizes, self._group), torch.device("cpu")
+            optimizer.engine.ranks.exchange = self
+            optimizer.register_step_post_hook(self._count)
+        elif self.compression.method == "onebit":
             optimizer.register_step_pre_hook(self._step)
+
+    def _count(self, *_: Any) -> None:
+        self._steps += 1
+
+    @torch.no_grad()
+    def means(self, bucket: int, names: Sequence[str], gradients: Sequence[Tensor]) -> bool:
+        """For the memory engine (``Exchange`` in ``engine/ranks/replicas.py``); a collective."""
+        codec, device = self._codec, gradients[0].device
+        if codec is None:
+            average(gradients, SENT[self.compression.method], self._group)
+        elif self._steps < self.compression.start:
+            if not self.compression.momentum:
+                return False
+            average(gradients, torch.float32, self._group)
+            with _visiting(codec.state, _keys(names), device):
+                codec.follow(names, gradients)
+        elif isinstance(codec, PowerSGDState):
+            self._refuse_other(bucket, names)
+            codec.iter, visitor = self._steps, _Bucket(bucket, gradients)
+            with ExitStack() as stack:
+                for name in BY_BUCKET.values():
+                    stack.enter_context(_visiting(getattr(codec, name), [bucket], device))
+                powerSGD_hook(codec, visitor).wait()  # type: ignore[arg-type]  # it asks for no more than there is
+            torch._foreach_copy_(list(gradients), visitor.gradients())
+        else:
+            with _visiting(codec.state, _keys(names), device):
+                codec.exchange(names, gradients)
+        return True
 
     def _step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._own_gradients:
@@ -108,16 +178,21 @@ class Compressed:
         if self._codec is None:
             return CASTS[self.compression.method](self._group, bucket).wait()
         if isinstance(self._codec, PowerSGDState):
-            if (before := self._buckets.setdefault(bucket.index(), names)) != names:
-                what = f"{len(names)} gradients from {names[0]} on, and has had {len(before)} from {before[0]} on"
-                raise RuntimeError(f"bucket {bucket.index()} has {what}: what is owed does not fit")
+            self._refuse_other(bucket.index(), names)
             return powerSGD_hook(self._codec, bucket).wait()
         if self._steps < self.compression.start:
             dist.all_reduce(flat.div_(self._group.size()), group=self._group)
+            if self.compression.momentum:
+                self._codec.follow(names, bucket.gradients())
         elif self.compression.method != "onebit":  # whose momentum is exchanged, by ``_step``
             self._codec.exchange(names, bucket.gradients())
         self._steps += bucket.is_last()
         return flat
+
+    def _refuse_other(self, bucket: int, names: Sequence[str]) -> None:
+        if (before := self._buckets.setdefault(bucket, list(names))) != list(names):
+            what = f"{len(names)} gradients from {names[0]} on, and has had {len(before)} from {before[0]} on"
+            raise RuntimeError(f"bucket {bucket} has {what}: what is owed does not fit")
 
     # --- what is owed, in checkpoints ---------------------------------------------------------------------------------
 
@@ -185,6 +260,24 @@ class Compressed:
         for what, name in BY_BUCKET.items():
             for index, tensor in getattr(self._codec, name).items():
                 yield f"{what}.{index}", tensor
+
+
+def _keys(names: Iterable[str]) -> list[str]:
+    """Of the state of the parameters ``names``."""
+    return [f"{name}.{kind}" for name in names for kind in KINDS]
+
+
+@contextmanager
+def _visiting(state: dict[Any, Tensor], keys: Iterable[Any], device: torch.device) -> Iterator[None]:
+    """This part of what is owed is on ``device`` meanwhile; otherwise it rests on the host."""
+    homes = {key: state[key] for key in keys if key in state}
+    state.update({key: home.to(device) for key, home in homes.items()})
+    yield
+    for key in keys:
+        if key in homes:
+            state[key] = homes[key].copy_(state[key])
+        elif key in state:  # for the first time
+            state[key] = state[key].cpu()
 
 
 class _Read(Mapping[str, Tensor]):

@@ -22,13 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from strategies.backends.compressed import Compressed, codec_of
+from strategies.backends.compressed import SENT, Compressed, average, codec_of
 from strategies.backends.onebit_adam import batches
 from strategies.core.compression import Compression
 from strategies.engine.optimizer import StowOptimizer
 from strategies.state.saved_state import MASTER
-
-SENT = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def exchange_of(how: Compression | None) -> Compressed | None:
@@ -126,11 +124,8 @@ class LocalSteps(Compressed):
     def _average(self, names: list[str], differences: list[Tensor]) -> None:
         if self._codec is not None:
             self._codec.exchange(names, differences)
-            return
-        flat = torch.cat([each.flatten() for each in differences]).to(SENT[self.compression.method])
-        dist.all_reduce(flat.div_(self._group.size()), group=self._group)
-        for each, part in zip(differences, flat.split([each.numel() for each in differences]), strict=True):
-            each.copy_(part.view_as(each))
+        else:
+            average(differences, SENT[self.compression.method], self._group)
 
     @property
     def _since(self) -> int:

@@ -17,6 +17,7 @@ class Compression:
     local_steps: int = 0  # after which ranks exchange what they have learned, in place of gradients; 0: gradients
     outer_lr: float = 0.7  # of that exchange's SGD
     outer_momentum: float = 0.9
+    momentum: float = 0.0  # of each rank's own gradients, in place of the optimizer's, under top-k
 
     @property
     def owes(self) -> bool:
@@ -25,7 +26,8 @@ class Compression:
 
     @property
     def words(self) -> str:
-        options = {"topk": f", density {self.density:g}", "powersgd": f", rank {self.rank}"}
+        corrected = f", momentum {self.momentum:g}" if self.momentum else ""
+        options = {"topk": f", density {self.density:g}{corrected}", "powersgd": f", rank {self.rank}"}
         said = f"{'fp32' if self.method == 'none' else self.method}{options.get(self.method, '')}"
         if self.local_steps:
             outer = f"outer_lr {self.outer_lr:g}, outer_momentum {self.outer_momentum:g}"

@@ -10,6 +10,9 @@ For P gradients in fp32, on N ranks, in bytes that a rank sends in a step:
     top-k              (N-1) 8 d P                       a number and its place each; messages are gathered, so this
                                                          grows with N, and at a density of 1/N nothing is saved
 
+The memory engine's gradients have 2 bytes in 16 bits, and where its ranks hold spans they are sent once, to their
+owners: (N-1)/N 4P without, and as above with compression, since all ranks get all means.
+
 With local steps the same of what was learned in H steps, once in H steps: a part of 1/H of each, and the outer weights
 and their momentum are on the host.
 
@@ -22,11 +25,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from strategies.core.compression import Compression
-from strategies.core.facts import Facts, Rates, UnitKind
+from strategies.core.facts import Facts, Precision, Rates, UnitKind
 from strategies.core.plan import RUN, Home, Reserve
 from strategies.planner.exchanges import gather_rate
 from strategies.planner.pipeline_bytes import MESSAGE_BYTES
 
+VISITING = 5  # copies of a bucket in fp32 on the device of the memory engine, at most
 COUNTED = {"none": 3, "bf16": 3, "fp16": 3, "int8": 16, "onebit": 20, "powersgd": 12, "topk": 20}
 ON_CPU = {"none": 5, "bf16": 5, "fp16": 5, "int8": 95, "onebit": 180, "powersgd": 105, "topk": 120}
 
@@ -46,24 +50,28 @@ def message_bytes(how: Compression, facts: Facts) -> float | None:
     ) * count
 
 
-def sent_bytes(facts: Facts) -> tuple[float, float | None]:
-    """What a rank sends in a step without and with compression; of local steps on average."""
-    ranks, how = facts.run.copies, facts.run.compression
+def sent_bytes(facts: Facts, *, spans: bool = False) -> tuple[float, float | None]:
+    """What a rank sends in a step without and with compression; of local steps on average. ``spans``: of each bucket a
+    rank holds one, in the memory engine.
+    """
+    run, how = facts.run, facts.run.compression
     assert how is not None
-    ring = 2 * (ranks - 1) / ranks
+    ring = 2 * (run.copies - 1) / run.copies
     message = message_bytes(how, facts)
-    times = ranks - 1 if how.method == "topk" else ring
-    return ring * 4 * facts.num_trainable, None if message is None else times * message / max(1, how.local_steps)
+    times = run.copies - 1 if how.method == "topk" else ring
+    halved = run.stowed and not how.local_steps and run.precision is Precision.BF16 and not run.adapters
+    whole = ring * (2 if halved else 4) * facts.num_trainable
+    return whole / (1 + spans), None if message is None else times * message / max(1, how.local_steps)
 
 
 def owed_bytes(facts: Facts) -> int:
-    """Of the device, of what a rank has not sent, and PowerSGD's factors."""
+    """Of what a rank has not sent, its momentum and PowerSGD's factors."""
     how, count = facts.run.compression, facts.num_trainable
     if how is None or not how.owes:
         return 0
     owned = count / facts.run.copies
     more = {"int8": owned, "onebit": owned, "powersgd": (message_bytes(how, facts) or 4 * count) / 4}
-    return int(4 * (count + more.get(how.method, 0.0)))
+    return int(4 * (count * (2 if how.momentum else 1) + more.get(how.method, 0.0)))
 
 
 def outer_bytes(facts: Facts) -> int:
@@ -81,23 +89,45 @@ def bucket_bytes(facts: Facts) -> int:
 
 def reserves(facts: Facts) -> Iterator[Reserve]:
     """What a rank sets aside besides the buckets of data parallelism."""
-    owed, size = owed_bytes(facts), 3 * bucket_bytes(facts)  # a bucket, as it is coded and as it is decoded
-    yield Reserve(unit=RUN, reason=words(facts), owner="collectives: owed gradients", num_bytes=owed)
+    run, rests = facts.run, Home.HOST if facts.run.stowed else Home.DEVICE
+    owner, stowed = "collectives: owed gradients", run.stowed
+    why = "what a rank has not sent yet"
+    yield Reserve(unit=RUN, reason=why, owner=owner, num_bytes=owed_bytes(facts), home=rests, in_passes=stowed)
     if outer := outer_bytes(facts):
-        why, owner, stowed = "outer weights and momentum", "collectives: outer state", facts.run.stowed
+        why, owner = "outer weights and momentum", "collectives: outer state"
         home = Home.HOST if stowed or facts.machine.has_accelerator else Home.DEVICE
         yield Reserve(unit=RUN, reason=why, owner=owner, num_bytes=outer, home=home, in_passes=stowed)
-    why = "messages of a bucket"
-    yield Reserve(unit=RUN, reason=why, owner="collectives: messages", num_bytes=size, in_passes=True)
+    how = run.compression
+    assert how is not None
+    if stowed and not how.local_steps:  # in fp32, with what is owed, as it was, coded and decoded
+        size = 4 * (VISITING + (how.momentum > 0)) * max(unit.num_trainable for unit in facts.units)
+    else:
+        size = 3 * bucket_bytes(facts)  # a bucket, as it is coded and as it is decoded
+    why, owner = "messages of a bucket", "collectives: messages"
+    yield Reserve(unit=RUN, reason=why, owner=owner, num_bytes=size, in_passes=True)
 
 
-def share_and_coding(facts: Facts, rates: Rates) -> tuple[float, float]:
+def share_and_coding(facts: Facts, rates: Rates, *, spans: bool = False) -> tuple[float, float]:
     """The part that is sent of all, and seconds of coding in a step; the part is 1 where it is not known."""
-    how, (whole, less) = facts.run.compression, sent_bytes(facts)
+    how, (whole, less) = facts.run.compression, sent_bytes(facts, spans=spans)
     assert how is not None
     passes = COUNTED if facts.machine.has_accelerator else ON_CPU
     coding = passes[how.method] * 4 * facts.num_trainable / rates.device_bytes_per_s / max(1, how.local_steps)
+    if facts.run.stowed and facts.machine.has_accelerator and not how.local_steps:  # what is owed comes up, and goes
+        coding += owed_bytes(facts) * (1 / rates.up_bytes_per_s + 1 / rates.down_bytes_per_s)
     return 1.0 if less is None else less / whole, coding
+
+
+def exchanged_bytes(facts: Facts, rates: Rates, elements: int, size: int, ways: int) -> float:
+    """What a rank sends of a bucket's gradients, of so many ``elements`` and bytes, where it is not the straight sum of
+    spans; coding counts as what could be sent meanwhile.
+    """
+    ranks, how = facts.run.adding_copies, facts.run.compression
+    sent = (1 if ways > 1 else 2) * (ranks - 1) / ranks * size
+    if how is None or how.local_steps:
+        return sent
+    share, coding = share_and_coding(facts, rates, spans=ways > 1)
+    return sent * share + coding * gather_rate(facts, rates) * elements / facts.num_trainable
 
 
 def kept_bytes(facts: Facts) -> int:
@@ -105,11 +135,11 @@ def kept_bytes(facts: Facts) -> int:
     return owed_bytes(facts) + outer_bytes(facts) // 2 * (2 + facts.run.moments)
 
 
-def words(facts: Facts) -> str:
+def words(facts: Facts, *, spans: bool = False) -> str:
     """What is sent, what that gains, and that it is lossy."""
     how, rates = facts.run.compression, facts.machine.rates
     assert how is not None
-    whole, less = sent_bytes(facts)
+    whole, less = sent_bytes(facts, spans=spans)
     if less is None:
         return f"{how.words}, lossy: each rank sends fewer than {whole / 1e6:.4g} MB per step, how many is unknown"
     about = "about " if how.method == "powersgd" else "on average " if how.local_steps else ""
@@ -120,6 +150,6 @@ def words(facts: Facts) -> str:
     if rates is None:
         return f"{said}; the link's rate is unknown"
     saved = (whole - less) / gather_rate(facts, rates)
-    coding = share_and_coding(facts, rates)[1]
+    coding = share_and_coding(facts, rates, spans=spans)[1]
     verdict = "which is more than it saves: leave it out" if coding > saved else "less than it saves"
     return f"{said}; the link saves {saved * 1e3:.3g} ms, coding takes {coding * 1e3:.3g} ms (estimated), {verdict}"

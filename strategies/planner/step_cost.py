@@ -37,6 +37,7 @@ from strategies.core.moments import slower, touched_bytes
 from strategies.core.plan import Plan
 from strategies.planner.activation_policy import FULL, by_policy
 from strategies.planner.addresses import slot_numbers, weight_packing
+from strategies.planner.compressed import exchanged_bytes
 from strategies.planner.exchanges import gather_rate, slices_seconds, sum_seconds, sums_slowdown
 from strategies.planner.problem import Eviction, Link, Problem, Shared, Tick, Update, Weight
 from strategies.planner.simulate import Outcome, simulate, simulated_period
@@ -118,6 +119,7 @@ def problem_of(facts: Facts, layout: Layout, rates: Rates, *, updates: bool = Tr
     unlimited: a layout fits by construction.
     """
     names = [unit.name for unit in facts.units]
+    in_spans = facts.run.compression is None and any(bucket.ways > 1 for bucket in layout.buckets)
     slots, overlapping = (slot_numbers(layout), _overlapping(layout)) if updates else ({}, {})
     forward, backward = zip(*unit_seconds(facts, rates), strict=True)
     ticks_by_unit = ticks_of(names)
@@ -151,7 +153,7 @@ def problem_of(facts: Facts, layout: Layout, rates: Rates, *, updates: bool = Tr
             rates.device_bytes_per_s,
             cores=not facts.machine.has_accelerator,
             network=gather_rate(facts, rates),
-            sums=sums_slowdown(facts, rates, layout.reduction),
+            sums=sums_slowdown(facts, rates, layout.reduction) if in_spans else 1.0,
             through_host=rates.net_bytes_per_s is None,
             disk=rates.disk_bytes_per_s(max(1, len(layout.disk))),
             disk_overlap=rates.disk_overlap,
@@ -279,9 +281,17 @@ def _update(
         disk_bytes=bucket.on_disk * bucket.state_bytes(layout.moments),
         window_slot=slots.get((bucket.name, Item.WINDOW)),
         from_master=bucket.mixed and bucket.site is not Site.HOST,
-        # Spans to their owners; where parameters are cut, sums to the owners of their first elements, for the norm.
-        exchange_bytes=bucket.weight_bytes - (1 - bucket.cut) * (bucket.weight_bytes // bucket.ways),
+        exchange_bytes=_sent(bucket, facts, rates),
     )
+
+
+def _sent(bucket: Bucket, facts: Facts, rates: Rates) -> int:
+    """Of its gradients, by one rank: what a ring sends at ``gather_rate``, or in fewer bytes; or spans to their owners,
+    and where parameters are cut, sums to the owners of their first elements, for the norm.
+    """
+    if bucket.ways > 1 and facts.run.compression is None:
+        return bucket.weight_bytes - (1 - bucket.cut) * (bucket.weight_bytes // bucket.ways)
+    return int(exchanged_bytes(facts, rates, sum(bucket.sizes), bucket.weight_bytes, bucket.ways))
 
 
 def evictions_of(problem: Problem, layout: Layout) -> Iterator[Eviction]:

@@ -13,6 +13,7 @@ from strategies.core.layout import Addresses, Bucket, Item, Layout, Site, larges
 from strategies.core.plan import Home, Kind, Plan, When
 from strategies.core.sizes import human
 from strategies.planner.budget import loading_bytes, writing_bytes
+from strategies.planner.compressed import words
 from strategies.planner.exchanged_rows import OWNER as EXCHANGED
 from strategies.planner.exchanges import crosses, leaving, sum_bound
 from strategies.planner.hybrid.chunks import UNDER_WAY
@@ -158,7 +159,9 @@ def summary(plan: Plan) -> Iterator[str]:
         yield from (one.reason for one in plan.reserves(Home.DEVICE) if one.owner.startswith("collectives"))
     yield from (one.reason for one in plan.reserves(Home.DEVICE) if one.owner in (UNDER_WAY, EXCHANGED))
     if plan.facts.run.compression is not None:
-        yield from (one.reason for one in plan.reserves(Home.DEVICE) if one.owner == "collectives: owed gradients")
+        yield words(
+            plan.facts, spans=plan.layout is not None and any(bucket.ways > 1 for bucket in plan.layout.buckets)
+        )
 
 
 # --- buckets ---------------------------------------------------------------------------------------------------------
@@ -185,12 +188,14 @@ def bucket_lines(plan: Plan) -> list[str]:
 
 
 def _sums(plan: Plan, layout: Layout) -> Iterator[str]:
-    """How ranks add gradients, what that changes in a sum, and its bytes."""
+    """How ranks add gradients, what that changes in a sum, and its bytes; ``summary`` has said it of other exchanges."""
     fast, shared = layout.reduction == "fast", [bucket for bucket in layout.buckets if bucket.ways > 1]
     size = human(largest_shared(layout))
     if not shared:
         if fast:
             yield "reduction: fast has no effect, since no ranks share a gradient"
+        return
+    if plan.facts.run.compression is not None:
         return
     ranks, dtype = shared[0].ways, shared[0].dtype
     order = "machine by machine" if plan.facts.run.two_level else "in the order of ranks"

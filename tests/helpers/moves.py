@@ -205,10 +205,11 @@ def state_of(trainer: Any) -> dict[str, Tensor]:
     found["epoch of the schedule"] = torch.tensor(trainer.lr_scheduler.last_epoch)
     scaler = trainer.accelerator.scaler
     found |= {} if scaler is None else {f"loss {key}": torch.tensor(it) for key, it in scaler.state_dict().items()}
-    shared = shared_state(trainer.stowed) if trainer.stowed is not None and trainer.stowed.is_shared else {}
-    weights = trainer.model.state_dict() if shared else {}
+    in_spans = trainer.stowed is not None and trainer.stowed.is_shared
+    shared = shared_state(trainer.stowed) if in_spans else {}
+    weights = trainer.model.state_dict() if in_spans else {}
     for name, param in trainer.model.named_parameters():
-        if param.requires_grad and shared:
+        if param.requires_grad and in_spans:
             found[f"{name} weight"] = shared.pop(f"{name} master", weights[name].float().cpu().clone())
         elif param.requires_grad:
             for kind, value in _state_of(trainer, param).items():

@@ -14,7 +14,7 @@ from strategies.core.compose import compose
 from strategies.core.facts import Facts, MachineFacts, Precision
 from strategies.core.plan import Home
 from strategies.core.registry import find
-from strategies.planner.compressed import kept_bytes
+from strategies.planner.compressed import kept_bytes, reserves, sent_bytes, words
 from strategies.report import plan_table
 from tests.helpers.fakes import block, embedding, facts, run_facts
 from tests.helpers.refused import lines_of
@@ -74,6 +74,17 @@ def test_what_is_owed_is_planned(method: str, bytes_each: int) -> None:
     assert owed.num_bytes == bytes_each * COUNT and not owed.in_passes
 
 
+def test_in_the_memory_engine_what_is_owed_rests_on_the_host() -> None:
+    """Gradients have 2 bytes there; spans are sent once, and means come to all nevertheless."""
+    about = known("topk", 4, momentum=0.5)
+    stowed = replace(about, run=replace(about.run, stowed=True, precision=Precision.BF16))
+    (owed,) = (each for each in reserves(stowed) if each.owner == "collectives: owed gradients")
+    assert (owed.home, owed.num_bytes, kept_bytes(stowed)) == (Home.HOST, 8 * COUNT, 8 * COUNT)
+    assert sent_bytes(stowed) == (1.5 * 2 * COUNT, 3 * 8 * 0.01 * COUNT)
+    assert sent_bytes(stowed, spans=True) == (0.75 * 2 * COUNT, 3 * 8 * 0.01 * COUNT)
+    assert "60 MB" in words(stowed) and "instead of 30 MB" in words(stowed, spans=True)
+
+
 def test_local_steps_are_planned() -> None:
     """On average a step sends 1/50; outer weights and momentum are on the host, and no bucket is on the device."""
     about = known("none", 4, local_steps=50)
@@ -108,9 +119,25 @@ FEEDBACK = "powersgd"
     ("options", "others", "run", "what"),
     [
         *(({}, {name: each}, {}, f"cannot go with strategies.{name}") for name, each in {
-            "zero": {"stage": 0}, "offload": {}, "tensor": {"degree": 2}, "pipeline": {"stages": 2},
+            "zero": {"stage": 0}, "tensor": {"degree": 2}, "pipeline": {"stages": 2},
             "sequence": {"degree": 2}, "experts": {"degree": 2},
         }.items()),
+        *(({"compress": method, **more}, {"offload": {}, **zero}, run, what) for method, more, zero, run, what in (
+            ("powersgd", {}, {"zero": {"stage": 3}}, {"precision": Precision.BF16, "trained_bytes": 2}, ""),
+            ("powersgd", {}, {}, {"recomputes": True}, ""),
+            ("topk", {"density": 0.1}, {}, {"precision": Precision.BF16}, ""),
+            ("bf16", {}, {}, {}, ""),
+            ("bf16", {}, {}, {"precision": Precision.BF16}, "in strategies.offload; take powersgd, topk or int8"),
+            ("bf16", {}, {}, {"precision": Precision.BF16, "adapters": True}, ""),
+            ("onebit", {"start": 5}, {}, {}, "which the memory engine has elsewhere"),
+            ("int8", {}, {}, {"precision": Precision.FP16}, "loss scale"),
+        )),
+        ({"compress": "topk", "momentum": 0.9}, {}, {"optim": "sgd", "moments": 0}, ""),
+        ({"compress": "topk", "momentum": 0.9}, {}, {}, "write training.optim: sgd without optim_args"),
+        ({"compress": "topk", "momentum": 0.9}, {}, {"optim": "sgd", "moments": 1}, "without optim_args"),
+        ({"momentum": 0.9}, {}, {"optim": "sgd", "moments": 0}, "momentum = 0.9: is of topk, not of powersgd"),
+        ({"compress": "topk", "momentum": 0.9, "local_steps": 5}, {}, {"optim": "sgd", "moments": 0},
+         "leave momentum out"),
         ({"hierarchical": True}, {}, {}, "leave hierarchical and slices out"),
         ({"slices": 2}, {}, {}, "leave hierarchical and slices out"),
         ({"density": 0.1}, {}, {}, "density = 0.1: is of topk, not of powersgd"),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from strategies.core.compose import compose, in_order
+from strategies.core.compression import Compression
 from strategies.core.facts import NO_WORK, Choices, Facts, Home, Operator, Param, Rates, UnitKind, Work
 from strategies.core.layout import Item, Site
 from strategies.core.on_disk import disk_bytes
@@ -54,19 +55,22 @@ def test_with_free_copies_and_updates_a_step_is_its_compute() -> None:
         assert priced.outcome.binds is Resource.COMPUTE
 
 
-@pytest.mark.parametrize(("here", "rate", "wait"), [(4, 1e9, 1e-3), (2, 1e8, 1e-2)])
-def test_ranks_of_a_row_exchange_in_every_attention(here: int, rate: float, wait: float) -> None:
-    """Four ranks send 3/4 of a quarter of a hidden state's size four times per pass; on two machines across them."""
-    net = {"net_bytes_per_s": 1e9, "net_latency_s": 1e-3, "net_across_bytes_per_s": 1e8, "net_across_latency_s": 1e-2}
-    about = known(replace(FAST, **net), slices=4, world_size=4, hidden_size=1 << 20)
-    about = replace(about, machine=replace(about.machine, ranks=here))
-    size = about.run.micro_batch * about.run.sequence * (1 << 20) * about.run.precision.element_bytes
-    one = 4 * (size / 4 * 3 / 4 / rate + 3 * wait)
-    alone = replace(about, run=replace(about.run, slices=1))
-    rates = about.machine.rates
-    assert rates is not None
-    more = [sum(map(sum, unit_seconds(each, rates))) for each in (about, alone)]
-    assert more[0] - more[1] == pytest.approx(2 * 4 * one)
+@pytest.mark.parametrize(
+    ("more", "method", "sent"),
+    [({}, None, 4.0), ({"zero": {"stage": 1}}, None, 4.0), ({}, "topk", 0.08), ({"zero": {"stage": 1}}, "topk", 0.08)],
+)
+def test_gradients_that_two_ranks_send(more: dict[str, Any], method: Any, sent: float) -> None:
+    """Bytes per element: in a ring all of a gradient, of spans half and the other half of a parameter that is cut, and
+    under top-k 8 of each hundredth. Coding costs nothing here."""
+    fast = replace(FAST, net_bytes_per_s=1e6)
+    how = None if method is None else Compression(method, 0.01, 4, 10)
+    about = known(fast, world_size=2, compression=how, stowed=True)
+    options = {"site": "device", "weights": "resident", "host_memory": "1TiB"}
+    strategies = {name: find(name).model_validate(each) for name, each in {"offload": options, **more}.items()}
+    layout = compose(strategies, about).layout
+    assert layout is not None
+    found = {weight.update.exchange_bytes for weight in problem_of(about, layout, fast).weights if weight.update}
+    assert [each / BLOCK for each in found] == [pytest.approx(sent, rel=1e-2)]
 
 
 @pytest.mark.parametrize(("here", "rate", "wait"), [(4, 1e9, 1e-3), (2, 2e8, 1e-2)])

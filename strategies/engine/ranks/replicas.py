@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,16 +37,26 @@ if TYPE_CHECKING:
 Place = tuple[BucketState, int]  # of a parameter: its bucket, and its index there
 
 
+class Exchange(Protocol):
+    """What averages gradients in place of their sum, in fewer bytes (``strategies/backends/compressed.py``)."""
+
+    def means(self, bucket: int, names: Sequence[str], gradients: Sequence[Tensor]) -> bool:
+        """Gradients of a bucket become their means over the ranks, the same bits on all. False: not in this step, and
+        nothing was done. A collective.
+        """
+
+
 class OneRank:
     """The methods in the order in which a step calls them. ``many``: gradients are averaged over several ranks.
     ``shared``: each holds a span of every bucket, and exchanges follow from where forward and backward are. ``common``:
-    the memory of this rank on the host that the others read.
+    the memory of this rank on the host that the others read. ``exchange``: what averages gradients, if not a sum.
     """
 
     rank, ranks = 0, 1
     many = shared = False
     scaled = False  # the loss of the backward that begins is divided by the number of ranks
     common: Tensor | None = None
+    exchange: Exchange | None = None
 
     def __init__(self, transfer: Transfer) -> None:
         self._transfer = transfer
@@ -181,8 +191,17 @@ class Replicas(OneRank):
                 bucket.part(bucket.grad, index).zero_()
         self._add_up(bucket, bucket.grad)
 
+    def _exchanged(self, bucket: BucketState) -> bool:
+        """Whether there is another exchange, which has made the gradients means."""
+        if self.exchange is None:
+            return False
+        gradients = bucket.gradients(range(len(bucket.params)))
+        return self.exchange.means(bucket.index, bucket.spec.params, gradients)
+
     def _add_up(self, bucket: BucketState, grad: Tensor) -> None:
         """As torch's data parallelism does it: divide, then sum."""
+        if self._exchanged(bucket):
+            return
         grad.div_(self.ranks)
         if self._two_level is None:
             dist.all_reduce(grad, group=self._group)

@@ -9,8 +9,9 @@ order of ranks, and an element-wise update of a span has the bits of the update 
 losses by N. Gradients are divided by N instead, before they are added, which is the same for powers of two; for other N
 losses may be divided here, too (``scaled``), and gradients are added as they are. With ``reduction: fast`` the library
 adds in an order of its own. With ``strategies.collectives`` ranks of a machine are added first, and then machines
-(``two_level.py``). The norm of a parameter needs all its elements in one place: most have one owner; of one
-that is cut the owner of its first elements gets the others' sums, behind its own span in the slot.
+(``two_level.py``), or there is another ``exchange``, which is lossy, and gives all ranks all means. The norm of a
+parameter needs all its elements in one place: most have one owner; of one that is cut the owner of its first elements
+gets the others' sums, behind its own span in the slot.
 
 Ordering. All are on the lane NET of one process group, and every rank issues them in the same order, which follows from
 the plan and the model, never from timing. UP before NET: a fetch brings up this rank's span first. COMPUTE before NET:
@@ -171,22 +172,43 @@ class Shares(Replicas):
         self.note("added gradients of", bucket.name)
         if len(self._scaled) > 1:
             raise RuntimeError("of the losses of one step some were divided by the number of ranks, others were not")
-        if True not in self._scaled:
-            bucket.grad.div_(self.ranks)
+        if not self._exchanged(bucket):
+            self._add_spans(bucket, bucket.grad)
+        if bucket.spec.grad_passes or bucket.spec.site is Site.HOST:  # it leaves now; others are asked about later
+            super().end_backward([(bucket, index) for index in range(len(bucket.params))])
+
+    def _exchanged(self, bucket: BucketState) -> bool:
+        """On NET, and of the whole bucket on all ranks: owners need nothing more, not even where parameters are cut."""
+        if self.exchange is None or bucket.grad is None:
+            return False
+        self._let_net_have(bucket)
+        with self._transfer.on(Lane.NET):
+            found = super()._exchanged(bucket)
+            if found and True in self._scaled:  # losses were divided, so these are means of what is to be summed
+                bucket.grad.mul_(self.ranks)
+        self._transfer.uses(Lane.NET, writes=[bucket.grad] if found else [])
+        self._transfer.wait(Lane.COMPUTE, self._transfer.record(Lane.NET))
+        return found
+
+    def _let_net_have(self, bucket: BucketState) -> None:
+        """The gradient, which COMPUTE has written."""
         self._transfer.wait(Lane.NET, self._transfer.record(Lane.COMPUTE))
         if bucket.sources:  # gradients may take their place, which all ranks have read by then
             self._transfer.wait(Lane.NET, bucket.arrived)
-        self._transfer.uses(Lane.NET, reads=[bucket.grad])
+
+    def _add_spans(self, bucket: BucketState, grad: Tensor) -> None:
+        if True not in self._scaled:
+            grad.div_(self.ranks)
+        self._let_net_have(bucket)
+        self._transfer.uses(Lane.NET, reads=[grad])
         if self._received is None:
-            self._add_on_the_way(bucket, bucket.grad)
+            self._add_on_the_way(bucket, grad)
         elif self._two_level is None:
-            self._add_in_order(bucket, bucket.grad, self._received)
+            self._add_in_order(bucket, grad, self._received)
         else:
-            self._add_by_machines(self._two_level, bucket, bucket.grad, self._received)
+            self._add_by_machines(self._two_level, bucket, grad, self._received)
         if bucket.spec.cut:
-            self._complete_the_last(bucket, bucket.grad)
-        if bucket.spec.grad_passes or bucket.spec.site is Site.HOST:  # it leaves now; others are asked about later
-            super().end_backward([(bucket, index) for index in range(len(bucket.params))])
+            self._complete_the_last(bucket, grad)
 
     def _add_in_order(self, bucket: BucketState, grad: Tensor, memory: Tensor) -> None:
         transfer, own, share = self._transfer, bucket.own(grad), bucket.spec.share
