@@ -84,7 +84,7 @@ class Tensor(Strategy):
     needs_ranks = True
     implies = {"zero": {"stage": 1}}
     spares = ("cross_entropy",)
-    requires = frozenset([Requirement.DEEPSPEED])  # and what zero requires, unless a pipeline takes that over
+    requires = frozenset([Requirement.DEEPSPEED, Requirement.BLOCK_TIMES])  # and zero's, unless a pipeline has that
     excludes = {
         "training.train_sampling_strategy = batch_rebalance": "it gives ranks of one copy of the model different rows",
         "model.quantization_config": "strategies.tensor divides weights, and quantised ones have no parts",

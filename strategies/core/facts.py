@@ -332,12 +332,14 @@ class UnitTimes:
     """Measured seconds of compute of one micro-batch, forward and backward; for blocks the average.
 
     Backward is without recomputed work, which is added as counted. ``origin`` says where the measurement is from.
+    ``chunks``: of a block with one of so many equal parts of the rows.
     """
 
     embedding: tuple[float, float]
     block: tuple[float, float]
     head: tuple[float, float]
     origin: str
+    chunks: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
     def of(self, kind: UnitKind) -> tuple[float, float]:
         return {UnitKind.EMBEDDING: self.embedding, UnitKind.BLOCK: self.block, UnitKind.HEAD: self.head}[kind]

@@ -188,7 +188,7 @@ def bucket_lines(plan: Plan) -> list[str]:
 
 
 def _sums(plan: Plan, layout: Layout) -> Iterator[str]:
-    """How ranks add gradients, what that changes in a sum, and its bytes; ``summary`` has said it of other exchanges."""
+    """How ranks add gradients, what that changes in a sum, and its bytes; ``summary`` has said it of others."""
     fast, shared = layout.reduction == "fast", [bucket for bucket in layout.buckets if bucket.ways > 1]
     size = human(largest_shared(layout))
     if not shared:

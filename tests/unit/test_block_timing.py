@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from launch.plan import main
-from strategies.core.facts import UnitKind, UnitTimes
+from strategies.core.facts import Facts, UnitKind, UnitTimes
 from strategies.engine.forward.blocks import find_blocks
 from strategies.planner.step_cost import plan_cost, unit_seconds
 from tests.helpers.models import build, tokens
@@ -123,10 +123,33 @@ def test_the_command_measures_and_the_next_plan_knows(tmp_path: Path, capsys: py
     assert known is not None and known["block"] == written["measured"]["block"]
     (tmp_path / "file").write_text("")
     for change, words in [
-        ("strategies.offload=null", "which is not on"),
+        ("strategies.offload=null", "and none of them is on"),
         (f"training.output_dir={tmp_path / 'file'}", "is a file; name another folder"),
     ]:
         capsys.readouterr()
         assert main(["--config", str(config), "--measure", change]) == 2
         (line,) = capsys.readouterr().err.strip().splitlines()
         assert words in line
+
+
+def test_tensor_ranks_time_their_part_of_a_block_by_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank has half of the heads and channels, and so have the blocks that are timed."""
+    config, built = tmp_path / "run.yaml", list[int]()
+    content = {
+        "model": {"config": {**LLAMA, "num_hidden_layers": 4}, "tokenizer": "none"},
+        "data": {"path": "pydoc", "max_length": 16},
+        "training": {"output_dir": str(tmp_path / "run"), "per_device_train_batch_size": 4},
+        "strategies": {"tensor": {"degree": 2, "chunks": "auto"}},
+    }
+    config.write_text(json.dumps(content))
+
+    def measure(make: Any, facts: Facts, device: Any, say: Any, chunks: tuple[int, ...]) -> UnitTimes:
+        built.extend(param.numel() for name, param in make(1).named_parameters() if ".layers." in name)
+        (part, *_) = (unit.num_params for unit in facts.units if unit.kind is UnitKind.BLOCK)
+        assert sum(built) == part and chunks == (1, 2, 4)
+        return replace(TIMES, chunks={each: (2.0 + each, 3.0) for each in chunks})
+
+    monkeypatch.setattr(block_timing, "measure", measure)
+    assert main(["--config", str(config), "--world-size", "2", "--measure"]) == 0 and built
+    kept = json.loads((tmp_path / "run" / block_timing.FILE).read_text())["measured"]
+    assert block_timing.TIMES.validate_python(kept).chunks == {each: (2.0 + each, 3.0) for each in (1, 2, 4)}

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from strategies.core.compose import compose
-from strategies.core.facts import MachineFacts
+from strategies.core.facts import MachineFacts, UnitTimes
 from strategies.core.plan import Home
 from strategies.core.registry import find
 from strategies.planner.hybrid.chunks import Passes, Table, divisors, fastest, seconds
@@ -81,15 +81,28 @@ def test_labels_stay_few() -> None:
     assert seconds(tables, fastest(tables)) < min(seconds(tables, (each,) * 192) for each in tables[0])
 
 
-@pytest.mark.parametrize(("link", "said"), [(1e15, "in 1 chunks"), (5e8, "in 2 chunks"), (None, "in 2 chunks")])
-def test_auto_is_by_the_rates(link: float | None, said: str) -> None:
-    """Sums of no time; of about as much as compute; of unknown."""
+@pytest.mark.parametrize(
+    ("link", "timed", "said"),
+    [
+        (1e15, False, "in 1 chunks"),
+        (5e8, False, "in 2 chunks"),
+        (5e8, True, "in 4 chunks"),
+        (None, False, "in 2 chunks"),
+    ],
+)
+def test_auto_is_by_the_rates(link: float | None, timed: bool, said: str) -> None:
+    """Sums of no time; of about as much as compute; where halves of the rows were timed to take longer than all; of
+    unknown."""
     machine = MachineFacts("test gpu", 1 << 40, 1 << 40)
     if link is not None:
         machine = replace(machine, rates=some_rates(net_bytes_per_s=link, net_latency_s=0.0))
     known = facts(
         machine=machine, world_size=2, tensor=2, micro_batch=8, sequence=64, hidden_size=512, forward_flops=10**11
     )
+    if timed:
+        times = {each: (each % 4 + 1.0) / each * 2e-3 for each in (1, 2, 4, 8)}
+        blocks = UnitTimes((1.0, 1.0), (1.0, 1.0), (1.0, 1.0), "", {each: (2 * t, 4 * t) for each, t in times.items()})
+        known = replace(known, unit_times=blocks)
     plan = compose({"tensor": find("tensor")(degree=2, chunks="auto"), "zero": find("zero")(stage=1)}, known)
     (rows,) = (one for one in plan.reserves(Home.DEVICE) if one.owner == "tensor: rows under way")
     assert said in rows.reason, rows.reason

@@ -176,10 +176,14 @@ def lines(facts: Facts, found: UnitTimes) -> Iterator[str]:
 
 
 def measure(
-    make: Callable[[int], nn.Module], facts: Facts, device: Any, say: Callable[[str], None]
+    make: Callable[[int], nn.Module],
+    facts: Facts,
+    device: Any,
+    say: Callable[[str], None],
+    chunks: Sequence[int] = (1,),
 ) -> UnitTimes | None:
     """Run a few blocks of the model, which ``make`` builds with so many on the CPU, forward and backward on ``device``
-    in the dtype of compute; the fastest of each.
+    in the dtype of compute; the fastest of each. ``chunks``: numbers of equal parts of the rows, 1 among them.
     """
     import torch
 
@@ -190,21 +194,28 @@ def measure(
     model.to(device=device, dtype=dtype)
     model.train()
     clock = UnitClock(find_blocks(model), torch.device(device))
-    rows = min(model.get_input_embeddings().weight.shape[0], 1 << 15)
-    ids = torch.randint(rows, (facts.run.micro_batch, facts.run.sequence), device=device)
-    found: list[UnitTimes] = []
-    for number in range(ROUNDS + 1):  # the first warms up
-        began = time.perf_counter()
-        with clock.forward():
-            loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        model.zero_grad(set_to_none=True)
-        if clock.device.type != "cpu":
-            torch.accelerator.synchronize(device)
-        say(f"measuring {BLOCKS} blocks, round {number} of {ROUNDS}: {time.perf_counter() - began:.2f} s")
-        seconds = clock.seconds()
-        if number and seconds is not None:
-            found.append(seconds)
+    vocabulary = min(model.get_input_embeddings().weight.shape[0], 1 << 15)
+    found = dict[int, list[UnitTimes]]()
+    for many in chunks:
+        rows = facts.run.micro_batch // many
+        ids = torch.randint(vocabulary, (rows, facts.run.sequence), device=device)
+        for number in range(ROUNDS + 1):  # the first warms up
+            began = time.perf_counter()
+            with clock.forward():
+                loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            model.zero_grad(set_to_none=True)
+            if clock.device.type != "cpu":
+                torch.accelerator.synchronize(device)
+            what = (
+                f"{BLOCKS} blocks" if len(chunks) == 1 else f"{BLOCKS} blocks of {rows} of {facts.run.micro_batch} rows"
+            )
+            say(f"measuring {what}, round {number} of {ROUNDS}: {time.perf_counter() - began:.2f} s")
+            seconds = clock.seconds()
+            if number and seconds is not None:
+                found.setdefault(many, []).append(seconds)
     if not found:
         return None
-    return replace(median_of(found, min), origin=f"measured, {BLOCKS} blocks by themselves")
+    least = {many: median_of(times, min) for many, times in found.items()}
+    tables = {many: times.block for many, times in least.items()} if len(chunks) > 1 else {}
+    return replace(least[1], origin=f"measured, {BLOCKS} blocks by themselves", chunks=tables)

@@ -12,10 +12,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from strategies.backends.autotp import DIVIDED, IN_SLICES
 from strategies.core.compose import compose, in_order, refusals, requirements_of
 from strategies.core.plan import Conflict, Home, Plan
 from strategies.core.protocol import MemoryRefusal, Refusal, Requirement
 from strategies.core.sizes import human
+from strategies.planner.hybrid.chunks import divisors
 from trainer.errors import ConfigError, TooLargeError
 from trainer.machine import block_timing, gemm_timing
 from trainer.model import attention, build
@@ -183,12 +185,15 @@ def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[st
     """
     only_language(config, "--measure")
     if Requirement.BLOCK_TIMES not in requirements_of(config.strategies):
-        raise ConfigError("--measure: block times are for strategies.offload, which is not on")
+        raise ConfigError("--measure: block times are for strategies.offload and tensor, and none of them is on")
     known = plan_of(config, ranks, machine).facts  # refuses what cannot be planned
     if known.run.slices > 1:
         raise ConfigError("--measure: blocks of a slice of a row cannot be timed by themselves; a run times its own")
     if config.quantize is not None and config.quantize.qat is not None:
         raise ConfigError("--measure: blocks are timed without the rounding of quantize.qat; a run times its own")
+    if known.run.tensor > 1 and config_of(config).model_type not in IN_SLICES:
+        what = f"blocks of {config_of(config).model_type} cannot be built as wide as those of a rank"
+        raise ConfigError(f"--measure: {what}; without strategies.tensor they can be timed")
     folder = Path(config.training.output_dir)
     refuse_folder(config)
     known = replace(known, unit_times=block_timing.read(folder, known, "unit_times"))  # for a run that is resumed
@@ -203,6 +208,10 @@ def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[st
         for name in PER_LAYER:
             if getattr(text, name, None):
                 setattr(text, name, getattr(text, name)[:blocks])
+        if (degree := known.run.tensor) > 1:
+            text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+            for name in (name for name in DIVIDED if getattr(text, name, None)):
+                setattr(text, name, getattr(text, name) // degree)
         # The same shape, with random weights.
         fresh = section.model_copy(update={"name_or_path": None, "config": {"model_type": hf_config.model_type}})
         built = build.build(fresh, hf_config, seed=config.training.seed, partitioned=False)
@@ -210,7 +219,8 @@ def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[st
             compile_blocks(built, backend)
         return built
 
-    found = block_timing.measure(make, known, machine.device_kind, say)
+    chunks = divisors(known.run.micro_batch) if known.run.tensor > 1 else (1,)
+    found = block_timing.measure(make, known, machine.device_kind, say, chunks)
     if found is None:
         raise ConfigError("--measure: backward did not run through any block; is any parameter trained?")
     block_timing.store(folder, known, found)

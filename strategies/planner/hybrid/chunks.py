@@ -17,9 +17,10 @@ A pass back has its own times, and goes through the sub-layers the other way wit
 ``Passes.choose`` takes the fastest of both together among each p for all, what is fastest forward, and what is fastest
 back. One p for all, the smallest, is taken where it is within 2 %: what is known of chunks is no better than that.
 
-``Passes.of`` has the tables of a run: operations over rates, of which attention has a third of a block and gradients of
-weights behind sums a third of backward (assumed: with the widths of a Llama); a chunk takes at least as long as its
-kernels' launches; sums as in ``cluster.py``.
+``Passes.of`` has the tables of a run: blocks of so many rows as ``launch/plan.py --measure`` has timed them, else
+operations over rates, where a chunk takes at least as long as its kernels' launches; sums as in ``cluster.py``, by the
+rates of ``launch/doctor.py --rates``. Attention has a third of a block and gradients of weights behind sums a third of
+backward (assumed: with the widths of a Llama).
 """
 
 from __future__ import annotations
@@ -150,9 +151,14 @@ class Passes:
         passes: tuple[list[Table], list[Table]] = ([], [])
         numbers = sorted({*divisors(run.micro_batch), *more})
         sums = {each: cluster.all_reduce_seconds(boundary_bytes(run) / each, run.tensor) for each in numbers}
+        timed = facts.unit_times.chunks if facts.unit_times is not None else {}
         for unit, both in zip(facts.units, unit_seconds(facts, rates), strict=True):
             for share in (ATTENTION, 1 - ATTENTION) if unit.kind is UnitKind.BLOCK else ():
-                for tables, compute, (times, later) in zip(passes, both, ((1, 0.0), (2, LATER)), strict=True):
-                    one = {each: max(compute * share / each, times * KERNELS * launched) for each in numbers}
+                for back, (tables, later) in enumerate(zip(passes, (0.0, LATER), strict=True)):
+                    least = (1 + back) * KERNELS * launched
+                    one = {
+                        each: timed[each][back] * share if each in timed else max(both[back] * share / each, least)
+                        for each in numbers
+                    }
                     tables.append({each: ((1 - later) * one[each], sums[each], later * one[each]) for each in numbers})
         return cls(*passes)
