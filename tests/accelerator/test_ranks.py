@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from strategies.engine import stow
 from strategies.engine.transfer.transfer import AcceleratorTransfer, Lane
@@ -118,3 +119,16 @@ def test_runs_through_a_config(tmp_path: Path) -> None:
     staged, others = run(tmp_path / "staged", {"pipeline": {"stages": 2}, "offload": TRAVEL}, 2, 2)
     assert len(shared) == 4 and shared == staged
     assert weights.keys() == others.keys() and all(torch.equal(value, others[key]) for key, value in weights.items())
+
+
+def test_what_is_owed_visits_the_device(tmp_path: Path) -> None:
+    """It rests on the host. Spans, and whole copies of the state, exchange the same."""
+    less = {"collectives": {"compress": "topk", "density": 0.1, "start": 2}, "offload": TRAVEL}
+    whole, weights = run(tmp_path / "whole", less, 2, 1)
+    spans, others = run(tmp_path / "spans", {**less, "zero": {"stage": 3}}, 2, 1)
+    assert len(whole) == 4 and whole == spans
+    assert all(torch.equal(value, others[key]) for key, value in weights.items())
+    file = "run/checkpoint-4/compressed-00001-of-00002.safetensors"
+    owed, same = (load_file(tmp_path / way / file) for way in ("whole", "spans"))
+    assert all(torch.equal(value, same[key]) for key, value in owed.items())
+    assert all(value.any() for key, value in owed.items() if "embed" not in key), "whose rows are few, and all sent"

@@ -116,6 +116,36 @@ def test_ranks_get_the_same_bits_and_nothing_is_lost(ranks: int) -> None:
     run_world(ranks, _cases, list(range(100 * ranks, 100 * ranks + 25)), deepspeed=False)
 
 
+def _corrected(ranks: Ranks, momentum: float) -> dict[str, Any]:
+    """Top-k with momentum correction of one parameter, and the same written plainly for all ranks."""
+    size, density = 60, 0.1
+    model, how = Known([(size,)]), Compressed(Compression("topk", density, 1, START, momentum=momentum))
+    wrapped = DistributedDataParallel(model)
+    how.hang_on(wrapped)
+    velocity, owed = torch.zeros(ranks.world_size, size), torch.zeros(ranks.world_size, size)
+    for step in range(STEPS):
+        every = torch.randn(ranks.world_size, size, generator=torch.Generator().manual_seed(step))
+        wrapped.zero_grad()
+        wrapped([every[ranks.rank]]).backward()
+        if step < START:
+            velocity = momentum * velocity + every.mean(0)
+            expected = velocity[0]
+        else:
+            velocity = momentum * velocity + every
+            owed += velocity
+            sent = torch.zeros_like(owed).scatter(1, owed.abs().topk(int(density * size)).indices, 1.0)
+            expected = (owed * sent).mean(0)
+            owed, velocity = owed * (1 - sent), velocity * (1 - sent)
+        (param,) = model.params
+        assert param.grad is not None and torch.allclose(param.grad, expected, rtol=0, atol=1e-6), f"step {step}"
+    return {}
+
+
+def test_momentum_is_of_each_ranks_own_gradients() -> None:
+    """To rounding: 1e-6 of numbers of about 1."""
+    run_world(2, _corrected, 0.5, deepspeed=False)
+
+
 # --- training --------------------------------------------------------------------------------------------------------
 
 
