@@ -18,7 +18,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TypeVar
 
-from trainer.errors import ExitCode, UserError, nearest, report
+from trainer.errors import MEANINGS, ExitCode, UserError, nearest, report
 
 # peft imports it, and it advises a faster kernel each time, used or not. Every command imports this module first.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -44,19 +44,6 @@ EXAMPLES = {
     "watch": ("runs/mine", "runs/mine --once"),
     "compare": ("runs/one runs/two", "runs/one runs/two --plot curves.png"),
     "import": ("axolotl.yaml --out mine.yaml", "-- deepspeed train.py --deepspeed ds.json --learning_rate 1e-4"),
-}
-MEANINGS = {
-    ExitCode.FINISHED: "finished",
-    ExitCode.FAILED: "failed",
-    ExitCode.CONFIG: "config or command line",
-    ExitCode.DATA: "data",
-    ExitCode.PREEMPTED: "asked to stop, and saved",
-    ExitCode.OUT_OF_MEMORY: "out of memory",
-    ExitCode.NON_FINITE: "not finite any more",
-    ExitCode.WATCHDOG: "a rank gave no sign of life",
-    ExitCode.DISK: "the disk: asked to stop and could not save, the disk tier failed, or no room to export",
-    ExitCode.PEER_DIED: "another rank died",
-    ExitCode.INTERRUPTED: "interrupted",
 }
 OF_OTHERS = (ExitCode.FINISHED, ExitCode.FAILED, ExitCode.CONFIG)  # of the commands that do not train
 DOCS = "docs: docs/index.md in the repository; every key of a config: docs/config.md, or deepstow train --schema"

@@ -35,6 +35,21 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130  # by the keyboard; the shell's convention
 
 
+MEANINGS: dict[int, str] = {
+    ExitCode.FINISHED: "finished",
+    ExitCode.FAILED: "failed",
+    ExitCode.CONFIG: "the config or the command line cannot be run",
+    ExitCode.DATA: "the data cannot be trained on",
+    ExitCode.PREEMPTED: "asked to stop, and saved where there was something to save",
+    ExitCode.OUT_OF_MEMORY: "out of memory",
+    ExitCode.NON_FINITE: "gradients or loss are not finite any more",
+    ExitCode.WATCHDOG: "a rank gave no sign of life",
+    ExitCode.DISK: "the disk: asked to stop and could not save, the disk tier failed, or no room to export",
+    ExitCode.PEER_DIED: "another rank has died",
+    ExitCode.INTERRUPTED: "interrupted from the keyboard",
+}
+
+
 class UserError(Exception):
     """Something that the user can fix. ``lines`` are complete sentences, one per problem."""
 

@@ -105,6 +105,15 @@ def damage(folder: Path, sealed: Sealed) -> list[str]:
     return lines
 
 
+def intact(folder: Path, kind: str, about: Mapping[str, Any]) -> bool:
+    """Whether ``folder`` was sealed as this ``kind`` with all of ``about``, and every byte in it is what was sealed."""
+    try:
+        sealed = read(folder, kind)
+    except Damaged:
+        return False
+    return about.items() <= sealed.about.items() and not damage(folder, sealed)
+
+
 def _found(path: Path) -> tuple[int, str] | str:
     try:
         return size_and_hash(path)

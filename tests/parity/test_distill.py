@@ -310,7 +310,7 @@ def test_refused(
 
 
 def test_room_on_the_disk(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(teacher.shutil, "disk_usage", lambda path: transformers.utils.ModelOutput(free=1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: transformers.utils.ModelOutput(free=1000))
     with pytest.raises(ConfigError, match=r"distill.top_k = 7: .* answers take .* and .* has 1000 B free"):
         runs.order.prepare(load_tree(tree_of(home, tmp_path, top_k=7)), Ranks())
 

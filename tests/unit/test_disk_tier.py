@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trainer.dist.ranks import Ranks
-from trainer.run import disk_tier
+from trainer.run import machines
 
 HERE, THERE = (0, 500), (2, 1 << 60)  # the first rank of a machine, and what one of its ranks needs
 
@@ -35,12 +35,12 @@ def test_room_is_for_all_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> 
         asked.append(num_bytes)
         raise ValueError(f"{folders[1]}: full")
 
-    monkeypatch.setattr(disk_tier, "agreement", lambda *_: nullcontext(Together()))
-    monkeypatch.setattr(disk_tier, "file_bytes", lambda layout: 1000)
-    monkeypatch.setattr(disk_tier, "StripedFile", full)
+    monkeypatch.setattr(machines, "agreement", lambda *_: nullcontext(Together()))
+    monkeypatch.setattr(machines, "file_bytes", lambda layout: 1000)
+    monkeypatch.setattr(machines, "StripedFile", full)
     with pytest.raises(RuntimeError, match=r"strategies.offload.disk = /fast, /other: /other: full"):
-        disk_tier.refuse_without_room(config, Ranks(0, 0, 3, 2), plan, pytest.fail)
-    disk_tier.refuse_without_room(config, Ranks(1, 1, 3, 2), plan, pytest.fail)
+        machines.refuse_without_room(config, Ranks(0, 0, 3, 2), plan, pytest.fail)
+    machines.refuse_without_room(config, Ranks(1, 1, 3, 2), plan, pytest.fail)
     assert asked == [1500]
 
 
@@ -51,9 +51,9 @@ def test_folders_on_one_drive_are_said(measured: str, tmp_path: Path, monkeypatc
     about = {"": "", "on one": folders[0], "on both": ", ".join(folders)}[measured]
     machine = SimpleNamespace(rates=SimpleNamespace(disk_folder=about))
     plan: Any = SimpleNamespace(layout=SimpleNamespace(disk=folders), facts=SimpleNamespace(machine=machine))
-    monkeypatch.setattr(disk_tier, "agreement", lambda *_: nullcontext(Together()))
-    monkeypatch.setattr(disk_tier, "file_bytes", lambda layout: 1000)
-    monkeypatch.setattr(disk_tier, "StripedFile", lambda *_: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(machines, "agreement", lambda *_: nullcontext(Together()))
+    monkeypatch.setattr(machines, "file_bytes", lambda layout: 1000)
+    monkeypatch.setattr(machines, "StripedFile", lambda *_: SimpleNamespace(close=lambda: None))
     said = list[str]()
-    disk_tier.refuse_without_room(SimpleNamespace(), Ranks(0, 0, 3, 2), plan, said.append)
+    machines.refuse_without_room(SimpleNamespace(), Ranks(0, 0, 3, 2), plan, said.append)
     assert [f"{', '.join(folders)}: on 1 file system" in line for line in said] == [True] * (measured != "on both")

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import socket
 import stat
 from collections import namedtuple
@@ -28,7 +29,7 @@ def test_what_libraries_say_of_a_full_disk() -> None:
 
 
 def test_a_checkpoint_takes_as_much_as_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving.shutil, "disk_usage", lambda path: Usage(1 << 30, 0, 5000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 30, 0, 5000))
     assert saving.shortage(tmp_path / "absent", 0) is None, "of the first nothing is known, so it is tried"
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "weights").write_bytes(bytes(5000))

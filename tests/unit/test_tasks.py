@@ -27,7 +27,7 @@ from trainer.model.build import load_config, of_head
 from trainer.planning import facts, from_config, hybrid
 from trainer.tasks import embedding, preference
 from trainer.tasks import task as tasks
-from trainer.tasks.classification import accuracy_and_f1, likely, mean_error, problem_of, rows_and_f1
+from trainer.tasks.classification import METRICS, accuracy_and_f1, mean_error, problem_of, rows_and_f1
 from trainer.tasks.seq2seq import texts_alike
 from trainer.tasks.table import TASKS
 from trainer.verify import verify
@@ -354,7 +354,10 @@ def test_metrics(words: Any) -> None:
     found = accuracy_and_f1(EvalPrediction(np.array([0, 0, 1, 1]), np.array([0, 1, 1, 1])))
     assert found == {"accuracy": 0.75, "f1": pytest.approx((2 / 3 + 4 / 5) / 2)}
     truth = np.array([[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]])
-    found = rows_and_f1(EvalPrediction(likely(torch.tensor([[2.0, -1, -1], [1, -2, -1]]), truth).numpy(), truth))
+    likely = METRICS["multi_label_classification"]["preprocess_logits_for_metrics"](
+        torch.tensor([[2.0, -1, -1], [1, -2, -1]]), truth
+    )
+    found = rows_and_f1(EvalPrediction(likely.numpy(), truth))
     assert found == {"accuracy": 0.5, "f1": pytest.approx((1 + 0) / 2)}
     assert mean_error(EvalPrediction(np.array([[1.0], [4.0]]), np.array([2.0, 1.0]))) == {"mae": 2.0}
     ids, pad = words("a good text")["input_ids"], words.pad_token_id

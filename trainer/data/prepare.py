@@ -16,7 +16,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +37,7 @@ from trainer.data.formats import Encoder, detect, make_encoder
 from trainer.data.mapped import Make, Numbers, makes
 from trainer.data.packing import MASKED, Spans, Tokens
 from trainer.data.report import Say, Tally
-from trainer.data.sources import Source, open_source
+from trainer.data.sources import Row, Source, open_source
 from trainer.data.stream import Stream, stream
 from trainer.errors import DataError
 
@@ -165,14 +165,19 @@ def open_eval(section: DataSection) -> Source | None:
 def texts(section: DataSection) -> Iterator[str]:
     """All strings of the training data, to train a tokenizer on."""
     for part, source in zip(section.parts(), open_train(section), strict=True):
-        _, columns = detect(part, source)
-        for row in itertools.islice(source.rows(columns.values()), part.limit):
-            values = {} if isinstance(row.values, str) else row.values
-            for value in map(values.get, columns.values()):
-                for item in value if isinstance(value, list) else [value]:
-                    text = item.get("content", item.get("value")) if isinstance(item, dict) else item
-                    if isinstance(text, str) and text:
-                        yield text
+        columns = detect(part, source)[1].values()
+        yield from strings(itertools.islice(source.rows(columns), part.limit), columns)
+
+
+def strings(rows: Iterable[Row], columns: Collection[str]) -> Iterator[str]:
+    """All strings in these ``columns``, those of messages among them."""
+    for row in rows:
+        values = {} if isinstance(row.values, str) else row.values
+        for value in map(values.get, columns):
+            for item in value if isinstance(value, list) else [value]:
+                text = item.get("content", item.get("value")) if isinstance(item, dict) else item
+                if isinstance(text, str) and text:
+                    yield text
 
 
 def fingerprint(parts: Sequence[Part], seed: int, marks: Sequence[list[str]]) -> str:

@@ -23,7 +23,7 @@ from strategies.core.sealed import digest_of, seal
 from trainer.data import packing
 from trainer.data.chats import find_template
 from trainer.data.encoding import batched
-from trainer.data.prepare import KIND, Prepared, is_whole, open_eval, open_train, tokenizer_content
+from trainer.data.prepare import KIND, Prepared, is_whole, open_eval, open_train, strings, tokenizer_content
 from trainer.data.report import PATIENCE, Say, by_cause
 from trainer.data.sources import Row, Source
 from trainer.errors import DataError, kind, nearest
@@ -88,13 +88,8 @@ def texts(task: Task, data: DataSection) -> Iterator[str]:
     """All strings of the training data, to train a tokenizer on."""
     source = next(open_train(data))
     columns = columns_of(task, data, source)
-    for row in source.rows(columns.values()):
-        values = {} if isinstance(row.values, str) else row.values
-        for value in (values.get(column) for name, column in columns.items() if name != "label"):
-            for item in value if isinstance(value, list) else [value]:
-                text = item.get("content") if isinstance(item, dict) else item
-                if isinstance(text, str) and text:
-                    yield text
+    read = [column for name, column in columns.items() if name != "label"]
+    yield from strings(source.rows(columns.values()), read)
 
 
 def columns_of(task: Task, data: DataSection, source: Source) -> dict[str, str]:

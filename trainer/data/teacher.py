@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import fcntl
 import io
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -44,6 +43,7 @@ from trainer.data.collate import Collator
 from trainer.data.packing import MASKED
 from trainer.data.prepare import is_whole
 from trainer.errors import ConfigError, DataError, first_line
+from trainer.machine.probe import disk_free_bytes
 from trainer.model import build, quantise
 from trainer.model.student import comparison, width_of
 from trainer.planning import facts
@@ -124,8 +124,7 @@ def check(
     needed, home = 4 * count * how.width, folder / key
     in_part = max(1, PART_BYTES * len(rows) // max(1, needed))  # whatever the batches are: asking may go on with others
     kept = sum(path.stat().st_size for path in _writing(home).glob("*.arrow"))
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
+    free = disk_free_bytes(folder)
     if not home.is_dir() and needed - kept > free:
         what = f"{count:,} answers take {human(needed)}, and {folder} has {human(free)} free"
         cure = "lower it, or make room" if how.logits else "make room"

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from strategies.core.commit import added_folder
-from strategies.core.sealed import Damaged, damage, read, seal
+from strategies.core.sealed import intact, seal
 from trainer.data.templates import CHATML
 from trainer.errors import ConfigError, DataError, first_line
 from trainer.model import hub
@@ -63,14 +63,14 @@ def load(
 
 def trained(vocab_size: int, folder: Path, texts: Iterable[str]) -> PreTrainedTokenizerBase:
     """The tokenizer in ``folder/tokenizer``; trained first if there is none of this size, or smaller on small data."""
-    home = folder / "tokenizer"
-    if _asked_for(home) != vocab_size:
+    home, asked = folder / "tokenizer", {"vocab_size": vocab_size}
+    if not intact(home, KIND, asked):
         made = _train(vocab_size, texts)
-        if home.exists() and _asked_for(home) != vocab_size:  # another rank may have finished meanwhile
+        if home.exists() and not intact(home, KIND, asked):  # another rank may have finished meanwhile
             shutil.rmtree(home)
         with added_folder(home) as draft:
             made.save_pretrained(draft)
-            seal(draft, KIND, {"vocab_size": vocab_size})
+            seal(draft, KIND, asked)
     tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(home)
     return tokenizer
 
@@ -93,12 +93,3 @@ def _train(vocab_size: int, texts: Iterable[str]) -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=PAD, eos_token=EOS)
     tokenizer.chat_template = CHATML
     return tokenizer
-
-
-def _asked_for(home: Path) -> int | None:
-    """The size that the tokenizer in ``home`` was asked to have; None if there is none, or a damaged one."""
-    try:
-        manifest = read(home, KIND)
-    except Damaged:
-        return None
-    return None if damage(home, manifest) else int(manifest.about["vocab_size"])

@@ -25,6 +25,7 @@ from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError, ExitCode, UserError
 
 T = TypeVar("T")
+DAY_S, WEEK_S = 24 * 3600, 7 * 24 * 3600  # for what the first rank may do while the others wait
 
 
 class Agreement:

@@ -15,29 +15,16 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 from trainer.dist.processes import lives
-from trainer.errors import ConfigError, ExitCode
+from trainer.errors import MEANINGS, ConfigError, ExitCode
 
 NAME, LOCK = "exit.json", "run.lock"
 FOLLOWS = (ExitCode.FINISHED, ExitCode.PREEMPTED, ExitCode.WATCHDOG, ExitCode.PEER_DIED, ExitCode.INTERRUPTED)
-MEANING: Mapping[int, str] = {
-    ExitCode.FINISHED: "finished",
-    ExitCode.FAILED: "failed, with a traceback",
-    ExitCode.CONFIG: "the config cannot be run",
-    ExitCode.DATA: "the data cannot be trained on",
-    ExitCode.PREEMPTED: "asked to stop, and saved where there was something to save",
-    ExitCode.OUT_OF_MEMORY: "out of memory",
-    ExitCode.NON_FINITE: "gradients or loss are not finite any more",
-    ExitCode.WATCHDOG: "a rank gave no sign of life",
-    ExitCode.DISK: "the disk: asked to stop and could not save, the disk tier failed, or no room to export",
-    ExitCode.PEER_DIED: "another rank has died",
-    ExitCode.INTERRUPTED: "interrupted from the keyboard",
-}
 
 
 class ExitFile:
@@ -71,7 +58,7 @@ class ExitFile:
             return
         about = {
             "code": int(code),
-            "meaning": MEANING.get(code, f"ended at once by signal {code - 128}, the second one"),
+            "meaning": MEANINGS.get(code, f"ended at once by signal {code - 128}, the second one"),
             "step": self.step,
             "rank": self._rank,
             "ranks": self._ranks,

@@ -37,7 +37,6 @@ Say = Callable[[str], None]
 Timings = dict[str, Timing]  # by shape
 
 ROUNDS = 10
-LONGEST_S = 7 * 24 * 3600  # other ranks wait for the first one
 ROTATED_BYTES, MOST_SETS = 256 << 20, 8  # of operands that are used before one is used again
 LEAST_TIMED_S = 5e-4  # of one reading; shorter products are repeated because clocks are coarse
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3, "float64": 1e-12}  # of the largest result
@@ -53,7 +52,7 @@ def for_config(config: RunConfig, facts: Facts, ranks: Ranks, machine: Machine, 
     """
     import torch.distributed as dist
 
-    from trainer.dist.agreement import agreement
+    from trainer.dist.agreement import WEEK_S, agreement
 
     asked = next((found for strategy in config.strategies.values() if (found := strategy.gemm_timing())), None)
     if asked is None or machine.origin == "profile":
@@ -80,7 +79,7 @@ def for_config(config: RunConfig, facts: Facts, ranks: Ranks, machine: Machine, 
         return {name: known[name] for name in shapes if name in known}
 
     here = Ranks(dist.get_rank(), 0, dist.get_world_size()) if dist.is_initialized() else Ranks()
-    with agreement(here, LONGEST_S) as together:
+    with agreement(here, WEEK_S) as together:
         return replace(facts, timings=together.on_first(here.rank, find))
 
 

@@ -35,7 +35,7 @@ from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_h
 
 from strategies.backends.tensor_shards import whole_shape
 from strategies.core.commit import replaced_folder, same_modes
-from strategies.core.sealed import Damaged, damage, read, seal
+from strategies.core.sealed import intact, seal
 from strategies.engine.tensors.quantised import keep_packing
 from trainer.errors import write_line
 from trainer.model import apart, build, qat, quantise
@@ -380,11 +380,7 @@ def about(config: RunConfig, step: int) -> dict[str, Any]:
 def finished_before(config: RunConfig, step: int) -> str | None:
     """The line of a run that is over at ``step``, its export whole; None if something is left to do."""
     folder = Path(config.training.output_dir) / "export"
-    try:
-        sealed = read(folder, KIND)
-    except Damaged:
-        return None
-    if sealed.about != about(config, step) or damage(folder, sealed):
+    if not intact(folder, KIND, about(config, step)):
         return None
     return f"finished before, at step {step}: {folder} is whole and of that step; nothing was changed"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strategies.core.commit import replaced_folder, same_modes
-from strategies.core.sealed import MANIFEST, Damaged, damage, read, seal, size_and_hash
+from strategies.core.sealed import MANIFEST, intact, seal, size_and_hash
 from trainer.run import exported, gguf, quantized
 
 if TYPE_CHECKING:
@@ -53,11 +53,9 @@ def _decides(config: RunConfig, name: str) -> dict[str, Any]:
 
 
 def _is_whole(config: RunConfig, name: str) -> bool:
-    folder = folder_of(config, name)
     try:
-        sealed = read(folder, KIND)
-        return sealed.about["decided by"] == _decides(config, name) and not damage(folder, sealed)
-    except (Damaged, OSError):
+        return intact(folder_of(config, name), KIND, {"decided by": _decides(config, name)})
+    except OSError:
         return False
 
 

@@ -1,9 +1,26 @@
-"""The machines of a job, as its launcher has described them to each rank; what cannot work on them is refused."""
+"""The machines of a job: what cannot work on them is refused, before a weight is loaded.
 
-from trainer.config.sections import RunConfig
+Folders of state that rests on disks need room for it, as much as the plan says. So much, for all ranks of a machine, is
+reserved there for a moment, as the engine does it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from strategies.core.on_disk import file_bytes
+from strategies.engine.memory.scratch_file import StripedFile
 from trainer.dist.agreement import agreement
-from trainer.dist.ranks import Ranks
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from strategies.core.plan import Plan
+    from trainer.config.sections import RunConfig
+    from trainer.dist.ranks import Ranks
+
+KEY = "strategies.offload.disk"
 TIMEOUT_S = 1800
 
 
@@ -16,3 +33,30 @@ def refuse(config: RunConfig, ranks: Ranks) -> None:
     for strategy in config.strategies.values():
         for refused in strategy.refuses_machines(firsts):
             raise config.error(refused.key, refused.value, refused.cure)
+
+
+def refuse_without_room(config: RunConfig, ranks: Ranks, plan: Plan, say: Callable[[str], None]) -> None:
+    """Raise ConfigError, on all ranks, if a folder of a machine has no room for the state that plans of its ranks put
+    there, or no direct access; a collective. Say so if a file system has several folders, which the plan does not know.
+    """
+    if plan.layout is None or not plan.layout.disk:  # as on all ranks
+        return
+    folders, machine = plan.layout.disk, ranks.rank - ranks.local_rank
+
+    def reserve(num_bytes: int) -> None:
+        try:
+            StripedFile(folders, num_bytes).close()
+        except ValueError as error:
+            raise config.error(KEY, ", ".join(folders), str(error)) from None
+
+    with agreement(ranks, TIMEOUT_S) as together:
+        needed = together.gathered((machine, file_bytes(plan.layout)))
+        here = sum(num_bytes for first, num_bytes in needed if first == machine)
+        together.by_some(ranks.is_first_local, lambda: reserve(here) if here else None)
+    rates, named = plan.facts.machine.rates, ", ".join(folders)
+    if here and rates is not None and rates.disk_folder != named:
+        systems = len({Path(folder).stat().st_dev for folder in folders})
+        if systems < len(folders):
+            say(
+                f"{KEY} = {named}: on {systems} file system(s), and the plan adds up the speed of {len(folders)} drives"
+            )

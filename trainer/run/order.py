@@ -39,7 +39,7 @@ from trainer.data import teacher
 from trainer.data import tokenizer as tokenizers
 from trainer.data.collate import check_batch, check_packing
 from trainer.data.prepare import Prepared
-from trainer.dist.agreement import agreement
+from trainer.dist.agreement import WEEK_S, agreement
 from trainer.dist.ranks import Ranks, name_device
 from trainer.errors import ConfigError, write_line, write_nothing
 from trainer.machine import block_timing
@@ -50,7 +50,7 @@ from trainer.model.structured import config_of
 from trainer.planning import facts, positions
 from trainer.planning.fit import explained
 from trainer.planning.from_config import advice, plans_of, refuse_impossible
-from trainer.run import changes, checkpoint, disk_tier, further, machines, metrics, resuming, structured, teaching
+from trainer.run import changes, checkpoint, further, machines, metrics, resuming, structured, teaching
 from trainer.run.callbacks import EarlyStopping, Meter, MetricsFile, ProgressLine, SampleText, StepSeen, sample_prompt
 from trainer.run.checkpoint import About, DataFacts, ModelFacts
 from trainer.run.plan_check import PlanCheck
@@ -65,7 +65,6 @@ from trainer.tasks.table import TASKS
 from trainer.tasks.task import loaded
 
 T = TypeVar("T")
-WEEK_S = 7 * 24 * 3600
 
 
 @dataclass(slots=True)
@@ -118,7 +117,7 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
     with explained(config, ranks, machine):
         for each in plans:
             refuse_impossible(each)
-    disk_tier.refuse_without_room(config, ranks, plan, run.say)
+    machines.refuse_without_room(config, ranks, plan, run.say)
     run.lesson = teaching.check(config, ranks, tokenizer, prepared, plan, resumed)
     run.smaller = structured.check(config, ranks, prepared, plan, machine)
     # Only after the last refusal, so that a refused run leaves the checkpoints of an earlier one in place.

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback, TrainerState
 
 from strategies.core.protocol import Axis
-from trainer.dist.agreement import agreement
+from trainer.dist.agreement import DAY_S, agreement
 from trainer.errors import ConfigError, write_line
 from trainer.run import checkpoint, resume_rules
 from trainer.run.checkpoint import Found
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from trainer.dist.ranks import Ranks
     from trainer.run.resume_rules import Changes
 
-DAY_S = 24 * 3600  # how long the first rank may take to compare a checkpoint with its manifest
 METRIC = ("metric_for_best_model", "greater_is_better")
 
 

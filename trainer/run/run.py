@@ -36,7 +36,7 @@ from strategies.engine.memory.scratch_file import DiskError
 from trainer.data import report as data_report
 from trainer.data import sample
 from trainer.dist import deepspeed_ops
-from trainer.dist.agreement import Agreement, agreement
+from trainer.dist.agreement import WEEK_S, Agreement, agreement
 from trainer.dist.ranks import GRACE_S, Ranks, collectives_of, process_group, quiet_libraries
 from trainer.dist.stopping import Phase, Stop, Stopped
 from trainer.dist.watchdog import Watchdog
@@ -342,7 +342,7 @@ def export_further(run: Run) -> None:
     if run.config.quantize is None and run.config.export is None:
         return
     budget = teaching.budget_of(run.config, run.plan)
-    with agreement(run.ranks, order.WEEK_S) as together:
+    with agreement(run.ranks, WEEK_S) as together:
         work = partial(further.make, run.config, run.tokenizer, run.prepared.eval, budget)
         together.on_first(run.ranks.rank, work)
 

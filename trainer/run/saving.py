@@ -16,7 +16,6 @@ what was trained since the save before the newest one began.
 from __future__ import annotations
 
 import errno
-import shutil
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -32,6 +31,7 @@ from strategies.core.plan import Kind, Plan
 from strategies.core.sealed import seal
 from strategies.core.sizes import human
 from strategies.planner.compressed import kept_bytes
+from trainer.machine.probe import disk_free_bytes
 from trainer.run import checkpoint
 from trainer.run.checkpoint import KIND, Manifest
 
@@ -145,9 +145,8 @@ def of_the_disk(error: Exception) -> bool:
 
 def shortage(folder: Path, needed: int) -> str | None:
     """Why no checkpoint of ``needed`` bytes fits into ``folder`` now; None if one does, or if that cannot be seen."""
-    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     try:
-        free = shutil.disk_usage(nearest).free
+        free = disk_free_bytes(folder)
     except OSError:
         return None
     if free >= needed:

@@ -16,7 +16,6 @@ finite.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -29,18 +28,18 @@ from torch import Tensor, nn
 
 from strategies.core.commit import replaced_folder, same_modes
 from strategies.core.protocol import Refusal
-from strategies.core.sealed import Damaged, damage, digest_of, read, seal
+from strategies.core.sealed import digest_of, intact, read, seal
 from strategies.core.sizes import human
 from strategies.engine.forward.blocks import find_blocks
 from strategies.engine.memory.accelerator import device_of
 from strategies.engine.pruning import smallest
 from trainer.data.teacher import contents
-from trainer.dist.agreement import agreement
+from trainer.dist.agreement import DAY_S, WEEK_S, agreement
 from trainer.errors import first_line, write_line
+from trainer.machine.probe import disk_free_bytes
 from trainer.model import build
 from trainer.model.structured import Kept, Sizes, config_of, cut, sizes_of
 from trainer.planning.streamed import placed, plan_within, weights_of
-from trainer.run.resuming import DAY_S
 from trainer.run.teaching import budget_of
 
 if TYPE_CHECKING:
@@ -53,7 +52,6 @@ if TYPE_CHECKING:
     from trainer.machine.probe import Machine
 
 KIND = "pruned"
-WEEK_S = 7 * DAY_S
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ def _check(config: RunConfig, prepared: Prepared, budget: int, host_bytes: int) 
     if before + kept > host_bytes:
         what = f"{human(before)} of weights and {human(kept)} that stay do not fit into {human(host_bytes)} of memory"
         raise config.error("prune.method", section.method, f"{what}; write model.dtype: bfloat16, or leave it out")
-    free = shutil.disk_usage(next(path for path in folder.absolute().parents if path.exists())).free
+    free = disk_free_bytes(folder)
     if kept > free:
         what = f"the smaller model takes {human(kept)}, and {folder.parent} has {human(free)} free; make room"
         raise config.error("prune.method", section.method, what)
@@ -111,11 +109,7 @@ def _change(large: PretrainedConfig, small: PretrainedConfig) -> str:
 
 
 def _is_whole(asked: Smaller) -> bool:
-    try:
-        sealed = read(asked.folder, KIND)
-    except Damaged:
-        return False
-    return sealed.about["key"] == asked.key and not damage(asked.folder, sealed)
+    return intact(asked.folder, KIND, {"key": asked.key})
 
 
 def _said(folder: Path) -> str:

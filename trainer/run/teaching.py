@@ -14,11 +14,10 @@ from strategies.engine.memory.accelerator import device_of
 from trainer.data import prepare, teacher
 from trainer.data.collate import check_packing
 from trainer.data.teacher import Lesson
-from trainer.dist.agreement import agreement
+from trainer.dist.agreement import DAY_S, agreement
 from trainer.errors import write_line, write_nothing
 from trainer.model.structured import config_of
 from trainer.model.student import width_of
-from trainer.run.resuming import DAY_S
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,14 +13,13 @@ Refused: smoothed labels where a row has several or numbers.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from strategies.core.protocol import Refusal
 from trainer.errors import kind, nearest
-from trainer.tasks.task import MULTIPLE, Field, Saved, Task, takes_no_count
+from trainer.tasks.task import MULTIPLE, Field, Saved, Task, takes_no_count, token_types
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,6 +38,7 @@ class Classification(Task):
     fields = (Field("text", (str,)), Field("label", ()), Field("text_pair", (str,), required=False))
     model_class = "transformers.AutoModelForSequenceClassification"
     adapters = "SEQ_CLS"
+    drops_columns = True  # of what the tokenizer makes
     pipeline_tag = "text-classification"
 
     def refuses_model(self, config: RunConfig, model: PretrainedConfig, saved: Saved) -> Iterator[Refusal]:
@@ -66,9 +66,6 @@ class Classification(Task):
             config.pad_token_id = tokenizer.pad_token_id
         takes_no_count(model)
 
-    def complete(self, given: dict[str, Any], config: RunConfig) -> dict[str, Any]:
-        return {**given, "remove_unused_columns": True}  # what the tokenizer makes and the model does not take
-
     def options(self, model: Any, tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> dict[str, Any]:
         from transformers import DataCollatorWithPadding
 
@@ -81,15 +78,12 @@ class Classification(Task):
         return {"labels": ids[:, 0]}
 
     def forward(self, model: Any, config: RunConfig) -> Callable[..., Any]:
-        takes = inspect.signature((model.get_base_model() if config.model.lora else model).forward).parameters
         problem, count = problem_of(model.config), model.config.num_labels
 
         def run(**inputs: Any) -> Any:
-            if "token_type_ids" in takes:
-                inputs["token_type_ids"] = inputs["input_ids"]  # zeros in both
             if problem != ONE:
                 inputs["labels"] = inputs["labels"].new_zeros(len(inputs["labels"]), count).float()
-            return model(**inputs)
+            return model(**inputs, **token_types(model, config, inputs["input_ids"]))
 
         return run
 
@@ -142,10 +136,9 @@ def number_of(label: Any, model: PretrainedConfig) -> int | str:
     return f"field 'label' is {label!r}, the labels are {known}{nearest(str(label), names)}; model.labels names them"
 
 
-def most_likely(logits: Any, labels: Tensor) -> Tensor:
-    """The number of the label with the largest logit. [B, L] -> [B]"""
-    found: Tensor = (logits[0] if isinstance(logits, tuple) else logits).argmax(-1)
-    return found
+def kept(choose: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    """What an evaluation keeps of logits [B, L], to which other outputs may have been added."""
+    return lambda outputs, labels: choose(outputs[0] if isinstance(outputs, tuple) else outputs)
 
 
 def accuracy_and_f1(prediction: EvalPrediction) -> dict[str, float]:
@@ -159,12 +152,6 @@ def accuracy_and_f1(prediction: EvalPrediction) -> dict[str, float]:
     return {"accuracy": float((found == truth).mean()), "f1": float(sum(scores) / len(scores))}
 
 
-def likely(logits: Any, labels: Tensor) -> Tensor:
-    """1 for each label that is likelier than not. [B, L] -> [B, L]"""
-    found: Tensor = ((logits[0] if isinstance(logits, tuple) else logits) > 0).int()
-    return found
-
-
 def rows_and_f1(prediction: EvalPrediction) -> dict[str, float]:
     """Share of rows with exactly their labels, and the mean of F1 over labels that are there or were found."""
     found: Any = prediction.predictions
@@ -174,12 +161,6 @@ def rows_and_f1(prediction: EvalPrediction) -> dict[str, float]:
     return {"accuracy": float((found == truth).all(1).mean()), "f1": float(scores.mean()) if len(scores) else 1.0}
 
 
-def as_they_are(logits: Any, labels: Tensor) -> Tensor:
-    """The numbers that were found. [B, L] -> [B, L]"""
-    found: Tensor = (logits[0] if isinstance(logits, tuple) else logits).float()
-    return found
-
-
 def mean_error(prediction: EvalPrediction) -> dict[str, float]:
     """The mean absolute error; the loss is the squared one."""
     found: Any = prediction.predictions
@@ -187,7 +168,10 @@ def mean_error(prediction: EvalPrediction) -> dict[str, float]:
 
 
 METRICS: Mapping[str, dict[str, Any]] = {
-    ONE: {"compute_metrics": accuracy_and_f1, "preprocess_logits_for_metrics": most_likely},
-    SEVERAL: {"compute_metrics": rows_and_f1, "preprocess_logits_for_metrics": likely},
-    NUMBERS: {"compute_metrics": mean_error, "preprocess_logits_for_metrics": as_they_are},
+    problem: {"compute_metrics": measure, "preprocess_logits_for_metrics": kept(choose)}
+    for problem, measure, choose in (
+        (ONE, accuracy_and_f1, lambda logits: logits.argmax(-1)),
+        (SEVERAL, rows_and_f1, lambda logits: (logits > 0).int()),  # labels that are likelier than not
+        (NUMBERS, mean_error, lambda logits: logits.float()),
+    )
 }

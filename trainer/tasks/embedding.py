@@ -15,7 +15,6 @@ they would be trained as another model; models with a decoder of their own.
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from strategies.core.protocol import Refusal
 from trainer.errors import DataError
-from trainer.tasks.task import Field, Saved, Task, takes_no_count
+from trainer.tasks.task import Field, Saved, Task, takes_no_count, token_types
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,12 +95,8 @@ class Embedding(Task):
     def forward(self, model: Any, config: RunConfig) -> Callable[..., Any]:
         from trainer.tasks.embedding_trainer import loss_of
 
-        takes = inspect.signature((model.get_base_model() if config.model.lora else model).forward).parameters
-
         def run(**inputs: Any) -> dict[str, Any]:
-            if "token_type_ids" in takes:
-                inputs["token_type_ids"] = inputs["input_ids"]  # zeros in both
-            return {"loss": loss_of(model, inputs)}
+            return {"loss": loss_of(model, inputs | token_types(model, config, inputs["input_ids"]))}
 
         return run
 

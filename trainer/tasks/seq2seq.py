@@ -33,6 +33,7 @@ class Seq2Seq(Task):
     trainer = "transformers.Seq2SeqTrainer"
     arguments = "transformers.Seq2SeqTrainingArguments"
     adapters = "SEQ_2_SEQ_LM"
+    drops_columns = True
     pipeline_tag = "text2text-generation"
 
     def features(
@@ -53,9 +54,6 @@ class Seq2Seq(Task):
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         if "self.loss_function(" not in inspect.getsource(type(base).forward):  # T5 and BART compute it by themselves
             takes_no_count(model)
-
-    def complete(self, given: dict[str, Any], config: RunConfig) -> dict[str, Any]:
-        return {**given, "remove_unused_columns": True}
 
     def options(self, model: Any, tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> dict[str, Any]:
         from transformers import DataCollatorForSeq2Seq

@@ -11,6 +11,7 @@ Refused: strategies that cut the layers of language models for other tasks; what
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
@@ -47,6 +48,7 @@ class Task:
         model_class, trainer, arguments: dotted names of classes.
         adapters: peft's name of the task.
         adds_adapters: the Trainer wraps the model in adapters, and not the run.
+        drops_columns: the Trainer leaves out what rows have and forward does not take.
         pipeline_tag: of the model card.
     """
 
@@ -57,6 +59,7 @@ class Task:
     arguments = "transformers.TrainingArguments"
     adapters = "CAUSAL_LM"
     adds_adapters = False
+    drops_columns = False  # the collator takes what it needs
     pipeline_tag = "text-generation"
 
     @property
@@ -107,7 +110,7 @@ class Task:
 
     def complete(self, given: dict[str, Any], config: RunConfig) -> dict[str, Any]:
         """The keyword arguments for ``arguments``, from those that are the same for all tasks."""
-        return {**given, "remove_unused_columns": False}  # the collator takes what it needs
+        return {**given, "remove_unused_columns": self.drops_columns}
 
     def options(self, model: Any, tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> dict[str, Any]:
         """Further keyword arguments for ``trainer``."""
@@ -140,6 +143,12 @@ class Pretrain(Task):
 def takes_no_count(model: Any) -> None:
     """Have Transformers' Trainer take the mean of a step's micro-batches, for a loss that does not count its items."""
     getattr(model, "get_base_model", lambda: model)().accepts_loss_kwargs = False
+
+
+def token_types(model: Any, config: RunConfig, ids: Tensor) -> dict[str, Tensor]:
+    """The token types of ``ids`` without values, if the forward of ``model`` takes any."""
+    takes = inspect.signature((model.get_base_model() if config.model.lora else model).forward).parameters
+    return {"token_type_ids": ids} if "token_type_ids" in takes else {}
 
 
 def loaded(dotted: str) -> Any:
