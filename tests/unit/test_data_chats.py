@@ -90,10 +90,12 @@ def test_nulls_that_parquet_adds_are_no_keys(tokenizer: Any) -> None:
     assert list(prepare(tokenizer, path="d.parquet")) == expected
 
 
+@pytest.mark.parametrize("opens", [False, True])
 @pytest.mark.parametrize("name", READY)
-def test_answers_are_found_without_marks(name: str, tokenizer: Any) -> None:
-    """By prefixes, with what the template writes between an answer and the next turn."""
+def test_answers_are_found_without_marks(name: str, opens: bool, tokenizer: Any) -> None:
+    """By prefixes, with what the template writes between an answer and the next turn; also if the assistant opens."""
     chat = {"messages": [MESSAGES[0], MESSAGES[1], MESSAGES[4], {"role": "user", "content": "é?"}, MESSAGES[4]]}
+    chat["messages"] = chat["messages"][2:] if opens else chat["messages"]
     (marked,) = prepare(tokenizer, chat, chat_template=name, assistant_only_loss=True)
     plain = re.sub(r"{% (end)?generation %}", "", READY[name])
     (found,) = prepare(tokenizer, chat, chat_template=plain, assistant_only_loss=True)

@@ -325,14 +325,15 @@ strategies: {zero: {stage: 2}, offload: {}}
     ),
     "trl in four bits": (
         {},
-        "trl sft --model_name_or_path m --dataset_name d/e --use_peft --load_in_4bit --use_bnb_nested_quant",
+        "trl sft --model_name_or_path m --dataset_name d/e --use_peft --load_in_4bit --use_bnb_nested_quant "
+        "--assistant_only_loss --eos_token <e>",
         """
 model: {name_or_path: m, lora: {r: 16, lora_alpha: 32, lora_dropout: 0.05}, quantization_config: {load_in_4bit: true,
   bnb_4bit_quant_type: nf4, bnb_4bit_use_double_quant: true, bnb_4bit_compute_dtype: float32}}
-data: {path: d/e, excess_length_strategy: truncate}
+data: {path: d/e, excess_length_strategy: truncate, assistant_only_loss: true}
 training: {output_dir: trainer_output, learning_rate: 2e-5, bf16: true, gradient_checkpointing: true}
 """,
-        {},
+        {"eos_token": '= "<e>"'},
     ),
     "axolotl on preferences": (
         {"dpo.yml": AXOLOTL_DPO},
@@ -371,7 +372,7 @@ data: {datasets: [{path: identity, limit: 1000}, {path: alpaca_en_demo, limit: 1
 training: {output_dir: saves/sft, learning_rate: 1e-4, bf16: true, logging_steps: 500, eval_strategy: steps,
   eval_steps: 500}
 """,
-        {"deepspeed": "no such file", "dataset": "dataset_info.json", "template": "the tokenizer's own"},
+        {"deepspeed": "no such file", "dataset": "and assistant_only_loss", "template": "the tokenizer's own"},
     ),
 }
 

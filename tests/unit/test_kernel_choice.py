@@ -16,6 +16,9 @@ LLAMA4 = {
     "model_type": "llama4_text", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
     "num_attention_heads": 4, "vocab_size": 64, "num_local_experts": 2, "intermediate_size_mlp": 64,
 }  # fmt: skip
+FALCON = {
+    "model_type": "falcon", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64
+}  # fmt: skip
 
 
 def taken(monkeypatch: pytest.MonkeyPatch, config: Any, *, world_size: int = 1, here: bool = True) -> tuple[Any, str]:
@@ -32,6 +35,7 @@ def taken(monkeypatch: pytest.MonkeyPatch, config: Any, *, world_size: int = 1, 
         (LLAMA, {"data": {"packing": True}}, 1, "sdpa_varlen"),
         (LLAMA, {}, 1, None),  # a row is one document
         (LLAMA4, {"data": {"packing": True}}, 1, None),  # the model's masks say more
+        (FALCON, {"data": {"packing": True}}, 1, None),  # it has a table of its own
         (LLAMA, {"data": {"packing": True}, "torch_compile": True}, 1, None),
         (LLAMA, {"data": {"packing": True}, "strategies": {"sequence": {"degree": 2}}}, 2, None),
         # another thing is wrong with it: that is said later

@@ -1,12 +1,19 @@
 """The order of effects, where nothing has to be trained to see it."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch import nn
+from transformers import LlamaConfig
 
 from strategies.core.registry import find
+from tests.helpers.tiny import LLAMA, VOCAB, run_config
+from trainer.data import tokenizer as tokenizers
+from trainer.dist.ranks import Ranks
+from trainer.errors import ConfigError
+from trainer.run import order
 from trainer.run.changes import apply_strategies
 
 
@@ -30,3 +37,13 @@ def test_a_strategy_that_drops_a_parameter_is_caught(monkeypatch: pytest.MonkeyP
     model: Any = nn.Linear(2, 2)
     with pytest.raises(AssertionError, match=r"strategies\.buffers renamed, reordered or dropped"):
         apply_strategies(model, config, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_more_tokens_than_the_model_has(saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after ``add_tokens`` without ``resize_token_embeddings``; what to do is another thing for a saved model."""
+    LlamaConfig(**LLAMA).save_pretrained(tmp_path)
+    monkeypatch.setattr(tokenizers, "load", lambda *args: range(VOCAB + 1))
+    config = run_config(None, model={"name_or_path": str(tmp_path)}) if saved else run_config()
+    with pytest.raises(ConfigError, match="resize_token_embeddings" if saved else r"raise model\.config\.vocab_size"):
+        order.read_data(config, Ranks(), quiet=True)

@@ -166,7 +166,9 @@ def elsewhere() -> dict[str, tuple[str, str]]:
 
 @cache
 def known_keys() -> tuple[str, ...]:
-    """All our keys, dotted. Of strategies only the names, since their files are imported on demand."""
+    """All our keys, dotted: those of each data set after those of data, which are alike. Of strategies only the names,
+    since their files are imported on demand.
+    """
 
     def below(model: type[BaseModel], at: str) -> Iterable[str]:
         for name, field in model.model_fields.items():
@@ -175,6 +177,7 @@ def known_keys() -> tuple[str, ...]:
                 yield from below(inner, f"{at}.{name}")
 
     keys = [key for name, model in {**SECTIONS, **OPTIONAL}.items() for key in (name, *below(model, name))]
+    keys = sorted(keys, key=lambda known: known.count("."))
     return (*keys, "strategies", *(f"strategies.{name}" for name in available()))
 
 

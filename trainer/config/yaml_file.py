@@ -96,7 +96,7 @@ def dotted(key: Key) -> str:
 
 def shown(key: Key, value: object) -> str:
     """``value`` as an error line shows it: JSON, shortened; secrets are hidden."""
-    if re.search(r"(token|password|secret|api_key)$", key[-1] if key else ""):
+    if re.search(r"((?<!bos_|eos_|pad_|unk_)token|password|secret|api_key)$", key[-1] if key else ""):
         return "(hidden)"
     if isinstance(value, float) and not math.isfinite(value):
         return ".nan" if math.isnan(value) else ("-.inf" if value < 0 else ".inf")

@@ -197,8 +197,10 @@ class Template:
         chosen = iter(chat.chosen)
         for index, message in enumerate(chat.messages):
             if message["role"] == "assistant" and next(chosen):
-                start = self._apply(chat, index, tokenize=False, add_generation_prompt=True)
                 stop = self._apply(chat, index + 1, tokenize=False)
+                start = self._apply(chat, max(index, 1), tokenize=False, add_generation_prompt=True)
+                if index == 0:  # Transformers takes no empty chat: the prompt of the next turn is that of this one
+                    start = stop[: stop.find(start[len(stop) :])] + start[len(stop) :]
                 if not (whole.startswith(stop) and stop.startswith(start)):
                     raise Fault(
                         f"{self.name} writes the first {index + 1} messages otherwise than where more follow, so turn "

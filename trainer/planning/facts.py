@@ -373,6 +373,7 @@ def _meta_model(config: RunConfig) -> PreTrainedModel:
     named = attention.of_copy(section).get("attn_implementation", "sdpa")
     options = {"dtype": getattr(torch, section.dtype), "trust_remote_code": section.trust_remote_code}
     options["attn_implementation"] = named
+    lacking = f"model.attn_implementation = {named!r}: {hf_config.model_type} does not support it; leave it out"
     with torch.device("meta"):
         try:
             model: PreTrainedModel = auto.from_config(hf_config, **options)
@@ -381,10 +382,11 @@ def _meta_model(config: RunConfig) -> PreTrainedModel:
             if "does not support" not in reason:
                 raise ConfigError(f"model: {reason}") from None
             if section.attn_implementation == named:
-                what = f"{hf_config.model_type} does not support it; leave it out"
-                raise ConfigError(f"model.attn_implementation = {named!r}: {what}") from None
+                raise ConfigError(lacking) from None
             model = auto.from_config(hf_config, **options | {"attn_implementation": "eager"})
         except KeyError as error:  # looked up in a table of Transformers, as activation functions are
+            if error.args == (section.attn_implementation,):  # and attention, by Falcon and GPT-J
+                raise ConfigError(lacking) from None
             raise ConfigError(f"model.config: Transformers knows no {error}") from None
         except RuntimeError as error:  # sizes whose product no machine can address
             raise ConfigError(f"model.config: cannot be built: {first_line(error)}") from None

@@ -155,9 +155,9 @@ def read_data(
     words = tokenizers.load(section.tokenizer, section.name_or_path, section.trust_remote_code, folder, texts)
     rows = hf_config.get_text_config().vocab_size
     if len(words) > rows:
-        raise ConfigError(
-            f"model.config.vocab_size = {rows}: the tokenizer has {len(words)} tokens; raise it, or leave it out"
-        )
+        saved = "name its own in model.tokenizer, or save it after resize_token_embeddings"
+        cure = f"raise model.config.vocab_size from {rows}, or leave it out" if section.config else saved
+        raise ConfigError(f"model: has {rows} tokens, and the tokenizer has {len(words)}; {cure}")
     say = write_nothing if quiet else write_line
     opened = partial(resumed.compare_contents, config, hf_config) if resumed else (lambda *hashes: None)
     seed, home, compares = config.training.seed, preparing.cache(folder / "data"), ranks.is_first_local

@@ -331,7 +331,8 @@ def finish(run: Run, trainer: Trainer, together: Agreement) -> None:
         f"{receipt.largest_difference:.1e}"
     )
     write_line(f"run folder: {folder} (plan.txt, metrics.jsonl, config.yaml, checkpoints)")
-    write_line(f"curves:     tensorboard --logdir {folder}")
+    if "tensorboard" in run.config.training.report_to:
+        write_line(f"curves:     tensorboard --logdir {folder}")
     publish(run.config)
     if folder == Path("runs/quickstart"):
         write_line("next:       make finetune")

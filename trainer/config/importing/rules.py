@@ -127,8 +127,10 @@ def _named_file(given: Given, draft: Draft) -> str | None:
 def _named_datasets(given: Given, draft: Draft) -> dict[str, Any]:
     limit = {"limit": given.tree["max_samples"]} if given.tree.get("max_samples") else {}
     names = given.value.split(",") if isinstance(given.value, str) else given.value
-    lost = {LOST: "from dataset_info.json; write a file or a hub name instead of each name"}
-    return _mixed([{"path": name.strip()} | limit for name in names]) | lost
+    lost = "from dataset_info.json; write a file or a hub name instead of each name"
+    if given.tree.get("stage", "sft") == "sft" and not given.tree.get("train_on_prompt"):
+        lost += ", and assistant_only_loss: true with messages, of which answers alone are trained on there"
+    return _mixed([{"path": name.strip()} | limit for name in names]) | {LOST: lost}
 
 
 def _nothing(key: Given, draft: Draft) -> None:
