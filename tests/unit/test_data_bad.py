@@ -283,6 +283,9 @@ def test_split_missing_in_a_saved_data_set(tmp_path: Path) -> None:
     DatasetDict(train=Dataset.from_dict({"text": ["a b"]})).save_to_disk(str(tmp_path / "saved"))
     with pytest.raises(DataError, match=r"^data\.split: 'test' is not in .*saved; found: train$"):
         sources.open_source(str(tmp_path / "saved"), None, "test", False)
+    next(tmp_path.rglob("*.arrow")).write_bytes(b"")
+    with pytest.raises(DataError, match=r"saved: saved data that cannot be loaded: [^\n]+$"):
+        sources.open_source(str(tmp_path / "saved"), None, "train", False)
 
 
 def test_hub_failure_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

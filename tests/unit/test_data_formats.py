@@ -107,6 +107,7 @@ def test_text_file_is_one_document_and_a_folder_is_many(tokenizer: Any) -> None:
     Path("books/b.txt").write_text("Two.\n\nParagraphs.")
     Path("books/a.txt").write_bytes(b"\xef\xbb\xbfOne.\r\n")
     Path("books/README.md").write_text("not data")
+    Path("books/dataset_info.json").write_text("{}")  # LLaMA-Factory's list of data sets
     one, two = "One.\r\n<|eos|>", "Two.\n\nParagraphs.<|eos|>"
     for path, texts in (("books/b.txt", [two]), ("books", [one, two])):
         assert [whole for whole, _ in decoded(tokenizer, prepare(tokenizer, path).train)] == texts

@@ -26,6 +26,7 @@ from trainer.data import pydoc_rows
 from trainer.errors import DataError, first_line, kind, nearest, nearest_file
 from trainer.model import hub
 
+_INFO = "dataset_info.json"  # of Hugging Face's saved data, beside state.json; LLaMA-Factory's list of data sets, alone
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _SPLIT_WORD = re.compile(r"(?:^|/)(train|training|test|validation|valid|val|dev|eval)(?:[-_./0-9]|$)")
 _SPLIT_ALIASES = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation"}
@@ -271,9 +272,10 @@ def open_source(path: str, name: str | None, split: str, streaming: bool, key: s
 
 
 def _folder(folder: Path, split: str, key: str) -> Source:
-    if any((folder / marker).is_file() for marker in ("dataset_dict.json", "dataset_info.json", "state.json")):
+    if (folder / "dataset_dict.json").is_file() or all((folder / name).is_file() for name in (_INFO, "state.json")):
         return _saved(folder, split, key)
     files = sorted(path for path in folder.rglob("[!.]*") if path.suffix.lower() in _READERS and path.is_file())
+    files = [path for path in files if path.name != _INFO]
     if not files:
         raise DataError(f"{folder}: the folder holds no data file; allowed: {', '.join(SUFFIXES)}")
     words = {path: _SPLIT_WORD.search(path.relative_to(folder).with_suffix("").as_posix().lower()) for path in files}
@@ -295,7 +297,10 @@ def _folder(folder: Path, split: str, key: str) -> Source:
 def _saved(folder: Path, split: str, key: str) -> Source:
     from datasets import DatasetDict, load_from_disk
 
-    data = load_from_disk(str(folder))
+    try:
+        data = load_from_disk(str(folder))
+    except Exception as error:  # of whatever is missing or damaged
+        raise DataError(f"{folder}: saved data that cannot be loaded: {first_line(error)}") from None
     if isinstance(data, DatasetDict):
         if split not in data:
             raise DataError(f"{key}split: {split!r} is not in {folder}; found: {', '.join(data)}")
