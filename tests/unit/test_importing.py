@@ -183,6 +183,18 @@ load_in_8bit: false
 optimizer: paged_lion_8bit
 learning_rate: 2e-4
 warmup_steps: 10
+test_datasets: [{path: json, data_files: [held_out.jsonl], type: chat_template.default}]
+eval_steps: 50
+"""
+TRL_MIXTURE = """
+model_name_or_path: m
+bf16: false
+datasets:
+- {path: chats.jsonl, fraction: 0.5}
+- {path: json, data_files: pairs.jsonl, columns: [prompt, completion], fraction: 0.5}
+test_split_size: 0.1
+eval_strategy: epoch
+max_length: 512
 """
 LLAMA_FACTORY = """
 model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
@@ -335,16 +347,28 @@ training: {output_dir: trainer_output, learning_rate: 2e-5, bf16: true, gradient
 """,
         {"eos_token": '= "<e>"'},
     ),
+    "trl on a mixture": (
+        {"sft.yaml": TRL_MIXTURE},
+        "",
+        """
+model: {name_or_path: m}
+data: {datasets: [{path: chats.jsonl}, {path: pairs.jsonl}], eval_fraction: 0.1, max_length: 512,
+  excess_length_strategy: truncate}
+training: {output_dir: trainer_output, learning_rate: 2e-5, bf16: false, gradient_checkpointing: true,
+  eval_strategy: epoch}
+""",
+        {"datasets": "not read of it: fraction"},
+    ),
     "axolotl on preferences": (
         {"dpo.yml": AXOLOTL_DPO},
         "",
         """
 task: dpo
 model: {name_or_path: meta-llama/Meta-Llama-3-8B-Instruct, dtype: bfloat16}
-data: {path: org/pairs, columns: {prompt: conversation, chosen: better}, max_length: 512}
+data: {path: org/pairs, eval_path: held_out.jsonl, columns: {prompt: conversation, chosen: better}, max_length: 512}
 training: {output_dir: out, learning_rate: 2e-4, per_device_train_batch_size: 1, num_train_epochs: 1.0,
   optim: lion_32bit, lr_scheduler_type: cosine, warmup_steps: 10, bf16: true, save_strategy: epoch, loss_type: ipo,
-  beta: 0.2}
+  beta: 0.2, eval_strategy: steps, eval_steps: 50}
 """,
         {"optimizer": "lion_32bit is written, in 32 bits"},
     ),

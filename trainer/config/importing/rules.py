@@ -133,6 +133,18 @@ def _named_datasets(given: Given, draft: Draft) -> dict[str, Any]:
     return _mixed([{"path": name.strip()} | limit for name in names]) | {LOST: lost}
 
 
+def _mixture(given: Given, draft: Draft) -> dict[str, Any]:
+    """TRL's, whose columns are those that are kept."""
+    ours = [
+        {"path": _path(each)} | {name: each[name] for name in ("name", "split") if each.get(name)}
+        for each in given.value
+    ]
+    unread = sorted(
+        {name for each in given.value for name in each} - {"path", "name", "split", "columns", "data_files"}
+    )
+    return _mixed(ours) | {LOST: f"not read of it: {', '.join(unread)}" if unread else None}
+
+
 def _nothing(key: Given, draft: Draft) -> None:
     """For what is looked at when all else is known."""
 
@@ -168,8 +180,9 @@ ARGUMENTS: dict[str, Rule] = {
     "lora_target_modules": _lora_target,
     "block_size": lambda key, draft: {"data.max_length": key.value, "data.packing": True, LOST: STREAM},
     "validation_split_percentage": lambda key, draft: {"data.eval_fraction": key.value / 100},
-    "val_size": _share,
+    **dict.fromkeys(("val_size", "test_split_size"), _share),
     "dataset": _named_datasets,
+    "datasets": _mixture,
     "dataset_text_field": lambda key, draft: None if key.value == "text" else {"data.columns": {"text": key.value}},
     "packing_strategy": _only(("bfd",), STREAM),
     "truncation_mode": _only(("keep_start",), "samples lose their ends here"),
@@ -191,17 +204,22 @@ def _words(value: Any) -> list[str]:
     return re.findall(r"\w+", str(value))
 
 
+def _path(entry: dict[str, Any]) -> Any:
+    files = entry.get("data_files")
+    return files[0] if isinstance(files, list) and files else files or entry.get("path")
+
+
 def _datasets(given: Given, draft: Draft) -> dict[str, Any]:
     ours: list[dict[str, Any]] = []
     lost: dict[str, None] = {}
     prefers = bool(given.tree.get("rl") or given.tree.get("reward_model"))
     for each in given.value:
         entry = {name: value for name, value in each.items() if value not in (None, [], {})}
-        kind, files = str(entry.get("type", "")).partition(".")[0], entry.get("data_files")
+        kind = str(entry.get("type", "")).partition(".")[0]
         columns = {"text": entry.get("field"), "prompt" if prefers else "messages": entry.get("field_messages")}
         columns |= {name: entry.get(f"field_{name}") for name in ("chosen", "rejected")}
         one = {
-            "path": files[0] if isinstance(files, list) else files or entry.get("path"),
+            "path": _path(entry),
             "name": entry.get("name"),
             "split": entry.get("split"),
             "columns": {name: column for name, column in columns.items() if column not in (None, name)},
@@ -237,6 +255,18 @@ def _per_epoch(given: Given, draft: Draft) -> dict[str, Any] | None:
     return {f"{what}_strategy": "steps", f"{what}_steps": 1 / given.value / epochs}
 
 
+def _eval_steps(given: Given, draft: Draft) -> dict[str, Any] | None:
+    """They are what says that it evaluates, there."""
+    if not given.value or not evaluates(given.source):
+        return None
+    return {"training.eval_strategy": "steps", "training.eval_steps": given.value}
+
+
+def _test_datasets(given: Given, draft: Draft) -> dict[str, Any] | str | None:
+    paths = [_path(each) for each in given.value or ()]
+    return {"data.eval_path": paths[0]} if len(paths) == 1 else "there is one data.eval_path here" if paths else None
+
+
 AXOLOTL: dict[str, Rule] = {
     **ARGUMENTS,
     "datasets": _datasets,
@@ -249,7 +279,8 @@ AXOLOTL: dict[str, Rule] = {
     "saves_per_epoch": _per_epoch,
     "evals_per_epoch": _per_epoch,
     "eval_strategy": lambda key, draft: {"training.eval_strategy": key.value} if evaluates(key.source) else None,
-    "eval_steps": lambda key, draft: {"training.eval_steps": key.value} if evaluates(key.source) else None,
+    "eval_steps": _eval_steps,
+    "test_datasets": _test_datasets,
     "batch_size": lambda key, draft: {STEPS: key.value // (key.tree.get("micro_batch_size") or 1)},
     "wandb_project": lambda key, draft: {"training.report_to": "wandb", "training.project": key.value},
     "val_set_size": _share,
