@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from strategies.engine.forward.distilled_loss import TEACHER
 from trainer.data import packing
@@ -25,7 +24,7 @@ from trainer.data.packing import MASKED
 from trainer.errors import ConfigError
 from trainer.model import build
 from trainer.model.attention import of_copy
-from trainer.model.shrink import VOCAB, shrink_model
+from trainer.model.shrink import VOCAB, small_copy
 
 if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
@@ -80,11 +79,7 @@ def check_packing(config: RunConfig) -> None:
     """Raise ConfigError if documents in one row see each other in a small copy of the model, or it cannot pack."""
     if not config.data.packing:
         return
-    small = shrink_model(build.load_config(config.model, VOCAB))
-    copy = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(small.pop("model_type"), **small), **of_copy(config.model)
-    )
-    reason = packing_supported(copy)
+    reason = packing_supported(small_copy(build.load_config(config.model, VOCAB), of_copy(config.model)))
     if reason is not None:
         raise ConfigError(f"data.packing = true: {reason}; set data.packing: false for this model")
 

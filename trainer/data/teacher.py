@@ -33,7 +33,6 @@ from datasets import Dataset, concatenate_datasets
 from tqdm import tqdm
 
 from strategies.core.commit import remove, replace_file, sync
-from strategies.core.protocol import Refusal
 from strategies.core.sealed import digest_of, seal, size_and_hash
 from strategies.core.sizes import human
 from strategies.engine.forward.distilled_loss import TEACHER, Distillation, answers, keep_state
@@ -42,7 +41,7 @@ from trainer.data import tokenizer as tokenizers
 from trainer.data.collate import Collator
 from trainer.data.packing import MASKED
 from trainer.data.prepare import is_whole
-from trainer.errors import ConfigError, DataError, first_line
+from trainer.errors import ConfigError, DataError
 from trainer.machine.probe import disk_free_bytes
 from trainer.model import build, quantise
 from trainer.model.student import comparison, width_of
@@ -245,14 +244,11 @@ def _place(
     for model, weights in zip(models, needs, strict=True):
         own = room if len(models) == 1 else weights if sum(needs) <= room else room * weights // sum(needs)
         try:
-            plan = plan_within(model, own, machine)
-        except (Refusal, ValueError) as error:
+            found.append(plan_within(model, own, machine))
+        except ValueError as error:
             what = f"{human(sum(needs))} of weights and {human(logits)} for logits of {tokens:,} tokens do not fit"
-            why = first_line(error).replace("strategies.offload.", "")
-            line = f"{what} into {human(budget)} ({why}); lower it, or data.max_length"
+            line = f"{what} into {human(budget)} ({error}); lower it, or data.max_length"
             raise config.error("distill.teacher_batch_size", config.distill.teacher_batch_size, line) from None
-        through = "all on the device" if plan is None else f"streamed through {human(own)}"
-        found.append((plan, f"{human(weights)} of weights, {through}"))
     return found
 
 

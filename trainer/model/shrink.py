@@ -84,6 +84,14 @@ def shrink_model(config: PretrainedConfig, layers: int = LAYERS) -> dict[str, An
     return small
 
 
+def small_copy(config: PretrainedConfig, options: Mapping[str, Any], layers: int = LAYERS) -> Any:
+    """The shrunk copy with random weights; ``options`` are those of ``from_config``."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    small = shrink_model(config, layers)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(small.pop("model_type"), **small), **options)
+
+
 def widen(small: dict[str, Any], degree: int) -> None:
     """Give a shrunk copy heads and widths that ``degree`` ranks can divide, as the real model has."""
     sizes = [name for name in (*COUNTS, *WIDTHS, "word_embed_proj_dim") if isinstance(small.get(name), int)]

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from strategies.core.protocol import Refusal
+from strategies.core.sizes import human
 from strategies.engine import stow
 from strategies.engine.tensors.quantised import scales_bytes
+from trainer.errors import first_line
 from trainer.planning.plan_for import plan_for
 
 if TYPE_CHECKING:
@@ -25,19 +28,24 @@ def weights_of(model: Any) -> int:
     return total
 
 
-def plan_within(model: Any, room: int, machine: Machine | None = None) -> Plan | None:
-    """The plan that streams the weights through ``room`` bytes (of ``machine``, or of this one); None: all fit. All
-    parameters are frozen but for one. Raise Refusal or ValueError if that is too little.
+def plan_within(model: Any, room: int, machine: Machine | None = None) -> tuple[Plan | None, str]:
+    """The plan that streams the weights through ``room`` bytes (of ``machine``, or of this one), None: all fit; and
+    what is said of it. All parameters are frozen but for one. Raise ValueError if that is too little.
     """
+    weights = f"{human(weights_of(model))} of weights"
     if weights_of(model) <= room:
-        return None
+        return None, f"{weights}, all on the device"
     for each in model.parameters():
         each.requires_grad_(False)
     # The engine plans what is trained. The smallest parameter stands for that, and never gets a gradient.
     least = min(model.parameters(), key=torch.numel).requires_grad_()
     if room <= 1:  # which the engine would take for a share
         raise ValueError("nothing is left for weights")
-    return plan_for(model, [least], max_grad_norm=None, gpu_memory=room, world_size=1, machine=machine)
+    try:
+        plan = plan_for(model, [least], max_grad_norm=None, gpu_memory=room, world_size=1, machine=machine)
+    except Refusal as error:
+        raise ValueError(first_line(error).replace("strategies.offload.", "")) from None
+    return plan, f"{weights}, streamed through {human(room)}"
 
 
 @contextmanager

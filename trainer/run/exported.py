@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from trainer.errors import first_line, write_line
-from trainer.model.shrink import shrink_model
+from trainer.model.shrink import small_copy
 from trainer.model.structured import config_of
 from trainer.run.export import FP32_TOLERANCE, HALF_TOLERANCE, ExportError, after
 
@@ -89,9 +89,8 @@ def refuse(config: RunConfig) -> None:
     if config.export is None or config.export.format == "gguf":
         return
     built = config_of(config)
-    small = shrink_model(built)
     attention = {"attn_implementation": "eager"} if config.model.attn_implementation == "eager" else {}
-    copy: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(small.pop("model_type"), **small), **attention)
+    copy = small_copy(built, attention)
     try:
         with TemporaryDirectory() as folder:
             difference = largest_difference(saved(copy, config.export.format, Path(folder)), copy)

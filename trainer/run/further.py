@@ -7,12 +7,16 @@ rank, once training has left the device.
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strategies.core.commit import replaced_folder, same_modes
 from strategies.core.sealed import MANIFEST, intact, seal, size_and_hash
-from trainer.run import exported, gguf, quantized
+from trainer.errors import write_line
+from trainer.run import exported, quantized
+from trainer.run.export import ExportError
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -22,6 +26,10 @@ if TYPE_CHECKING:
 
 KIND = "further export"
 PROGRAMS = {"torch": "torch_export", "onnx": "onnx", "gguf": "gguf"}  # by the end of the folder's name
+
+
+CONVERTER = "convert_hf_to_gguf.py"  # llama.cpp's
+GGUF, MAGIC = "model.gguf", b"GGUF"  # its file, and what that begins with
 
 
 def folder_of(config: RunConfig, name: str) -> Path:
@@ -65,7 +73,10 @@ def make(config: RunConfig, tokenizer: PreTrainedTokenizerBase, rows: Dataset | 
     """
     names, exact, report = missing(config), _exact(config), None
     for name in names:
-        if name == "gguf" and not gguf.is_here(exact):
+        if name == "gguf" and not shutil.which(CONVERTER):
+            write_line(
+                f"export: {CONVERTER} (llama.cpp's) is not on PATH; with it: {CONVERTER} {exact} --outfile {GGUF}"
+            )
             continue
         if name not in PROGRAMS and report is None:
             assert rows is not None
@@ -73,7 +84,7 @@ def make(config: RunConfig, tokenizer: PreTrainedTokenizerBase, rows: Dataset | 
         with replaced_folder(folder_of(config, name)) as draft:
             about: dict[str, Any] = {}
             if name == "gguf":
-                gguf.make(exact, draft)
+                _convert(exact, draft / GGUF)
             elif name in PROGRAMS:
                 exported.make(config, exact, draft)
             elif report is not None:
@@ -83,3 +94,21 @@ def make(config: RunConfig, tokenizer: PreTrainedTokenizerBase, rows: Dataset | 
             seal(draft, KIND, {"decided by": _decides(config, name), **about})
     if report is not None:
         report.say()
+
+
+def _first(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        return opened.read(len(MAGIC))
+
+
+def _convert(exact: Path, file: Path) -> None:
+    """Let llama.cpp's converter make ``file``, in the dtype of ``exact``. Raise ExportError if that ends with an error,
+    or without such a file. It is not opened again: its first bytes are looked at, and the converter is believed.
+    """
+    command = [str(shutil.which(CONVERTER)), str(exact), "--outfile", str(file), "--outtype", "auto"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode or not file.is_file() or _first(file) != MAGIC:
+        said = (ended.stderr or ended.stdout).strip().splitlines()
+        what = f"{command[0]} ended with {ended.returncode}: {said[-1] if said else 'it said nothing'}"
+        raise ExportError(f"export: {what}")
+    write_line(f"export: {file.name}, by {command[0]}; it has not been opened again")

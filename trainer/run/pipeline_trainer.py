@@ -19,16 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from strategies.backends import pipeline_state, pipelining, tensor_engine
 from strategies.backends.pipeline_gradients import StageGradients
 from strategies.backends.pipeline_zero import StateShares
 from strategies.core.plan import Kind
 from strategies.planner.cuts import Schedule
-from trainer.data.packing import MASKED
 from trainer.run.stowed_trainer import StowedTrainer
-from trainer.tasks.task import scores
+from trainer.tasks.task import losses_of, scores
 
 if TYPE_CHECKING:
     import transformers
@@ -198,16 +196,7 @@ class PipelineTrainer(_Trainer):
 
 
 def token_losses(logits: torch.Tensor | tuple[Any, ...], labels: torch.Tensor) -> torch.Tensor:
-    """Per sequence: summed negative log-likelihood and number of predicted tokens. [B, S, V], [B, S] -> [B, 2].
-
-    Other outputs may come with them, as a router's loss does, which is before them.
-    """
+    """``losses_of`` the next tokens. Other outputs may come with the logits, as a router's loss does, before them."""
     found = logits if isinstance(logits, tuple) else (logits,)
     scores = next(each for each in found if isinstance(each, torch.Tensor) and each.dim() == 3)
     return losses_of(scores[:, :-1], labels[:, 1:])
-
-
-def losses_of(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The same of the token that each position predicts."""
-    losses = cross_entropy(scores.float().transpose(1, 2), targets, ignore_index=MASKED, reduction="none")
-    return torch.stack([losses.sum(dim=1), targets.ne(MASKED).sum(dim=1).float()], dim=1)

@@ -21,7 +21,6 @@ from huggingface_hub import ModelCard
 from torch.nn.functional import cross_entropy
 
 from strategies.core.applied import log_applied
-from strategies.core.protocol import Refusal
 from strategies.core.sizes import human
 from strategies.engine.memory.accelerator import device_of
 from strategies.engine.tensors.quantised import keep_packing
@@ -150,8 +149,8 @@ def exact_again(model: PreTrainedModel, config: RunConfig) -> None:
 def _plan(model: Any, budget: int) -> Plan | None:
     """The plan that streams the exact model, or None where it fits; what cannot be streamed runs as it is."""
     try:
-        return plan_within(model, budget)
-    except (Refusal, ValueError):
+        return plan_within(model, budget)[0]
+    except ValueError:
         return None
 
 

@@ -149,8 +149,7 @@ def compare(
     """
     allowed = now.get("training", {}).get("allow_change", ())
     found = [(key, rule_of(key), old, new) for key, old, new in differences(saved, now)]
-    found += [(key, COMPRESSION, old, new) for key, old, new in _of_ranks(saved, now, ranks)]
-    found += [(key, MOMENTS, old, new) for key, old, new in _in_fewer_bits(saved, now)]
+    found += _of_strategies(saved, now, ranks)
     if (old := _rounded(saved)) != (new := _rounded(now)):
         found.append(("quantize.qat", QAT, old, new))
     keys, said, refused = changes = Changes(set(), [], [])
@@ -223,23 +222,20 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tu
             yield key, before, after
 
 
-def _of_ranks(saved: Mapping[str, Any], now: Mapping[str, Any], ranks: Sequence[int]) -> Iterator[tuple[str, str, str]]:
-    """Strategies whose ranks have state that does not fit, with what it is of in either run."""
+def _of_strategies(
+    saved: Mapping[str, Any], now: Mapping[str, Any], ranks: Sequence[int]
+) -> Iterator[tuple[str, str, str, str]]:
+    """State of strategies that is not what it was: that of each rank, and what has fewer bits than plain training's."""
     trees = [tree.get("strategies", {}) for tree in (saved, now)]
-    for name in sorted({name for tree in trees for name in tree} & set(available())):
-        ways = [find(name).model_validate(tree[name]).of_these_ranks() if name in tree else "" for tree in trees]
-        old, new = (f"{way} by {many} ranks" if way else "whole" for way, many in zip(ways, ranks, strict=True))
-        if old != new:
-            yield f"strategies.{name}", f"exchanged {old}", f"exchanged {new}"
-
-
-def _in_fewer_bits(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Strategies that keep state in fewer bits than plain training, or did, unless they do so as before."""
-    trees = [tree.get("strategies", {}) for tree in (saved, now)]
-    for name in sorted({name for tree in trees for name in tree} & set(available())):
-        old, new = (find(name).model_validate(tree[name]).in_fewer_bits() if name in tree else "" for tree in trees)
-        if old != new:
-            yield f"strategies.{name}", old or "moments in fp32", new or "moments in fp32"
+    for name in sorted({*trees[0], *trees[1]} & set(available())):
+        used = [find(name).model_validate(tree[name]) if name in tree else None for tree in trees]
+        ways = [each.of_these_ranks() if each else "" for each in used]
+        exchanged = [f"{way} by {many} ranks" if way else "whole" for way, many in zip(ways, ranks, strict=True)]
+        bits = [(each.in_fewer_bits() if each else "") or "moments in fp32" for each in used]
+        if exchanged[0] != exchanged[1]:
+            yield f"strategies.{name}", COMPRESSION, f"exchanged {exchanged[0]}", f"exchanged {exchanged[1]}"
+        if bits[0] != bits[1]:
+            yield f"strategies.{name}", MOMENTS, bits[0], bits[1]
 
 
 def _rounded(tree: Mapping[str, Any]) -> str | None:

@@ -14,8 +14,8 @@ from torch import nn
 
 from strategies.backends import ulysses
 from trainer.data.packing import MASKED
-from trainer.run.pipeline_trainer import losses_of
 from trainer.run.stowed_trainer import StowedTrainer
+from trainer.tasks.task import losses_of
 
 if TYPE_CHECKING:
     import transformers

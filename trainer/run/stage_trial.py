@@ -17,10 +17,12 @@ from strategies.core.protocol import Axis, Requirement
 from trainer.errors import ConfigError, first_line
 from trainer.model import build
 from trainer.model.params import EMBEDDING, units_by_name
-from trainer.model.shrink import VOCAB, shrink_model
+from trainer.model.shrink import VOCAB, small_copy
 from trainer.planning.facts import precision_of
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from strategies.backends.stages import Form
     from trainer.config.sections import RunConfig
 
@@ -37,16 +39,14 @@ def form_of_stages(config: RunConfig) -> Form | None:
     if drops:
         what = f"model.config.{drops[0]} is on, and a stage whose first block is left out would go on without its input"
         raise _cannot(config, text.model_type, f"{what}; write {drops[0]}: 0.0")
-    small = shrink_model(hf_config, layers=BLOCKS)
-    kind = small.pop("model_type")
     try:
         with torch.random.fork_rng(devices=[]):
-            return _tried(kind, small, config)
+            return _tried(hf_config, config)
     except stages.CannotCut as error:
-        raise _cannot(config, kind, str(error)) from None
+        raise _cannot(config, text.model_type, str(error)) from None
     except Exception as error:  # a model's code can raise anything
         what = f"a small copy, on which that would be tried, cannot be built or run: {first_line(error)}"
-        raise _cannot(config, kind, what) from None
+        raise _cannot(config, text.model_type, what) from None
 
 
 def _cannot(config: RunConfig, kind: str, why: str) -> ConfigError:
@@ -54,13 +54,11 @@ def _cannot(config: RunConfig, kind: str, why: str) -> ConfigError:
     return ConfigError(config.located("strategies.pipeline", line))
 
 
-def _tried(kind: str, small: dict[str, Any], config: RunConfig) -> Form:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+def _tried(hf_config: PretrainedConfig, config: RunConfig) -> Form:
     mixed = precision_of(config) is not Precision.FP32
     casts = Requirement.COMPUTE_DTYPE in requirements_of(config.strategies)  # weights, once; else autocast products
     dtype = torch.bfloat16 if mixed and casts else getattr(torch, config.model.dtype)
-    copy = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **small), dtype=dtype)
+    copy = small_copy(hf_config, {"dtype": dtype}, BLOCKS)
     copy.config.use_cache = False
     ids = torch.arange(1, 25).view(2, 12)
     mask = torch.ones_like(ids)

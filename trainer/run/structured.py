@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 
 from strategies.core.commit import replaced_folder, same_modes
-from strategies.core.protocol import Refusal
 from strategies.core.sealed import digest_of, intact, read, seal
 from strategies.core.sizes import human
 from strategies.engine.forward.blocks import find_blocks
@@ -35,7 +34,7 @@ from strategies.engine.memory.accelerator import device_of
 from strategies.engine.pruning import smallest
 from trainer.data.teacher import contents
 from trainer.dist.agreement import DAY_S, WEEK_S, agreement
-from trainer.errors import first_line, write_line
+from trainer.errors import write_line
 from trainer.machine.probe import disk_free_bytes
 from trainer.model import build
 from trainer.model.structured import Kept, Sizes, config_of, cut, sizes_of
@@ -129,15 +128,12 @@ def _place(config: RunConfig, asked: Smaller, model: PreTrainedModel) -> tuple[P
     text = model.config.get_text_config()
     # Of a row: hidden states, keys, values, the MLP's products, and those that scores are of, in fp32.
     row = 8 * 4 * config.data.max_length * (text.hidden_size + text.intermediate_size)
-    weights = f"{human(weights_of(model))} of weights"
     try:
-        plan = plan_within(model, asked.budget - row)
-    except (Refusal, ValueError) as error:
-        why = first_line(error).replace("strategies.offload.", "")
-        what = f"{weights} and {human(row)} for a row do not fit into {human(asked.budget)} ({why})"
+        return plan_within(model, asked.budget - row)
+    except ValueError as error:
+        weights = f"{human(weights_of(model))} of weights"
+        what = f"{weights} and {human(row)} for a row do not fit into {human(asked.budget)} ({error})"
         raise config.error("prune.method", config.prune.method, f"{what}; lower data.max_length") from None
-    through = "all on the device" if plan is None else f"streamed through {human(asked.budget - row)}"
-    return plan, f"{weights}, {through}"
 
 
 def made(config: RunConfig, ranks: Ranks, asked: Smaller, prepared: Prepared) -> RunConfig:

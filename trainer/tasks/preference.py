@@ -74,6 +74,9 @@ class Preference(Task):
     def options(self, model: Any, tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> dict[str, Any]:
         return {}
 
+    def targets(self, ids: Tensor, config: RunConfig) -> dict[str, Any]:
+        return super().targets(ids, config) if self.fused else {}
+
     def forward(self, model: Any, config: RunConfig) -> Callable[..., Any]:
         from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
@@ -122,9 +125,6 @@ class Reward(Preference):
     adapters = "SEQ_CLS"
     pipeline_tag = "text-classification"
 
-    def targets(self, ids: Tensor, config: RunConfig) -> dict[str, Any]:
-        return {}
-
 
 class Orpo(Preference):
     """Odds ratio preference optimisation: no reference."""
@@ -136,9 +136,6 @@ class Orpo(Preference):
 
     def complete(self, given: dict[str, Any], config: RunConfig) -> dict[str, Any]:
         return {**super().complete(given, config), "remove_unused_columns": False}
-
-    def targets(self, ids: Tensor, config: RunConfig) -> dict[str, Any]:
-        return {}
 
     def forward(self, model: Any, config: RunConfig) -> Callable[..., Any]:
         from torch.nn.functional import cross_entropy

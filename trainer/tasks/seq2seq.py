@@ -13,15 +13,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trainer.tasks.task import MULTIPLE, Field, Task, mean_over_tokens, takes_no_count
+from trainer.tasks.task import MASKED, MULTIPLE, Field, Task, losses_of, mean_over_tokens, takes_no_count
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import EvalPrediction, PretrainedConfig, PreTrainedTokenizerBase
 
     from trainer.config.sections import RunConfig
-
-MASKED = -100
 
 
 class Seq2Seq(Task):
@@ -77,12 +75,8 @@ def target_length(data: Any) -> int:
 
 
 def token_losses(logits: Any, labels: Tensor) -> Tensor:
-    """Per sequence: summed negative log-likelihood and number of tokens. [B, S, V], [B, S] -> [B, 2]"""
-    import torch
-
-    scores = logits[0] if isinstance(logits, tuple) else logits
-    each = torch.nn.functional.cross_entropy(scores.float().transpose(1, 2), labels, reduction="none")
-    return torch.stack([each.sum(dim=1), labels.ne(MASKED).sum(dim=1).float()], dim=1)
+    """``losses_of`` what forward gives, other outputs among it."""
+    return losses_of(logits[0] if isinstance(logits, tuple) else logits, labels)
 
 
 def texts_alike(tokenizer: PreTrainedTokenizerBase, prediction: EvalPrediction) -> dict[str, float]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
 
 READS_MODULES = (5, 18)  # the release of Transformers that loads what is trained in full beside adapters
+MASKED = -100  # a label that is not trained
 MULTIPLE = 8  # batches are padded to a multiple of it
 
 Saved = Callable[[str], Path | None]  # from the name of a file to the file of the saved model, if it has one
@@ -163,6 +164,14 @@ def scores(outputs: Any) -> Tensor:
     """The logits of a forward; of a model without a head what its last layer says of each token."""
     found: Tensor = outputs.logits if "logits" in outputs else outputs.last_hidden_state
     return found
+
+
+def losses_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """Per sequence: summed negative log-likelihood and number of tokens. [B, S, V], [B, S] -> [B, 2]"""
+    import torch
+
+    losses = torch.nn.functional.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none")
+    return torch.stack([losses.sum(dim=1), targets.ne(MASKED).sum(dim=1).float()], dim=1)
 
 
 def mean_over_tokens(prediction: EvalPrediction) -> dict[str, float]:
