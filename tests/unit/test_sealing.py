@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -177,3 +178,37 @@ def test_a_full_disk_where_there_is_a_best_checkpoint(where: str, ranks: int, ev
     config = config_in(tmp_path, data=data, save_steps=every, ddp_timeout=20, **{**BEST, "eval_steps": every})
     newest = run_counted(ranks, evaluated, config, where, timeout_s=60.0)
     assert newest == ("" if every == STEPS else f"checkpoint-{SAVE}")
+
+
+@pytest.mark.parametrize(
+    ("saved", "best", "loaded", "said"),
+    [
+        ("checkpoint-2", 2, "checkpoint-2", "the weights of step 2, of the best evaluation"),
+        ("checkpoint-2", 6, None, ""),
+        (
+            "checkpoint-2",
+            4,
+            "checkpoint-2",
+            "the weights of step 2, since that of the best evaluation, 4, was not saved",
+        ),
+        (None, 4, None, "the weights of step 6, since that of the best evaluation, 4, was not saved"),
+        (None, 0, None, "the weights of step 6, since that of the best evaluation, 0, was not saved"),
+    ],
+)
+def test_a_best_evaluation_without_a_checkpoint(
+    saved: str | None, best: int, loaded: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a full disk, or an evaluation before the first step: no worse weights are loaded, and none are praised."""
+    from transformers import TrainerState
+
+    from trainer.run import trainer as trainer_file
+    from trainer.run.callbacks import of_best
+
+    found: list[str] = []
+    monkeypatch.setattr(trainer_file.checkpoint, "verified", lambda folder: None)
+    monkeypatch.setattr(trainer_file.training_state, "load_weights", lambda of, folder: found.append(folder.name))
+    state = TrainerState(global_step=6, best_global_step=best, best_model_checkpoint=saved and str(tmp_path / saved))
+    trainer: Any = SimpleNamespace(settle=lambda: None, state=state, accelerator=SimpleNamespace(compressed=None))
+    trainer_file.Trainer._load_best_model(trainer)
+    assert found == ([loaded] if loaded else [])
+    assert of_best(config_in(tmp_path, data={"eval_fraction": 0.1}, **BEST), state, "{}") == said

@@ -170,10 +170,16 @@ class Watched(TrainerCallback):
 
 
 def of_best(config: RunConfig, state: TrainerState, text: str) -> str:
-    """``text`` about weights that are those of the best evaluation; empty if they are the last ones."""
-    if not config.training.load_best_model_at_end or state.best_global_step in (None, 0, state.global_step):
+    """``text`` about weights that are those of the best evaluation, or that should be, were it saved; empty if they are
+    the last ones, and the best.
+    """
+    best, saved = state.best_global_step, Path(state.best_model_checkpoint or "")
+    if not config.training.load_best_model_at_end or best in (None, state.global_step):
         return ""
-    return text.format(f"the weights of step {state.best_global_step}, of the best evaluation")
+    if saved.name == f"checkpoint-{best}":
+        return text.format(f"the weights of step {best}, of the best evaluation")
+    step = saved.name.rpartition("-")[2] or state.global_step
+    return text.format(f"the weights of step {step}, since that of the best evaluation, {best}, was not saved")
 
 
 def perplexity(loss: float) -> float:

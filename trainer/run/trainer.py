@@ -229,10 +229,15 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
         """Nothing: weights are loaded with the optimizer, exactly, once both are where they stay."""
 
     def _load_best_model(self) -> None:
-        """Weights of the best evaluation, under every strategy. Raise ConfigError if that checkpoint is damaged."""
+        """Weights of the best evaluation, under every strategy; of the best one that has a checkpoint, unless the last
+        weights, which are here, are the best. Raise ConfigError if that checkpoint is damaged.
+        """
         self.settle()  # then the newest is there, or known not to be
+        last_is_best = self.state.best_global_step == self.state.global_step
         if self.state.best_model_checkpoint is not None:
             best = Path(str(self.state.best_model_checkpoint))
+            if last_is_best and best.name != f"checkpoint-{self.state.global_step}":
+                return
             try:
                 checkpoint.verified(best)
             except Damaged as damaged:
