@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from strategies.core.processes import started_at
 from trainer.dist.exit_file import ExitFile
-from trainer.dist.processes import started_at
 from trainer.errors import ConfigError, ExitCode
 
 

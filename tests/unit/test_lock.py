@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from strategies.core import processes
 from tests.helpers.tiny import LLAMA, run_config
-from trainer.dist import processes
 from trainer.errors import ConfigError, ExitCode
 from trainer.planning.from_config import WRITTEN
 from trainer.run import lock

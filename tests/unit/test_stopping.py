@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from strategies.core.processes import started_at
 from tests.helpers.tiny import LLAMA, run_config
 from trainer.dist import stopping
-from trainer.dist.processes import started_at
 from trainer.dist.ranks import Ranks
 from trainer.dist.stopping import LAUNCHER, Phase, Stop, Stopped, is_launcher, launchers, one_is_gone
 from trainer.errors import ConfigError, ExitCode, write_line

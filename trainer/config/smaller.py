@@ -14,9 +14,12 @@ NOT_DISTILLED = (*NOT_THEIRS, *COMPILE_KEYS)
 
 def conflicts(task: Any, sections: Mapping[str, Values]) -> Found:
     """Every conflict of ``distill``, ``prune``, ``quantize`` and ``export`` with the others."""
+    for name in ("prune", "quantize", "export"):
+        if sections[name] and task not in (*LANGUAGE, WRONG):
+            yield name, f"is for task sft and pretrain, and this is {task}; leave it out"
     yield from _distilled(task, sections)
-    yield from _pruned(task, sections)
-    yield from _exported(task, sections)
+    yield from _pruned(sections)
+    yield from _exported(sections)
 
 
 def _distilled(task: Any, sections: Mapping[str, Values]) -> Found:
@@ -36,12 +39,10 @@ def _distilled(task: Any, sections: Mapping[str, Values]) -> Found:
             yield f"training.{key}", f"cannot go with distill, whose loss does not have it; {KEEP_ONE}"
 
 
-def _pruned(task: Any, sections: Mapping[str, Values]) -> Found:
+def _pruned(sections: Mapping[str, Values]) -> Found:
     p, m, d, t = (sections[name] for name in ("prune", "model", "data", "training"))
     if not p:
         return
-    if task not in (*LANGUAGE, WRONG):
-        yield "prune", f"is for task sft and pretrain, and this is {task}; leave it out"
     if m.lora:
         yield "model.lora", "cannot go with prune: adapters are added to weights that stay as they are; leave it out"
     if m.quantization_config:
@@ -49,7 +50,7 @@ def _pruned(task: Any, sections: Mapping[str, Values]) -> Found:
     if p.method == "structured":
         yield from _structured(p, m, d)
         return
-    if p.parts and p.method != "structured":
+    if p.parts:
         yield "prune.parts", "are of method structured; leave them out"
     if p.method == "2:4" and p.sparsity != 0.5:
         yield "prune.sparsity", "two of four are half of the weights; leave it out"
@@ -81,12 +82,9 @@ def _structured(p: Values, m: Values, d: Values) -> Found:
         yield "data.streaming", "cannot go with prune.method structured, which reads the first rows before training"
 
 
-def _exported(task: Any, sections: Mapping[str, Values]) -> Found:
+def _exported(sections: Mapping[str, Values]) -> Found:
     q, m, d = (sections[name] for name in ("quantize", "model", "data"))
     asked = [name for name in ("quantize", "export") if sections[name]]
-    for name in asked:
-        if task not in (*LANGUAGE, WRONG):
-            yield name, f"is for task sft and pretrain, and this is {task}; leave it out"
     kept = m.lora.get("export", "adapter" if m.name_or_path else "merged") if isinstance(m.lora, dict) else "merged"
     if asked and kept != "merged":
         what = f"adapters are exported without their base, which {asked[0]} needs; write merged"

@@ -42,8 +42,8 @@ from typing import Any
 
 import psutil
 
+from strategies.core.processes import lives
 from trainer.dist.exit_file import ExitFile
-from trainer.dist.processes import lives
 from trainer.errors import ExitCode, let_go, write_line
 
 # Programs, and modules started with -m. ``accelerate launch`` starts torch's in its own process.

@@ -27,8 +27,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from strategies.core.processes import lives, started_at
 from trainer.dist.exit_file import ExitFile
-from trainer.dist.processes import lives, started_at
 from trainer.errors import ExitCode
 
 MOST_S, PER_TIMEOUT = 5.0, 8.0  # between two beats: so often per timeout, and at least every 5 s

@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from trainer.dist.processes import lives, started_at
+from strategies.core.processes import lives, started_at
 from trainer.errors import write_line
 
 if TYPE_CHECKING:

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from strategies.core.facts import IN_ORDER, Home
 from strategies.core.layout import Spot, aligned
+from strategies.core.processes import started_at
 from strategies.engine.memory.arena import HostMemory
 
 POLL_S = 5e-5
@@ -119,7 +120,7 @@ class CommonHost:
                 time.sleep(POLL_S)
                 if (now_s := time.monotonic()) > look_s:
                     look_s = now_s + LOOK_S
-                    if not _is_alive(self._processes[rank]):
+                    if started_at(self._processes[rank]) is None:
                         raise dist.DistError(f"rank {rank} has ended, and this one waits for its weights")
                     if now_s > until_s:
                         raise dist.DistError(
@@ -137,12 +138,3 @@ class CommonHost:
     def release(self) -> None:
         for memory in self._memories:
             memory.release()
-
-
-def _is_alive(process: int) -> bool:
-    """Whether a process has not ended; one that has may still be listed, until its parent asks for its end."""
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2]
-    except OSError:
-        return False
-    return state[:1] not in "ZX"
