@@ -126,7 +126,7 @@ class Ours(Trained):
 
     def __init__(
         self, work: Work, model: nn.Module, device: torch.device, *, compiled: str = "", attention: str = "",
-        **options: Any,
+        on_disk: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         from strategies.core.facts import Home
         from strategies.engine import AdamW, stow
@@ -135,6 +135,10 @@ class Ours(Trained):
         from trainer.planning.plan_for import plan_for
 
         super().__init__(work, device)
+        if on_disk and not work.disk:
+            raise Unavailable("needs --disk")
+        if on_disk:
+            options |= {"disk": work.disk, "disk_memory": "1TiB", "host_memory": work.host_memory}
         prepare(model, device, compiled, attention)
         self.model = model
         batch, count, norm = (work.rows, work.length), work.accumulation, work.max_grad_norm

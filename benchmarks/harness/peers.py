@@ -23,21 +23,32 @@ SUPER_BUCKET = 400_000_000  # elements, as in SuperOffload's examples
 
 
 class DeepSpeed(Trained):
-    """ZeRO-2 with the optimizer on the host, or ZeRO-3 with the parameters there too; DeepSpeed's CPU Adam."""
+    """ZeRO-2 with the optimizer on the host, or ZeRO-3 with the parameters there too; DeepSpeed's CPU Adam. With
+    ``infinity`` its state is in files in ``work.disk``, which its asynchronous I/O reads and writes.
+    """
 
     def __init__(
-        self, work: Work, model: nn.Module, device: torch.device, *, stage: int, super_offload: bool = False
+        self,
+        work: Work,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        stage: int,
+        super_offload: bool = False,
+        infinity: bool = False,
     ) -> None:
         super().__init__(work, device)
         if super_offload and device.type != "cuda":
             raise Unavailable("needs a CUDA GPU")
+        if infinity:
+            self._refuse_without_disk()
         self.group = ExitStack()
         if work.ranks == 1:
             self.group.enter_context(process_group(Ranks(), TIMEOUT_S, single=True))
         import deepspeed
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        self.settings = config = self.config(stage, super_offload=super_offload)
+        self.settings = config = self.config(stage, super_offload=super_offload, infinity=infinity)
         if stage == 3:
             # partitioned at once, never whole on the device
             deepspeed.zero.Init(module=model, config_dict_or_path=config)
@@ -45,10 +56,19 @@ class DeepSpeed(Trained):
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         self.model = self.engine
 
-    def config(self, stage: int, *, super_offload: bool) -> dict[str, Any]:
+    def _refuse_without_disk(self) -> None:
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+
+        if not self.work.disk:
+            raise Unavailable("needs --disk")
+        if not AsyncIOBuilder().is_compatible(verbose=False):
+            raise Unavailable("its asynchronous I/O needs libaio: apt-get install libaio-dev")
+
+    def config(self, stage: int, *, super_offload: bool, infinity: bool) -> dict[str, Any]:
         """Pinned memory, overlapped copies, and buckets of at least a block, so that a block takes few copies.
 
-        SuperOffload as in its authors' examples: weights and a tenth of the updates stay on the device.
+        SuperOffload as in its authors' examples: weights and a tenth of the updates stay on the device. ZeRO-Infinity
+        as in DeepSpeed's tutorial of its NVMe tuning: reads and writes overlap updates, one submission of many blocks.
         """
         block = self.work.shape.block_params
         bucket = max(SMALLEST_BUCKET, block)
@@ -62,7 +82,15 @@ class DeepSpeed(Trained):
             zero |= {"allgather_bucket_size": bucket}
         else:
             zero |= {"offload_param": host, "stage3_prefetch_bucket_size": bucket}
-        return {
+        more: dict[str, Any] = {}
+        if infinity:
+            files = {"device": "nvme", "nvme_path": self.work.disk, "buffer_count": 12}
+            zero |= {"offload_optimizer": host | files | {"pipeline_read": True, "pipeline_write": True}}
+            zero |= {"sub_group_size": block}  # updated at a time
+            more = {
+                "aio": {"block_size": 1 << 20, "queue_depth": 32, "intra_op_parallelism": 1, "overlap_events": True}
+            }
+        return more | {
             "train_micro_batch_size_per_gpu": self.work.rows,
             "gradient_accumulation_steps": self.work.accumulation,
             "gradient_clipping": self.work.max_grad_norm,

@@ -72,6 +72,8 @@ class Work:
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
     seed: int = 0
+    disk: str = ""  # a folder for state that rests in files
+    host_memory: str = "auto"  # of the contender of ours with a disk
 
     @property
     def shape(self) -> Shape:
@@ -109,6 +111,8 @@ OFFLOAD: tuple[Contender, ...] = (
     Contender("deepspeed-zero2", "peers:DeepSpeed", {"stage": 2}),
     Contender("deepspeed-zero3", "peers:DeepSpeed", {"stage": 3}),
     Contender("superoffload", "peers:DeepSpeed", {"stage": 3, "super_offload": True}),
+    Contender("ours-disk", "contenders:Ours", {"site": "host", "weights": "streamed", "on_disk": True}),
+    Contender("zero-infinity", "peers:DeepSpeed", {"stage": 3, "infinity": True}),
     Contender("fsdp2", "peers:Fsdp2"),
     Contender("torchao", "peers:TorchAo"),
 )

@@ -2,7 +2,7 @@
 import json, os, re, subprocess, sys, time
 from pathlib import Path
 sys.path.insert(0, "/work/main")
-from benchmarks.two_level import machines
+from benchmarks.namespaces import machines
 OUT = Path(sys.argv[2]); OUT.mkdir(parents=True, exist_ok=True)
 WAYS = {
     "every step": {},
