@@ -43,6 +43,7 @@ MODELS: Mapping[str, Shape] = {
     "13m": Shape(384, 1024, 6, 6, 4096, rows=1, length=1024),
     "11m": Shape(384, 1024, 6, 6, 2048, rows=2, length=256),  # as the quickstart's, but for its tied head
     "45m": Shape(512, 1536, 12, 8, 4096, rows=4, length=256),
+    "350m": Shape(1024, 2816, 24, 16, 16384, rows=1, length=256),
     "1.3b": Shape(2048, 5504, 24, 16, 32000, rows=4, length=1024),
     "6.7b": Shape(4096, 11008, 32, 32, 32000, rows=4, length=2048),
 }

@@ -97,7 +97,7 @@ def test_one_row_for_each_budget() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("offload --model 45", "--model 45: must be one of tiny, 13m, 11m, 45m, 1.3b, 6.7b; did you mean '45m'?"),
+        ("offload --model 45", "--model 45: must be one of tiny, 13m, 11m, 45m, 350m, 1.3b, 6.7b; did you mean '45m'?"),
         ("offload --rounds 0", "--rounds 0: must be a whole number >= 1"),
         ("offload --tokens 100 --length 64", "--tokens 100: must be rows x length x accumulation, here rows x 64 x 1"),
         ("offload --tokens 64 --rows 3 --length 32",
