@@ -55,7 +55,8 @@ _RING = "messages go in one ring; leave hierarchical and slices out"
 _BITS = "gradients have 16 bits already, by model.dtype; leave it out, or train in float32 or bf16: true"
 _SCALE = "what ranks keep has the loss scale of training.fp16, which changes; take bf16: true"
 _IN_ENGINE = "gradients have 16 bits already in strategies.offload; take powersgd, topk or int8"
-_MOMENTUM = "has momentum in place of the optimizer's; write training.optim: sgd without optim_args, or leave it out"
+_MOMENTUM = "is in place of the optimizer's; write training.optim: sgd without optim_args, or leave it out"
+_NO_MOMENTUM = "local_steps exchanges differences, which have none; leave it out"
 _BUCKETS = "training.gradient_checkpointing makes torch form buckets anew; take strategies.recompute instead"
 _OTHERS: Mapping[str, str] = {
     "tensor": "DeepSpeed's engine exchanges inside layers itself",
@@ -168,11 +169,15 @@ class Collectives(Strategy):
         alone, owes, in_fp16 = self.local_steps is not None, self._compression().owes, run.precision is Precision.FP16
         signs, powersgd, begins = self.compress == "onebit", self.compress == "powersgd", "start" in self.written
         engine = others["offload"].model_dump() if "offload" in others else {}
-        momentum, sixteen = self.momentum > 0, run.precision is Precision.BF16 and not run.adapters
+        sixteen = run.precision is Precision.BF16 and not run.adapters
         for name in (*(("zero",) if alone or not engine else ()), *_OTHERS):
             if name in others:
-                cure = f"cannot go with strategies.{name}, which exchanges otherwise; leave one of the two out"
+                more = ", or add strategies.offload" if name == "zero" and not alone else ""
+                cure = f"cannot go with strategies.{name}, which exchanges otherwise; leave one of the two out{more}"
                 yield Refusal(*self._what, cure)
+        if self.momentum and (alone or run.optim != "sgd" or run.moments):
+            cure = _NO_MOMENTUM if alone else _MOMENTUM
+            yield Refusal("strategies.collectives.momentum", self.momentum, cure)
         for key in _NOT_COMPARED if engine and alone else ():
             if engine[key] != _NOT_COMPARED[key]:
                 cure = "beside strategies.collectives.local_steps it has not been compared; leave one of the two out"
@@ -184,8 +189,6 @@ class Collectives(Strategy):
             ),
             (bool(engine) and signs, "has momentum exchanged, which the memory engine has elsewhere; take powersgd"),
             (bool(engine) and sixteen and not owes and not alone, _IN_ENGINE),
-            (momentum and alone, "exchanges differences, which have no momentum; leave momentum out"),
-            (momentum and (run.optim != "sgd" or run.moments > 0), _MOMENTUM),
             (self.written.get("hierarchical") is True or "slices" in self.written, _RING),
             (run.trained_bytes != 4 and not engine, _BITS),
             (in_fp16 and (alone or owes), _SCALE),

@@ -27,6 +27,7 @@ GATHERED: Mapping[str, Any] = {"offload": {"site": "host", "gather": "network"},
 TRAINING = {"per_device_train_batch_size": 1, "max_grad_norm": 0.05, "gradient_accumulation_steps": 2, "save_steps": 4}
 STEPS, SAVED = 6, "checkpoint-4"
 TOPK = {"compress": "topk", "density": 0.1, "start": 2}
+INT8 = {"compress": "int8", "start": 2}
 MOMENTUM = {**TOPK, "momentum": 0.5}
 SGD = {"optim": "sgd"}
 
@@ -48,11 +49,11 @@ def _owed(config: RunConfig, rank: int) -> dict[str, Any]:
     ("options", "training", "ways"),
     [
         (TOPK, {}, {"plain": {}, "host": ON_HOST, "passing": PASSING, "spans": SPANS, "gathered": GATHERED}),
-        ({"compress": "int8", "start": 2}, {}, {"plain": {}, "device": ON_DEVICE, "spans": SPANS}),
-        ({"compress": "bf16"}, {}, {"plain": {}, "host": ON_HOST}),
         (MOMENTUM, SGD, {"plain": {}, "host": ON_HOST, "spans": SPANS}),
+        pytest.param(INT8, {}, {"plain": {}, "device": ON_DEVICE, "spans": SPANS}, marks=pytest.mark.slow),
+        pytest.param({"compress": "bf16"}, {}, {"plain": {}, "host": ON_HOST}, marks=pytest.mark.slow),
     ],
-    ids=["topk", "int8", "bf16", "momentum"],
+    ids=["topk", "momentum", "int8", "bf16"],
 )
 def test_the_bits_of_plain_compressed_training(
     options: dict[str, Any], training: dict[str, Any], ways: dict[str, Any], tmp_path: Path
