@@ -44,7 +44,7 @@ MEANINGS: dict[int, str] = {
     ExitCode.OUT_OF_MEMORY: "out of memory",
     ExitCode.NON_FINITE: "gradients or loss are not finite any more",
     ExitCode.WATCHDOG: "a rank gave no sign of life",
-    ExitCode.DISK: "the disk: asked to stop and could not save, the disk tier failed, or no room to export",
+    ExitCode.DISK: "the disk: asked to stop and could not save, the disk tier failed, or no room to begin or to export",
     ExitCode.PEER_DIED: "another rank has died",
     ExitCode.INTERRUPTED: "interrupted from the keyboard",
 }

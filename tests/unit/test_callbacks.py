@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -144,6 +145,24 @@ def test_the_file_of_metrics_is_one_history_in_json(tmp_path: Path, monkeypatch:
     fire(file, "on_log", state(30), logs={"loss": 0.5})
     assert [(record["step"], record["loss"]) for record in read(path)] == [(1, "nan"), (2, 1.5), (20, 1.0), (30, 0.5)]
     assert [entry.name for entry in path.parent.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_full_disk_has_every_record_later_and_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, limits = MetricsFile(tmp_path / "metrics.jsonl"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    fire(file, "on_train_begin", state(0))
+    fire(file, "on_log", state(1), logs={"loss": 1.0})
+    whole = (tmp_path / "metrics.jsonl").read_text()
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 5, limits[1]))  # there is room for five bytes
+        for step in (2, 3):
+            fire(file, "on_log", state(step), logs={"loss": 1.0})
+        assert (tmp_path / "metrics.jsonl").read_text() == whole
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    fire(file, "on_log", state(4), logs={"loss": 1.0})
+    assert [record["step"] for record in read(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "training goes on, and records wait" in line
 
 
 def test_sample_runs_on_every_rank_and_is_shown_by_one(

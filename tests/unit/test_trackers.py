@@ -15,6 +15,7 @@ from trainer.config.load import load
 from trainer.dist.ranks import Ranks
 from trainer.dist.stopping import Stop
 from trainer.errors import ConfigError, ExitCode
+from trainer.run import run as run_file
 from trainer.run import trackers, upload
 from trainer.run.run import refuse_unbuildable, run
 from trainer.run.trainer import _reads_saves
@@ -205,3 +206,33 @@ def test_a_tracker_that_does_not_start(tracker: str, asked: str, monkeypatch: py
         trackers.start(run_config(LLAMA, report_to=["none", tracker], trackio_space_id="me/mine"))
     line = f'training.report_to = "{tracker}": it does not start: RuntimeError: No API key configured.'
     assert caught.value.lines == (line,)
+
+
+def test_a_full_disk_is_a_gap_in_the_curves(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its writer's thread would end, and the error at the next record would end training."""
+    from transformers.integrations.integration_utils import TensorBoardCallback
+
+    trainer: Any = SimpleNamespace(callback_handler=SimpleNamespace(callbacks=[TensorBoardCallback()]))
+    trackers.spare_full_disks(trainer)
+    (curves,) = trainer.callback_handler.callbacks
+    written: list[float] = []
+    writer = SimpleNamespace(add_scalar=lambda name, value, step: written.append(value), flush=lambda: None)
+    curves.tb_writer, args, state = writer, SimpleNamespace(output_dir="."), SimpleNamespace(is_world_process_zero=True)
+    state.global_step = 1
+    for value, free in ((1.0, 1 << 30), (2.0, 0), (3.0, 0), (4.0, 1 << 30)):
+        monkeypatch.setattr("shutil.disk_usage", lambda folder, free=free: SimpleNamespace(free=free))
+        curves.on_log(args, state, None, logs={"loss": value})
+    assert written == [1.0, 4.0]
+    assert capsys.readouterr().out.count("no space for TensorBoard; training goes on") == 1
+
+
+def test_a_full_disk_before_training_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    error = OSError(28, "No space left on device", "/cache/rows")
+    assert run_file._failed(run_config(), [], Stop(), None, error) == ExitCode.DISK
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (
+        line
+        == "/cache/rows is full: OSError: [Errno 28] No space left on device: '/cache/rows'; make room, and start again"
+    )

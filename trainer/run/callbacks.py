@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import textwrap
 import time
@@ -252,11 +253,11 @@ class MetricsFile(TrainerCallback):
 
     When a run resumes, the records after the step that it resumes from, and a line that a kill has cut in half, are
     dropped first, so the file is one consistent history. A fresh run starts with an empty file. Values that JSON has
-    no number for are the strings "nan", "inf" and "-inf".
+    no number for are the strings "nan", "inf" and "-inf". What a full disk does not take is appended with a later one.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path, self._waiting = path, ""
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
@@ -269,9 +270,16 @@ class MetricsFile(TrainerCallback):
         if not state.is_world_process_zero or not logs:
             return
         record = {"step": state.global_step, "epoch": state.epoch, "time": round(time.time(), 3), **logs}
-        line = json.dumps({key: _plain(value) for key, value in record.items()}, allow_nan=False)
-        with self._path.open("a", encoding="utf-8") as file:  # closed, hence flushed, after each record
-            file.write(line + "\n")
+        first, size = not self._waiting, self._path.stat().st_size if self._path.exists() else 0
+        self._waiting += json.dumps({key: _plain(value) for key, value in record.items()}, allow_nan=False) + "\n"
+        try:
+            with self._path.open("a", encoding="utf-8") as file:  # closed, hence flushed, after each record
+                file.write(self._waiting)
+            self._waiting = ""
+        except OSError as error:
+            os.truncate(self._path, size)  # of half a record
+            if first:
+                write_line(f"{self._path}: {error.strerror}; training goes on, and records wait until there is space")
 
 
 def _step_of(line: str) -> float:

@@ -50,7 +50,7 @@ from trainer.model.structured import config_of
 from trainer.planning import facts, positions
 from trainer.planning.fit import explained
 from trainer.planning.from_config import advice, plans_of, refuse_impossible
-from trainer.run import changes, checkpoint, further, machines, metrics, resuming, structured, teaching
+from trainer.run import changes, checkpoint, further, machines, metrics, resuming, structured, teaching, trackers
 from trainer.run.callbacks import EarlyStopping, Meter, MetricsFile, ProgressLine, SampleText, StepSeen, sample_prompt
 from trainer.run.checkpoint import About, DataFacts, ModelFacts
 from trainer.run.plan_check import PlanCheck
@@ -339,6 +339,7 @@ def make_trainer(run: Run) -> Trainer:
     if run.config.prune is not None and run.smaller is None:
         trainer.add_callback(Pruning(trainer, run.config))
     trainer.remove_callback(PrinterCallback)  # our line says more
+    trackers.spare_full_disks(trainer)
     if training.profile is not None:
         model_name = run.config.model.name_or_path or type(model).__name__
         trainer.add_callback(Profile(trainer, run.plan, training.profile.steps, run.folder, model_name))

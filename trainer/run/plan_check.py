@@ -17,7 +17,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -181,7 +181,8 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
         file = self._folder / "plan.json"
         written = json.loads(file.read_text())
         written["measured"] = [{**asdict(each), "error": each.error} for each in self._rows]
-        replace_file(file, json.dumps(written, indent=1))
+        with suppress(OSError):  # of a full disk; it has been printed
+            replace_file(file, json.dumps(written, indent=1))
 
     def _now(self) -> float:
         if self._plan.facts.machine.has_accelerator:

@@ -182,6 +182,9 @@ def _failed(config: RunConfig, seen: list[Run], stop: Stop, watchdog: Watchdog |
     if isinstance(error, DiskError):
         write_line(f"{error}; training.resume_from_checkpoint=auto goes on from the last checkpoint", sys.stderr)
         code, shown = ExitCode.DISK, False
+    elif isinstance(error, OSError) and is_full(error):
+        write_line(f"{error.filename or 'a disk'} is full: {first_line(error)}; make room, and start again", sys.stderr)
+        code, shown = ExitCode.DISK, False
     if seen and oom.is_shortage(error):
         write_line("\n".join(oom.explain(config, seen[0].plan, error)), sys.stderr)
         code = ExitCode.OUT_OF_MEMORY

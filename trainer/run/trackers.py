@@ -12,17 +12,22 @@ callback does to the model itself, which reads weights where strategies may not 
 from __future__ import annotations
 
 import os
+import shutil
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import HfApi
+from transformers.integrations.integration_utils import TensorBoardCallback
 
-from trainer.errors import first_line
+from trainer.errors import first_line, write_line
 
 if TYPE_CHECKING:
+    from transformers import Trainer
+
     from trainer.config.sections import RunConfig
 
 PROJECTS = {"wandb": "WANDB_PROJECT", "mlflow": "MLFLOW_EXPERIMENT_NAME"}
+ROOM = 1 << 20  # bytes; a record is some kilobytes
 READS_WEIGHTS = {"WANDB_LOG_MODEL": ("end",), "WANDB_WATCH": ("all", "gradients", "parameters")}
 
 
@@ -72,3 +77,22 @@ def start(config: RunConfig) -> None:
                     HfApi().whoami()
         except Exception as error:
             raise config.error("training.report_to", name, f"it does not start: {first_line(error)}") from None
+
+
+class Curves(TensorBoardCallback):  # type: ignore[misc]
+    """TensorBoard's callback; what a full disk does not take is missing in its curves, and training goes on."""
+
+    said = False
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if not state.is_world_process_zero or shutil.disk_usage(args.output_dir).free >= ROOM:
+            super().on_log(args, state, control, logs=logs, **kwargs)
+        elif not self.said:  # the thread that writes would end, and the run with it
+            self.said = True
+            write_line(f"{args.output_dir}: no space for TensorBoard; training goes on, with gaps in the curves")
+
+
+def spare_full_disks(trainer: Trainer) -> None:
+    """TensorBoard's callback is ours, in its place among the others."""
+    callbacks = trainer.callback_handler.callbacks
+    callbacks[:] = [Curves() if type(each) is TensorBoardCallback else each for each in callbacks]
