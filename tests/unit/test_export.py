@@ -312,6 +312,16 @@ def test_adapters_whose_base_was_rounded_to_train(tmp_path: Path, monkeypatch: p
         train_and_export(Ranks(), config)
 
 
+def test_adapters_trained_in_fp32_on_a_base_that_is_saved_in_bf16(tmp_path: Path) -> None:
+    """As most models are. Its files name bf16, in which it computes otherwise than it was trained."""
+    built(dtype="bfloat16").save_pretrained(tmp_path / "base")
+    config = run_config(
+        None, output_dir=tmp_path, max_steps=1, data={"max_length": 32},
+        model={"config": None, "name_or_path": str(tmp_path / "base"), "lora": LORA | {"export": "adapter"}},
+    )  # fmt: skip
+    assert train_and_export(Ranks(), config)["difference"] == 0
+
+
 def test_a_mixture_that_bf16_sends_to_other_experts(tmp_path: Path) -> None:
     """Under autocast. What is opened again computes so, too: in fp32 it chose others, and was refused."""
     uneven = {**MIXTRAL, "initializer_range": 0.5}

@@ -116,8 +116,8 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, config: RunConf
         tokenizer.save_pretrained(draft)
         with as_a_user(trainer):
             base = {} if merge else quantise.loading(section.quantization_config, section.dtype)
-            if has_adapters and not merge:  # a user names the labels, since the files do not
-                base |= build.of_head(section, model.config)
+            if has_adapters and not merge:  # a user names the labels, and how exact the base is: its files may say less
+                base |= {"dtype": section.dtype, **build.of_head(section, model.config)}
             again = partial(reload, draft, task, trust_remote_code=section.trust_remote_code, **base)
             reloaded = apart.opened(draft, again, Spilled(folder)) if taken_apart else again()
             # Products in bf16, as ``logits`` were computed; in fp32 a mixture would choose other experts now and then.
