@@ -179,4 +179,5 @@ def run(tasks: Sequence[Task], problem: Problem, iterations: float = inf) -> Non
                 later.cause = task  # the last one to end is what it waited for
                 if not later.waits:
                     ready.append(later)
+            task.then = []  # tasks that refer to each other would stay until the next search for cycles
         running = going

@@ -247,8 +247,10 @@ class Places:
         """``placement`` with as little state on the disk as lets the host have the rest and all copies of weights, or
         with as much as may be there.
         """
+        if not self._request.disk:
+            return placement
         may, left = list[int](), self._request.disk_bytes
-        for index in reversed(range(len(placement))) if self._request.disk else ():
+        for index in reversed(range(len(placement))):
             drives, state = len(self._request.disk), self.buckets[index].state_bytes(self._empty.moments)
             size = drives * part_bytes(state, drives)
             if placement[index].site is Site.HOST and index in self._of_blocks and 0 < size <= left:
@@ -342,11 +344,11 @@ class Places:
         for item, sizes in passed.items():
             slots = sum(size * number for size, number in size_classes(sizes, self._empty.slots(item)))
             device, host = (device + slots, host) if PASSING[item] is Home.DEVICE else (device, host + slots)
-        units: Counter[str] = Counter()
+        units: dict[str, int] = {}
         leaving = self.offloadable(placement)
         for index in leaving:
             for unit in self.buckets[index].units:
-                units[unit] += self._weights[index]
+                units[unit] = units.get(unit, 0) + self._weights[index]
         weights = sum(self._weights[index] for index in leaving)
         rest = device - weights + scratch_of([mixed]) + self._received
         copies = sum(self._costs(self._like[index], placement[index]).copy for index in leaving)

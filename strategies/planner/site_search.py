@@ -29,10 +29,11 @@ from strategies.planner.estimate import Estimate
 from strategies.planner.least_memory import fewest_copies
 from strategies.planner.lower_bound import bound_of
 from strategies.planner.places import OffloadRequest, Place, Placement, Places, Sizes
+from strategies.planner.problem import Tick
 from strategies.planner.simulate import simulated_period
-from strategies.planner.step_cost import evictions_of, problem_of, seconds_of
+from strategies.planner.step_cost import evictions_of, problem_of, seconds_of, ticks_of_units
 from strategies.planner.updates_ahead import fastest, with_updates_ahead
-from strategies.planner.weight_schedule import SEARCHED, WINDOW, DoesNotFit, fitted, only_while_used
+from strategies.planner.weight_schedule import SEARCHED, WINDOW, Alone, DoesNotFit, alone, fitted, only_while_used
 
 EFFORT = 2000  # buckets in all plans of a climb that gains nothing
 MOST_TRIED = 60  # its plans, of few buckets
@@ -72,6 +73,7 @@ class SiteSearch:
     def __init__(self, facts: Facts, request: OffloadRequest, places: Places, host_room: int) -> None:
         self._facts, self._request, self.places, self._host_room = facts, request, places, host_room
         self._mixed, self.bound = Mixer(places).placement, cache(self._bound)
+        self._weights_alone: dict[tuple[int, ...], Alone] = {}  # by those that may leave
 
     def worked_out(self, placement: Placement, device_room: int, searched: int = SEARCHED) -> Layout | None:
         """The layout of ``placement`` with as many weights offloaded as it takes; None if it does not fit."""
@@ -155,11 +157,16 @@ class SiteSearch:
         iterations = 3 if self._request.in_backward or self._request.updates_ahead else 2
 
         def seconds(layout: Layout) -> float:
-            problem = problem_of(self._facts, layout, rates)
+            problem = problem_of(self._facts, layout, rates, ticks=self._ticks)
             return simulated_period(problem, list(evictions_of(problem, layout)), iterations, after=0)
 
         others = with_updates_ahead(layout, self._host_room, 2) if self._request.updates_ahead else []
         return fastest(layout, others, seconds)[1]
+
+    @cached_property
+    def _ticks(self) -> tuple[Tick, ...]:
+        assert self._facts.machine.rates is not None
+        return ticks_of_units(self._facts, self._facts.machine.rates)
 
     @cached_property
     def _estimate(self) -> Estimate:
@@ -181,7 +188,11 @@ class SiteSearch:
                 return made
         try:
             may_leave = places.offloadable(placement)
-            return fitted(self._facts, layout, may_leave, room, self._request.prefetch, searched)
+            key = tuple(may_leave)
+            known = self._weights_alone.get(key) or alone(self._facts, layout, may_leave)
+            if not layout.common_host:  # there it depends on the sites as well
+                self._weights_alone[key] = known
+            return fitted(layout, known, room, self._request.prefetch, searched)
         except DoesNotFit:
             return None
 
@@ -314,21 +325,25 @@ class Mixer:
         self._ends = [index for index, may in enumerate(visits) if not may]
         self._blocks = [index for index, may in enumerate(visits) if may] or self._ends
         self._nearest = [cache(partial(_nearest, choices)) for choices in places.choices]
-        self.placement = cache(self._placement)
+        self.placement, self._split = cache(self._placement), cache(self._split_of)
+        self._part = cache(lambda stays, ends, part: {*_share(self._split(stays, ends)[1], self._sizes, part)})
 
     def _placement(self, mix: Mix) -> Placement:
-        sizes = self._sizes
-        here = {
-            *(self._ends[mix.ends :] if mix.ends < 0 else self._ends[: mix.ends]),
-            *_share(self._blocks, sizes, mix.stays),
-        }
-        rest = [index for index in range(len(sizes)) if index not in here]
+        sizes, (here, rest) = self._sizes, self._split(mix.stays, mix.ends)
         by_size = sorted(rest, key=sizes.__getitem__) if mix.small else []
-        streamed = {*(_first(by_size, sizes, mix.streamed) if mix.small else _share(rest, sizes, mix.streamed))}
-        sent = {*_share(rest, sizes, mix.sent)}
+        some = _first(by_size, sizes, mix.streamed) if mix.small else self._part(mix.stays, mix.ends, mix.streamed)
+        streamed, sent = {*some}, self._part(mix.stays, mix.ends, mix.sent)
         sites = (Site.DEVICE if i in here else Site.STREAMED if i in streamed else Site.HOST for i in range(len(sizes)))
         homes = (Home.HOST if index in sent else Home.DEVICE for index in range(len(sizes)))
         return tuple(nearest(site, home) for nearest, site, home in zip(self._nearest, sites, homes, strict=True))
+
+    def _split_of(self, stays: int, ends: int) -> tuple[set[int], list[int]]:
+        """The buckets that stay on the device, and all others."""
+        here = {
+            *(self._ends[ends:] if ends < 0 else self._ends[:ends]),
+            *_share(self._blocks, self._sizes, stays),
+        }
+        return here, [index for index in range(len(self._sizes)) if index not in here]
 
 
 def _nearest(choices: Sequence[Place], site: Site, home: Home) -> Place:

@@ -114,22 +114,28 @@ def traffic(facts: Facts, layout: Layout, rates: Rates) -> tuple[int, int]:
     return up, down
 
 
-def problem_of(facts: Facts, layout: Layout, rates: Rates, *, updates: bool = True) -> Problem:
-    """Ticks, weights and link of ``layout``, with or without updates and what else depends on addresses. The budget is
-    unlimited: a layout fits by construction.
-    """
-    names = [unit.name for unit in facts.units]
-    in_spans = facts.run.compression is None and any(bucket.ways > 1 for bucket in layout.buckets)
-    slots, overlapping = (slot_numbers(layout), _overlapping(layout)) if updates else ({}, {})
+def ticks_of_units(facts: Facts, rates: Rates) -> tuple[Tick, ...]:
+    """The ticks of one micro-batch: they depend on no layout."""
     forward, backward = zip(*unit_seconds(facts, rates), strict=True)
-    ticks_by_unit = ticks_of(names)
     ticks = [
         Tick(f"forward {unit.name}", seconds, 0, unit.hosted_bytes)
         for unit, seconds in zip(facts.units, forward, strict=True)
     ]
-    ticks += [Tick(f"backward {names[i]}", backward[i], 0) for i in reversed(range(len(names)))]
+    pairs = zip(reversed(facts.units), reversed(backward), strict=True)
+    return (*ticks, *(Tick(f"backward {unit.name}", seconds, 0) for unit, seconds in pairs))
+
+
+def problem_of(
+    facts: Facts, layout: Layout, rates: Rates, *, updates: bool = True, ticks: tuple[Tick, ...] | None = None
+) -> Problem:
+    """Ticks, weights and link of ``layout``, with or without updates and what else depends on addresses. The budget is
+    unlimited: a layout fits by construction. ``ticks``: as from ``ticks_of_units``, if they are known.
+    """
+    in_spans = facts.run.compression is None and any(bucket.ways > 1 for bucket in layout.buckets)
+    slots, overlapping = (slot_numbers(layout), _overlapping(layout)) if updates else ({}, {})
+    ticks_by_unit = ticks_of([unit.name for unit in facts.units])
     return Problem(
-        ticks=tuple(ticks),
+        ticks=ticks or ticks_of_units(facts, rates),
         weights=tuple(
             Weight(
                 bucket.name,

@@ -41,6 +41,7 @@ from strategies.planner.step_cost import problem_of
 NEAR = 4  # a gap is swapped for so many on either side of it
 SEARCHED = 50  # plans that one search evaluates at most, a third of them for the start, each in O(ticks + gaps)
 Gaps: TypeAlias = frozenset[Gap]
+Alone: TypeAlias = tuple[Problem, list[list[int]]]
 ATTEMPTS = 6  # smaller budgets that are tried when a plan cannot be packed
 WINDOW = 2  # ticks that forced offloading (``weights: streamed``) fetches ahead by default
 
@@ -64,21 +65,20 @@ class DoesNotFit(Exception):
     """No plan is within the budget; the message says how many bytes are missing."""
 
 
-def fitted(
-    facts: Facts, layout: Layout, indices: Collection[int], room: int, ahead: int | None, searched: int = SEARCHED
-) -> Layout:
-    """``layout`` with as many weights of the buckets ``indices`` offloaded as it takes for all of them to fit ``room``.
+def fitted(layout: Layout, weights: Alone, room: int, ahead: int | None, searched: int = SEARCHED) -> Layout:
+    """``layout`` with as many of ``weights`` offloaded as it takes for all of them to fit ``room``.
 
     Args:
+        weights: as from ``alone``.
         ahead: weights come at most so many ticks before their use; None: as early as there is room.
         searched: plans among which the search takes the best one.
 
     Raises:
         DoesNotFit: no plan fits.
     """
-    if sum(aligned(layout.buckets[index].weight_bytes) for index in indices) <= room:
+    problem, groups = weights
+    if sum(weight.num_bytes for weight in problem.weights) <= room:
         return layout
-    problem, groups = _problem(facts, layout, indices, room)
     budget, excess = room, 0
     for attempt in range(ATTEMPTS + 1):
         try:
@@ -138,10 +138,10 @@ def issue(problem: Problem, gaps: Iterable[Gap]) -> tuple[Eviction, ...] | None:
     least = least_memory(problem, order)
     if max(least) > budget:
         return None
-    earliest = -2 * count
+    earliest = first = -2 * count
     for _ in range(2):
         # From the middle on; ticks before it are negative, as they are counted from the end. No gap is longer than all.
-        used, last, found = least[middle:] + least[:middle], earliest, []
+        used, last, found = least[middle:] + least[:middle], earliest, list[Eviction]()
         for gap in order:
             need = (gap.before - middle) % count
             bound = max(last, need - (gap.before - gap.after) + 1)
@@ -150,14 +150,18 @@ def issue(problem: Problem, gaps: Iterable[Gap]) -> tuple[Eviction, ...] | None:
             while at > bound and used[at - 1] <= room:
                 at -= 1
                 used[at] += size
+            first, last = (first if found else at), at
             found.append(Eviction(gap, gap.before - need + at))
-            last = at
         earliest = last - count
+        if earliest <= first:
+            break  # it bounds no reload
     return tuple(found)
 
 
-def _problem(facts: Facts, layout: Layout, indices: Collection[int], room: int) -> tuple[Problem, list[list[int]]]:
-    """The search's problem, and the buckets that each of its weights stands for: those with the same units."""
+def alone(facts: Facts, layout: Layout, indices: Collection[int]) -> Alone:
+    """The search's problem of the weights of the buckets ``indices``, without updates, and the buckets that each of its
+    weights stands for: those with the same units.
+    """
     together: dict[tuple[str, ...], list[int]] = {}
     for index in sorted(indices):
         together.setdefault(layout.buckets[index].units, []).append(index)
@@ -166,7 +170,7 @@ def _problem(facts: Facts, layout: Layout, indices: Collection[int], room: int) 
     whole = problem_of(facts, few, facts.machine.rates or ASSUMED, updates=False)
     sizes = [sum(aligned(layout.buckets[index].weight_bytes) for index in group) for group in groups]
     weights = tuple(replace(one, num_bytes=size) for one, size in zip(whole.weights, sizes, strict=True))
-    return replace(whole, weights=weights, budget=room), groups
+    return replace(whole, weights=weights), groups
 
 
 def _capped(evictions: Sequence[Eviction], ahead: int | None) -> tuple[Eviction, ...]:

@@ -17,7 +17,7 @@ from strategies.planner import gemm_routes
 from strategies.planner.activation_policy import FULL, SELECTIVE, KeepOption, by_policy
 from strategies.planner.step_cost import StepCost, launch_seconds, seconds_of, unit_flops
 from strategies.planner.tasks import Resource
-from strategies.report import plan_json, plan_table
+from strategies.report import plan_table
 from strategies.report.table import table
 
 WITHIN = 0.02  # of the bound: said so
@@ -49,6 +49,8 @@ def text(
 
 def to_json(plan: Plan, cost: StepCost | None) -> dict[str, Any]:
     """The content of ``plan.json``, see ``plan_json.PlanFile``."""
+    from strategies.report import plan_json  # its schema takes as long to make as a tenth of all imports
+
     return {
         **plan_json.to_json(plan),
         "rows": to_jsonable_python(plan_table.rows(plan)),

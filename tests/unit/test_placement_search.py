@@ -19,7 +19,7 @@ from strategies.planner.least_memory import least_memory
 from strategies.planner.placement_search import PlacementSearch
 from strategies.planner.places import OffloadRequest, Places
 from strategies.planner.step_cost import cost_of
-from strategies.planner.weight_schedule import ASSUMED, fitted
+from strategies.planner.weight_schedule import ASSUMED, alone, fitted
 from tests.helpers.layouts import facts_of, random_facts, transformer
 
 PLENTY = 1 << 50
@@ -261,7 +261,8 @@ def test_room_is_used_although_the_first_schedules_cannot_be_packed(blocks: int,
     placements = Places(known, request(site="host"))
     last = placements.ladder()[-1]
     indices = list(placements.offloadable(last))
-    made = fitted(known, placements.layout(last), indices, room, None)
+    layout = placements.layout(last)
+    made = fitted(layout, alone(known, layout, indices), room, None)
     stays = sum(aligned(made.buckets[index].weight_bytes) for index in indices if made.buckets[index].resident)
     assert 0.85 * room < weight_packing(made).arena + stays <= room
 
