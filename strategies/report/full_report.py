@@ -49,7 +49,7 @@ def text(
 
 def to_json(plan: Plan, cost: StepCost | None) -> dict[str, Any]:
     """The content of ``plan.json``, see ``plan_json.PlanFile``."""
-    from strategies.report import plan_json  # its schema takes as long to make as a tenth of all imports
+    from strategies.report import plan_json  # most plans are printed only, and its classes take time to make
 
     return {
         **plan_json.to_json(plan),
