@@ -115,7 +115,7 @@ def test_stages_of_tensor_ranks() -> None:
     run = pipeline().narrowed(divided, 0).run
     assert (run.model_params, run.model_flops) == (1000, 2000)
     chosen = {"pipeline": pipeline(), "tensor": find("tensor").model_validate({"degree": 2})}
-    assert requirements_of(chosen) == {Requirement.PARAMETERS, Requirement.DEEPSPEED}
+    assert requirements_of(chosen) == {Requirement.PARAMETERS, Requirement.DEEPSPEED, Requirement.BLOCK_TIMES}
     estimated = estimated_bytes(Plan.baseline(pipeline().narrowed(divided, 0)), adapters=False)
     assert abs(estimated - 1000 * 4 * (1 + divided.run.moments)) <= 8
 
