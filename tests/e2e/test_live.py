@@ -14,7 +14,7 @@ from tests.helpers.terminal import Terminal
 pytestmark = pytest.mark.ranks
 
 ENDS = {
-    "at its end": "curves:     tensorboard --logdir ",
+    "at its end": "checkpoints)",  # of the run folder, the last line where nothing draws curves
     "Ctrl-C": "interrupted; training.resume_from_checkpoint=auto goes on from the last checkpoint",
     "an error of another rank": "RuntimeError: on purpose",
 }

@@ -33,7 +33,7 @@ def test_ends_well(number: int, server: Server, config: Path) -> None:
     else:
         found = server.run(2, config, *stage, to_the_end=True)
     found.check().quiet()
-    assert found.lines("curves: ")
+    assert found.lines("run folder: ")
 
 
 def test_begins_where_a_build_was_killed(server: Server, config: Path) -> None:
