@@ -63,10 +63,8 @@ def parser() -> Parser:
     _add(themes.choices["compute"], "--documents", work.whole, "1", "N", "that every row is packed of")
     offload.add_argument("--recompute", action="store_true", help="every contender recomputes its blocks in backward")
     _add(offload, "--ranks", work.whole, "1", "N", "processes, each with a device or its part of the cores")
-    offload.add_argument(
-        "--disk", default="", metavar="FOLDER", help="on a local drive, for ours-disk and zero-infinity"
-    )
-    offload.add_argument("--host-memory", default="auto", metavar="SIZE", help="of ours-disk; the rest is on the disk")
+    _add(offload, "--disk", work.folder, None, "FOLDER", "on a local drive, for ours-disk and zero-infinity")
+    _add(offload, "--host-memory", work.memory, None, "SIZE", "of ours-disk; the rest is on the disk")
     offload.add_argument("--gpu-memory", default="", metavar="SIZES", help="budgets for ours-budget: 16GiB,24GiB")
     _add_choice(again, "--attention", work.ATTENTIONS, "sdpa")
     _add(again, "--dropout", work.part, "0", "P", "of attention's probabilities")

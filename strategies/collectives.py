@@ -54,6 +54,7 @@ _ROUNDING = "beside strategies.offload or zero weights are rounded to 16 bits wh
 _RING = "messages go in one ring; leave hierarchical and slices out"
 _BITS = "gradients have 16 bits already, by model.dtype; leave it out, or train in float32 or bf16: true"
 _SCALE = "what ranks keep has the loss scale of training.fp16, which changes; take bf16: true"
+_OWES = "would keep what ranks owe on the device; take compress: none, bf16 or fp16"
 _IN_ENGINE = "gradients have 16 bits already in strategies.offload; take powersgd, topk or int8"
 _MOMENTUM = "is in place of the optimizer's; write training.optim: sgd without optim_args, or leave it out"
 _NO_MOMENTUM = "local_steps exchanges differences, which have none; leave it out"
@@ -183,10 +184,7 @@ class Collectives(Strategy):
                 cure = "beside strategies.collectives.local_steps it has not been compared; leave one of the two out"
                 yield Refusal(f"strategies.offload.{key}", engine[key], cure)
         for holds, cure in (
-            (
-                bool(engine) and alone and owes,
-                "would keep what ranks owe on the device; take compress: none, bf16 or fp16",
-            ),
+            (bool(engine) and alone and owes, _OWES),
             (bool(engine) and signs, "has momentum exchanged, which the memory engine has elsewhere; take powersgd"),
             (bool(engine) and sixteen and not owes and not alone, _IN_ENGINE),
             (self.written.get("hierarchical") is True or "slices" in self.written, _RING),

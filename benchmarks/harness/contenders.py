@@ -129,6 +129,7 @@ class Ours(Trained):
         on_disk: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         from strategies.core.facts import Home
+        from strategies.core.on_disk import disk_bytes
         from strategies.engine import AdamW, stow
         from strategies.planner.step_cost import plan_cost
         from strategies.report.plan_table import table
@@ -144,6 +145,8 @@ class Ours(Trained):
         batch, count, norm = (work.rows, work.length), work.accumulation, work.max_grad_norm
         plan = plan_for(model, batch=batch, accumulation=count, max_grad_norm=norm, world_size=work.ranks, **options)
         print(table(plan), flush=True)
+        if on_disk and (plan.layout is None or not disk_bytes(plan.layout)):
+            raise Unavailable("memory has room for all state, so none is on the disk: give a smaller --host-memory")
         self.optimizer = stow(model, plan, rule=AdamW(**work.adamw), device=device)
         self.planned_device_bytes = self.optimizer.device_bytes
         cost = plan_cost(plan)

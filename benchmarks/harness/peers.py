@@ -68,7 +68,7 @@ class DeepSpeed(Trained):
         """Pinned memory, overlapped copies, and buckets of at least a block, so that a block takes few copies.
 
         SuperOffload as in its authors' examples: weights and a tenth of the updates stay on the device. ZeRO-Infinity
-        as in DeepSpeed's tutorial of its NVMe tuning: reads and writes overlap updates, one submission of many blocks.
+        reads and writes while it updates, a block at a time, with as many buffers as that takes; not tuned further.
         """
         block = self.work.shape.block_params
         bucket = max(SMALLEST_BUCKET, block)

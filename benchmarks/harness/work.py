@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from strategies.core.sizes import parse_bytes
@@ -74,7 +75,7 @@ class Work:
     max_grad_norm: float = 1.0
     seed: int = 0
     disk: str = ""  # a folder for state that rests in files
-    host_memory: str = "auto"  # of the contender of ours with a disk
+    host_memory: int | str = "auto"  # of the contender of ours with a disk
 
     @property
     def shape(self) -> Shape:
@@ -205,6 +206,13 @@ def memory(option: str, text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise ConfigError(f"{option} {text}: {error}") from None
+
+
+def folder(option: str, text: str) -> str:
+    """A folder that exists. Raise ConfigError for anything else."""
+    if not Path(text).is_dir():
+        raise ConfigError(f"{option} {text}: must be a folder that exists, on a local drive")
+    return text
 
 
 def shape_of(model: str) -> Shape:

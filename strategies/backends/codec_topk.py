@@ -40,8 +40,8 @@ class TopK:
         }
 
     def follow(self, names: Sequence[str], means: Sequence[Tensor]) -> None:
-        """Means of all that ranks have become their momentum, where that is corrected."""
-        for name, mean in zip(names, means, strict=True) if self._momentum else ():
+        """Means of all that ranks have become their momentum; only with correction."""
+        for name, mean in zip(names, means, strict=True):
             mean.copy_(self.state[f"{name}.momentum"].mul_(self._momentum).add_(mean.reshape(-1)).view_as(mean))
 
     def exchange(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:

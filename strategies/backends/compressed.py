@@ -136,11 +136,12 @@ class Compressed:
                 codec.follow(names, gradients)
         elif isinstance(codec, PowerSGDState):
             self._refuse_other(bucket, names)
-            codec.iter, visitor = self._steps, _Bucket(bucket, gradients)
+            visitor: Any = _Bucket(bucket, gradients)  # has all that the hook asks of a bucket
+            codec.iter = self._steps
             with ExitStack() as stack:
                 for name in BY_BUCKET.values():
                     stack.enter_context(_visiting(getattr(codec, name), [bucket], device))
-                powerSGD_hook(codec, visitor).wait()  # type: ignore[arg-type]  # it asks for no more than there is
+                powerSGD_hook(codec, visitor).wait()
             torch._foreach_copy_(list(gradients), visitor.gradients())
         else:
             with _visiting(codec.state, _keys(names), device):

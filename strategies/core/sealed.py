@@ -181,10 +181,13 @@ def read_signed(path: Path, kind: type[M]) -> M:
         if found["sha256"] != digest_of(found["content"]):
             raise Damaged("is damaged, its hash is another")
         return kind.model_validate(found["content"])
-    except (ValidationError, KeyError, TypeError) as error:
-        if isinstance(error, ValidationError) and (first := error.errors()[0])["type"] == "literal_error":
+    except ValidationError as error:
+        first = error.errors()[0]
+        if first["type"] == "literal_error":
             reads = f"this release reads {first['ctx']['expected']}; use the one that wrote it"
             raise Damaged(f"has format {first['input']}, {reads}") from None
+        raise Damaged("is damaged, something is missing in it") from None
+    except (KeyError, TypeError):
         raise Damaged("is damaged, something is missing in it") from None
 
 

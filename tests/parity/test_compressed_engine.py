@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tests.helpers.moves import Kind, common_ends, different
+from tests.helpers.moves import Kind, common_ends, different, in_turn
 from tests.helpers.worlds import run_counted
 from trainer.config.sections import RunConfig
 from trainer.dist.ranks import Ranks
@@ -74,6 +74,20 @@ def test_the_bits_of_plain_compressed_training(
         assert names == [], name  # torch's SGD counts no steps, and keeps a count that it finds
     owed = [[_owed(config, rank) for rank in range(2)] for _, config, resumed in jobs if resumed is None]
     assert all(different(owed[0][rank], each[rank]) == [] for each in owed for rank in range(2))
+
+
+def _norms(ranks: Ranks, jobs: list[tuple[str, RunConfig, str | None]]) -> dict[str, list[float]]:
+    return {name: found["norm"] for name, found in in_turn(ranks, jobs).items()}
+
+
+def test_three_ranks_whose_losses_were_divided(tmp_path: Path) -> None:
+    """With spans each rank's loss is divided by three, so that a sum is wanted and not a mean; all else is rounding."""
+    jobs = list[tuple[str, RunConfig, str | None]]()
+    for name, more in (("whole", ON_HOST), ("spans", SPANS)):
+        kind = Kind(3, {"collectives": {**TOPK, "density": 1.0}, **more}, {**TRAINING, **SGD, "max_grad_norm": 9.0})
+        jobs.append((name, kind.config(tmp_path / name, 4), None))
+    found = run_counted(3, _norms, jobs)
+    assert found["spans"] == pytest.approx(found["whole"], rel=1e-4) and len(found["whole"]) == 4
 
 
 def test_powersgd_goes_on_with_what_it_owes(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from benchmarks.harness import child, processes, record, work
 from benchmarks.harness.work import MODELS, Contender, Work
@@ -103,6 +104,8 @@ def test_one_row_for_each_budget() -> None:
         ("offload --tokens 64 --rows 3 --length 32",
          "--tokens 64: must be rows x length x accumulation, here 3 x 32 x 1"),
         ("offload --gpu-memory 16", "--gpu-memory 16: that is 16 bytes; write the unit, as in 20GiB"),
+        ("offload --disk nowhere", "--disk nowhere: must be a folder that exists, on a local drive"),
+        ("offload --host-memory 16", "--host-memory 16: that is 16 bytes; write the unit, as in 20GiB"),
         ("offload --gpu-memory 16GiB --ranks 2", "--gpu-memory: ours-budget is for one rank; leave --ranks out"),
         ("offload --ranks 2 --subjects torchao",
          "--subjects torchao: must be one of plain, ours-zero2, ours-zero3, ours-zero2-network, ours-zero3-network, "
@@ -175,6 +178,17 @@ def test_contenders_take_turns_and_an_interrupted_bench_keeps_its_record(
     table = (folder / "table.md").read_text()
     assert table in capsys.readouterr().out and "| plain " in table and "| ours-streamed " in table
     assert (folder / "logs" / "plain-1.log").exists()
+
+
+def test_a_disk_on_which_nothing_would_rest_is_no_contender(tmp_path: Path) -> None:
+    """It would be timed as if state were there."""
+    from benchmarks.harness.child import llama
+    from benchmarks.harness.contenders import Ours, Unavailable
+
+    todo = Work(model="tiny", rows=1, length=8, disk=str(tmp_path))
+    where: dict[str, Any] = {"on_disk": True, "site": "host", "weights": "streamed"}
+    with pytest.raises(Unavailable, match="give a smaller --host-memory"):
+        Ours(todo, llama(todo), torch.device("cpu"), **where)
 
 
 def test_deepspeed_completes_a_begun_update() -> None:
