@@ -170,21 +170,36 @@ def saved(folder: Path, base: Mapping[str, Any] = BIG) -> None:
     build(section, load_config(section), seed=0, partitioned=False).save_pretrained(folder, max_shard_size="100MB")
 
 
+def of_kind(kind: str, make: Callable[..., RunConfig], folder: Path) -> tuple[RunConfig, int]:
+    """What is made of the large model, "random", or "saved" in ``folder`` before; and the bytes of the whole."""
+    config = make(BIG)
+    if kind != "random":
+        in_fork(partial(saved, folder))
+        section = {"config": None, "name_or_path": str(folder), "tokenizer": None}
+        config = make(None, model={**section, "dtype": "bfloat16" if "16" in kind else "float32"})
+    return config, whole_bytes(config)
+
+
+def whole_bytes(config: RunConfig) -> int:
+    section = config.model
+    whole = build(section, load_config(section), seed=0, partitioned=False, on_meta=True)
+    return sum(param.nbytes for param in whole.parameters())
+
+
+def no_more_than_its_part(held: int, grown: int) -> None:
+    assert grown < SPARE * held, f"{grown / held:.2f} of its part, which is {held:,} bytes"
+
+
 @pytest.mark.rare
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["random", "saved", "saved, in 16 bits"])
 def test_a_stage_loads_no_more_than_its_part(kind: str, tmp_path: Path) -> None:
     make = partial(run_config, strategies={"pipeline": {"stages": 4}}, gradient_accumulation_steps=4)
-    config = make(BIG)
-    if kind != "random":
-        in_fork(partial(saved, tmp_path / "saved"))
-        section = {"config": None, "name_or_path": str(tmp_path / "saved"), "tokenizer": None}
-        config = make(None, model={**section, "dtype": "bfloat16" if "16" in kind else "float32"})
-    whole = build(config.model, load_config(config.model), seed=0, partitioned=False, on_meta=True)
+    config, size = of_kind(kind, make, tmp_path / "saved")
     found = run_world(4, loaded, config)
-    assert sum(held for held, _ in found) == sum(param.nbytes for param in whole.parameters())
+    assert sum(held for held, _ in found) == size
     for held, grown in found:
-        assert grown < SPARE * held, f"{grown / held:.2f} of its part, which is {held:,} bytes"
+        no_more_than_its_part(held, grown)
 
 
 @pytest.mark.rare
@@ -193,16 +208,10 @@ def test_a_stage_loads_no_more_than_its_part(kind: str, tmp_path: Path) -> None:
 def test_a_divided_stage_loads_no_more_than_its_part(kind: str, tmp_path: Path) -> None:
     strategies = {"pipeline": {"stages": 2}, "tensor": {"degree": 2}}
     make = partial(run_config, output_dir=tmp_path / "run", strategies=strategies, gradient_accumulation_steps=2)
-    config = make(BIG)
-    if kind != "random":
-        in_fork(partial(saved, tmp_path / "saved"))
-        section = {"config": None, "name_or_path": str(tmp_path / "saved"), "tokenizer": None}
-        config = make(None, model=section | {"dtype": "bfloat16"})
-    whole = build(config.model, load_config(config.model), seed=0, partitioned=False, on_meta=True)
-    size = sum(param.nbytes for param in whole.parameters())
+    config, size = of_kind(kind, make, tmp_path / "saved")
     for held, grown in run_world(4, in_both, config):
         assert 0.23 * size < held < 0.27 * size
-        assert grown < SPARE * held, f"{grown / held:.2f} of its part, which is {held:,} bytes"
+        no_more_than_its_part(held, grown)
 
 
 @pytest.mark.rare
@@ -215,10 +224,9 @@ def test_experts_are_loaded_in_part(name: str, tmp_path: Path) -> None:
     section = {"config": None, "name_or_path": str(tmp_path / "saved"), "tokenizer": None}
     strategies = {"experts": {"degree": 4}} if name == "experts" else {"pipeline": {"stages": 4}}
     config = run_config(None, strategies=strategies, model=section, gradient_accumulation_steps=4)
-    whole = build(config.model, load_config(config.model), seed=0, partitioned=False, on_meta=True)
     for held, grown in run_world(4, loaded_mixture, config):
-        assert held < 0.3 * sum(param.nbytes for param in whole.parameters())
-        assert grown < SPARE * held, f"{grown / held:.2f} of its part, which is {held:,} bytes"
+        assert held < 0.3 * whole_bytes(config)
+        no_more_than_its_part(held, grown)
 
 
 @pytest.mark.slow
@@ -229,13 +237,9 @@ def test_the_engine_loads_no_more_than_spans(kind: str, tmp_path: Path) -> None:
     """
     strategies = {"zero": {"stage": 3}, "offload": {"weights": "streamed", "site": "host"}}
     make = partial(run_config, strategies=strategies, output_dir=tmp_path / "run")
-    config = make(BIG)
-    if kind != "random":
-        in_fork(partial(saved, tmp_path / "saved"))
-        config = make(None, model={"config": None, "name_or_path": str(tmp_path / "saved"), "tokenizer": None})
-    whole = build(config.model, load_config(config.model), seed=0, partitioned=False, on_meta=True)
+    config, size = of_kind(kind, make, tmp_path / "saved")
     found = run_world(4, stowed, config, make(LLAMA))
-    assert all(stays < 0.7 * sum(param.nbytes for param in whole.parameters()) for _, stays in found)
+    assert all(stays < 0.7 * size for _, stays in found)
     assert sum(grown for grown, _ in found) < SPARE * sum(stays for _, stays in found), found
 
 
@@ -243,15 +247,10 @@ def test_the_engine_loads_no_more_than_spans(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["random", "saved, in 16 bits"])
 def test_a_tensor_rank_takes_no_more_than_its_slices(kind: str, tmp_path: Path) -> None:
     make = partial(run_config, strategies={"tensor": {"degree": 2}}, output_dir=tmp_path / "run")
-    config = make(BIG)
-    if kind != "random":
-        in_fork(partial(saved, tmp_path / "saved"))
-        section = {"config": None, "name_or_path": str(tmp_path / "saved"), "tokenizer": None}
-        config = make(None, model=section | {"dtype": "bfloat16"})
-    whole = build(config.model, load_config(config.model), seed=0, partitioned=False, on_meta=True)
+    config, size = of_kind(kind, make, tmp_path / "saved")
     for held, grown in run_world(2, divided, config):
-        assert held < 0.55 * sum(param.nbytes for param in whole.parameters())
-        assert grown < SPARE * held, f"{grown / held:.2f} of its part, which is {held:,} bytes"
+        assert held < 0.55 * size
+        no_more_than_its_part(held, grown)
 
 
 @pytest.mark.rare
@@ -273,9 +272,7 @@ def test_who_writes_the_model_does_not_have_all_of_it(kind: str, tmp_path: Path)
         gradient_accumulation_steps=2,
     )  # fmt: skip
     big = make(MIXTURE if mixture else BIG, output_dir=tmp_path / "run")
-    section = big.model
-    whole = build(section, load_config(section), seed=0, partitioned=False, on_meta=True)
-    part = sum(param.nbytes for param in whole.parameters()) // 2
+    part = whole_bytes(big) // 2
     small = make(MIXTRAL if mixture else LLAMA, output_dir=tmp_path / "small")
     (grown, same, spilled), _ = run_world(2, written, small, big)
     assert same == [True]

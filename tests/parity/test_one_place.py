@@ -20,6 +20,7 @@ from strategies.engine.buckets.bucket_state import BucketState
 from strategies.engine.transfer.transfer import Transfer
 from tests.helpers import sides
 from tests.helpers.doubles import Delayed, RaceDetector, Vacant
+from tests.helpers.marks import rarely
 from tests.helpers.models import Net, build
 from tests.helpers.sides import (
     BATCHES,
@@ -255,20 +256,12 @@ def stowed(layout: str, transfer: Transfer) -> tuple[Any, Any]:
     return model, sides.stowed(model, where, transfer=transfer, beside=True, **how)
 
 
+@pytest.mark.parametrize("others", [False, rarely(True)], ids=["", "the other layouts"])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_loops(loop: str) -> None:
+def test_loops(loop: str, others: bool) -> None:
     """Every loop in every other layout, under the doubles in turn."""
     turn = list(LOOPS).index(loop)
-    for number, layout in enumerate(list(ALL)[turn % 2 :: 2]):
-        compare(LOOPS[loop], layout, TRANSFERS[(number + turn // 2) % 2])
-
-
-@pytest.mark.slow
-@pytest.mark.rare
-@pytest.mark.parametrize("loop", LOOPS)
-def test_loops_in_the_other_layouts(loop: str) -> None:
-    turn = list(LOOPS).index(loop)
-    for number, layout in enumerate(list(ALL)[1 - turn % 2 :: 2]):
+    for number, layout in enumerate(list(ALL)[(turn + others) % 2 :: 2]):
         compare(LOOPS[loop], layout, TRANSFERS[(number + turn // 2) % 2])
 
 

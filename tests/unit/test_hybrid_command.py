@@ -131,14 +131,14 @@ def write(folder: Path, **training: object) -> Path:
     return path
 
 
-def first_as_written(path: Path, said: str) -> Plan:
+def first_as_written(path: Path, said: str, ranks: Ranks = RANKS) -> Plan:
     """The plan of the config with the lines that are written for the first row."""
     tree = yaml.safe_load(path.read_text())
     for line in said.split("config:\n")[1].splitlines():
         ((section, changes),) = yaml.safe_load(line).items()
         tree[section] = changes if section == "strategies" else tree[section] | changes
     path.write_text(yaml.safe_dump(tree))
-    return plan_of(load(path), RANKS, sized(CARD, None, None))
+    return plan_of(load(path), ranks, sized(CARD, None, None))
 
 
 def test_what_it_prints_can_be_written_and_has_the_bytes_that_it_says(
@@ -176,12 +176,7 @@ def test_lossy_exchanges_between_machines(
     assert (
         len(re.findall(r"lossy: each rank sends .*; a step [\d.]+ s, [\d.]+ times as fast as the fastest", said)) == 4
     )
-    tree = yaml.safe_load(path.read_text())
-    for line in said.split("config:\n")[1].splitlines():
-        ((section, changes),) = yaml.safe_load(line).items()
-        tree[section] = changes if section == "strategies" else tree[section] | changes
-    path.write_text(yaml.safe_dump(tree))
-    plan = plan_of(load(path), Ranks(world_size=4, local_world_size=1), sized(CARD, None, None))
+    plan = first_as_written(path, said, Ranks(world_size=4, local_world_size=1))
     assert human(plan.peak(Home.DEVICE)) in first
 
 
