@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.engine import stow
+from tests.helpers.engine import checkpointing
 from tests.helpers.marks import rarely
 from tests.helpers.tiny import MODELS
 from trainer.config.sections import ModelSection
@@ -95,6 +96,18 @@ def test_what_is_saved_with_and_without_a_mask(kind: str) -> None:
         sums.append(sum(measured.values()))
         assert sum(unit.saved_bytes for unit in foretold) == sums[-1]
     assert sums[1] > 1.03 * sums[0]
+
+
+@pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing.*` is deprecated:FutureWarning")
+def test_planning_leaves_gradients_as_they_are() -> None:
+    """A reentrant checkpoint runs its backward on the model's own parameters, also while it is counted."""
+    model: Any = model_module.build(*section_of(MODELS["llama"]), seed=0, partitioned=False).train()
+    checkpointing(model, "reentrant")
+    first, *others = model.parameters()
+    first.grad = kept = torch.ones_like(first)
+    plan_for(model, batch=(2, 16), max_grad_norm=None)
+    assert first.grad is kept and bool((kept == 1).all())
+    assert [type(param.grad) for param in others if param.grad is not None] == []
 
 
 def section_of(config: Mapping[str, Any]) -> tuple[ModelSection, Any]:

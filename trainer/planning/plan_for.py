@@ -170,7 +170,10 @@ def _counted(model: nn.Module, batch: Batch) -> Counter:
     from trainer.model.temporaries import count
     from trainer.model.undisturbed import undisturbed
 
+    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
+        for parameter, _ in kept:
+            parameter.grad = None
         with undisturbed(model), fake_tensors() as mode, counted_with(model, mode.from_tensor):
             model.train()
             tensors = dict([*model.named_parameters(), *model.named_buffers()])
@@ -185,6 +188,9 @@ def _counted(model: nn.Module, batch: Batch) -> Counter:
             f"batch: the model's forward cannot be counted on tensors without values ({first_line(error)}); if it runs "
             f"otherwise, leave out batch=: tensors saved for backward then count as nothing"
         ) from error
+    finally:
+        for parameter, grad in kept:  # a reentrant checkpoint's backward gives fake ones to the model's own parameters
+            parameter.grad = grad
 
 
 def _inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
