@@ -214,7 +214,9 @@ class PlacementSearch:
             return None
         here = self._here
         if here is not None and here.num_bytes[Home.HOST] <= self._host_room:
-            return here.layout
+            spilled = self._request.disk and any(at.on_disk for at in here.placement)  # all that may be there
+            less = self._of(here.places).worked_out(here.placement, self._device_room) if spilled else None
+            return here.layout if less is None else less
         there = self._within_host
         return None if there is None or there.num_bytes[Home.DEVICE] > self._device_room else there.layout
 

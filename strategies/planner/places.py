@@ -270,7 +270,7 @@ class Places:
 
         # The first ones need slots as large as they are, so they free nothing; each one after them frees its own size.
         if not may or fits(0):
-            return placement
+            return none
         return with_some(bisect_left(range(len(may)), 1, lo=min(len(may), self._empty.window_slots), key=fits))
 
     def streamed(self, placement: Placement) -> Placement:

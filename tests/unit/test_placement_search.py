@@ -388,3 +388,11 @@ def test_what_is_chosen_is_valid_and_within_the_budget(
     for b in made.buckets:
         assert b.site is not Site.DEVICE or b.resident or (asked["site"], asked["weights"]) == ("device", "streamed")
     assert made == choose(known, request(budget, **asked), saved)
+
+
+def test_the_disk_has_no_state_that_the_host_has_room_for() -> None:
+    known, disk = transformer(words=2000, groups=False), {"site": "host", "disk": ("/fast",), "disk_bytes": PLENTY}
+    for made in every_budget(known, **disk):
+        assert not any(bucket.on_disk for bucket in made.buckets), device_bytes(made)
+    tight = request(device_bytes(made), place(made).num_bytes(HOST) - 1, **disk)
+    assert 0 < sum(bucket.on_disk for bucket in choose(known, tight).buckets) < 6
