@@ -42,7 +42,21 @@ from trainer.dist.stopping import Phase, Stop, Stopped
 from trainer.dist.watchdog import Watchdog
 from trainer.errors import ConfigError, ExitCode, UserError, first_line, report, write_line
 from trainer.planning.from_config import check_options, refuse_folder
-from trainer.run import export, further, live, lock, metrics, oom, order, resuming, saving, teaching, trackers, upload
+from trainer.run import (
+    export,
+    further,
+    live,
+    lock,
+    metrics,
+    oom,
+    order,
+    resuming,
+    saving,
+    schedule,
+    teaching,
+    trackers,
+    upload,
+)
 from trainer.run.callbacks import SAID, Watched, of_best, perplexity
 from trainer.run.checkpoint import complete
 from trainer.run.order import Run
@@ -110,6 +124,7 @@ def refuse_unbuildable(config: RunConfig, ranks: Ranks) -> None:
         collectives_of(accelerator.kind() or "cpu")
     trackers.refuse(config)
     metrics.refuse(config)
+    schedule.refuse(config)
     check_options(config, ranks.world_size)
     if config.training.save_on_each_node and not ranks.is_local:
         what = (
