@@ -381,10 +381,19 @@ def test_facts_of_the_run() -> None:
 
 
 def test_ranks_of_one_machine_share_its_memory() -> None:
-    machine = probe()
+    machine = replace(probe(), host_own_bytes=0)
     alone, shared = (machine_facts(machine, ranks) for ranks in (1, 2))
     assert shared.host_bytes == alone.host_bytes // 2
     if accelerator.kind() is not None:
         assert shared.device_bytes == alone.device_bytes
     else:
         assert shared.device_bytes == shared.host_bytes - shared.runtime_host_bytes
+
+
+def test_the_memory_that_the_process_has_already_is_not_taken_by_others() -> None:
+    """Else a tight machine had less room for the run than for its plan: the run has more libraries when it asks."""
+    machine = replace(probe(), host_own_bytes=300 << 20)
+    before = replace(machine, host_available_bytes=machine.host_available_bytes + (600 << 20), host_own_bytes=0)
+    assert machine_facts(machine, 2).host_bytes == machine_facts(before, 2).host_bytes
+    tensors = machine_facts(replace(machine, host_own_bytes=1 << 50), 1)  # not libraries, and not counted as such
+    assert tensors.host_bytes == machine.host_available_bytes + tensors.runtime_host_bytes

@@ -39,6 +39,7 @@ class Machine:
     device_total_bytes: int = 0
     peak_flops: PeakFlops = field(default_factory=dict)  # empty for a card that is not in the table, and for a CPU
     host_available_bytes: int
+    host_own_bytes: int = 0  # that this process has taken already, which are not among those available
     usable_cores: int
     rates: Rates | None = None  # of a named card; for those of others see ``profiles.known_rates``
 
@@ -98,6 +99,7 @@ def probe() -> Machine:
         device_total_bytes=0 if device is None else torch.accelerator.get_memory_info(device)[1],
         peak_flops=peak_flops(name),
         host_available_bytes=host_memory().available_bytes,
+        host_own_bytes=status_bytes("RssAnon"),
         usable_cores=cores()[1],
     )
 
@@ -128,7 +130,7 @@ def disk_free_bytes(folder: Path) -> int:
 
 
 def status_bytes(name: str) -> int:
-    """Resident memory of this process: ``VmHWM`` (peak) or ``VmRSS``; ``ru_maxrss`` starts at the parent's."""
+    """Resident memory of this process: ``VmHWM`` (peak; ``ru_maxrss`` starts at the parent's), ``VmRSS`` or others."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 

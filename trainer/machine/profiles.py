@@ -166,7 +166,7 @@ def sized(machine: Machine, device_bytes: int | None, host_bytes: int | None) ->
     if device_bytes:
         machine = replace(machine, device_total_bytes=device_bytes)
     if host_bytes:
-        machine = replace(machine, host_available_bytes=host_bytes)
+        machine = replace(machine, host_available_bytes=host_bytes, host_own_bytes=0)
     return machine
 
 

@@ -166,18 +166,18 @@ def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) 
 
 def machine_facts(machine: Machine, local_world_size: int, *, engine: bool = False) -> MachineFacts:
     """One rank's share of ``machine``, with DeepSpeed's ``engine`` or without. Without an accelerator its part of host
-    memory is also its device.
+    memory is also its device. What the process has of the memory counted for libraries is its own, not taken by others.
     """
-    host, rates = machine.host_available_bytes // local_world_size, known_rates(machine).rates
+    runtime = ENGINE_HOST_BYTES if engine or machine.device_kind != "cpu" else RUNTIME_HOST_BYTES
+    host = machine.host_available_bytes // local_world_size + min(machine.host_own_bytes, runtime)
+    rates = known_rates(machine).rates
     if rates is not None:
         rates = rates.shared_by(local_world_size)
     here: dict[str, Any] = {"ranks": local_world_size}
     if machine.origin == "probed":
         here["in_order"] = platform.machine() in IN_ORDER
-    if machine.device_kind == "cpu":
-        runtime = ENGINE_HOST_BYTES if engine else RUNTIME_HOST_BYTES
-        return MachineFacts("cpu", host - runtime, host, runtime, rates, **here)
-    return MachineFacts(machine.name, machine.device_total_bytes, host, ENGINE_HOST_BYTES, rates, **here)
+    device = host - runtime if machine.device_kind == "cpu" else machine.device_total_bytes
+    return MachineFacts(machine.name, device, host, runtime, rates, **here)
 
 
 def asked(count: ModelCount, config: RunConfig) -> ModelCount:
