@@ -20,6 +20,7 @@ EXEMPT = {
     "trainer/config/importing/rules.py": "the same, and the section that is written for DeepSpeed's offload",
     "trainer/planning/picture.py": "a caption",
     "trainer/planning/plan_for.py": "the Python interface: its arguments are options of these strategies",
+    "trainer/run/schedule.py": "a schedule of the learning rate",
     "trainer/run/stowed_trainer.py": "passes the argument `recompute` on to `plan_for`",
 }
 
