@@ -291,6 +291,8 @@ def _training(d: Values, t: Values) -> Found:
                 yield f"training.{key}", f"needs evaluations; {EVALUATE}"
     if t.early_stopping_threshold not in (*OFF, WRONG) and t.early_stopping_patience is None:
         yield "training.early_stopping_threshold", "needs training.early_stopping_patience"
+    if isinstance(t.report_to, list) and "none" in t.report_to and len(t.report_to) > 1:
+        yield "training.report_to", "none is no tracker beside others; leave it out"
     for name, variable in OTHER_PROJECTS.items():
         if t.project not in (None, WRONG) and isinstance(t.report_to, str | list) and name in t.report_to:
             yield "training.project", f"{name} takes it from {variable}; leave it out"
