@@ -326,3 +326,9 @@ def test_folder_without_a_tokenizer(tmp_path: Path) -> None:
 def test_tokenizer_needs_text(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no text to train a tokenizer on"):
         tokenizers.trained(300, tmp_path, [])
+
+
+def test_a_tokenizer_is_trained_without_what_the_data_is_refused_for(tmp_path: Path) -> None:
+    """So that the line about the row is said, and not a traceback of the tokenizer."""
+    (tmp_path / "d.jsonl").write_text(jsonl({"text": "a \ud800"}, {"text": "b"}))
+    assert [*prepare.texts(DataSection(path=str(tmp_path / "d.jsonl")))] == ["b"]

@@ -135,6 +135,8 @@ GOOD: dict[str, dict[str, Any]] = {
         ("classification", {"label": 2}, "rows.jsonl:2: field 'label' is 2, the labels are good, bad"),
         ("classification", {"label": ["good"]}, "field 'label' is a list; every row needs a string or an integer"),
         ("classification", {"text": None}, "rows.jsonl:2: field 'text' is null; every row needs a string"),
+        ("classification", {"text": "a \ud800"}, "rows.jsonl:2: field 'text' holds half a surrogate pair"),
+        ("dpo", {"rejected": "c \udfff"}, "rows.jsonl:2: field 'rejected' holds half a surrogate pair"),
         ("dpo", {"rejected": 3}, "rows.jsonl:2: field 'rejected' is an integer; every row needs a string or a list"),
         ("dpo", {"rejected": [{"role": "user", "content": "c"}]}, "rows.jsonl:2: prompt and answers are not all text"),
         ("kto", {"label": 1}, "rows.jsonl:2: field 'label' is an integer; every row needs a boolean"),

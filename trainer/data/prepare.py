@@ -32,6 +32,7 @@ from strategies.core.commit import added_folder, remove
 from strategies.core.sealed import Damaged, damage, digest_of, seal
 from strategies.core.sealed import read as read_manifest
 from trainer.data import packing, report
+from trainer.data.chats import SURROGATE
 from trainer.data.encoding import Part, encoded, fitting
 from trainer.data.formats import Encoder, detect, make_encoder
 from trainer.data.mapped import Make, Numbers, makes
@@ -170,14 +171,19 @@ def texts(section: DataSection) -> Iterator[str]:
 
 
 def strings(rows: Iterable[Row], columns: Collection[str]) -> Iterator[str]:
-    """All strings in these ``columns``, those of messages among them."""
+    """All strings in these ``columns``, those of messages among them, but for what is refused when rows are made."""
     for row in rows:
         values = {} if isinstance(row.values, str) else row.values
         for value in map(values.get, columns):
-            for item in value if isinstance(value, list) else [value]:
-                text = item.get("content", item.get("value")) if isinstance(item, dict) else item
-                if isinstance(text, str) and text:
-                    yield text
+            yield from (text for text in strings_in(value) if not SURROGATE.search(text))
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """The strings of one value of a row, which may be a list of messages."""
+    for item in value if isinstance(value, list) else [value]:
+        text = item.get("content", item.get("value")) if isinstance(item, dict) else item
+        if isinstance(text, str) and text:
+            yield text
 
 
 def fingerprint(parts: Sequence[Part], seed: int, marks: Sequence[list[str]]) -> str:

@@ -21,9 +21,9 @@ from datasets import Dataset
 from strategies.core.commit import added_folder
 from strategies.core.sealed import digest_of, seal
 from trainer.data import packing
-from trainer.data.chats import find_template
+from trainer.data.chats import NO_TEXT, SURROGATE, find_template
 from trainer.data.encoding import batched
-from trainer.data.prepare import KIND, Prepared, is_whole, open_eval, open_train, strings, tokenizer_content
+from trainer.data.prepare import KIND, Prepared, is_whole, open_eval, open_train, strings, strings_in, tokenizer_content
 from trainer.data.report import PATIENCE, Say, by_cause
 from trainer.data.sources import Row, Source
 from trainer.errors import DataError, kind, nearest
@@ -147,6 +147,8 @@ def _fields(task: Task, columns: Mapping[str, str], row: Row) -> dict[str, Any] 
         if kinds and type(value) not in kinds:
             wanted = " or ".join(kind(each()) for each in kinds)
             return f"field {name!r} is {kind(value)}; every row needs {wanted}"
+        if any(map(SURROGATE.search, strings_in(value))):
+            return f"field {name!r} {NO_TEXT}"
         values[name] = value
     return values
 
