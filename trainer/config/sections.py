@@ -44,7 +44,7 @@ class TrainTokenizer(Section):
     """A tokenizer trained on the run's own data before the first step."""
 
     train: Literal["bpe"] = Field(description="Kind of tokenizer: byte-level BPE.")
-    vocab_size: Annotated[int, Field(ge=300)] = Field(description="Entries of the vocabulary.")
+    vocab_size: Annotated[int, Field(ge=300, le=10_000_000)] = Field(description="Entries of the vocabulary.")
 
 
 class LoraSection(Section):
