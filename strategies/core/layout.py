@@ -27,8 +27,8 @@ Memory arithmetic, per element of a bucket in a compute dtype of ``e`` bytes, ``
     SCRATCH   fp32 copy of a stretch of bf16 gradient, on the device, one for all buckets
     RECEIVED  on the device, one for all: the gradients of a bucket's span from all ranks, before they are added; only
               if they are added in the order of ranks (``reduction``)
-    WINDOW    4 m, and 4 for a master, on the host, in shared slots: state that rests on the disk (``on_disk``), while
-              it is updated. It takes the place of MOMENTS and, in mixed precision, of MASTER
+    WINDOW    4 m, and 4 for a master, on the host, for ``window_elements`` in each of some slots, one for all: state that
+              rests on the disk (``on_disk``), while it is updated. It takes the place of MOMENTS and of MASTER
     SAVED     on the host, one for all: tensors that forward saved and that wait there for backward
 
 Over ranks a bucket may be cut into ``ways`` spans of equal size, one for each rank. WEIGHT and GRAD are whole on every
@@ -73,6 +73,7 @@ from strategies.core.moments import MOMENT_BYTES, MomentsAs, blocks_of, expanded
 PAGE_BYTES = 4096  # every spot on the host starts on such a boundary: memory is pinned page by page
 ALIGN_BYTES = 512  # every parameter starts on such a boundary: full-width copies and aligned vector loads
 ALIGNMENT: Mapping[Home, int] = {Home.DEVICE: ALIGN_BYTES, Home.HOST: PAGE_BYTES}
+WINDOW_ELEMENTS = 1 << 22  # whose state is read from the disk, updated and written at a time
 SCRATCH_ELEMENTS = 1 << 22  # 16 MiB in fp32; a stretch of this many elements is updated at a time in mixed precision
 Range: TypeAlias = tuple[int, int]  # ticks, half-open
 Reduction: TypeAlias = Literal["exact", "fast"]
@@ -200,6 +201,7 @@ class Layout:
     grad_slots: int = 2  # for gradients on their way down, and for weights that are rounded on their way up
     visit_slots: int = 2  # for visiting state
     window_slots: int = 3  # for state from the disk: one is read, one is updated, one is written
+    window_elements: int = WINDOW_ELEMENTS  # of each of them
     keeps_copies: bool = True  # weights that travel rest on the host in the dtype of compute, even beside their masters
     common_host: bool = False  # the ranks are on one machine, and read weights out of each other's host memory
     reduction: Reduction = "exact"
@@ -221,7 +223,18 @@ class Layout:
         return expanded_bytes(self.moments_as, self.moments, self.trained_spans, masters=rounds)
 
     def slots(self, item: Item) -> int:
-        return {Item.VISIT: self.visit_slots, Item.WINDOW: self.window_slots}.get(item, self.grad_slots)
+        return self.visit_slots if item is Item.VISIT else self.grad_slots
+
+    @property
+    def window_bytes(self) -> int:
+        """Size of the WINDOW region; 0 if no state rests on the disk."""
+        held = [self.window_of(bucket) for bucket in self.buckets if bucket.on_disk]
+        return min(self.window_slots, sum(n for n, _ in held)) * max((size for _, size in held), default=0)
+
+    def window_of(self, bucket: Bucket) -> tuple[int, int]:
+        """Of a bucket whose state is on the disk: how many pieces pass the window, and the size of slots for them."""
+        each = 4 * (self.moments + bucket.mixed) * min(bucket.share, self.window_elements)
+        return -(-bucket.share // self.window_elements), aligned(each, Home.HOST)
 
 
 def ticks_of(units: Sequence[str]) -> dict[str, tuple[int, int]]:
@@ -299,9 +312,7 @@ def needs(bucket: Bucket, layout: Layout) -> Iterator[Need]:
     state_home = Home.DEVICE if bucket.site is Site.DEVICE else Home.HOST
     if (bucket.mixed and not bucket.on_disk) or (not bucket.mixed and bucket.site is Site.HOST and bucket.resident):
         yield Need(name, Item.MASTER, state_home, (4 if bucket.mixed else ITEM_BYTES[bucket.dtype]) * bucket.share)
-    if bucket.on_disk:
-        yield Need(name, Item.WINDOW, Home.HOST, aligned(bucket.state_bytes(layout.moments), Home.HOST), passes=True)
-    elif layout.moments:
+    if layout.moments and not bucket.on_disk:
         each = MOMENT_BYTES[layout.moments_as]
         yield Need(name, Item.MOMENTS, state_home, each * layout.moments * bucket.share)
         if layout.moments_as == "int8":
@@ -320,6 +331,8 @@ def common_needs(layout: Layout, hosted_bytes: int = 0) -> Iterator[Need]:
         yield Need("", Item.SCRATCH, Home.DEVICE, scratch)
     if layout.expanded_bytes:
         yield Need("", Item.EXPANDED, Home.HOST, layout.expanded_bytes)
+    if layout.window_bytes:
+        yield Need("", Item.WINDOW, Home.HOST, layout.window_bytes)
     if received := received_bytes(layout):
         yield Need("", Item.RECEIVED, Home.DEVICE, received)
     if hosted_bytes:

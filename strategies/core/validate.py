@@ -70,6 +70,8 @@ def _settings(layout: Layout) -> Iterator[str]:
     for name, count in Counter(layout.units).items():
         if count > 1:
             yield f"unit {name}: {count} have this name"
+    if layout.window_elements < 1 or layout.window_elements % ALIGN_BYTES:
+        yield f"window_elements = {layout.window_elements}: must be a multiple of {ALIGN_BYTES}, as updates are cut"
     if layout.in_backward and layout.max_grad_norm > 0:
         yield "updates in backward cannot clip: the norm is known only after it"
 

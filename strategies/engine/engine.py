@@ -121,7 +121,8 @@ class Engine(Copied):
         for index, spec in enumerate(self.layout.buckets):
             members = [params[name] for name in spec.params]
             nan = nans[members[0].dtype]
-            bucket = BucketState(spec, index, members, self.arena, nan, self.layout, fused, self.ranks.rank, self.disk)
+            rank, on_disk = self.ranks.rank, () if self.disk is None else self.disk.stretches.get(index, ())
+            bucket = BucketState(spec, index, members, self.arena, nan, self.layout, fused, rank, on_disk)
             bucket.take_in()
             yield bucket
 

@@ -107,10 +107,9 @@ class Residency:
         transfer.wait(Lane.UP, transfer.record(Lane.HOST))
 
     def _round(self, bucket: BucketState) -> None:
-        assert bucket.copy is not None and bucket.master is not None
+        assert bucket.copy is not None
         self._transfer.uses(Lane.HOST, reads=[bucket.master], writes=[bucket.copy])
-        with bucket.at_hand():
-            bucket.round_master(bucket.copy, bucket.master)
+        bucket.round_masters(bucket.copy)
 
     @torch.no_grad()
     def _bring_rounded(self, bucket: BucketState) -> None:

@@ -160,6 +160,7 @@ def _shared_bytes(layout: Layout, home: Home) -> dict[Item, int]:
         totals[Item.RECEIVED] = received_bytes(layout)
     if home is Home.HOST:
         totals[Item.EXPANDED] = aligned(layout.expanded_bytes, home)
+        totals[Item.WINDOW] = layout.window_bytes
     for pool in slot_pools(layout):
         if pool.home is home:
             totals[pool.item] += pool.num_bytes

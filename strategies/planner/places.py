@@ -43,7 +43,7 @@ from strategies.core.layout import (
     uses,
 )
 from strategies.core.moments import MomentsAs
-from strategies.core.on_disk import part_bytes
+from strategies.core.on_disk import bytes_in_file
 from strategies.planner.addresses import size_classes
 from strategies.planner.buckets import capacity, form, offloadable
 
@@ -62,7 +62,7 @@ class Place(NamedTuple):
 Placement: TypeAlias = tuple[Place, ...]  # one place per bucket
 ON_DEVICE = (Site.DEVICE, Site.STREAMED)
 PASSING: Mapping[Item, Home] = {  # in slots
-    Item.GRAD: Home.DEVICE, Item.VISIT: Home.DEVICE, Item.ARRIVAL: Home.HOST, Item.WINDOW: Home.HOST,
+    Item.GRAD: Home.DEVICE, Item.VISIT: Home.DEVICE, Item.ARRIVAL: Home.HOST,
 }  # fmt: skip
 
 
@@ -119,13 +119,15 @@ class Sizes(NamedTuple):
 
 class _Cost(NamedTuple):
     """One bucket at one place: bytes that it holds all the time while its weight stays, ``copy`` bytes on the host that
-    are added if its weight leaves, what of it uses slots, in bytes, and the elements that use scratch."""
+    are added if its weight leaves, what of it uses slots, in bytes, the elements that use scratch, and if its state is
+    on the disk, how many pieces of what size."""
 
     device: int
     host: int
     copy: int
     passing: tuple[tuple[Item, int], ...]
     scratch: int
+    window: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,9 +253,8 @@ class Places:
             return placement
         may, left = list[int](), self._request.disk_bytes
         for index in reversed(range(len(placement))):
-            drives, state = len(self._request.disk), self.buckets[index].state_bytes(self._empty.moments)
-            size = drives * part_bytes(state, drives)
-            if placement[index].site is Site.HOST and index in self._of_blocks and 0 < size <= left:
+            size = len(self._request.disk) * bytes_in_file(self.buckets[index], self._empty)
+            if placement[index].site is Site.HOST and 0 < size <= left:
                 may, left = [*may, index], left - size
 
         none = tuple(place._replace(on_disk=False) if place.on_disk else place for place in placement)
@@ -268,10 +269,9 @@ class Places:
             sizes = self.sizes(with_some(number))
             return sizes.host + sizes.copies <= host_room
 
-        # The first ones need slots as large as they are, so they free nothing; each one after them frees its own size.
         if not may or fits(0):
             return none
-        return with_some(bisect_left(range(len(may)), 1, lo=min(len(may), self._empty.window_slots), key=fits))
+        return with_some(bisect_left(range(len(may)), 1, lo=1, key=fits))
 
     def streamed(self, placement: Placement) -> Placement:
         """``placement`` with all host updates streamed that may be; gradients wait where they did, if they may."""
@@ -333,14 +333,16 @@ class Places:
 
     def _sizes(self, placement: Placement) -> Sizes:
         """What ``place`` finds for the layout, much faster: ``weights + rest`` on the device, ``host`` on the host."""
-        device = mixed = 0
+        device = mixed = pieces = piece_bytes = 0
         host = self._expanded
         passed: dict[Item, Counter[int]] = {item: Counter() for item in PASSING}
         for (index, place), number in self.alike(placement).items():
             cost = self._costs(index, place)
             device, host, mixed = device + number * cost.device, host + number * cost.host, max(mixed, cost.scratch)
+            pieces, piece_bytes = pieces + number * cost.window[0], max(piece_bytes, cost.window[1])
             for item, size in cost.passing:
                 passed[item][size] += number
+        host += min(self._empty.window_slots, pieces) * piece_bytes
         for item, sizes in passed.items():
             slots = sum(size * number for size, number in size_classes(sizes, self._empty.slots(item)))
             device, host = (device + slots, host) if PASSING[item] is Home.DEVICE else (device, host + slots)
@@ -369,4 +371,5 @@ class Places:
             copy=away - host,
             passing=tuple((need.item, size) for need, size in stays if need.passes),
             scratch=bucket.share if bucket.mixed and place.site in ON_DEVICE else 0,
+            window=self._empty.window_of(bucket) if bucket.on_disk else (0, 0),
         )

@@ -240,8 +240,14 @@ def shared_state(optimizer: StowOptimizer) -> dict[str, Tensor]:
         if bucket.spec.group is None:
             continue
         assert bucket.steps is not None
-        spans = dict(zip(engine.rule.names, bucket.moments, strict=True))
-        spans |= {"master": bucket.master} if bucket.master is not None and bucket.spec.mixed else {}
+        parts: dict[str, list[Tensor]] = {}
+        for stretch in bucket.stretches():
+            with stretch.at_hand():
+                state = dict(zip(engine.rule.names, stretch.moments, strict=True))
+                state |= {"master": stretch.master} if stretch.master is not None and bucket.spec.mixed else {}
+                for key, span in state.items():
+                    parts.setdefault(key, []).append(span.cpu().clone())
+        spans = {key: torch.cat(some) for key, some in parts.items()}
         mine = torch.tensor([index in {piece.index for piece in bucket.pieces} for index in range(len(bucket.params))])
         counts = torch.where(mine, bucket.steps.cpu(), torch.zeros(len(mine)))
         torch.distributed.all_reduce(counts, torch.distributed.ReduceOp.MAX, group=group)
@@ -395,7 +401,7 @@ def plan_of(
     )
     buckets = tuple(replace(b, **change) for b, change in zip(buckets, changes, strict=True))
     bare = replace(made.layout, buckets=buckets, keeps_copies=copies, visit_slots=visit_slots)
-    bare = replace(bare, disk=tuple(disk), window_slots=2, moments_as=moments_as)
+    bare = replace(bare, disk=tuple(disk), window_slots=2, window_elements=512, moments_as=moments_as)
     bare = weight_schedule.only_while_used(bare, moving, int(prefetch))
     if ahead:
         bare = replace(bare, buckets=tuple(replace(b, updates_ahead=may_update_ahead(b, bare)) for b in bare.buckets))

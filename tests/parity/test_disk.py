@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from strategies.core.facts import Home
-from strategies.core.layout import PAGE_BYTES, Item
+from strategies.core.layout import PAGE_BYTES
 from strategies.core.on_disk import disk_bytes
 from strategies.core.protocol import MemoryRefusal
 from strategies.engine import SGD, AdamW, StowOptimizer, stow
@@ -84,22 +84,23 @@ def test_momentum_by_threads_in_small_pieces(tmp_path: Path, monkeypatch: pytest
 
 def test_what_is_expected_waits_until_its_slot_is_free(tmp_path: Path) -> None:
     plan = plan_of(build("llama"), disk=[str(tmp_path)], **HOST)
-    disk = disk_state.DiskState(plan.layout, arena := Arena(plan.place.addresses, torch.device("cpu")))
-    spots: Any = [arena.of(bucket.name, Item.WINDOW, torch.uint8) for bucket in plan.layout.buckets]
+    disk = disk_state.DiskState(plan.layout, Arena(plan.place.addresses, torch.device("cpu")))
     first, second = next(
         (one, other)
-        for one, other in combinations(range(len(spots)), 2)
-        if spots[one] is not None and spots[other] is not None and spots[one].data_ptr() == spots[other].data_ptr()
+        for one, other in combinations(disk.stretches, 2)
+        if disk.stretches[one][0].moments[0].data_ptr() == disk.stretches[other][0].moments[0].data_ptr()
     )
     for index in (first, second):
-        with disk.held(index, writes=True, behind=True):
-            spots[index].fill_(1 + index)
-    with disk.held(first):
+        for stretch in disk.stretches[index]:
+            with stretch.at_hand(writes=True, behind=True):
+                stretch.moments[0].fill_(1 + index)
+    stretch, other = disk.stretches[first][0], disk.stretches[second][0]
+    with stretch.at_hand():
         disk.expect([second])
         time.sleep(0.1)  # its thread would have read it by now
-        assert spots[first].eq(1 + first).all()
-    with disk.held(second):
-        assert spots[second].eq(1 + second).all()
+        assert stretch.moments[0].eq(1 + first).all()
+    with other.at_hand():
+        assert other.moments[0].eq(1 + second).all()
     disk.close()
 
 
@@ -171,17 +172,18 @@ def trained(folder: Path | str, steps: int) -> tuple[nn.Module, StowOptimizer]:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_saved_from_the_disk_and_loaded_into_it(late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files are those of a plan without the disk; what goes on from them has the bits of what was not saved."""
+    """From either to the other; what goes on has the bits of what was not saved."""
     there, before, after = tmp_path / "there", tmp_path / "before", tmp_path / "after"
     there.mkdir()
-    _, in_memory = trained("", 2)
+    first, in_memory = trained("", 2)
     in_memory.save(before)
     if late:
         monkeypatch.setattr(disk_state, "thread", Late)
     model, optimizer = trained(there, 2)
     optimizer.save(after)
-    for path in before.iterdir():
-        assert path.read_bytes() == (after / path.name).read_bytes(), path.name
+    again, loaded = trained("", 1)
+    loaded.load(after)
+    assert unequal(everything(first, in_memory), everything(again, loaded)) == []
     train(model, optimizer, BATCHES[2:3])
     fresh, other = trained(there, 1)
     other.load(before)

@@ -29,8 +29,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
 
@@ -42,8 +40,9 @@ from strategies.core.moments import MomentsAs, blocks_of
 from strategies.core.plan import Home
 from strategies.engine.buckets.gradient_state import GradientState
 from strategies.engine.buckets.jobs import Ahead, Job
+from strategies.engine.buckets.pieces import Piece, pieces_of
 from strategies.engine.memory.arena import Arena
-from strategies.engine.memory.disk_state import DiskState
+from strategies.engine.memory.stretches import Stretch, in_memory
 from strategies.engine.tensors.loans import HandedOut
 from strategies.engine.tensors.parameter_views import ParameterViews
 from strategies.engine.tensors.parameters import put
@@ -61,34 +60,11 @@ class Pending(Enum):
     HOST = "by the worker"
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Elements ``start`` to ``stop`` of parameter ``index``, which begin at element ``at`` of this rank's span."""
-
-    index: int
-    start: int
-    stop: int
-    at: int
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
-
-
-def pieces_of(spec: Bucket, rank: int) -> Iterator[Piece]:
-    """The parameters, or parts of them, in the span of ``rank``."""
-    low, high = rank * spec.share, (rank + 1) * spec.share
-    for index, (offset, size) in enumerate(zip(spec.offsets, spec.sizes, strict=True)):
-        start, stop = max(offset, low), min(offset + size, high)
-        if start < stop or (size == 0 and (spec.ways == 1 or low <= offset < high)):
-            yield Piece(index, start - offset, stop - offset, start - low)
-
-
 class BucketState:
     """Bucket ``spec``, number ``index`` of ``layout``, with flat views of ``arena``, None if the layout needs no such.
     ``weight`` and ``grad`` are of the whole bucket, the others of this rank's span, which is all unless ranks share it.
-    ``nan`` is a single one on the device; ``fused`` has ids of parameters of modules with a fused kernel. State that is
-    on the ``disk`` may be read and written inside of ``at_hand`` only: its memory is a slot that others use in turn.
+    ``nan`` is a single one on the device; ``fused`` has ids of parameters of modules with a fused kernel. Of state that
+    is ``on_disk``, which has no other memory, these are the stretches.
     """
 
     def __init__(
@@ -101,7 +77,7 @@ class BucketState:
         layout: Layout,
         fused: Collection[int],
         rank: int,
-        disk: DiskState | None = None,
+        on_disk: Sequence[Stretch] = (),
     ) -> None:
         def flat(item: Item, of: torch.dtype, numbers: int = 1) -> Tensor | None:
             region = arena.of(spec.name, item, of)
@@ -123,11 +99,8 @@ class BucketState:
         scales = arena.of(spec.name, Item.SCALES, torch.float32)
         self.scales = [] if scales is None else list(scales.view(layout.moments, -1))
         self.first_blocks = tuple(accumulate(blocks_of(spec.sizes), initial=0))  # of each parameter, in ``scales``
-        self._disk = disk if spec.on_disk else None
-        window = flat(Item.WINDOW, torch.float32, layout.moments + spec.mixed)
-        if window is not None:
-            state = list(window.view(-1, spec.share))
-            self.master, self.moments = (state[0], state[1:]) if spec.mixed else (self.master, state)
+        own = self.master  # in fp32; else the masters are there, too
+        self._on_disk = on_disk if own is None else [each.of_masters(own) for each in on_disk]
         beside = flat(Item.AHEAD, torch.float32, layout.moments + 1)  # for master and moments that are made ahead
         self.beside = [] if beside is None else list(beside.view(-1, spec.share))
         steps = arena.of(spec.name, Item.STEPS, torch.float32)
@@ -213,19 +186,37 @@ class BucketState:
         """What an update on the device needs besides the weight, in the order of the visit slot."""
         return ([] if self.master is None else [self.master]) + self.moments
 
-    def at_hand(self, *, writes: bool = False, behind: bool = False) -> AbstractContextManager[None]:
-        """Master and moments are in their memory; ``DiskState.held`` has what the options mean."""
-        return nullcontext() if self._disk is None else self._disk.held(self.index, writes=writes, behind=behind)
+    def stretches(self) -> Sequence[Stretch]:
+        """Masters and moments of all of this rank's span, in order."""
+        return self._on_disk or [Stretch(0, self.spec.share, self.master, self.moments, in_memory)]
+
+    def masters(self, pieces: Iterable[Piece], *, writes: bool = False) -> Iterator[tuple[Piece, Tensor]]:
+        """The masters of ``pieces``, which may be cut, to be used, or with ``writes`` changed, before the next one."""
+        pieces = list(pieces)
+        for stretch in self.stretches():
+            parts = [part for piece in pieces for part in piece.within(stretch)]
+            if parts and stretch.master is not None:
+                with stretch.at_hand(writes=writes):
+                    for part in parts:
+                        yield part, stretch.master[part.at - stretch.start :][: part.size]
 
     def rounded(self, piece: Piece) -> Tensor:
-        assert self.master is not None
-        with self.at_hand():
-            return self.master[piece.at : piece.at + piece.size].to(self.weight.dtype)
+        found = torch.empty(piece.size, dtype=self.weight.dtype)
+        for part, master in self.masters([piece]):
+            found[part.at - piece.at :][: part.size].copy_(master)
+        return found
 
-    def round_master(self, target: Tensor, master: Tensor) -> None:
-        """Round the masters of this rank's span to compute weights, piece by piece, leaving out the padding."""
-        for piece in self.pieces:
-            target[piece.at : piece.at + piece.size].copy_(master[piece.at : piece.at + piece.size])
+    def round_masters(self, target: Tensor) -> None:
+        """Round the masters of this rank's span to compute weights, leaving out the padding."""
+        for stretch in self.stretches():
+            with stretch.at_hand():
+                self.round_stretch(target, stretch)
+
+    def round_stretch(self, target: Tensor, stretch: Stretch) -> None:
+        """``round_masters`` of one that is at hand."""
+        assert stretch.master is not None
+        for part in (part for piece in self.pieces for part in piece.within(stretch)):
+            target[part.at :][: part.size].copy_(stretch.master[part.at - stretch.start :][: part.size])
 
     def weight_of(self, index: int) -> Tensor:
         """The newest weight of one parameter in its shape, while no update is pending, for the host or COMPUTE to read.
@@ -251,10 +242,9 @@ class BucketState:
         if self.copy is None:
             for index, value in values.items():
                 self.part(self.weight, index).copy_(value)
-        with self.at_hand(writes=True):
-            for flat in (None if self.given_up else self.copy, self.master):
-                if flat is not None:
-                    self.fill(flat, values)
+        if self.copy is not None and not self.given_up:
+            self.fill(self.copy, values)
+        self.fill_masters(values)
         for index, param in enumerate(self.params):
             put(param, self.views.absent(index))
         if self.spec.site is Site.DEVICE:
@@ -272,10 +262,19 @@ class BucketState:
         for piece in self.pieces_in(values):
             span[piece.at : piece.at + piece.size].copy_(values[piece.index][piece.start : piece.stop])
 
-    def read_into(self, value: Tensor, index: int, span: Tensor) -> None:
-        """Copy what this rank's ``span`` has of a parameter into ``value``, the whole of it, flat."""
+    def fill_masters(self, values: Mapping[int, Tensor]) -> None:
+        """``fill`` the masters, if there are any."""
+        for part, master in self.masters(self.pieces_in(values), writes=True):
+            master.copy_(values[part.index][part.start : part.stop])
+
+    def read_exact(self, value: Tensor, index: int) -> None:
+        """Copy this rank's part of a parameter into ``value``, the whole of it, flat: of its master, if it has one."""
+        span = self.own(self.weight) if self.copy is None else self.copy
         for piece in self.pieces_in([index]):
-            value[piece.start : piece.stop].copy_(span[piece.at : piece.at + piece.size])
+            if self.stretches()[0].master is None:
+                value[piece.start : piece.stop].copy_(span[piece.at : piece.at + piece.size])
+            for part, master in self.masters([piece]):
+                value[part.start : part.stop].copy_(master)
 
     # --- the home ----------------------------------------------------------------------------------------------------
 

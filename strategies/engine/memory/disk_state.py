@@ -1,16 +1,18 @@
 """The disk tier: optimizer state that rests in files (``scratch_file.py``) and visits the host for its update.
 
-Each bucket that is ``on_disk`` has a place in the files, and one slot of the window, which several buckets pass: WINDOW
-of the layout. A slot has a thread, which moves state between the two. What will be updated is ``expect``-ed: it
-is read ahead as soon as its slot is free, and written behind when it was updated, while others are read and updated.
+The state of each bucket that is ``on_disk`` is cut into pieces (``core/on_disk.py``). Each has a place in the files,
+and one slot of the window, which pieces of all buckets pass in turn: WINDOW of the layout. A slot has a thread, which
+moves state between the two. What will be updated is ``expect``-ed: it is read ahead as soon as its slot is free, and
+written behind when it was updated, while others are read and updated.
 
-Ordering. Everything that concerns a bucket happens in its one slot, whose thread does what it is given in that order.
+Ordering. Everything that concerns a piece happens in its one slot, whose thread does what it is given in that order.
     read, then use          ``held`` waits for all that the slot's thread was given, before it shows the state
     use, then write         ``held`` gives the write to the thread when it is left; until then the slot's lock keeps
                             others out, and nothing is read ahead into it
     write, then reuse       what the slot holds next is read by the same thread, after the write
-    write, then next read   likewise: a bucket never changes its slot
+    write, then next read   likewise: a piece never changes its slot
     then a checkpoint       it reads by way of ``held``, as everybody does
+    two threads             each holds one piece at a time, so none waits for a slot while another waits for its own
 The first error is kept, and raised by all who come later: what was to be written is lost, whatever is read well.
 """
 
@@ -20,15 +22,18 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from heapq import heappush
 
 import torch
 from torch import Tensor
 
-from strategies.core.layout import Item, Layout
-from strategies.core.on_disk import disk_offsets, file_bytes
+from strategies.core.facts import Home
+from strategies.core.layout import Item, Layout, aligned
+from strategies.core.on_disk import file_bytes, pieces_on_disk
 from strategies.engine.memory.arena import Arena
 from strategies.engine.memory.scratch_file import StripedFile
+from strategies.engine.memory.stretches import Stretch
 
 
 def thread() -> Executor:
@@ -37,7 +42,7 @@ def thread() -> Executor:
 
 
 class _Slot:
-    """One slot: which bucket's state it holds once its thread is done, and which are to come."""
+    """One slot: which piece it holds once its thread is done, and which are to come; pieces by their numbers."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # of whoever uses the state
@@ -46,7 +51,7 @@ class _Slot:
         self.holds: int | None = None
         self.changed = False  # it differs from the file
         self.users = 0
-        self.expected: list[int] = []  # a heap: updates run in the order of buckets
+        self.expected: list[int] = []  # a heap: updates run in the order of buckets, and so of pieces
 
 
 class DiskState:
@@ -57,42 +62,49 @@ class DiskState:
         self._issuing = threading.Lock()  # of what slots hold, and what threads are given; held for moments
         self._error: Exception | None = None
         self._closed = False
-        self._written = set[int]()  # buckets of which there is something in the file
-        self._places: dict[int, tuple[_Slot, Tensor, int]] = {}  # slot, memory, offset in the file
-        offsets, slots = disk_offsets(layout), dict[int, _Slot]()
-        for index, spec in enumerate(layout.buckets):
-            memory = arena.of(spec.name, Item.WINDOW, torch.uint8)
-            if memory is not None:
-                at = memory.data_ptr()
-                slots[at] = slot = slots.get(at) or _Slot()
-                self._places[index] = slot, memory, offsets[spec.name]
-        self._slots = list(slots.values())
+        self._written = set[int]()  # pieces of which there is something in the file
+        self._places: list[tuple[_Slot, Tensor, int]] = []  # of each piece: slot, memory, offset in the file
+        self._pieces: dict[int, list[int]] = {}  # of each bucket, by index
+        self.stretches: dict[int, list[Stretch]] = {}  # likewise
+        self._slots = [_Slot() for _ in range(layout.window_slots)]
+        window = arena.of("", Item.WINDOW, torch.uint8)
+        assert window is not None
+        size = max(layout.window_of(bucket)[1] for bucket in layout.buckets if bucket.on_disk)
+        for number, (index, piece) in enumerate(pieces_on_disk(layout)):
+            numbers, count = layout.moments + layout.buckets[index].mixed, piece.stop - piece.start
+            memory = window[piece.slot * size :][: aligned(4 * numbers * count, Home.HOST)]
+            self._places.append((self._slots[piece.slot], memory, piece.offset))
+            self._pieces.setdefault(index, []).append(number)
+            state = list(memory.view(torch.float32)[: numbers * count].view(numbers, count))
+            master = state.pop(0) if layout.buckets[index].mixed else None
+            held = Stretch(piece.start, piece.stop, master, state, partial(self.held, number))
+            self.stretches.setdefault(index, []).append(held)
 
     def expect(self, buckets: Iterable[int]) -> None:
         """These buckets, by index, will be updated: read them ahead. Others are none of ours."""
         with self._issuing:
             for index in buckets:
-                if index in self._places:
-                    heappush(self._places[index][0].expected, index)
+                for number in self._pieces.get(index, ()):
+                    heappush(self._places[number][0].expected, number)
             for slot in self._slots:
                 self._read_ahead(slot)
 
     @contextmanager
-    def held(self, index: int, *, writes: bool = False, behind: bool = False) -> Iterator[None]:
-        """The state of bucket ``index`` is in its slot, and nobody else uses that. ``writes``: it may be changed
+    def held(self, number: int, *, writes: bool = False, behind: bool = False) -> Iterator[None]:
+        """Piece ``number`` is in its slot, and nobody else uses that. ``writes``: it may be changed
         meanwhile; ``behind``: and goes to the file at once, not only when the slot is needed.
         """
         if self._closed:
             raise RuntimeError("optimizer state on the disk ends with close(); save it, or read it, before")
-        slot, *_ = self._places[index]
+        slot, *_ = self._places[number]
         with slot.lock:
             with self._issuing:
-                assert not slot.users or slot.holds == index, "two buckets of one slot are wanted at the same time"
+                assert not slot.users or slot.holds == number, "two pieces of one slot are wanted at the same time"
                 slot.users += 1
-                if index in slot.expected:
-                    slot.expected.remove(index)  # in the order of updates it is the first one, and a heap stays
+                if number in slot.expected:
+                    slot.expected.remove(number)  # in the order of updates it is the first one, and a heap stays
                     slot.expected.sort()
-                self._load(slot, index)
+                self._load(slot, number)
                 last = slot.last
             try:
                 if last is not None:
@@ -112,16 +124,16 @@ class DiskState:
         if slot.expected and not slot.users:
             self._load(slot, slot.expected[0])
 
-    def _load(self, slot: _Slot, index: int) -> None:
-        if slot.holds == index:
+    def _load(self, slot: _Slot, number: int) -> None:
+        if slot.holds == number:
             return
         self._store(slot)
-        _, memory, offset = self._places[index]
-        if index in self._written:
+        _, memory, offset = self._places[number]
+        if number in self._written:
             self._give(slot, lambda: self._file.read(memory, offset))
         else:
             self._give(slot, memory.zero_)
-        slot.holds = index
+        slot.holds = number
 
     def _store(self, slot: _Slot) -> None:
         if slot.changed and slot.holds is not None:

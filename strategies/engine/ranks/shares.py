@@ -51,7 +51,8 @@ from torch import Tensor, nn
 
 from strategies.core.common_host import common_bytes, read_by_all
 from strategies.core.layout import Bucket, Item, Layout, Site
-from strategies.engine.buckets.bucket_state import BucketState, pieces_of
+from strategies.engine.buckets.bucket_state import BucketState
+from strategies.engine.buckets.pieces import pieces_of
 from strategies.engine.memory.arena import Arena
 from strategies.engine.memory.common_host import CommonHost
 from strategies.engine.ranks.replicas import OneRank, Place, Replicas

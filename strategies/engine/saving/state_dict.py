@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from strategies.engine.buckets.bucket_state import BucketState
 from strategies.engine.engine import Engine
 from strategies.engine.keeper import Keeper, lent_value
 from strategies.engine.memory.arena import alone
+from strategies.engine.memory.stretches import AtHand
 from strategies.engine.tensors.loans import LentParameter
 from strategies.engine.tensors.nested import same_bits
 from strategies.engine.tensors.parameters import RAW_DATA, Copied
@@ -33,9 +33,6 @@ SWAPPED = (
     "torch.__future__.set_swap_module_params_on_conversion(True) makes load_state_dict replace what a plan has given "
     "its memory: set it to False"
 )
-
-
-AtHand: TypeAlias = Callable[..., AbstractContextManager[None]]
 
 
 class StatePart(NamedTuple):
@@ -110,10 +107,10 @@ class StateAccess(Copied):
             self.engine.ranks.stop_reading()
         bucket.load()
         copy = None if bucket.given_up else bucket.copy  # if it is, the gradient stays, and the master is the weight
-        for place in (copy, bucket.master if master else None):
-            if place is not None:
-                with bucket.at_hand(writes=True):
-                    bucket.fill(place, {index: value.reshape(-1)})
+        if copy is not None:
+            bucket.fill(copy, {index: value.reshape(-1)})
+        if master:
+            bucket.fill_masters({index: value.reshape(-1)})
         if bucket.present and bucket.part(bucket.weight, index).data_ptr() != value.data_ptr():
             bucket.part(bucket.weight, index).copy_(value.reshape(-1))
         loan = lent_value(param)
@@ -148,10 +145,8 @@ class StateAccess(Copied):
 
     def _is_as_lent(self, param: nn.Parameter) -> bool:
         bucket, index = self._settle(param)
-        span = bucket.own(bucket.weight) if bucket.copy is None else bucket.copy
         known = param.data.reshape(-1).to("cpu", copy=True)
-        with bucket.at_hand():
-            bucket.read_into(known, index, span if bucket.master is None else bucket.master)
+        bucket.read_exact(known, index)
         return self.engine.ranks.everywhere(same_bits(param.data.reshape(-1).cpu(), known))
 
     def give_back(self, params: Sequence[nn.Parameter]) -> None:
@@ -285,19 +280,20 @@ class StateAccess(Copied):
         """What this rank has of the moments and the master of ``param``."""
         bucket, index = self.engine.bucket_of[id(param)]
         moments, names = self.engine.updates.moments, self.engine.rule.names
-        for piece in bucket.pieces_in([index]):
+        own = bucket.pieces_in([index])
+        for stretch, piece in ((each, part) for each in bucket.stretches() for one in own for part in one.within(each)):
             step = max(1, piece.size if moments is None else moments.chunk)
             for start in range(0, max(1, piece.size), step):
                 stop = min(piece.size, start + step)
-                chunk = Chunk(index, piece.at + start, piece.at + stop, stop == piece.size)
-                flats = [flat[chunk.start : chunk.stop] for flat in bucket.moments]
-                at_hand: AtHand = bucket.at_hand
+                low, high = piece.at - stretch.start + start, piece.at - stretch.start + stop
+                flats, at_hand = [flat[low:high] for flat in stretch.moments], stretch.at_hand
                 if moments is not None:
+                    chunk = Chunk(index, piece.at + start, piece.at + stop, stop == piece.size)
                     flats, at_hand = moments.places(chunk), partial(moments.held, bucket, chunk)
                 state = dict(zip(names, flats, strict=True))
                 if bucket.spec.mixed:
-                    assert bucket.master is not None
-                    state["master"] = bucket.master[chunk.start : chunk.stop]
+                    assert stretch.master is not None
+                    state["master"] = stretch.master[low:high]
                 yield StatePart(piece.start + start, state, at_hand)
 
     @torch.no_grad()

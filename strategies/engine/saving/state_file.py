@@ -17,7 +17,8 @@ from torch import Tensor
 
 from strategies.core import commit
 from strategies.core.sizes import human
-from strategies.engine.saving.state_dict import AtHand, StateAccess
+from strategies.engine.memory.stretches import AtHand
+from strategies.engine.saving.state_dict import StateAccess
 from strategies.state import saved_state
 from strategies.state.blocks import Columns
 from strategies.state.saved_state import FILE_NAME, INDEX, MASTER, Described, Saved, Weights, other_model
@@ -144,8 +145,8 @@ class EngineState:
             value = torch.empty(param.shape, dtype=torch.float32 if mixed else param.dtype)
             weights.read(name, start, value, columns)
             self._access.set_weight(param, value.to(param.dtype), master=not bucket.is_shared)
-            if bucket.is_shared and bucket.master is not None:
-                bucket.fill(bucket.master, {index: value.view(-1)})
+            if bucket.is_shared:
+                bucket.fill_masters({index: value.view(-1)})
 
 
 # --- a folder of its own ---------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from strategies.engine.buckets.bucket_state import BucketState
+from strategies.engine.memory.stretches import Stretch
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,17 +19,20 @@ class Chunk:
     last: bool
 
 
-def chunks_of(bucket: BucketState, touched: Sequence[int], limit: int) -> Iterator[list[Chunk]]:
-    """This rank's pieces of ``touched``, cut into chunks and grouped into calls of at most ``limit`` elements."""
+def chunks_of(bucket: BucketState, touched: Sequence[int], limit: int, stretch: Stretch) -> Iterator[list[Chunk]]:
+    """What is in ``stretch`` of this rank's pieces of ``touched``, cut into chunks and grouped into calls of at most
+    ``limit`` elements.
+    """
     call: list[Chunk] = []
     room = limit
-    for piece in bucket.pieces_in(touched):
+    for whole, piece in ((each, part) for each in bucket.pieces_in(touched) for part in each.within(stretch)):
         for start in range(0, piece.size, limit):
             stop = min(piece.size, start + limit)
             if stop - start > room:
                 yield call
                 call, room = [], limit
-            call.append(Chunk(piece.index, piece.at + start, piece.at + stop, stop == piece.size))
+            ends = piece.at + stop == whole.at + whole.size
+            call.append(Chunk(piece.index, piece.at + start, piece.at + stop, ends))
             room -= stop - start
     if call:
         yield call

@@ -43,6 +43,7 @@ from strategies.core.layout import SCRATCH_ELEMENTS, Site
 from strategies.core.moments import HOST_CHUNK
 from strategies.engine.buckets.bucket_state import BucketState, Pending
 from strategies.engine.buckets.jobs import Ahead, Change, Job, Scale
+from strategies.engine.memory.stretches import Stretch, in_memory
 from strategies.engine.ranks.replicas import OneRank
 from strategies.engine.residency import Residency
 from strategies.engine.transfer.transfer import Event, Lane, Transfer
@@ -168,11 +169,15 @@ class Updates:
             grad = bucket.parked
         transfer.uses(Lane.COMPUTE, reads=[grad], writes=[bucket.weight, *state])
         mixed, flagged = bucket.spec.mixed, self._rule.flagged
+        master, *moments = state if mixed else [weight, *state]
+        whole = Stretch(0, bucket.spec.share, master, moments, in_memory)
         if flagged or not self._known_bad(job.scale):
-            operands, scratch = (state, self._scratch) if mixed else ([weight, *state], None)
-            self._apply(bucket, job, grad, operands, scratch, job.scale.factor, job.scale.bad if flagged else None)
+            self._apply(
+                bucket, job, grad, whole, self._scratch if mixed else None, job.scale.factor,
+                job.scale.bad if flagged else None,
+            )  # fmt: skip
         if mixed:
-            bucket.round_master(weight, state[0])
+            bucket.round_stretch(weight, whole)
         bucket.settled_on_device(used=transfer.record(Lane.COMPUTE))
         self._ranks.gather(bucket)
         if bucket.visit is None and bucket.copy is None:
@@ -203,7 +208,8 @@ class Updates:
             for place, present in zip(bucket.beside, bucket.states(), strict=True):
                 place.copy_(present)
             made = steps.clone()
-            self._apply(bucket, ahead.change, parked, bucket.beside, self._host_scratch, None, counts=made)
+            whole = Stretch(0, bucket.spec.share, bucket.beside[0], bucket.beside[1:], in_memory)
+            self._apply(bucket, ahead.change, parked, whole, self._host_scratch, None, counts=made)
             ahead.steps = made
         return transfer.record(Lane.HOST)
 
@@ -223,33 +229,32 @@ class Updates:
         transfer.host_wait(*waits)
         assert parked is not None
         if self._known_bad(job.scale):
-            with bucket.at_hand():
-                if bucket.parks_in_copy:  # the gradient has overwritten the weight
-                    self._round_on_host(bucket, parked)
+            if bucket.parks_in_copy:  # the gradient has overwritten the weight
+                transfer.uses(Lane.HOST, writes=[parked])
+                bucket.round_masters(parked)
             return False
-        with bucket.at_hand(writes=True, behind=True):
-            self._multiplied = job.scale.multiplies
-            if ahead is not None and ahead.is_of(job):
-                assert ahead.steps is not None
-                bucket.keep_ahead(ahead.steps)
-            else:
-                self._apply_on_host(bucket, job, parked)
-            if bucket.spec.mixed and not bucket.copy_passes:
-                self._round_on_host(bucket, parked if bucket.copy is None else bucket.copy)
+        self._multiplied = job.scale.multiplies
+        made_ahead = ahead is not None and ahead.is_of(job)
+        if ahead is not None and made_ahead:
+            assert ahead.steps is not None
+            bucket.keep_ahead(ahead.steps)
+        for stretch in bucket.stretches():
+            with stretch.at_hand(writes=True, behind=True):
+                if not made_ahead:
+                    self._apply_on_host(bucket, job, parked, stretch)
+                if bucket.spec.mixed and not bucket.copy_passes:
+                    weight = parked if bucket.copy is None else bucket.copy
+                    transfer.uses(Lane.HOST, writes=[weight])
+                    bucket.round_stretch(weight, stretch)
         return True
 
-    def _apply_on_host(self, bucket: BucketState, job: Job, parked: Tensor) -> None:
-        transfer = self._transfer
-        master = bucket.master if bucket.master is not None else bucket.copy
-        assert master is not None
-        transfer.uses(Lane.HOST, reads=[parked], writes=[master, *bucket.moments])
+    def _apply_on_host(self, bucket: BucketState, job: Job, parked: Tensor, stretch: Stretch) -> None:
+        if stretch.master is None:
+            assert bucket.copy is not None
+            stretch = stretch.of_masters(bucket.copy)
+        self._transfer.uses(Lane.HOST, reads=[parked], writes=[stretch.master, *stretch.moments])
         factor = None if job.scale.factor is None else job.scale.on_host[0]
-        self._apply(bucket, job, parked, [master, *bucket.moments], self._host_scratch, factor)
-
-    def _round_on_host(self, bucket: BucketState, weight: Tensor) -> None:
-        assert bucket.master is not None
-        self._transfer.uses(Lane.HOST, writes=[weight])
-        bucket.round_master(weight, bucket.master)
+        self._apply(bucket, job, parked, stretch, self._host_scratch, factor)
 
     def _from_worker(self, bucket: BucketState) -> None:
         assert bucket.future is not None
@@ -268,17 +273,17 @@ class Updates:
         bucket: BucketState,
         change: Change,
         grad: Tensor,
-        state: Sequence[Tensor],
+        stretch: Stretch,
         scratch: Tensor | None,
         factor: Tensor | None,
         bad: Tensor | None = None,
         counts: Tensor | None = None,
     ) -> None:
-        """Apply the update rule to all parameters that have a gradient, in calls of as many elements as ``scratch``
-        has, which takes gradients of a lower precision as fp32. ``grad`` and ``state`` (the master, or in fp32 the
-        weight, and the moments) are flat views of this rank's span, all on the device or all on the host. Moments that
-        rest in less than fp32 are expanded for each call, and so are weights that are their own masters in bf16.
-        ``counts``: if not the bucket's own.
+        """Apply the update rule to what ``stretch`` has of all parameters that have a gradient, in calls of as many
+        elements as ``scratch`` has, which takes gradients of a lower precision as fp32. ``grad`` is a flat view of this
+        rank's span; ``stretch``, whose master is in fp32 the weight, is on the device if that is, and else on the host.
+        Moments that rest in less than fp32 are expanded for each call, and so are weights that are their own masters in
+        bf16. ``counts``: if not the bucket's own.
         """
         counts = bucket.steps if counts is None else counts
         assert counts is not None
@@ -288,7 +293,9 @@ class Updates:
             limit = min(limit, SCRATCH_ELEMENTS)
         if self.moments is not None:
             limit = min(limit, self.moments.chunk)
-        for call in chunks_of(bucket, change.touched, limit):
+        assert stretch.master is not None
+        start, state = stretch.start, [stretch.master, *stretch.moments]
+        for call in chunks_of(bucket, change.touched, limit, stretch):
             grads = [grad[chunk.start : chunk.stop] for chunk in call]
             if bucket.spec.dtype != "float32":
                 assert scratch is not None
@@ -302,7 +309,7 @@ class Updates:
             # Torch counts an update per call: of a parameter in several chunks the last one counts, the others count
             # on copies.
             steps = [counts[chunk.index] if chunk.last else counts[chunk.index].clone() for chunk in call]
-            masters, *moments = ([flat[chunk.start : chunk.stop] for chunk in call] for flat in state)
+            masters, *moments = ([flat[chunk.start - start : chunk.stop - start] for chunk in call] for flat in state)
             if self.moments is not None:
                 moments = self.moments.expand(bucket, call)
             if bucket.spec.rounds:
