@@ -27,8 +27,8 @@ Memory arithmetic, per element of a bucket in a compute dtype of ``e`` bytes, ``
     SCRATCH   fp32 copy of a stretch of bf16 gradient, on the device, one for all buckets
     RECEIVED  on the device, one for all: the gradients of a bucket's span from all ranks, before they are added; only
               if they are added in the order of ranks (``reduction``)
-    WINDOW    4 m, and 4 for a master, on the host, for ``window_elements`` in each of some slots, one for all: state that
-              rests on the disk (``on_disk``), while it is updated. It takes the place of MOMENTS and of MASTER
+    WINDOW    4 m, and 4 for a master, on the host, for ``window_elements`` in each of some slots, one for all: state
+              that rests on the disk (``on_disk``), while it is updated, in place of MOMENTS and MASTER
     SAVED     on the host, one for all: tensors that forward saved and that wait there for backward
 
 Over ranks a bucket may be cut into ``ways`` spans of equal size, one for each rank. WEIGHT and GRAD are whole on every
