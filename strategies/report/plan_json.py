@@ -23,7 +23,7 @@ from strategies.core.peak import host_room
 from strategies.core.plan import Keep, Plan
 from strategies.core.validate import validate
 
-VERSION = 3
+VERSION = 4
 
 
 class Entry(BaseModel):
@@ -57,7 +57,7 @@ class TickEntry(Entry):
 class PlanFile(Entry):
     """A whole ``plan.json``. Nothing is stowed if ``layout`` is null; then there is nothing to carry out."""
 
-    schema_version: Literal[3]
+    schema_version: Literal[4]
     facts: Facts
     keeps: list[Keep] = Field(description="what each unit keeps for backward")
     layout: Layout | None

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from strategies.core.facts import Home
-from strategies.core.layout import PAGE_BYTES
+from strategies.core.layout import PAGE_BYTES, Layout
 from strategies.core.on_disk import disk_bytes
 from strategies.core.protocol import MemoryRefusal
 from strategies.engine import SGD, AdamW, StowOptimizer, stow
@@ -25,6 +25,7 @@ from strategies.engine.memory import disk_state, scratch_file
 from strategies.engine.memory.arena import Arena
 from strategies.engine.memory.scratch_file import DiskError, ScratchFile, StripedFile
 from strategies.engine.transfer.transfer import Transfer
+from strategies.planner import places
 from tests.helpers.doubles import Delayed, RaceDetector
 from tests.helpers.engine import LR, differences, plain, plan_of, planned, stowed
 from tests.helpers.late import Late
@@ -157,6 +158,23 @@ def test_state_of_three_times_the_memory_of_the_host(tmp_path: Path) -> None:
     ids = torch.randint(0, 32, (2, 16), generator=torch.Generator().manual_seed(1))
     batches = [{"input_ids": ids, "labels": ids}] * 3
     assert differences(plain(made(), batches), stowed(model, plan, batches)) == []
+
+
+def test_two_bytes_per_parameter_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """State of embedding and head goes there, too, and its pieces are small beside a bucket."""
+    monkeypatch.setattr(places, "Layout", partial(Layout, window_elements=1024))
+    config = MODELS["llama"] | {"vocab_size": 4096, "tie_word_embeddings": False}
+    facts = plan_for(model := model_of(config).to(BF16).train(), max_grad_norm=1.0, batch=(2, 16)).facts
+    number = sum(param.numel() for param in model.parameters())
+    given: Any = {"site": "host", "weights": "streamed", "disk_memory": "64MiB", "host_memory": 5 * number // 2}
+    plan = planned(facts, disk=str(tmp_path), **given)
+    assert plan.layout is not None and all(bucket.on_disk for bucket in plan.layout.buckets)
+    with pytest.raises(MemoryRefusal):
+        planned(facts, **given | {"disk_memory": None, "host_memory": 13 * number})
+    ids = torch.randint(0, 4096, (2, 16), generator=torch.Generator().manual_seed(1))
+    batches = [{"input_ids": ids, "labels": ids}] * 3
+    expected = plain(model_of(config).to(BF16).train(), batches, max_norm=1.0)
+    assert differences(expected, stowed(model, plan, batches, max_norm=1.0)) == []
 
 
 # --- saving ----------------------------------------------------------------------------------------------------------
