@@ -1,13 +1,19 @@
-"""Room on the disk is looked for once per machine, for all ranks that are on it."""
+"""All ranks plan with the same memory, and alike; room on the disk is looked for once per machine."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from strategies.core.layout import Site
+from tests.helpers.engine import plan_of
+from tests.helpers.models import build
 from trainer.dist.ranks import Ranks
+from trainer.errors import ConfigError
+from trainer.machine.profiles import profile
 from trainer.run import machines
 
 HERE, THERE = (0, 500), (2, 1 << 60)  # the first rank of a machine, and what one of its ranks needs
@@ -57,3 +63,26 @@ def test_folders_on_one_drive_are_said(measured: str, tmp_path: Path, monkeypatc
     said = list[str]()
     machines.refuse_without_room(SimpleNamespace(), Ranks(0, 0, 3, 2), plan, said.append)
     assert [f"{', '.join(folders)}: on 1 file system" in line for line in said] == [True] * (measured != "on both")
+
+
+def test_all_ranks_plan_with_the_least_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = (7 << 30, 1 << 20, 24 << 30)
+    together = SimpleNamespace(gathered=lambda mine: [mine, other])
+    monkeypatch.setattr(machines, "agreement", lambda *_: nullcontext(together))
+    here = replace(profile("rtx4090-pcie4"), host_available_bytes=8 << 30, device_total_bytes=23 << 30)
+    found = machines.agreed(Ranks(0, 0, 2, 2), here)
+    assert (found.host_available_bytes, found.host_own_bytes, found.device_total_bytes) == (7 << 30, 0, 23 << 30)
+
+
+def test_ranks_with_other_plans_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even one bucket that differs; not a bound that only the report shows."""
+    plan = plan_of(build("llama"), site="host")
+    layout = replace(plan.layout, bound_s=1.0)
+    small = replace(layout, buckets=(replace(layout.buckets[0], site=Site.STREAMED), *layout.buckets[1:]))
+    for mine, theirs, refused in ((plan.layout, layout, False), (layout, small, True)):
+        said = list[Any]()
+        together = SimpleNamespace(gathered=lambda value, said=said: [said.append(value), *said][1:])
+        monkeypatch.setattr(machines, "agreement", lambda *_, together=together: nullcontext(together))
+        machines.refuse_other_plans(Ranks(0, 0, 2, 2), [SimpleNamespace(layout=theirs)])
+        with pytest.raises(ConfigError, match="rank 1 makes another plan") if refused else nullcontext():
+            machines.refuse_other_plans(Ranks(0, 0, 2, 2), [SimpleNamespace(layout=mine)])

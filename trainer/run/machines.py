@@ -1,24 +1,32 @@
 """The machines of a job: what cannot work on them is refused, before a weight is loaded.
 
+Every rank makes the plans itself, and all must make the same ones: buckets that differ would be exchanged as if they
+were one. Memory that is free changes from moment to moment, so all plan with the least that any of them found.
+
 Folders of state that rests on disks need room for it, as much as the plan says. So much, for all ranks of a machine, is
 reserved there for a moment, as the engine does it.
 """
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from strategies.core.on_disk import file_bytes
 from strategies.engine.memory.scratch_file import StripedFile
 from trainer.dist.agreement import agreement
+from trainer.errors import ConfigError
+from trainer.machine.profiles import stored_at
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from strategies.core.plan import Plan
     from trainer.config.sections import RunConfig
     from trainer.dist.ranks import Ranks
+    from trainer.machine.probe import Machine
 
 KEY = "strategies.offload.disk"
 TIMEOUT_S = 1800
@@ -33,6 +41,29 @@ def refuse(config: RunConfig, ranks: Ranks) -> None:
     for strategy in config.strategies.values():
         for refused in strategy.refuses_machines(firsts):
             raise config.error(refused.key, refused.value, refused.cure)
+
+
+def agreed(ranks: Ranks, machine: Machine) -> Machine:
+    """``machine`` with the least memory that any rank found on its own; a collective."""
+    with agreement(ranks, TIMEOUT_S) as together:
+        found = (machine.host_available_bytes, machine.host_own_bytes, machine.device_total_bytes)
+        host, own, device = map(min, zip(*together.gathered(found), strict=True))
+    return replace(machine, host_available_bytes=host, host_own_bytes=own, device_total_bytes=device)
+
+
+def refuse_other_plans(ranks: Ranks, plans: Sequence[Plan]) -> None:
+    """Raise ConfigError, on all ranks, if they would carry out plans that differ, whatever that comes from; a
+    collective.
+    """
+    layouts = [plan.layout and replace(plan.layout, bound_s=0.0) for plan in plans]
+    with agreement(ranks, TIMEOUT_S) as together:
+        said = together.gathered(hashlib.sha256(repr(layouts).encode()).hexdigest())
+    other = next((rank for rank, each in enumerate(said) if each != said[0]), None)
+    if other is not None:
+        raise ConfigError(
+            f"rank {other} makes another plan than rank 0: their machines have other devices or measured rates; give "
+            f"all the same rates ({stored_at()}), or set strategies.offload.site, weights and gradients yourself"
+        )
 
 
 def refuse_without_room(config: RunConfig, ranks: Ranks, plan: Plan, say: Callable[[str], None]) -> None:

@@ -101,9 +101,10 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
     form = form_of_stages(config) if known else None
     machines.refuse(config, ranks)
     tokenizer, prepared = first_then_all(ranks, lambda: read_data(config, ranks, resumed, quiet=not ranks.is_first))
-    machine = probe()
+    machine = machines.agreed(ranks, probe())
     with explained(config, ranks, machine):
         plans = plans_of(config, ranks, machine, resumes=resumed is not None, tune=True, say=write_line)
+    machines.refuse_other_plans(ranks, plans)
     plan = plans[plans[0].facts.run.grid.cell(ranks.rank).stage]
     check_packing(config)
     further.refuse(config)
