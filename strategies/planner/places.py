@@ -252,7 +252,8 @@ class Places:
         if not self._request.disk:
             return placement
         may, left = list[int](), self._request.disk_bytes
-        for index in reversed(range(len(placement))):
+        # Embedding and head last: where they have less than a piece of the window, its slots are as large as they are.
+        for index in sorted(range(len(placement)), key=lambda index: (index not in self._of_blocks, -index)):
             size = len(self._request.disk) * bytes_in_file(self.buckets[index], self._empty)
             if placement[index].site is Site.HOST and 0 < size <= left:
                 may, left = [*may, index], left - size

@@ -46,6 +46,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "ones_like": "one number: no clipping",
     },
     "engine.py": {"full": "one NaN per dtype, which absent weights show"},
+    "buckets/bucket_state.py": {"empty": "one weight that is rounded from its master, as ``to`` makes one"},
     "updating/norms.py": {
         "pin_memory": "one number per gradient of a bucket; torch's pinned allocator uses the same block again",
         "zeros": "one number: the norm of no gradients",

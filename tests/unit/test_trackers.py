@@ -159,7 +159,7 @@ def test_a_hub_that_does_not_let_anybody_in(fails: str, asks: Any, said: str, mo
     ("report_to", "variable", "said"),
     [
         ("swanlab", "", 'report_to = "swanlab": the package swanlab is not installed; pip install swanlab, or leave'),
-        (["none", "comet_ml"], "", "the package comet_ml is not installed; pip install comet-ml, or leave it out"),
+        (["comet_ml"], "", "the package comet_ml is not installed; pip install comet-ml, or leave it out"),
         ("wandb", "WANDB_PROJECT=b", "training.project = \"a\": WANDB_PROJECT is 'b'; keep one of the two"),
         (["wandb", "mlflow"], "MLFLOW_EXPERIMENT_NAME=b", "MLFLOW_EXPERIMENT_NAME is 'b'; keep one of the two"),
         ("wandb", "WANDB_LOG_MODEL=end", 'report_to = "wandb": WANDB_LOG_MODEL=end reads weights where strategies'),
@@ -203,7 +203,7 @@ def test_a_tracker_that_does_not_start(tracker: str, asked: str, monkeypatch: py
     monkeypatch.setitem(sys.modules, "trackio", ModuleType("trackio"))
     trackers.start(run_config(LLAMA, report_to="trackio"))  # on this machine alone
     with pytest.raises(ConfigError) as caught:
-        trackers.start(run_config(LLAMA, report_to=["none", tracker], trackio_space_id="me/mine"))
+        trackers.start(run_config(LLAMA, report_to=[tracker], trackio_space_id="me/mine"))
     line = f'training.report_to = "{tracker}": it does not start: RuntimeError: No API key configured.'
     assert caught.value.lines == (line,)
 
