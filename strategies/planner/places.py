@@ -266,13 +266,14 @@ class Places:
                 places[index] = none[index]._replace(on_disk=True)
             return tuple(places)
 
-        def fits(number: int) -> bool:
+        def host(number: int) -> int:
             sizes = self.sizes(with_some(number))
-            return sizes.host + sizes.copies <= host_room
+            return sizes.host + sizes.copies
 
-        if not may or fits(0):
+        if not may or host(0) <= host_room:
             return none
-        return with_some(bisect_left(range(len(may)), 1, lo=1, key=fits))
+        most = min(len(may), sum(index in self._of_blocks for index in may), key=host)
+        return with_some(bisect_left(range(most), True, lo=min(1, most), key=lambda number: host(number) <= host_room))
 
     def streamed(self, placement: Placement) -> Placement:
         """``placement`` with all host updates streamed that may be; gradients wait where they did, if they may."""
