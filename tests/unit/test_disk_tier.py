@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from strategies.core.layout import Site
+from strategies.core.layout import Layout, Site
 from tests.helpers.engine import plan_of
 from tests.helpers.models import build
 from trainer.dist.ranks import Ranks
@@ -75,14 +75,22 @@ def test_all_ranks_plan_with_the_least_memory(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_ranks_with_other_plans_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even one bucket that differs; not a bound that only the report shows."""
-    plan = plan_of(build("llama"), site="host")
-    layout = replace(plan.layout, bound_s=1.0)
-    small = replace(layout, buckets=(replace(layout.buckets[0], site=Site.STREAMED), *layout.buckets[1:]))
-    for mine, theirs, refused in ((plan.layout, layout, False), (layout, small, True)):
+    """Even one bucket, or one unit that is recomputed; not a bound that only the report shows."""
+
+    def plan(layout: Layout, policy: str = "none") -> Any:
+        keep = SimpleNamespace(policy=policy, kept=(), hosted=())
+        return SimpleNamespace(
+            layout=layout, facts=SimpleNamespace(units=[SimpleNamespace(name="0")]), keep=lambda _: keep
+        )
+
+    layout = plan_of(build("llama"), site="host").layout
+    other = replace(layout, buckets=(replace(layout.buckets[0], site=Site.STREAMED), *layout.buckets[1:]))
+    for theirs, refused in (
+        (plan(replace(layout, bound_s=1.0)), False), (plan(other), True), (plan(layout, "full"), True),
+    ):  # fmt: skip
         said = list[Any]()
         together = SimpleNamespace(gathered=lambda value, said=said: [said.append(value), *said][1:])
         monkeypatch.setattr(machines, "agreement", lambda *_, together=together: nullcontext(together))
-        machines.refuse_other_plans(Ranks(0, 0, 2, 2), [SimpleNamespace(layout=theirs)])
+        machines.refuse_other_plans(Ranks(0, 0, 2, 2), [theirs])
         with pytest.raises(ConfigError, match="rank 1 makes another plan") if refused else nullcontext():
-            machines.refuse_other_plans(Ranks(0, 0, 2, 2), [SimpleNamespace(layout=mine)])
+            machines.refuse_other_plans(Ranks(0, 0, 2, 2), [plan(layout)])
