@@ -18,7 +18,7 @@ from torch import nn
 
 from strategies.core.facts import Home
 from strategies.core.layout import PAGE_BYTES, Layout
-from strategies.core.on_disk import disk_bytes
+from strategies.core.on_disk import disk_bytes, pieces_on_disk
 from strategies.core.protocol import MemoryRefusal
 from strategies.engine import SGD, AdamW, StowOptimizer, stow
 from strategies.engine.memory import disk_state, scratch_file
@@ -169,6 +169,7 @@ def test_two_bytes_per_parameter_of_the_host(tmp_path: Path, monkeypatch: pytest
     given: Any = {"site": "host", "weights": "streamed", "disk_memory": "64MiB", "host_memory": 5 * number // 2}
     plan = planned(facts, disk=str(tmp_path), **given)
     assert plan.layout is not None and all(bucket.on_disk for bucket in plan.layout.buckets)
+    assert [piece.slot for _, piece in pieces_on_disk(plan.layout)][:4] == [0, 1, 2, 0], "one slot for all"
     with pytest.raises(MemoryRefusal):
         planned(facts, **given | {"disk_memory": None, "host_memory": 13 * number})
     ids = torch.randint(0, 4096, (2, 16), generator=torch.Generator().manual_seed(1))
