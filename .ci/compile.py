@@ -1,8 +1,11 @@
-"""Compile what DeepSpeed needs on a machine without a GPU, once, so that no test waits for it."""
+"""Compile what DeepSpeed needs on a machine without a GPU, once, so that no test waits for it.
+
+Also if it is there: ninja makes it anew if DeepSpeed has been installed since, which takes a second if not.
+"""
 
 from launch.doctor import build_op
-from trainer.dist.deepspeed_ops import SHM, announcement, cache_folder, clear_abandoned_builds, compiler
+from trainer.dist.deepspeed_ops import SHM, cache_folder, clear_abandoned_builds, compiler
 
 clear_abandoned_builds()
-if announcement() is not None and compiler() is not None and (failed := build_op(SHM, cache_folder() / SHM.name)):
+if compiler() is not None and (failed := build_op(SHM, cache_folder() / SHM.name)):
     print(failed)

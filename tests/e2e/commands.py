@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,10 +16,13 @@ from typing import Any
 
 import yaml
 
+from trainer.dist.ranks import unused_port
+
 REPO = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 PYTHON = str(BIN / "python")
 TRAIN = "launch/train.py"
+STOPPED_S = 2.0  # between two looks: this process, and the machine with it, stood still
 
 MODEL = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -54,12 +56,6 @@ class Result:
     def quiet(self) -> "Result":
         assert "Traceback" not in self.text, self.text
         return self
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -109,11 +105,18 @@ class Job:
             time.sleep(0.05)
 
     def wait(self, timeout_s: float = 180.0) -> Result:
-        deadline_s = time.monotonic() + timeout_s
+        """Its end; AssertionError, with the Python stacks of a job of the server, if that is not in sight in time."""
+        deadline_s = (before_s := time.monotonic()) + timeout_s
         while (code := self.poll()) is None:
-            if time.monotonic() > deadline_s:
+            stopped_s = (now_s := time.monotonic()) - before_s
+            deadline_s, before_s = deadline_s + (stopped_s if stopped_s > STOPPED_S else 0.0), now_s
+            if now_s > deadline_s:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.pid, signal.SIGQUIT)
+                time.sleep(1.0)
                 self.kill()
-                raise AssertionError(f"not over after {timeout_s} s\n{self._out.read_text()}\n{self._err.read_text()}")
+                said = "\n".join([*self._err.read_text().splitlines()[-60:], *self._out.read_text().splitlines()[-20:]])
+                raise AssertionError(f"not over after {timeout_s} s\n{said}")
             time.sleep(0.02)
         seconds = time.monotonic() - self._began_s
         self.wait_gone(10.0)
@@ -164,7 +167,7 @@ class Server:
     ) -> Job:
         """``script`` on ranks of the server; ``terminal``: the device that they have as a terminal."""
         out, err = _outputs(folder)
-        own, port = out.parent, str(free_port())
+        own, port = out.parent, str(unused_port())
         rank = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_PORT": port, "TERM": "xterm"}
         ranks = [
             rank | variables | {"RANK": str(i), "LOCAL_RANK": str(i), "MASTER_ADDR": "127.0.0.1"}
@@ -206,7 +209,7 @@ def run(command: Sequence[str], folder: Path, timeout_s: float = 180.0, **variab
 
 def launcher(name: str, num_ranks: int) -> list[str]:
     """What stands before ``launch/train.py`` on the command line."""
-    port, script = str(free_port()), str(BIN / name)
+    port, script = str(unused_port()), str(BIN / name)
     if name == "deepspeed":
         return [script, "--master_port", port, "--num_gpus", str(num_ranks)]
     if name == "torchrun":

@@ -10,6 +10,7 @@ the pages of everything imported, half a second per rank.
 Nothing here has run a kernel or opened a group: a process forked after that may hang.
 """
 
+import faulthandler
 import importlib
 import json
 import os
@@ -62,11 +63,13 @@ def lead(folder: Path, job: dict[str, Any]) -> int:
     ):
         file = os.open(name, os.O_RDONLY if number == 0 else os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
         os.dup2(file, number)
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # a rank that does not end writes its stacks
     pids: list[int] = []
     for environment in job["environments"]:
         pid = os.fork()
         if pid == 0:
             os.environ.update(environment)
+            faulthandler.register(signal.SIGQUIT, all_threads=False)
             run(job["script"], job["arguments"], job["to_the_end"])
         pids.append(pid)
     code = wait(pids)

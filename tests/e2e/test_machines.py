@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.commands import BIN, MODEL, TRAIN, Job, Server, digest, free_port, metrics, started, write_config
+from tests.e2e.commands import BIN, MODEL, TRAIN, Job, Server, digest, metrics, started, write_config
 from tests.e2e.test_launchers import strange
+from trainer.dist.ranks import unused_port
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +18,7 @@ SECTION = {"config": MODEL | {"attention_dropout": 0.0}}  # stages draw numbers 
 
 def launched(by: str, config: Path, folder: Path) -> list[Job]:
     """One rank on each of two "machines", which ``by`` starts one by one."""
-    meet = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    meet = ["--master_addr", "127.0.0.1", "--master_port", str(unused_port())]
     hosts = folder / "hosts"
     hosts.write_text("node-0 slots=1\nnode-1 slots=1\n")
     where = {

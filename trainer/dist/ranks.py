@@ -26,11 +26,12 @@ import importlib.util
 import io
 import logging
 import os
+import random
 import socket
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -44,6 +45,7 @@ from trainer.errors import ConfigError
 # be that one, so a rank that only lost its peer waits this long.
 GRACE_S = 10.0
 LOOPBACK, BACKLOG = "127.0.0.1", 512
+OWN_PORTS = (20_000, 32_000)  # below what Linux, macOS and Windows give to connections
 LOOKED_FOR = frozenset(["cpu", "cuda", "hpu", "mlu", "mps", "musa", "neuron", "npu", "sdaa", "tpu", "xpu"])
 
 
@@ -82,17 +84,29 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> Ranks:
 
 def describe(ranks: Ranks) -> dict[str, str]:
     """The launchers' five variables for a job that was started without a launcher."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        port = probe.getsockname()[1]
     return {
         "RANK": str(ranks.rank),
         "LOCAL_RANK": str(ranks.local_rank),
         "WORLD_SIZE": str(ranks.world_size),
         "LOCAL_WORLD_SIZE": str(ranks.local_world_size),
         "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(unused_port()),
     }
+
+
+def unused_port() -> int:
+    """A port of the loopback interface on which nobody listens, for a rank that will listen there in a while.
+
+    It is none of those that a system gives to programs that name no port: another program's connection, or one of the
+    other ranks looking for the first, could have got it by then.
+    """
+    draw = random.SystemRandom()  # tasks set the seed of the module's own
+    while True:
+        with socket.socket() as probe:
+            port = draw.randrange(*OWN_PORTS)
+            with suppress(OSError):
+                probe.bind((LOOPBACK, port))
+                return port
 
 
 def settle_environment(ranks: Ranks, usable_cores: int) -> None:
