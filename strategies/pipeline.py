@@ -48,6 +48,7 @@ class Pipeline(Strategy):
     requires = frozenset([Requirement.PARAMETERS])
     excludes = {
         "model.quantization_config": "strategies.pipeline cuts a model whose weights are all trained",
+        "model.attention_mask": "strategies.pipeline has not been compared with one",
         "model.lora": "strategies.pipeline cuts the model's own forward, and adapters wrap it",
         "training.train_sampling_strategy = batch_rebalance": "it gives ranks of one copy of the model different rows",
         **dict.fromkeys(COMPILING, "strategies.pipeline changes what stands in the model while it runs"),

@@ -58,6 +58,7 @@ class Sequence(Strategy):
         "training.neftune_noise_alpha": "its noise depends on the length of a row, of which a rank has a slice",
         "training.use_liger_kernel": "strategies.sequence has not been compared with Liger's kernels",
         "training.include_num_input_tokens_seen": "strategies.sequence gives ranks of a row the same tokens",
+        "model.attention_mask": "strategies.sequence attends by itself, over ranks",
         "model.lora.lora_dropout": "ranks of a row draw the same numbers and would drop the same places of each slice",
         "model.trust_remote_code": "strategies.sequence replaces attention where a model asks Transformers for it",
         **{

@@ -88,6 +88,7 @@ class Tensor(Strategy):
     excludes = {
         "training.train_sampling_strategy = batch_rebalance": "it gives ranks of one copy of the model different rows",
         "model.quantization_config": "strategies.tensor divides weights, and quantised ones have no parts",
+        "model.attention_mask": "strategies.tensor has not been compared with one",
         "model.lora.lora_dropout": "ranks draw the same numbers and would drop the same places of each part",
         "model.lora.use_dora": "the norms of its weights are over rows and columns that strategies.tensor divides",
         "model.lora.modules_to_save": "strategies.tensor divides layers by their names, and those get others",

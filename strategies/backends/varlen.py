@@ -36,10 +36,11 @@ def attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     position_ids: Tensor | None = None,
+    sink: int = 0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What Transformers calls in place of its own attention. Raise NotImplementedError for a model that asks for more
-    than a scale, a window and dropout.
+    than a scale, a window and dropout. ``sink``: first tokens of a document, seen beside a window.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -57,7 +58,7 @@ def attention(
     if position_ids is None:
         position_ids = torch.arange(length, device=query.device)[None]
     found = documents(position_ids.expand(rows, -1))
-    return attend(query, key, value, found, sliding_window, scaling, dropout).contiguous(), None
+    return attend(query, key, value, found, sliding_window, scaling, dropout, sink).contiguous(), None
 
 
 def mask(*, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
@@ -100,10 +101,11 @@ def attend(
     window: int | None,
     scaling: float | None,
     dropout: float = 0.0,
+    sink: int = 0,
 ) -> Tensor:
     """Causal attention inside each document, of [rows, heads, tokens, width] as [rows, tokens, heads, width]."""
     if documents.shape[2] == 0:
-        return causal(query, key, value, window, scaling, dropout).transpose(1, 2)
+        return causal(query, key, value, window, scaling, dropout, sink).transpose(1, 2)
     sizes: list[list[int]] = [[] for _ in query]
     for row, start, stop in documents[0, 0].tolist():
         sizes[row].append(stop - start)
@@ -111,15 +113,22 @@ def attend(
     for *row, lengths in zip(query.unbind(), key.unbind(), value.unbind(), sizes, strict=True):
         # Slices one by one would each have a gradient of the whole row.
         for one, keys, values in zip(*(each.split(lengths, dim=1) for each in row), strict=True):
-            found.append(causal(one[None], keys[None], values[None], window, scaling, dropout)[0].transpose(0, 1))
+            each = causal(one[None], keys[None], values[None], window, scaling, dropout, sink)
+            found.append(each[0].transpose(0, 1))
     whole: Tensor = torch.cat(found).unflatten(0, (len(query), -1))
     return whole
 
 
 def causal(
-    query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None, dropout: float = 0.0
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int | None,
+    scaling: float | None,
+    dropout: float = 0.0,
+    sink: int = 0,
 ) -> Tensor:
-    """Causal attention over whole rows, or over the last ``window`` tokens."""
+    """Causal attention over whole rows, or over the last ``window`` tokens and the first ``sink``."""
     length, times = query.shape[2], query.shape[1] // key.shape[1]
     if window is None or length <= window:
         return scaled_dot_product_attention(
@@ -130,10 +139,14 @@ def causal(
     found, step = [], max(window, BLOCK)
     for start in range(0, length, step):
         seen = slice(max(0, start - window + 1), min(length, start + step))
+        first = min(sink, seen.start)
         of = torch.arange(start, seen.stop, device=query.device)[:, None]
-        to = torch.arange(seen.start, seen.stop, device=query.device)
-        shown = (to <= of) & (to > of - window)
+        to = torch.arange(seen.start - first, seen.stop, device=query.device)
+        to[:first] -= seen.start - first
+        shown = (to <= of) & ((to > of - window) | (to < sink))
         block, keys, values = query[:, :, start : seen.stop], key[:, :, seen], value[:, :, seen]
+        if first:
+            keys, values = (torch.cat([whole[:, :, :first], part], 2) for whole, part in ((key, keys), (value, values)))
         found.append(
             scaled_dot_product_attention(block, keys, values, attn_mask=shown, scale=scaling, dropout_p=dropout)
         )

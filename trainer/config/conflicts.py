@@ -79,6 +79,10 @@ def _model(m: Values, t: Values) -> Found:
             yield "model.config.model_type", f"{lead}must be the name of a Hugging Face architecture, as in llama"
         if isinstance(m.tokenizer, dict) and type(size) is int and size < m.tokenizer["vocab_size"]:
             yield "model.tokenizer.vocab_size", f"must be <= model.config.vocab_size, which is {size}"
+    kernels = (None, "auto", "sdpa", "sdpa_varlen", "flex_attention", WRONG)
+    if m.attention_mask and m.attn_implementation not in kernels:
+        what = "cannot apply model.attention_mask; write sdpa_varlen, sdpa or flex_attention"
+        yield "model.attn_implementation", what
     if t.fp16 and t.bf16:
         yield "training.fp16", f"cannot go with training.bf16; {KEEP_ONE}"
     if t.fp16 and m.dtype == "bfloat16":
@@ -124,7 +128,8 @@ def _compiled(task: Any, m: Values, t: Values) -> Found:
         if t[checkpointing] not in (*OFF, WRONG):
             what = "would be compiled into each block; write strategies.recompute: {policy: full}"
             yield f"training.{checkpointing}", f"cannot go with {given[0]}: it {what}"
-    others = {"training.use_liger_kernel": t.use_liger_kernel, "model.quantization_config": m.quantization_config}
+    others = {"training.use_liger_kernel": t.use_liger_kernel}
+    others |= {f"model.{key}": m[key] for key in ("quantization_config", "attention_mask")}
     if m.attn_implementation not in (None, "auto", "sdpa", "eager", WRONG):
         others["model.attn_implementation"] = m.attn_implementation
     for key, value in others.items():

@@ -88,6 +88,13 @@ class QuantizationSection(Section):
     )
 
 
+class AttentionMaskSection(Section):
+    """What each token sees of its document besides itself: a block-sparse mask, see docs/attention.md."""
+
+    window: Count = Field(description="Last tokens that are seen, itself among them.")
+    sink: Annotated[int, Field(ge=0)] = option("First tokens of the document that all tokens see (attention sinks).", 0)
+
+
 class ModelSection(Section):
     """Which model is trained: exactly one of name_or_path and config."""
 
@@ -99,6 +106,9 @@ class ModelSection(Section):
     dtype: Dtype = option("Type in which the weights are loaded; see also training.bf16.", "float32")
     attn_implementation: Attention | None = option(
         "Attention kernel, see docs/attention.md; auto: the best one here; not set means the model's default."
+    )
+    attention_mask: AttentionMaskSection | None = option(
+        "Fewer tokens that each token sees, see docs/attention.md; not set means all before it, or what the model says."
     )
     trust_remote_code: bool = option("Run Python code that comes with the model. It can do anything you can.", False)
     labels: Annotated[

@@ -89,6 +89,9 @@ def _exported(sections: Mapping[str, Values]) -> Found:
     if asked and kept != "merged":
         what = f"adapters are exported without their base, which {asked[0]} needs; write merged"
         yield "model.lora.export", what
+    for name in ("quantize", "export", "prune", "distill"):
+        if m.attention_mask and sections[name]:
+            yield "model.attention_mask", f"has not been compared with {name}; {KEEP_ONE}"
     if q and isinstance(q.formats, list) and len(set(q.formats)) != len(q.formats):
         yield "quantize.formats", "must be names, all different"
     if q and q.qat:

@@ -10,19 +10,24 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from strategies.core.protocol import Refusal
+from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
     from trainer.config.sections import ModelSection, RunConfig
 
 ELSE = "write sdpa, or sdpa_varlen, which needs no mask for packed rows"
 FLASH = {"flash_attention_2": "flash-attn", "flash_attention_3": "flash-attn-3"}  # their packages
-AUTO, VARLEN = "auto", "sdpa_varlen"
+AUTO, SDPA, VARLEN = "auto", "sdpa", "sdpa_varlen"
 KEY = "model.attn_implementation"
-HERE = ("eager", "sdpa", VARLEN)  # small copies and counts, which are on a CPU, take them
+HERE = ("eager", SDPA, VARLEN)  # small copies and counts, which are on a CPU, take them
 
 
 def options(section: ModelSection) -> dict[str, str]:
     """What Transformers is given for the configured attention; nothing: the model's own."""
+    if section.attention_mask is not None:
+        return _masked(section, section.attn_implementation or SDPA)
     if section.attn_implementation == VARLEN:
         from strategies.backends import varlen
 
@@ -32,7 +37,46 @@ def options(section: ModelSection) -> dict[str, str]:
 
 def of_copy(section: ModelSection) -> dict[str, str]:
     """The same for a small copy on a CPU: the model's own for those that a CPU does not have."""
-    return options(section) if section.attn_implementation in HERE else {}
+    return options(section) if (section.attn_implementation or SDPA) in HERE else {}
+
+
+def of_export(section: ModelSection) -> dict[str, str]:
+    """The same for an export that is compared on the CPU: a mask that it was trained with belongs to the model."""
+    return _masked(section, SDPA) if section.attention_mask is not None else {}
+
+
+def write_down(section: ModelSection, hf_config: PretrainedConfig) -> None:
+    """Let the config of the model, and so of its export, say what mask it is trained with; no library reads it."""
+    trained = section.attention_mask and section.attention_mask.model_dump()
+    if trained or hasattr(hf_config, "trained_attention_mask"):
+        hf_config.trained_attention_mask = trained
+
+
+def sentence(section: ModelSection) -> str:
+    """What the model's card says of its mask; empty if it has none."""
+    if (mask := section.attention_mask) is None:
+        return ""
+    sees = f"the last {mask.window} tokens" + f" and the first {mask.sink} of its document" * (mask.sink > 0)
+    return f"Each token saw {sees} (attention_mask); loaded by Transformers it sees all before it."
+
+
+def _masked(section: ModelSection, kernel: str) -> dict[str, str]:
+    from strategies.backends import sparse_mask
+
+    assert section.attention_mask is not None
+    return {"attn_implementation": sparse_mask.register(kernel, **section.attention_mask.model_dump())}
+
+
+def check(config: RunConfig, model: PreTrainedModel) -> None:
+    """Raise ConfigError for a model whose masks may say more than the configured attention knows."""
+    name, mask = config.model.attn_implementation, config.model.attention_mask
+    if name == VARLEN and not model._supports_flash_attn:
+        what = f"{model.config.model_type} models may need more than where documents begin; leave it out"
+        raise config.error(KEY, VARLEN, what)
+    if mask is not None and not (model._supports_flex_attn and model._supports_attention_backend):
+        raise ConfigError(
+            f"model.attention_mask: {model.config.model_type} models take no masks of others; leave it out"
+        )
 
 
 def installed_flash() -> Iterator[str]:

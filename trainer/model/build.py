@@ -190,6 +190,7 @@ def build(
         if section.quantization_config is not None:
             quantise.quantise(model, section.quantization_config)
     keep_packing(model)
+    attention.write_down(section, model.config)
     model.own_use_cache = getattr(model.config, "use_cache", None)
     model.config.use_cache = False
     if section.lora is None or task.adds_adapters:

@@ -33,7 +33,7 @@ SOURCES = (
     *(path for folder in COUNTING for path in sorted((ROOT / folder).glob("*.py"))),
     *(ROOT / f"strategies/core/{name}.py" for name in ("facts", "linears")),
     *(ROOT / f"trainer/planning/{name}.py" for name in ("facts", "positions")),
-    *(ROOT / f"strategies/backends/{name}.py" for name in ("autotp", "scattered", "ulysses", "varlen")),
+    *(ROOT / f"strategies/backends/{name}.py" for name in ("autotp", "scattered", "sparse_mask", "ulysses", "varlen")),
 )
 PACKAGES = ("torch", "transformers", "peft", "trl")
 _HERE: dict[str, Any] = {}  # counts that are valid in this process only

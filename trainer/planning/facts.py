@@ -288,6 +288,8 @@ def _counted_forward(model: Any, call: Callable[[], Any], shape: tuple[int, int]
         return count(model, call)
     except NotCompilable as error:
         raise ConfigError(f"training.torch_compile: a block of this model cannot be compiled whole: {error}") from None
+    except NotImplementedError as error:  # of a mask or an attention that this model has not
+        raise ConfigError(f"model: {first_line(error)}") from None
     except (RuntimeError, IndexError) as error:
         what = f"{first_line(error)}; has it so many positions? data.max_length says how many tokens a row has"
         raise ConfigError(f"model: its forward fails on {shape[0]} x {shape[1]} tokens: {what}") from None
@@ -385,14 +387,12 @@ def _meta_model(config: RunConfig) -> PreTrainedModel:
                 raise ConfigError(lacking) from None
             model = auto.from_config(hf_config, **options | {"attn_implementation": "eager"})
         except KeyError as error:  # looked up in a table of Transformers, as activation functions are
-            if error.args == (section.attn_implementation,):  # and attention, by Falcon and GPT-J
+            if error.args[0] in (section.attn_implementation, named):  # and attention, by Falcon and GPT-J
                 raise ConfigError(lacking) from None
             raise ConfigError(f"model.config: Transformers knows no {error}") from None
         except RuntimeError as error:  # sizes whose product no machine can address
             raise ConfigError(f"model.config: cannot be built: {first_line(error)}") from None
-    if section.attn_implementation == attention.VARLEN and not model._supports_flash_attn:
-        what = f"{hf_config.model_type} models may need more than where documents begin; leave it out"
-        raise config.error("model.attn_implementation", attention.VARLEN, what)
+    attention.check(config, model)
     if section.quantization_config is not None:
         quantise(model, section.quantization_config)
     with torch.device("meta"):

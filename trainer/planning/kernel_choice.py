@@ -1,7 +1,7 @@
 """``model.attn_implementation: auto``: which attention a run takes, settled before anything is planned.
 
 Kernels are tried in a written order, and the first one is taken that nothing in this config, this model and this
-machine refuses: FlashAttention where it is installed, on a GPU; ``sdpa_varlen`` where rows are packed, since
+machine refuses: FlashAttention where it is installed, on a GPU; ``sdpa_varlen`` where rows are packed or masked, since
 Transformers' own choice has a mask for every pair of tokens there; else what is taken where nothing is written.
 
 Invariant. All that comes later, the plan, checkpoints and cards, sees a config with that kernel's name, as if it had
@@ -39,8 +39,8 @@ def _candidates(config: RunConfig, *, here: bool) -> Iterator[tuple[str, str]]:
     """Kernels that may be better than the model's own, and why; the best first."""
     for name in attention.installed_flash() if here else ():
         yield name, "which is installed"
-    if config.data.packing:
-        yield attention.VARLEN, "which needs no mask for packed rows"
+    if config.data.packing or config.model.attention_mask is not None:
+        yield attention.VARLEN, "which needs no mask for every pair of tokens"
 
 
 def _with(config: RunConfig, name: str | None) -> RunConfig:

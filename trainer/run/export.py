@@ -38,7 +38,7 @@ from strategies.core.commit import replaced_folder, same_modes
 from strategies.core.sealed import intact, seal
 from strategies.engine.tensors.quantised import keep_packing
 from trainer.errors import write_line
-from trainer.model import apart, build, qat, quantise
+from trainer.model import apart, attention, build, qat, quantise
 from trainer.model.adapters import merged
 from trainer.model.mapped import Spilled
 from trainer.run import structured
@@ -118,6 +118,7 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, config: RunConf
             base = {} if merge else quantise.loading(section.quantization_config, section.dtype)
             if has_adapters and not merge:  # a user names the labels, and how exact the base is: its files may say less
                 base |= {"dtype": section.dtype, **build.of_head(section, model.config)}
+            base |= attention.of_export(section)
             again = partial(reload, draft, task, trust_remote_code=section.trust_remote_code, **base)
             reloaded = apart.opened(draft, again, Spilled(folder)) if taken_apart else again()
             # Products in bf16, as ``logits`` were computed; in fp32 a mixture would choose other experts now and then.
@@ -284,10 +285,11 @@ def model_card(
     data, used = config.data, {name: number for name, number in versions().items() if number != "not installed"}
     if config.model.lora is None:
         used.pop("peft", None)
+    said = (attention.sentence(config.model), structured.sentence(config), qat.sentence(config))
     source = ", ".join(f"`{one.path}` ({one.name})" if one.name else f"`{one.path}`" for one in data.parts())
     parts = [
         f"# {Path(config.training.output_dir).name}",
-        " ".join((_origin(config, hf_config.model_type), structured.sentence(config), qat.sentence(config))).strip(),
+        " ".join(filter(None, (_origin(config, hf_config.model_type), *said))),
         f"It was trained on {source} in sequences of up to {data.max_length} tokens, for {state.global_step} steps. "
         + of_best(config, state, "These are {}. ")
         + " ".join(_results(state.log_history, odds=TASKS[config.task].language)),

@@ -41,6 +41,7 @@ from trainer.dist.ranks import GRACE_S, Ranks, collectives_of, process_group, qu
 from trainer.dist.stopping import Phase, Stop, Stopped
 from trainer.dist.watchdog import Watchdog
 from trainer.errors import ConfigError, ExitCode, UserError, first_line, report, write_line
+from trainer.model import attention
 from trainer.planning.from_config import check_options, refuse_folder
 from trainer.run import (
     export,
@@ -348,6 +349,8 @@ def finish(run: Run, trainer: Trainer, together: Agreement) -> None:
         f"reloaded: {receipt.num_tensors} tensors, names and shapes equal, largest difference of a logit "
         f"{receipt.largest_difference:.1e}"
     )
+    if said := attention.sentence(run.config.model):
+        write_line(f"export: {said}")
     write_line(f"run folder: {folder} (plan.txt, metrics.jsonl, config.yaml, checkpoints)")
     if "tensorboard" in run.config.training.report_to:
         write_line(f"curves:     tensorboard --logdir {folder}")

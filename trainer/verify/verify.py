@@ -88,7 +88,7 @@ def shrink(
     The optimizer is SGD in 16 bits unless ``keep_optimizer`` says that both sides round alike.
     """
     tree = config.tree()
-    same = ("dtype", "attn_implementation", "lora", "quantization_config")
+    same = ("dtype", "attn_implementation", "attention_mask", "lora", "quantization_config")
     model = {key: value for key, value in tree["model"].items() if key in same}
     least = max([layers, *(strategy.least_blocks() for strategy in config.strategies.values())])
     hf_config = load_config(config.model, VOCAB)
