@@ -65,7 +65,7 @@ class Recompute(Strategy):
             ("training.gradient_checkpointing", "training.activation_checkpointing"),
             "strategies.recompute already decides what is kept",
         ),
-        "training.use_liger_kernel": "what Liger's kernels save is not what strategies.recompute counts",
+        "training.use_liger_kernel": "strategies.recompute has not been compared with Liger's kernels",
     }
     examples = (
         {"policy": "full", "every": 2},

@@ -100,8 +100,10 @@ def _masked(kernel: str, module: nn.Module, query: Tensor, key: Tensor, value: T
     return ALL_ATTENTION_FUNCTIONS[kernel](module, query, key, value, mask, **kwargs)
 
 
-def _varlen(window: int, sink: int, *given: Any, sliding_window: int | None = None, **kwargs: Any) -> Any:
+def _varlen(
+    window: int, sink: int, module: nn.Module, *given: Any, sliding_window: int | None = None, **kwargs: Any
+) -> Any:
     """Attention in blocks; with a mask, of padding or a cache, this one is in it."""
     if sliding_window is not None:
         raise NotImplementedError(OWN)
-    return varlen.attention(*given, sliding_window=window, sink=sink, **kwargs)
+    return varlen.attention(module, *given, **kwargs | {"sliding_window": window, "sink": sink})

@@ -39,7 +39,7 @@ PACKAGES = ("torch", "transformers", "peft", "trl")
 _HERE: dict[str, Any] = {}  # counts that are valid in this process only
 TRAINING = (
     "per_device_train_batch_size", "bf16", "fp16", "label_smoothing_factor", "disable_dropout", "compile_backend",
-    "recomputes",
+    "recomputes", "use_liger_kernel", "liger_kernel_config",
 )  # fmt: skip
 
 

@@ -216,14 +216,14 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
 
     from strategies.engine.forward.compiled import compile_blocks
     from strategies.engine.tensors import quantised
-    from trainer.model import qat, student, tensor_share
+    from trainer.model import liger, qat, student, tensor_share
     from trainer.model.stubs import fake_tensors
 
     precision, task = precision_of(config), TASKS[config.task]
     compute = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(precision)
     casted = casts(config.strategies, precision)
     autocast = None if casted else compute
-    model: Any = qat.counted(_meta_model(config), config)
+    model: Any = liger.counted(qat.counted(_meta_model(config), config), config)
     positions.refuse(config, model)
     whole = _whole(config)
     if whole is not None:
