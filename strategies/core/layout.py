@@ -13,7 +13,8 @@ Memory arithmetic, per element of a bucket in a compute dtype of ``e`` bytes, ``
               where a gradient goes down from the memory in which backward made it (``grad_direct``)
     PARKED    e on the host, if the update runs there or gradients wait there. In mixed precision the updated weight is
               written here too, and copied up from here: the gradient has been read by then. 0 if it lies in COPY.
-              On the device, if ranks share the gradients that wait there (``grad_split``)
+              On the device, if ranks share the gradients that wait there (``grad_split``). In shared slots where an
+              update in backward takes it (``grad_taken``)
     ARRIVAL   e on the host, in shared slots: a micro-batch's gradient before it is added to PARKED
     MASTER    4 at the update site; in fp32, and of a bucket that ``rounds``, e, and only if the weight stays on the
               device and its update runs on the host: else the copy, or the weight, is the master
@@ -137,6 +138,7 @@ class Bucket:
     grad_home: Home = Home.DEVICE  # where gradients wait for the norm and for further micro-batches
     grad_split: bool = False  # they wait on the device, each rank's span alone; the whole gradient only passes a slot
     grad_direct: bool = False  # they go down from where backward made them, and backward waits for that; no slot
+    grad_taken: bool = False  # it waits nowhere on the host: the CPU's update takes it in backward, from a slot
     on_disk: bool = False  # its moments, and its masters in mixed precision, rest in a file; updated on the host
     updates_ahead: bool = False  # under backward, as if nothing were clipped (``core/ahead.py``)
     rounds: bool = False  # in bf16, its weight is its master, which the host's update rounds stochastically
@@ -253,19 +255,6 @@ def gradient_tick(bucket: Bucket, ticks: Mapping[str, tuple[int, int]]) -> int:
     return max(ticks[unit][1] for unit in bucket.units)
 
 
-def leads(bucket: Bucket, layout: Layout) -> tuple[int, int]:
-    """How many ticks before its use a travelling weight is fetched, in forward and backward; 1 where it is there."""
-    count, used = layout.num_ticks, uses(bucket, ticks_of(layout.units))
-    found: dict[bool, int] = {}  # by whether it is used in backward
-    for start, _ in bucket.resident_ticks:
-        if start == 0 and bucket.resident_ticks[-1][1] == count:
-            continue  # it was fetched before the iteration began
-        first = next((tick for tick in (*used, *(tick + count for tick in used)) if tick >= start), start)
-        in_backward = first % count >= count // 2
-        found[in_backward] = max(found.get(in_backward, 0), first - start)
-    return found.get(False, 1), found.get(True, 1)
-
-
 def parks_in_copy(bucket: Bucket, layout: Layout) -> bool:
     """Whether COPY is the place of PARKED, too; see the module docstring.
 
@@ -306,7 +295,7 @@ def needs(bucket: Bucket, layout: Layout) -> Iterator[Need]:
     if bucket.grad_split:
         yield Need(name, Item.PARKED, Home.DEVICE, own)
     elif (bucket.grad_home is Home.HOST or bucket.site is Site.HOST) and not parks_in_copy(bucket, layout):
-        yield Need(name, Item.PARKED, Home.HOST, own)
+        yield Need(name, Item.PARKED, Home.HOST, own, passes=bucket.grad_taken)
     if bucket.grad_home is Home.HOST and layout.accumulation > 1:
         yield Need(name, Item.ARRIVAL, Home.HOST, own, passes=True)
     state_home = Home.DEVICE if bucket.site is Site.DEVICE else Home.HOST

@@ -3,7 +3,8 @@ they mean.
 
 Bytes per parameter on the host, in bf16 with AdamW, where weights travel and gradients use their copies' place: 14 with
 moments in fp32, 10 in bf16, 8.03 in int8 (2, and two scales of 4 bytes for each block of 256). A master in bf16 is the
-weight itself, and its gradient has a place of its own: 8 with moments in bf16, 6.03 in int8.
+weight itself, and its gradient has a place of its own: 8 with moments in bf16, 6.03 in int8. Where updates in backward
+take gradients from a few slots (``gradients: passing``) it has none: 6 and 4.03.
 """
 
 from __future__ import annotations

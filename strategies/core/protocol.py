@@ -105,7 +105,7 @@ class Strategy(BaseModel, ABC):
     excludes: ClassVar[Mapping[str, str]] = {}
     # Options with which it makes training fit into less memory, for `launch/plan.py --fit`; None: it does not.
     to_fit: ClassVar[Mapping[str, Any] | None] = None
-    # More of them, each of which saves more and gives exactness up: tried one by one where nothing else fits.
+    # Changes of the config for it, each of which saves more and gives exactness up: tried where nothing else fits.
     to_fit_inexactly: ClassVar[tuple[Mapping[str, Any], ...]] = ()
     # Options that say what the machine has or what is given up, which `launch/plan.py --fit` keeps as they are written.
     of_machine: ClassVar[tuple[str, ...]] = ()

@@ -37,6 +37,17 @@ def human(num_bytes: float) -> str:
     return f"{size:.2f} TiB"
 
 
+def check_size(value: str) -> str:
+    """``value``, if it is a size. Raise ValueError like ``parse_bytes``."""
+    parse_bytes(value)
+    return value
+
+
+def check_size_or_auto(value: str) -> str:
+    """``value``, if it is "auto" or a size. Raise ValueError like ``parse_bytes``."""
+    return value if value == AUTO else check_size(value)
+
+
 def check_budget(value: str | float) -> str | float:
     """``value``, if it is "auto", a size, bytes, or a share between 0 and 1. Raise ValueError like ``parse_bytes``."""
     if isinstance(value, str):

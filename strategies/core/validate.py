@@ -127,6 +127,9 @@ def _choices(bucket: Bucket, layout: Layout) -> Iterator[str]:
         yield "ranks share gradients of one micro-batch that wait on the device, and no others"
     if bucket.grad_direct and not (bucket.site is Site.HOST and bucket.grad_home is Home.HOST and bucket.ways == 1):
         yield "its gradients need a slot: only those of one rank that wait on the host for an update there do not"
+    once = layout.in_backward and (bucket.grad_home is Home.DEVICE or layout.accumulation == 1)
+    if bucket.grad_taken and not (once and bucket.site is Site.HOST and bucket.ways == 1 and not bucket.mixed):
+        yield "only the CPU's update in backward, by one rank, of a weight that is its own master takes a gradient"
     if bucket.on_disk and not (bucket.site is Site.HOST and bucket.state_bytes(layout.moments)):
         yield "only state that is updated on the host rests on the disk"
     if layout.moments_as != "fp32" and not (bucket.site in (Site.NONE, Site.HOST) and bucket.ways == 1):

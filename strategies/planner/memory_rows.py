@@ -83,6 +83,8 @@ def resting(bucket: Bucket, layout: Layout, kind: Kind) -> Resting:
     if kind is Kind.GRAD:
         if bucket.grad_home is Home.HOST and parks_in_copy(bucket, layout):
             return Resting(Home.HOST, 0, "in the place of its weight", ways)
+        if bucket.grad_home is Home.HOST and bucket.grad_taken:
+            return Resting(Home.HOST, 0, "taken by the update when made")
         if bucket.grad_home is Home.HOST:
             return Resting(Home.HOST, size, "sent down when made", ways)
         if bucket.grad_split:
@@ -166,7 +168,7 @@ def _shared_bytes(layout: Layout, home: Home) -> dict[Item, int]:
             totals[pool.item] += pool.num_bytes
     passing = {bucket.name for bucket in layout.buckets if bucket.grad_passes}
     for need in all_needs(layout):
-        is_grad = need.item is Item.PARKED and need.bucket in passing  # counted as the unit's gradient
+        is_grad = need.item is Item.PARKED and (need.passes or need.bucket in passing)  # counted as slots or the unit's
         if need.home is home and need.item in (Item.AHEAD, Item.STEPS, Item.PARKED, Item.SCALES) and not is_grad:
             totals[need.item] += aligned(need.num_bytes, home)
     return totals

@@ -50,19 +50,21 @@ from strategies.planner.buckets import capacity, form, offloadable
 
 class Place(NamedTuple):
     """Where a bucket's state rests, where its gradient waits, whether each rank then has its span of it alone,
-    whether it goes there without a slot, and whether state that the host updates rests on the disk."""
+    whether it goes there without a slot, whether an update in backward takes it there, and whether state that the host
+    updates rests on the disk."""
 
     site: Site
     grad_home: Home = Home.DEVICE
     grad_split: bool = False
     grad_direct: bool = False
+    grad_taken: bool = False
     on_disk: bool = False
 
 
 Placement: TypeAlias = tuple[Place, ...]  # one place per bucket
 ON_DEVICE = (Site.DEVICE, Site.STREAMED)
 PASSING: Mapping[Item, Home] = {  # in slots
-    Item.GRAD: Home.DEVICE, Item.VISIT: Home.DEVICE, Item.ARRIVAL: Home.HOST,
+    Item.GRAD: Home.DEVICE, Item.VISIT: Home.DEVICE, Item.ARRIVAL: Home.HOST, Item.PARKED: Home.HOST,
 }  # fmt: skip
 
 
@@ -88,7 +90,7 @@ class OffloadRequest:
     updates_ahead: bool = False
     site: Literal["auto", "device", "host", "streamed"] = "auto"
     weights: Literal["auto", "resident", "streamed"] = "auto"
-    gradients: Literal["auto", "device", "host"] = "auto"
+    gradients: Literal["auto", "device", "host", "passing"] = "auto"
     keeps_copies: bool = True
     ways: int = 1
     splits_gradients: bool = False
@@ -176,7 +178,12 @@ class Places:
         # Several micro-batches are summed before the ranks are, as torch's data parallelism does.
         splits = request.splits_gradients and request.ways > 1 and facts.run.accumulation == 1
         self._split = self._sendable & self._of_blocks if splits else set[int]()
-        self._sends_early = request.gradients == "host" or (request.gradients == "auto" and facts.run.accumulation == 1)
+        self._sends_early = request.gradients in ("auto", "passing") and facts.run.accumulation == 1
+        # Of several micro-batches, only what waits on the device passes the host once.
+        self._may_send = request.gradients != "device" and (request.gradients != "passing" or self._sends_early)
+        # Slots for those of embedding and head would be as large as they are.
+        taken = (i for i in self._of_blocks if request.gradients == "passing" and not self.buckets[i].mixed)
+        self._taken = set(taken)
         self.choices = [tuple(self._choices(index)) for index in range(len(self.buckets))]
         # One more than a block has, so that its backward does not wait for the gradients of the one before.
         passing = Counter(self.buckets[index].units[0] for index in self._sendable)
@@ -224,12 +231,14 @@ class Places:
                 continue
             if site == "auto" and each is Site.STREAMED and index not in self._of_blocks:
                 continue
-            sends = index in self._sendable and each is not Site.DEVICE and self._request.gradients != "device"
+            sends = index in self._sendable and each is not Site.DEVICE and self._may_send
             forced = self._request.gradients == "host" or (self._sends_early and each is Site.HOST)
+            taken = index in self._taken and each is Site.HOST
             if not (sends and forced):
-                yield Place(each, grad_split=index in self._split and each in ON_DEVICE)
+                yield Place(each, grad_split=index in self._split and each in ON_DEVICE, grad_taken=taken)
             if sends:
-                yield Place(each, Home.HOST, grad_direct=index in self.direct and each is Site.HOST)
+                direct = index in self.direct and each is Site.HOST
+                yield Place(each, Home.HOST, grad_direct=direct, grad_taken=taken)
 
     def _ladder(self) -> list[Placement]:
         """Placements that stream nothing unless they have to, from what moves the least to what moves the most."""

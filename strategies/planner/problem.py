@@ -50,6 +50,7 @@ class Update:
         state_bytes: come up before a streamed update and go down after it.
         grad_slot, arrival_slot, visit_slot: the slot for its gradient on the device, for a gradient that arrives on the
             host to be added, and for its visiting state; weights of the same slot use it in turn. None: its own memory.
+        parked_slot: the slot on the host in which its gradient is until the update has read it. None: its own memory.
         exchange_bytes: of its gradient, that a rank sends to others.
         grad_direct: its gradient goes down from where it is made, and compute waits for that.
         copy_slot: the slot on the host that its master is rounded into for each reload. None: the host has a copy.
@@ -67,6 +68,7 @@ class Update:
     grad_slot: int | None = None
     grad_direct: bool = False
     arrival_slot: int | None = None
+    parked_slot: int | None = None
     visit_slot: int | None = None
     copy_slot: int | None = None
     exchange_bytes: int = 0

@@ -280,6 +280,7 @@ def _update(
         grad_slot=slots.get((bucket.name, Item.GRAD)),
         grad_direct=bucket.grad_direct,
         arrival_slot=slots.get((bucket.name, Item.ARRIVAL)),
+        parked_slot=slots.get((bucket.name, Item.PARKED)),
         visit_slot=slots.get((bucket.name, Item.VISIT)),
         copy_slot=slots.get((bucket.name, Item.COPY)),
         ahead_seconds=ahead_s,

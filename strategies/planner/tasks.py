@@ -239,7 +239,7 @@ class TaskBuilder:
         not the first, the CPU adds it.
         """
         update, name = self._update(weight), self._problem.weights[weight].name
-        slot = None if is_first else update.arrival_slot
+        slot = update.parked_slot if is_first or update.arrival_slot is None else update.arrival_slot
         self._slot = self._slots.get(update.grad_slot)
         there = self._to_owners(name, update, made)
         down = there
@@ -310,6 +310,7 @@ class TaskBuilder:
         if info.update.disk_bytes:
             waits.append(self._disk(weight, 0, (gradient, self._slots.get(info.update.window_slot))))
         task = self._task(Resource.CPU, f"update {info.name}", waits)
+        self._occupy(info.update.parked_slot, task)
         if info.update.disk_bytes:
             self._occupy(info.update.window_slot, self._disk(weight, 1, [task]))
         task.seconds, task.touched_bytes = info.update.seconds, info.update.touched_bytes

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from strategies.core.facts import Unit, UnitKind
 from strategies.core.grid import Cell, Grid
-from strategies.core.layout import Addresses, Bucket, Item, Layout, Site, largest_shared, leads, ticks_of, uses
+from strategies.core.layout import Addresses, Bucket, Item, Layout, Site, largest_shared, ticks_of, uses
+from strategies.core.leads import leads
 from strategies.core.plan import Home, Kind, Plan, When
 from strategies.core.sizes import human
 from strategies.planner.budget import loading_bytes, writing_bytes
@@ -178,7 +179,7 @@ def bucket_lines(plan: Plan) -> list[str]:
     groups: dict[tuple[object, ...], list[Bucket]] = {}
     for bucket in layout.buckets:
         # Embedding, blocks and head each have rows of their own; a bucket of several units is of the first one's kind.
-        grads = (bucket.grad_home, bucket.grad_split, bucket.grad_direct)
+        grads = (bucket.grad_home, bucket.grad_split, bucket.grad_direct, bucket.grad_taken)
         key = (bucket.site, grads, bucket.resident, kinds[bucket.units[0]])
         groups.setdefault(key, []).append(bucket)
     return [
@@ -218,7 +219,8 @@ def _bucket_cells(some: Sequence[Bucket], layout: Layout, addresses: Addresses) 
     spots = [addresses.of(bucket.name, Item.WEIGHT) for bucket in some]
     where = f"{human(min(s.offset for s in spots))} to {human(max(s.end for s in spots))}"
     how = ", shared" * first.grad_split + ", without a slot" * first.grad_direct
-    waits = "" if first.site is Site.NONE else f"on the {first.grad_home.value}{how}"
+    at = "the update takes them" if first.grad_taken else f"on the {first.grad_home.value}"
+    waits = "" if first.site is Site.NONE else f"{at}{how}"
     total = human(sum(bucket.weight_bytes for bucket in some))
     return (name, total, UPDATES[first.site], waits, _travels(some, layout), where)
 

@@ -343,6 +343,7 @@ def plan_of(
     moments_as: MomentsAs = "fp32",
     ahead: bool = False,
     rounds: bool = False,
+    passing: bool = False,
     debug: bool = True,
 ) -> Made:
     """What the planner makes of these wishes; of those it has no word for, its layout changed by hand.
@@ -358,6 +359,7 @@ def plan_of(
         copies: weights that travel rest on the host in the dtype of compute, beside their masters.
         ahead: all buckets are updated ahead of the norm that can be.
         moments_as: how moments rest; ``rounds``: weights in bf16 are their own masters.
+        passing: gradients pass the host in slots.
         disk: folders, where the state of all buckets rests that are updated on the host; two slots for it.
     """
     params = groups_of(model, groups)
@@ -389,6 +391,8 @@ def plan_of(
     if site == "mixed":
         buckets = _in_turn(buckets, Home.HOST if park == "host" else Home.DEVICE, ranks)
     moving = _moving(buckets, made.facts, weights)
+    of_blocks = _moving(buckets, made.facts, "travelling") if passing else []
+    taking = {buckets[index].name for index in of_blocks if rounds or not buckets[index].mixed}
     changes = (
         {
             "grad_split": b.grad_split and split,
@@ -396,6 +400,9 @@ def plan_of(
             "on_disk": bool(disk) and b.site is Site.HOST and b.state_bytes(moments) > 0,
             "resident_ticks": (),
             "rounds": rounds and b.group is not None,
+            "grad_taken": b.name in taking
+            and b.site is Site.HOST
+            and (accumulation == 1 or b.grad_home is Home.DEVICE),
         }
         for b in buckets
     )

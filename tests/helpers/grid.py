@@ -15,7 +15,7 @@ from tests.helpers.engine import STEPS, Result, checkpointing, differences, plai
 from tests.helpers.models import build, on, tokens
 from tests.helpers.pairwise import Row, Table
 
-NORMS: Mapping[str, float] = {"in-backward": 0.0, "off": 0.0, "tight": 0.05, "loose": 1e6}
+NORMS: Mapping[str, float] = {"in-backward": 0.0, "passing": 0.0, "off": 0.0, "tight": 0.05, "loose": 1e6}
 TRANSFERS: Mapping[str, type[Transfer]] = {
     "at-once": Transfer,
     "delayed": Delayed,
@@ -48,7 +48,8 @@ def _table(*models: str, strength: int = 2, **changes: Sequence[object]) -> Tabl
 
 FP32 = _table(
     "llama", "qwen3", "gpt2", "opt", "bloom", "mixtral", "experts", "bert",
-    strength=3, recompute=("none", "later", "reentrant"), prefetch=(2, 0, 1, 5),
+    strength=3, clip=("in-backward", "passing", "off", "tight", "loose"), recompute=("none", "later", "reentrant"),
+    prefetch=(2, 0, 1, 5),
 )  # fmt: skip
 BF16 = _table("llama", "experts", "gpt2", bucket=("one", "half"))
 IN_STAGES = _table(
@@ -102,7 +103,8 @@ def both(
     model = build(case["model"], tied=case["tied"], dtype=dtype)
     checkpointing(model, case["recompute"])
     where = {name: case[name] for name in ("site", "weights", "bucket", "park", "prefetch", "ahead")}
-    plan = plan_of(model, in_backward=case["clip"] == "in-backward", **where, **loop)
+    early, passing = case["clip"] in ("in-backward", "passing"), case["clip"] == "passing"
+    plan = plan_of(model, in_backward=early, passing=passing, **where, **loop)
     batches = batches_on(device, case["model"], STEPS * case["accumulation"])
     moves = transfer or TRANSFERS[case["transfer"]]()
     tasks = None

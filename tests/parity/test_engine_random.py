@@ -90,10 +90,13 @@ def layouts(draw: st.DrawFn, params: tuple[Param, ...], accumulation: int, max_n
         pieces += [alike[start:stop] for start, stop in pairwise(cuts)]
     pieces.sort(key=lambda piece: params.index(piece[0]))
     units = tuple(dict.fromkeys(unit for param in params for unit in (param.unit, *param.users)))
+    in_backward = max_norm == 0 and draw(st.booleans())
+    made = tuple(draw(bucket(f"b{index}", piece, units)) for index, piece in enumerate(pieces))
+    takes = in_backward and accumulation == 1 and draw(st.booleans())
     return Layout(
-        buckets=tuple(draw(bucket(f"b{index}", piece, units)) for index, piece in enumerate(pieces)),
+        buckets=tuple(replace(b, grad_taken=takes and b.site is Site.HOST and not b.mixed) for b in made),
         units=units,
-        in_backward=max_norm == 0 and draw(st.booleans()),
+        in_backward=in_backward,
         accumulation=accumulation,
         max_grad_norm=max_norm,
         grad_slots=draw(st.integers(1, 3)),
@@ -134,7 +137,12 @@ def test_any_layout_of_any_model(spec: Spec, loop: dict[str, Any], dtype: torch.
     layout = data.draw(layouts(params, loop["accumulation"], loop["max_norm"]))
     transfer: Transfer = data.draw(st.sampled_from([Delayed, RaceDetector]))()
     wanted = plain(odd_model(spec, dtype), batches, **loop)
-    assert differences(wanted, stowed(model, Made.of(layout, params), batches, transfer=transfer, **loop)) == []
+    try:
+        found = stowed(model, Made.of(layout, params), batches, transfer=transfer, **loop)
+    except RuntimeError as error:  # fewer slots than buckets that get gradients at once, which no planner makes
+        assert any(bucket.grad_taken for bucket in layout.buckets) and "needs the place of the gradients" in str(error)
+        return
+    assert differences(wanted, found) == []
 
 
 @pytest.mark.parametrize("spec", [{"shares": (2, 0), "calls": (0, 1, 2)}, {"calls": (0, 1, 0)}], ids=["layer", "block"])

@@ -1,5 +1,6 @@
 """Moments in fewer bits in the engine: the bits of a plain loop that rounds its moments alike, whatever moves when."""
 
+import ctypes
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,11 +12,12 @@ from torch import Tensor, nn
 
 from strategies.core import moments as core
 from strategies.core.facts import Home
-from strategies.core.layout import Item
+from strategies.core.layout import PAGE_BYTES, Item
 from strategies.core.moments import MomentsAs
 from strategies.engine import SGD, AdamW, StowOptimizer, stow
 from strategies.engine.transfer.transfer import Transfer
 from strategies.engine.updating import updates
+from strategies.planner.addresses import slot_pools
 from strategies.report import full_report
 from tests.helpers.doubles import Delayed, RaceDetector
 from tests.helpers.engine import differences, plain, plan_of, planned, stowed
@@ -28,12 +30,16 @@ from trainer.planning.plan_for import plan_for
 BF16, FP32 = torch.bfloat16, torch.float32
 KINDS = get_args(MomentsAs)[1:]
 HOST: dict[str, Any] = {"site": "host", "weights": "travelling", "bucket": "half"}
+ROUNDED: dict[str, Any] = {"rounds": True}
+PASSING = ROUNDED | {"passing": True, "in_backward": True, "park": "host"}
 CASES: dict[str, tuple[torch.dtype, dict[str, Any], dict[str, Any]]] = {  # dtype, the loop, the plan
     "clipped": (FP32, {"max_norm": 0.05}, {"park": "host"}),
     "in backward": (FP32, {}, {"in_backward": True, "weights": "travelling"}),
     "masters": (BF16, {"max_norm": 0.05, "accumulation": 2}, HOST),
     "rounded": (BF16, {"max_norm": 0.05, "accumulation": 2}, HOST | {"rounds": True}),
     "rounded in backward": (BF16, {}, {"in_backward": True, "rounds": True}),
+    "passing": (BF16, {}, HOST | PASSING),
+    "summed, passing": (BF16, {"accumulation": 2}, HOST | PASSING | {"park": "device"}),
     "masters alone": (BF16, {"max_norm": 0.05}, {"weights": "travelling", "copies": False}),
 }
 
@@ -70,14 +76,15 @@ def trained(kind: MomentsAs, steps: int, **wished: Any) -> tuple[nn.Module, Stow
     return model, optimizer
 
 
-@pytest.mark.parametrize(("kind", "rounds"), [*((kind, False) for kind in KINDS), ("int8", True)])
+@pytest.mark.parametrize(("kind", "wished"), [*((kind, {}) for kind in KINDS), ("int8", ROUNDED), ("int8", PASSING)])
 def test_saved_in_fp32_and_resumed_with_the_same_bits(
-    kind: MomentsAs, rounds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: MomentsAs, wished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file is that of fp32 moments, which are read under other buckets, and in fp32."""
     for module in (core, updates):
         monkeypatch.setattr(module, "HOST_CHUNK", 512)
-    model, optimizer = trained(kind, 2, rounds=rounds)
+    rounds = "rounds" in wished
+    model, optimizer = trained(kind, 2, **wished)
     optimizer.save(tmp_path / "saved")
     before = everything(model, optimizer)
     weights = {name: value.clone() for name, value in model.state_dict().items()} if rounds else {}
@@ -89,7 +96,7 @@ def test_saved_in_fp32_and_resumed_with_the_same_bits(
         assert after.pop(f"{name} master").equal(before[name].float())
     assert unequal(before, after) == []
     train(model, optimizer, BATCHES[2:4])
-    fresh, other = trained(kind, 1, bucket="one", rounds=rounds)
+    fresh, other = trained(kind, 1, bucket="one", **wished)
     fresh.load_state_dict(weights, strict=False)
     other.load(tmp_path / "saved")
     train(fresh, other, BATCHES[2:4])
@@ -127,6 +134,15 @@ def assert_near(found: Tensor, wanted: Tensor) -> None:
     assert 0 < (found - wanted).norm() < 0.05 * wanted.norm()
 
 
+def test_a_gradient_that_waits_for_others_of_its_bucket_is_not_overwritten() -> None:
+    """One parameter of a block is not used: its bucket waits until backward has ended, and others need the place."""
+    model, optimizer = trained("int8", 1, **PASSING | {"bucket": "one"})
+    mlp: Any = model.get_submodule("model.layers.3.mlp")
+    mlp.forward = lambda x: mlp.down_proj(mlp.gate_proj(x))
+    with pytest.raises(RuntimeError, match=r"needs the place of the gradients of .*: set strategies.offload.gradients"):
+        train(model, optimizer, BATCHES[1:2])
+
+
 def test_other_rules_are_refused() -> None:
     model = build("llama")
     plan: Any = plan_of(model, moments_as="bf16", site="host", moments=1)
@@ -141,21 +157,41 @@ def test_bytes_per_parameter() -> None:
     """Of the host's arena, within 1 %, where all weights travel in bf16: less what does not grow with the model."""
     config = MODELS["llama"] | {"vocab_size": 32, "hidden_size": 512, "intermediate_size": 1024}
     model = model_of(config).to(BF16).train()
-    facts = plan_for(model, max_grad_norm=1.0, batch=(1, 8)).facts
-    kinds: list[tuple[MomentsAs, str, float]] = [
-        ("fp32", "fp32", 14), ("bf16", "fp32", 10), ("int8", "fp32", 8.03), ("bf16", "bf16", 8), ("int8", "bf16", 6.03),
+    kinds: list[tuple[MomentsAs, str, str, float]] = [
+        ("fp32", "fp32", "host", 14), ("bf16", "fp32", "host", 10), ("int8", "fp32", "host", 8.03),
+        ("bf16", "bf16", "host", 8), ("int8", "bf16", "host", 6.03), ("int8", "bf16", "passing", 4.03),
     ]  # fmt: skip
-    for kind, masters, each in kinds:
-        way = {"moments": kind, "masters": masters}
-        plan = planned(facts, weights="streamed", site="host", gradients="host", **way)
+    for kind, masters, gradients, each in kinds:
+        facts = plan_for(model, max_grad_norm=float(gradients == "host"), batch=(1, 8)).facts
+        way = {"moments": kind, "masters": masters, "gradients": gradients}
+        plan = planned(facts, weights="streamed", site="host", **way)
         assert plan.place is not None and plan.layout is not None
         addresses = plan.place.addresses
-        fixed = addresses.spots.get(("", Item.EXPANDED))
+        expanded, slots = addresses.spots.get(("", Item.EXPANDED)), slot_pools(plan.layout)
+        fixed = expanded.num_bytes if expanded else 0
+        fixed += sum(pool.num_bytes for pool in slots if pool.home is Home.HOST)
         blocks = [bucket for bucket in plan.layout.buckets if not bucket.resident]
         assert sum(sum(bucket.sizes) for bucket in blocks) > 0.9 * sum(p.numel() for p in model.parameters())
-        held = addresses.num_bytes(Home.HOST) - (fixed.num_bytes if fixed else 0)
+        held = addresses.num_bytes(Home.HOST) - fixed
         assert held == pytest.approx(each * sum(p.numel() for p in model.parameters()), rel=0.01), kind
         text = full_report.text(plan, None)
         said = f"not exact: moments in {kind}{', masters in bf16' if masters == 'bf16' else ''}, rounded"
         assert (said in text) is (kind != "fp32")
+        assert resident_after(plan, model) == pytest.approx(addresses.num_bytes(Home.HOST), rel=0.01), way
         assert ("expanded moments" in text) is (kind != "fp32") and ("scales of moments" in text) is (kind == "int8")
+
+
+def resident_after(plan: Any, model: nn.Module) -> int:
+    """Bytes of the host's arena that are in memory after two steps, by the system."""
+    optimizer = stow(model, plan, rule=AdamW(), device="cpu")
+    ids = torch.arange(64).view(8, 8) % 32
+    for _ in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.drain()
+    memory = optimizer.engine.arena._host.memory
+    pages = (ctypes.c_ubyte * -(-memory.numel() // PAGE_BYTES))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel()), pages) == 0
+    optimizer.close()
+    return PAGE_BYTES * sum(page & 1 for page in pages)

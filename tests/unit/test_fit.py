@@ -104,6 +104,13 @@ def test_state_in_fewer_bits_is_an_answer_of_its_own(monkeypatch: pytest.MonkeyP
         "full fine-tuning does not fit on 1 rank; nearest is full + recompute + offload, host lacks"
     )
     assert inexact.startswith("full fine-tuning with inexact state fits: full (inexact) + recompute + offload, ")
+    least = card(5 << 20, int(((1 << 30) + (8 << 20)) / 0.9))
+    rows = rows_of(least, "model.config.num_hidden_layers=24")
+    *others, last = (row for row in rows if row.kind == "full (inexact)")
+    assert lines(rows)[-1] == "in every row that has no other: training: {bf16: true}"
+    assert len(others) == 3 and not any(row.fits for row in others) and last.fits
+    passing = "offload: {moments: int8, masters: bf16, gradients: passing}"
+    assert last.write[0] == "training: {max_grad_norm: 0.0, bf16: true}" and passing in last.write[1]
     small = card(5 << 20, 300 << 20)
     assert not [row for row in rows_of(small, "training.optim=sgd") if row.kind == "full (inexact)"], "of AdamW alone"
 

@@ -14,12 +14,12 @@ from strategies.core.layout import (
     Item,
     Site,
     gradient_tick,
-    leads,
     needs,
     scratch_bytes,
     ticks_of,
     uses,
 )
+from strategies.core.leads import leads
 from strategies.planner.buckets import block_bytes, form
 from tests.helpers.layouts import bucket, facts_of, layout, random_facts, transformer
 
@@ -86,6 +86,8 @@ def test_without_copies_the_host_has_masters_only(site: Site) -> None:
     waits = {"PARKED": (False, 2)} if site is Site.HOST else {}
     assert on_host(2, DEVICE) == state | waits | {"COPY": (True, 2)}
     assert on_host(2, HOST) == state | {"COPY": (True, 2), "PARKED": (False, 2), "ARRIVAL": (True, 2)}
+    taken = {"dtype": "float32", "grad_taken": True, "resident_ticks": ()}
+    assert site is not Site.HOST or on_host(1, HOST, **taken)["PARKED"] == (True, 4), "the update takes it from a slot"
     assert on_host(1, HOST) == state | {"COPY": (False, 2)}, "the gradient needs the place"
     assert on_host(2, DEVICE, resident_ticks=()) == state | ({"PARKED": (False, 2)} if site is Site.HOST else {})
     assert on_host(2, DEVICE, dtype="float32", site=Site.STREAMED)["COPY"] == (False, 4), "it is the master"

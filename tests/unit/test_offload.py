@@ -177,10 +177,15 @@ def test_refusals() -> None:
     with pytest.raises(Refusal, match=r"reduction = 'fast': is about ranks that share the state; write strategies.zer"):
         plan_of(transformer(world_size=2), reduction="fast")
     disk: dict[str, Any] = {"disk": "/fast", "disk_memory": "1GiB"}
+    passing: dict[str, Any] = {"gradients": "passing"}
     for words, keys, run in (
         ("disk = '/fast': how much of it", {"disk": "/fast"}, {}),
         ("disk_memory = '1GiB': of which disk", {"disk_memory": "1GiB"}, {}),
-        ("disk = '/fast': .* not with site: streamed", disk | {"site": "streamed"}, {}),
+        ("disk = '/fast': .* not site: streamed", disk | {"site": "streamed"}, {}),
+        ("gradients = 'passing': is for updates in backward", passing, {"max_grad_norm": 1.0}),
+        ("gradients = 'passing': is for what the CPU updates", passing | {"site": "streamed"}, {}),
+        ("gradients = 'passing': is for weights that are their own", passing, {"precision": Precision.BF16}),
+        ("gradients = 'passing': is for one rank, and there are 2", passing, {"world_size": 2}),
         ("disk = '/fast': has the masters", disk | {"weight_copies": False}, {"precision": Precision.BF16}),
     ):
         with pytest.raises(Refusal, match=words):

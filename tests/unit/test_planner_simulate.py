@@ -240,6 +240,16 @@ def test_compute_waits_for_the_place_of_the_gradient_that_it_has_made() -> None:
             assert min(after) == pytest.approx(wait)  # after the last pass it waits for the update as well
 
 
+def test_a_gradient_goes_down_when_the_update_before_has_left_its_slot_on_the_host() -> None:
+    """Each takes 1 s to go down, and its update 5 s."""
+    problem = with_update(two_blocks(link=Link(0, 1e9, 1.0)), grad_bytes=1, seconds=5.0, grad_home=Home.HOST)
+    problem = replace(problem, in_backward=True)
+    for parked_slot, begins in ((None, 0.0), (0, 4.0)):  # after BP 0, which begins when gradient 1 goes down, takes 2
+        asked = with_update(problem, grad_bytes=1, seconds=5.0, grad_home=Home.HOST, parked_slot=parked_slot)
+        down = spans(simulate(asked, ()), DOWN)
+        assert [start for label, start, _ in down if label == "gradient 0"] == [begins]
+
+
 def test_a_weight_that_backward_does_not_read_has_its_gradient_there() -> None:
     """As an embedding's: it is read at tick 0 alone, comes up once, and its gradient goes down after BP 0."""
     update = {"grad_bytes": 1, "seconds": 0.0, "grad_home": Home.HOST}

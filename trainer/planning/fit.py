@@ -29,7 +29,7 @@ from strategies.core.sizes import SHARE, human
 from strategies.planner.budget import device_budget
 from strategies.planner.step_cost import TOUCHED_BYTES, cost_of, empty, plan_cost
 from strategies.report.table import table
-from trainer.config.load import build, load_tree
+from trainer.config.load import build, load_tree, merged
 from trainer.config.yaml_file import one_line
 from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError, TooLargeError
@@ -175,11 +175,8 @@ class Fit:
     def _inexactly(self) -> Iterator[FitRow]:
         """All weights on the ranks that were asked for, with ever less state until it fits."""
         way = _plain(self.config)[0].using([each for each in _saving() if not find(each).needs_ranks])
-        less = [(name, options) for name in way.strategies for options in find(name).to_fit_inexactly]
-        for name, options in less:
-            chosen = {name: {**way.tree["strategies"][name], **options}}
-            tree = way.tree | {"strategies": way.tree["strategies"] | chosen}
-            row = self._row(replace(way, kind=INEXACT, tree=tree), self.ranks)
+        for less in (changed for name in way.strategies for changed in find(name).to_fit_inexactly):
+            row = self._row(replace(way, kind=INEXACT, tree=merged(way.tree, dict(less))), self.ranks)
             if row.refused:
                 return
             yield row
@@ -301,7 +298,7 @@ def _plain(config: RunConfig) -> list[FitRow]:
 
 def _exactly(name: str, options: Tree) -> Tree:
     """Those of a strategy's ``options`` that give no exactness up; the others are for one rank."""
-    inexact = {key for each in find(name).to_fit_inexactly for key in each}
+    inexact = {key for each in find(name).to_fit_inexactly for key in each["strategies"][name]}
     return {key: value for key, value in options.items() if key not in inexact}
 
 
@@ -360,9 +357,10 @@ def changes(written: Tree, tree: Tree) -> tuple[str, ...]:
 
 def lines(rows: Sequence[FitRow]) -> list[str]:
     """The answer, then one row per way of training; further lines to write are below their row."""
-    common = [line for line in rows[0].write if all(line in row.write for row in rows)]
+    common = [line for line in rows[0].write if all(line in row.write for row in rows if row.kind != INEXACT)]
     cells = [cell for row in rows for cell in _cells(row, common)]
-    always = [f"in every row: {line}" for line in common]
+    some = any(line not in row.write for row in rows for line in common)  # an inexact one that changes more there
+    always = [f"in every row{' that has no other' * some}: {line}" for line in common]
     parts = [(what, [row for row in rows if row.kind == kind]) for kind, what in KINDS.items()]
     answers = [_answer(what, some) for what, some in parts if some]
     return [*answers, "", *table(HEADER, cells, {"ranks", "device", "host", "step"}), *always]

@@ -35,7 +35,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from strategies.core.layout import Bucket, Item, Layout, Site, leads, parks_in_copy, rounded_to_fetch
+from strategies.core.layout import Bucket, Item, Layout, Site, parks_in_copy, rounded_to_fetch
+from strategies.core.leads import leads
 from strategies.core.moments import MomentsAs, blocks_of
 from strategies.core.plan import Home
 from strategies.engine.buckets.gradient_state import GradientState

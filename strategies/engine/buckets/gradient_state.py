@@ -35,6 +35,7 @@ class GradientState:
     host_norms: tuple[list[int], Future[list[Tensor]]] | None = None  # being computed by the worker
     sent: Event | None = None  # DOWN wrote PARKED or ARRIVAL from the gradient slot
     added: Future[Event] | None = None  # the worker's last addition to PARKED
+    taken: Future[tuple[bool, Event]] | None = None  # the worker's update with what was sent last; None: not submitted
 
     @property
     def complete(self) -> bool:
@@ -61,9 +62,13 @@ class GradientState:
 
     def send(self, *, sent: Event) -> None:
         """DOWN copies everything unsent."""
-        self.sent = sent
+        self.sent, self.taken = sent, None
         self.summed |= self.unsent
         self.unsent.clear()
+
+    def take(self, update: Future[tuple[bool, Event]]) -> None:
+        """The worker has been given the update, after which nobody reads PARKED."""
+        self.taken = update
 
     def measured(self, indices: Iterable[int], norms: Iterable[Tensor]) -> None:
         """The norms of these gradients are known, of which some may have been forgotten since."""

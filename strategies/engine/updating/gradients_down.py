@@ -6,9 +6,10 @@
 
 Ordering. COMPUTE wrote the source (an event of COMPUTE). UP has read PARKED, or the weight's copy that the gradient
 replaces (``arrived``). The worker has added what ARRIVAL had (its future), and an addition to PARKED is done before the
-next micro-batch overwrites it (``added``). A slot is written again after ``sent`` (``updates.py``). The memory of a
-direct gradient, which has no slot, goes back to torch's allocator when this returns, and whoever gets it next writes it
-on COMPUTE: so COMPUTE waits for ``sent`` first.
+next micro-batch overwrites it (``added``). A PARKED that is a slot (``grad_taken``) is written after the worker's
+update of the bucket that had it before (``taken``). A slot on the device is written again after ``sent``
+(``updates.py``). The memory of a direct gradient, which has no slot, goes back to torch's allocator when this returns,
+and whoever gets it next writes it on COMPUTE: so COMPUTE waits for ``sent`` first.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class GradientsDown:
 
     def __init__(self, accumulation: int, transfer: Transfer, worker: Worker) -> None:
         self._accumulation, self._transfer, self._worker = accumulation, transfer, worker
+        self._slots: dict[int, BucketState] = {}  # by address of PARKED: the bucket whose gradient was there last
         self._arrivals: dict[int, Future[Event]] = {}  # by address of the arrival slot: the last addition from it
 
     def send(self, bucket: BucketState) -> None:
@@ -77,7 +79,9 @@ class GradientsDown:
             former = self._arrivals.pop(target.data_ptr(), None)
             if former is not None:
                 transfer.wait(Lane.DOWN, former.result())
-        elif grads.added is not None:  # done long ago: an update has read PARKED since
+        else:
+            self._enter_slot(bucket, target)
+        if not adds and grads.added is not None:  # done long ago: an update has read PARKED since
             transfer.wait(Lane.DOWN, grads.added.result())
         transfer.wait(Lane.DOWN, transfer.record(Lane.COMPUTE), bucket.arrived)
         if bucket.parks_in_copy:
@@ -89,6 +93,20 @@ class GradientsDown:
             work = partial(self._add, bucket, target, leaving, summed, grads.sent)
             added = self._arrivals[target.data_ptr()] = self._worker.submit(bucket.index, work)
             grads.added = added
+
+    def _enter_slot(self, bucket: BucketState, parked: Tensor) -> None:
+        """Let DOWN write PARKED, which may be a slot, after the worker's update of the bucket that had it before."""
+        former = self._slots.get(parked.data_ptr(), bucket)
+        self._slots[parked.data_ptr()] = bucket
+        if former is bucket:
+            return
+        if former.grads.taken is not None:
+            self._transfer.wait(Lane.DOWN, former.grads.taken.result()[1])
+        elif former.grads.summed:  # and not submitted
+            raise RuntimeError(
+                f"{bucket.name} needs the place of the gradients of {former.name}, of which not all have come (a "
+                f"parameter has none, or is still in use): set strategies.offload.gradients: host"
+            )
 
     def _add(
         self, bucket: BucketState, arrival: Tensor, indices: list[int], summed: frozenset[int], sent: Event | None

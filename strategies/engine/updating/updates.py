@@ -18,7 +18,7 @@ Ordering, by memory that two lanes touch:
     host state   UP reads after the DOWN that wrote it (``stored``); the worker's own state is written by nobody else.
                  State on the disk is used by the host alone, inside of ``at_hand`` (``memory/disk_state.py``)
     PARKED       the worker reads after DOWN (``sent``); UP reads after the worker (its future, or ``added``); the
-                 next DOWN waits for that UP (``arrived``)
+                 next DOWN waits for that UP (``arrived``). As a slot, see ``gradients_down.py``
     COPY         written by DOWN (``stored``) or the worker (future), read by UP (``arrived``); as a slot, see
                  ``residency.py``
     both in one  (``parks_in_copy``) DOWN writes the gradient after UP has read the copy (``arrived``), and so after
@@ -84,6 +84,7 @@ class Updates:
         if bucket.spec.site is Site.HOST:
             waits, ahead = (bucket.grads.sent, bucket.arrived), bucket.take_ahead()
             bucket.future = self._worker.submit(bucket.index, lambda: self._on_host(bucket, job, waits, ahead))
+            bucket.grads.take(bucket.future)
         elif bucket.updates_in_place:
             self.settle(bucket)
 
