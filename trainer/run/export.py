@@ -44,6 +44,7 @@ from trainer.model.mapped import Spilled
 from trainer.run import structured
 from trainer.run.callbacks import of_best, perplexity
 from trainer.run.checkpoint import move_aside, versions
+from trainer.run.nonfinite import NonFinite
 from trainer.run.resume_rules import RULES, SILENT
 from trainer.run.trainer import Trainer
 from trainer.tasks.table import TASKS
@@ -71,12 +72,12 @@ class Receipt(NamedTuple):
 
 
 class ExportError(RuntimeError):
-    """The export is not the trained model, or there is nothing finite to export."""
+    """The export is not the trained model."""
 
 
 def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> Receipt | None:
-    """Write the model, with a card, and check it; a collective. Only the first rank gets a receipt. Raise ExportError
-    if a weight is not finite, or a name, a shape, a value or a logit differs after reloading.
+    """Write the model, with a card, and check it; a collective. Only the first rank gets a receipt. Raise NonFinite if
+    a weight is not finite, ExportError if a name, a shape, a value or a logit differs after reloading.
     """
     section, merge = config.model, config.model.merges
     model: Any = trainer.accelerator.unwrap_model(trainer.whole, keep_torch_compile=False)
@@ -148,12 +149,12 @@ def tied_again(model: torch.nn.Module, state: Mapping[str, Tensor]) -> dict[str,
 
 
 def refuse_not_finite(model: torch.nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Raise ExportError if a weight has NaN or infinity in it, naming the first. Buffers may, as masks do."""
+    """Raise NonFinite if a weight has NaN or infinity in it, naming the first. Buffers may, as masks do."""
     for name, _ in model.named_parameters():
         tensor = state[name]
         num_bad = tensor.numel() - int(tensor.isfinite().sum())
         if num_bad:
-            raise ExportError(
+            raise NonFinite(
                 f"{name}: {num_bad} of {tensor.numel()} values are not finite (NaN or infinity), so nothing is "
                 f"exported; look in metrics.jsonl for the step at which the loss went wrong, and resume from an "
                 f"earlier checkpoint with a smaller training.learning_rate"
