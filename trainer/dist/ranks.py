@@ -114,6 +114,9 @@ def settle_environment(ranks: Ranks, usable_cores: int) -> None:
 
     * each rank gets its part of the machine's cores, unless the user or the launcher has set it: two ranks that each
       start a thread per core run several times slower than two that share the cores;
+    * oneDNN, whose products in bf16 torch takes on CPUs, keeps 64 of its prepared kernels instead of 1,024: there is one
+      for each number of rows, and experts get another number at each step. A mixture of 80 M parameters took 1.4 GiB
+      more after 20 steps, with the same losses at the same speed;
     * torch's C++ logs errors only: in plain training it would warn that every parameter was used;
     * the settings of `accelerate launch` are dropped: only ranks come from the launcher, all else from the config
       (with `--cpu` Accelerate would wrap a model that ZeRO has already split);
@@ -125,6 +128,7 @@ def settle_environment(ranks: Ranks, usable_cores: int) -> None:
     if (local := os.environ.pop("LOCAL_SIZE", None)) is not None:
         os.environ.setdefault("LOCAL_WORLD_SIZE", local)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores // ranks.local_world_size)))
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
         del os.environ[name]
