@@ -28,6 +28,7 @@ from trainer.model.build import build, load_config
 from trainer.run import export as export_module
 from trainer.run import run as runs
 from trainer.run.export import ExportError, export, model_card
+from trainer.run.nonfinite import NonFinite
 from trainer.run.pipeline_trainer import PipelineTrainer
 from trainer.verify.verify import _tokenizer, random_run
 
@@ -270,7 +271,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
         model.model.layers[0].mlp.up_proj.weight[1, :3] = float("inf")
         model.model.norm.weight[0] = float("nan")
     line = r"^model.layers.0.mlp.up_proj.weight: 3 of 2048 values are not finite \(NaN or infinity\), [^\n]*$"
-    with pytest.raises(ExportError, match=line):
+    with pytest.raises(NonFinite, match=line):
         export(train, _tokenizer(), run_config(output_dir=tmp_path))
     assert list(tmp_path.iterdir()) == []
 
