@@ -77,7 +77,9 @@ def resumed_at(run: Path) -> int:
     return found.step
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["a new step", "a step that is there"])
+@pytest.mark.parametrize(
+    "again", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["a new step", "a step that is there"]
+)
 def test_an_end_at_any_operation_leaves_a_good_checkpoint(
     again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -186,7 +186,7 @@ def peak_of(model: Any, batch: Any) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.rare)])
 def test_what_inductor_generates(kind: str) -> None:
     """Plain, and with weights that travel, recomputed or not: the same bits, which are not
     those of eager blocks; one compilation, and what it saves is what was counted. GPT-2 draws dropout.

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from tests.helpers.marks import rarely
 from tests.helpers.moves import Kind, common_ends, different, in_turn
 from tests.helpers.worlds import run_counted
 from trainer.config.sections import RunConfig
@@ -50,9 +51,7 @@ def _owed(config: RunConfig, rank: int) -> dict[str, Any]:
     [
         (TOPK, {}, {"plain": {}, "host": ON_HOST, "spans": SPANS, "gathered": GATHERED}),
         (MOMENTUM, SGD, {"plain": {}, "host": ON_HOST, "spans": SPANS}),
-        pytest.param(
-            INT8, {}, {"plain": {}, "device": ON_DEVICE, "passing": PASSING, "spans": SPANS}, marks=pytest.mark.slow
-        ),
+        rarely(INT8, {}, {"plain": {}, "device": ON_DEVICE, "passing": PASSING, "spans": SPANS}),
         pytest.param({"compress": "bf16"}, {}, {"plain": {}, "host": ON_HOST}, marks=pytest.mark.slow),
     ],
     ids=["topk", "momentum", "int8", "bf16"],

@@ -176,7 +176,7 @@ def _everything(ranks: Ranks, jobs: list[tuple[str, RunConfig, str | None]]) -> 
     return every
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bf16", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_in_the_memory_engine_with_the_bits_of_plain_local_steps(tmp_path: Path, bf16: bool) -> None:
     """Clipped, accumulated, evaluated, saved and resumed between outer steps, each rank with its own state. In bf16
     the engine has masters, which plain training has not, so there it is compared with itself."""

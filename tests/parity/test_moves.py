@@ -120,7 +120,7 @@ def test_shared_buckets(tmp_path: Path) -> None:
     all_equal(moved(tmp_path / "bf16", shared(2, **BF16), shared(2, stage=1, **BF16)))
 
 
-@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow), rarely(6)])
+@pytest.mark.parametrize("ranks", [3, rarely(4), rarely(6)])
 def test_to_several_ranks_and_back(ranks: int, tmp_path: Path) -> None:
     """Ranks that share buckets go on with the bits of one process that accumulates, and it goes on with theirs."""
     alone = run(accumulating(ranks), tmp_path / "alone", 5)

@@ -114,9 +114,9 @@ def settle_environment(ranks: Ranks, usable_cores: int) -> None:
 
     * each rank gets its part of the machine's cores, unless the user or the launcher has set it: two ranks that each
       start a thread per core run several times slower than two that share the cores;
-    * oneDNN, whose products in bf16 torch takes on CPUs, keeps 64 of its prepared kernels instead of 1,024: there is one
-      for each number of rows, and experts get another number at each step. A mixture of 80 M parameters took 1.4 GiB
-      more after 20 steps, with the same losses at the same speed;
+    * oneDNN, whose products in bf16 torch takes on CPUs, keeps 64 prepared kernels instead of 1,024: there is one for
+      each number of rows, and experts get another number at each step. A mixture of 80 M parameters took 1.4 GiB more
+      after 20 steps, with the same losses at the same speed;
     * torch's C++ logs errors only: in plain training it would warn that every parameter was used;
     * the settings of `accelerate launch` are dropped: only ranks come from the launcher, all else from the config
       (with `--cpu` Accelerate would wrap a model that ZeRO has already split);
