@@ -104,7 +104,7 @@ class Job:
             self.poll()
             time.sleep(0.05)
 
-    def wait(self, timeout_s: float = 180.0) -> Result:
+    def wait(self, timeout_s: float = 400.0) -> Result:
         """Its end; AssertionError, with the Python stacks of a job of the server, if that is not in sight in time."""
         deadline_s = (before_s := time.monotonic()) + timeout_s
         while (code := self.poll()) is None:
@@ -202,7 +202,7 @@ def _outputs(folder: Path) -> tuple[Path, Path]:
     return own / "out", own / "err"
 
 
-def run(command: Sequence[str], folder: Path, timeout_s: float = 180.0, **variables: str) -> Result:
+def run(command: Sequence[str], folder: Path, timeout_s: float = 400.0, **variables: str) -> Result:
     """A program, to its end."""
     return started(command, folder, **variables).wait(timeout_s)
 

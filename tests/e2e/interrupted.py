@@ -32,7 +32,7 @@ def start(server: Server, num_ranks: int, config: Path, *overrides: str) -> Job:
     return server.start(num_ranks, ["--config", str(config), *overrides], config.parent)
 
 
-def until(true: Callable[[], object], job: Job, what: str, timeout_s: float = 60.0) -> None:
+def until(true: Callable[[], object], job: Job, what: str, timeout_s: float = 240.0) -> None:
     """Wait until something is true of a job that is running."""
     deadline_s = time.monotonic() + timeout_s
     while not true():

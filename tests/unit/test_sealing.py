@@ -176,7 +176,7 @@ def test_a_full_disk_where_there_is_a_best_checkpoint(where: str, ranks: int, ev
     """All ranks go on, to the best of those that are saved, or without one."""
     data = {"max_length": 24, "eval_fraction": 0.1}
     config = config_in(tmp_path, data=data, save_steps=every, ddp_timeout=20, **{**BEST, "eval_steps": every})
-    newest = run_counted(ranks, evaluated, config, where, timeout_s=60.0)
+    newest = run_counted(ranks, evaluated, config, where, timeout_s=300.0)
     assert newest == ("" if every == STEPS else f"checkpoint-{SAVE}")
 
 

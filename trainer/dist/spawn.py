@@ -92,7 +92,7 @@ def _rank(
     settle_environment(ranks, len(os.sched_getaffinity(0)))
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     quiet_libraries()
-    with process_group(from_environment(), 120, single=deepspeed):
+    with process_group(from_environment(), 300, single=deepspeed):
         result = work(ranks, *args)
         if ranks.is_first:
             torch.save(result, folder / "result")
