@@ -141,7 +141,9 @@ def show(arguments: argparse.Namespace) -> None:
         of_units = {unit.name: each for each in plans for unit in each.facts.units}
         if arguments.explain not in of_units:
             raise ConfigError(f"--explain {arguments.explain}: no such unit; the units are {', '.join(of_units)}")
-        print(f"\n{of_units[arguments.explain].explain(arguments.explain)}")
+        of_plan = of_units[arguments.explain]
+        unit = next(unit for unit in of_plan.facts.units if unit.name == arguments.explain)
+        print("", of_plan.explain(arguments.explain), *full_report.launched(unit), sep="\n")
     if arguments.deepspeed:
         print(f"\n{json.dumps(deepspeed.ds_config(plan), indent=1)}")
     if arguments.json:

@@ -126,6 +126,7 @@ class Unit:
     quantised: int = 0
     quantised_bytes: int = 0
     launches: int = 0  # operators of one forward that a device is given one by one; 0: not counted
+    launches_back: int = 0  # of one backward; 0: not counted, and about twice as many
 
     def __post_init__(self) -> None:
         assert 0 <= self.num_trainable <= self.num_params, self

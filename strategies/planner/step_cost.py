@@ -5,7 +5,7 @@ Backward takes twice the forward, less the gradients of frozen weights, plus wha
 Hugging Face's checkpointing; else as counted, see ``activation_policy.py``). A unit's part of the operations is its
 part of the weights that matrix products read: all but the embedding's, and a tied table counts for the head.
 Attention's own products are distributed likewise. A device that is given operators one by one cannot be faster than
-the host launches them, in backward about twice as many as in forward.
+the host launches them, forward's and backward's as counted (of a backward that could not be, twice as many).
 
 An update on the device is bound by its memory: weight, gradient and moments, 7 fp32 numbers per parameter read or
 written; or by launching its kernels, a few for each stretch in mixed precision. An update on the host touches 32 bytes
@@ -201,17 +201,22 @@ def unit_seconds(facts: Facts, rates: Rates) -> list[tuple[float, float]]:
                 twice += repeated - there  # forward is added whole below
             elif once_summed and unit.again == by_policy(unit, FULL).again != NO_WORK:
                 twice += repeated
-        launched = launch_seconds(facts, unit, rates)
-        once, twice = max(once, launched), max(twice, 2 * launched)
+        launched, again = launch_seconds(facts, unit, rates)
+        once, twice = max(once, launched), max(twice, again)
         forward, backward = facts.unit_times.of(unit.kind) if facts.unit_times else (once, twice)
         whole = forward if run.recomputes and unit.kind is UnitKind.BLOCK else 0.0
         found.append((forward, backward + whole + rates.seconds(unit.again, facts.run.precision)))
     return found
 
 
-def launch_seconds(facts: Facts, unit: Unit, rates: Rates) -> float:
-    """Of the host, to launch one forward of ``unit`` operator by operator; the CPU computes in the calls themselves."""
-    return unit.launches * rates.launch_s * facts.machine.has_accelerator
+def launch_seconds(facts: Facts, unit: Unit, rates: Rates) -> tuple[float, float]:
+    """Of the host, to launch forward and backward of ``unit`` operator by operator; the CPU computes in the calls
+    themselves. What a block repeats of its forward is left out.
+    """
+    each, backward = rates.launch_s * facts.machine.has_accelerator, unit.launches_back or 2 * unit.launches
+    if unit.launches_back and facts.run.recomputes and unit.kind is UnitKind.BLOCK:
+        backward -= unit.launches
+    return unit.launches * each, backward * each
 
 
 def unit_flops(facts: Facts) -> list[float]:

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic_core import to_jsonable_python
 
 from strategies.core.ahead import beside_bytes, waiting
-from strategies.core.facts import UnitKind
+from strategies.core.facts import Unit, UnitKind
 from strategies.core.on_disk import disk_bytes
 from strategies.core.plan import NONE, Home, Keep, Kind, Plan
 from strategies.core.sizes import human
@@ -89,13 +89,20 @@ def launch_lines(plan: Plan) -> Iterator[str]:
     if rates is None or facts.unit_times is not None:
         return
     for unit, flops in zip(facts.units, unit_flops(facts), strict=True):
-        launched, computed = launch_seconds(facts, unit, rates), flops / rates.gemm_flops(facts.run.precision)
+        launched, computed = launch_seconds(facts, unit, rates)[0], flops / rates.gemm_flops(facts.run.precision)
         if unit.kind is UnitKind.BLOCK and launched > computed:
             yield (
                 f"{unit.launches} operators of {unit.name}: launched in {launched * 1e3:.3g} ms, computed in "
                 f"{computed * 1e3:.3g} ms; a larger micro-batch costs little, and training.torch_compile launches fewer"
             )
             return
+
+
+def launched(unit: Unit) -> Iterator[str]:
+    """How many operators of it a device is given one by one, if they were counted."""
+    if unit.launches:
+        backward = unit.launches_back or "not counted"
+        yield f"operators of a micro-batch that are launched one by one: forward {unit.launches}, backward {backward}"
 
 
 def moment_lines(plan: Plan) -> Iterator[str]:

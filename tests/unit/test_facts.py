@@ -103,7 +103,7 @@ def test_units_hold_every_parameter_once(name: str, tied: bool) -> None:
 
 def bare(units: Iterable[Unit]) -> tuple[Unit, ...]:
     """Without operators, and what is counted in backward, which ``tests/memory/test_temporaries.py`` measures."""
-    return tuple(replace(unit, temporaries=None, in_chunks=None, launches=0) for unit in units)
+    return tuple(replace(unit, temporaries=None, in_chunks=None, launches=0, launches_back=0) for unit in units)
 
 
 # Saved bytes

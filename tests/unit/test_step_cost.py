@@ -224,6 +224,10 @@ def test_a_device_is_no_faster_than_the_host_launches_its_operators() -> None:
         assert sum(map(sum, unit_seconds(about, rates))) == pytest.approx(seconds)
         text = full_report.text(replace(plan, facts=about), None)
         assert ("20 operators of layers.0: launched in 2e+03 ms, computed in 1e+03 ms; a larger" in text) == said
+        counted = replace(about, units=tuple(replace(unit, launches_back=3 * unit.launches) for unit in units))
+        assert sum(map(sum, unit_seconds(counted, rates))) == pytest.approx(
+            5 + 10 + 4 * (1 + 4) if said else 15 + 4 * 0.7
+        )
         on_cpu = replace(about, machine=replace(about.machine, name="cpu"))
         assert sum(map(sum, unit_seconds(on_cpu, rates))) == pytest.approx(15.0)
 

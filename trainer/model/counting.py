@@ -146,6 +146,7 @@ class Counter(TorchDispatchMode):
         self.outputs = dict(outputs)
         self.temporaries: Mapping[str, Temporaries] = {}
         self.in_chunks: InChunks | None = None
+        self.launches_back: Mapping[str, int] = {}
         self.blocks = find_blocks(model)
         self._compiled = {name for name, block in self.blocks.items() if compiled(block) is not None}  # as one operator
         self._flop_of = {**flop_registry, **{op: shape_wrapper(formula) for op, formula in flop_formulas().items()}}
@@ -227,7 +228,7 @@ class Counter(TorchDispatchMode):
         formula = None if asks else self._flop_of.get(func.overloadpacket)
         flops = 0 if formula is None else formula(*args, **kwargs, out_val=out)
         self.flops += flops
-        touched = NO_WORK if asks else _touched(func, inputs, outputs)
+        touched = NO_WORK if asks else touched_by(func, inputs, outputs)
         if touched != NO_WORK and func.overloadpacket not in ALLOCATE:
             unit = self._running[-1] if self._running else self._outer_unit
             self._launches[unit] = self._launches.get(unit, 0) + 1
@@ -342,6 +343,7 @@ class Counter(TorchDispatchMode):
                 quantised=quantised[path],
                 quantised_bytes=stored[path],
                 launches=0 if path in self._compiled else self._launches.get(path, 0),
+                launches_back=0 if path in self._compiled else self.launches_back.get(path, 0),
             )
             for path, kind in kinds.items()
             if path in used or self.saved.get(path)
@@ -378,7 +380,8 @@ class Counter(TorchDispatchMode):
         return found
 
 
-def _touched(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Work:
+def touched_by(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Work:
+    """What an operator reads and writes; a view nothing."""
     read = {tensor.untyped_storage()._cdata for tensor in inputs}
     is_view = all(tensor.untyped_storage()._cdata in read for tensor in outputs)
     if is_view and not func._schema.is_mutable:

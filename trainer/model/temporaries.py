@@ -26,11 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from strategies.core.facts import InChunks, Temporaries
+from strategies.core.facts import NO_WORK, InChunks, Temporaries
 from strategies.engine.forward import chunked_loss
 from strategies.engine.tensors.nested import tensors_in
 from trainer.model.compiled import NotCompilable, as_graphs
-from trainer.model.counting import Counter
+from trainer.model.counting import ALLOCATE, Counter, touched_by
 from trainer.model.params import EMBEDDING, HEAD
 from trainer.model.stubs import find_alike, materialise, stubs
 
@@ -109,6 +109,7 @@ def _temporaries(counted: Counter, call: Call) -> dict[str, Temporaries]:
         within.enter_context(stubs(counted.model, like, counted.outputs.__getitem__))
         within.enter_context(live)
         _backward(live, call)
+    counted.launches_back = live.launched | {name: live.launched.get(other, 0) for name, other in like.items()}
     found, below = {}, 0
     for name in (EMBEDDING, *(name for name in counted.blocks if name not in like), HEAD):
         below += counted.saved.get(name, 0)
@@ -132,14 +133,22 @@ def _backward(live: _Live, call: Call) -> None:
     torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
 
+def _launches(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
+    """Whether a device is given a kernel for this call: not for views and memory without values."""
+    if func.overloadpacket in ALLOCATE:
+        return False
+    return touched_by(func, list(tensors_in((args, kwargs))), list(tensors_in(out))) != NO_WORK
+
+
 class _Live(TorchDispatchMode):
     """Follows the bytes that operators make. ``highest``: by unit, the most in forward, in backward, and there with the
-    unit's landed gradients.
+    unit's landed gradients; ``launched``: kernels in its backward.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.highest: dict[str, list[int]] = {}
+        self.launched: dict[str, int] = {}
         self._made: dict[int, weakref.ref[Any]] = {}
         self._bytes = self._landed = 0
         self._unit, self._outer, self._backward = EMBEDDING, EMBEDDING, False
@@ -148,6 +157,8 @@ class _Live(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.prim.device.default:
             return out
+        if self._backward and _launches(func, args, kwargs, out):
+            self.launched[self._unit] = self.launched.get(self._unit, 0) + 1
         new = [tensor.untyped_storage() for tensor in tensors_in(out)]
         new = [storage for storage in new if storage._cdata not in self._made]
         if new:
