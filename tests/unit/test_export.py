@@ -146,6 +146,18 @@ def adapters(base: Path, **options: Any) -> RunConfig:
     return run_config(None, model={"config": None, "name_or_path": str(base), "lora": LORA}, **options)
 
 
+def test_a_mask_belongs_to_the_model(tmp_path: Path) -> None:
+    """The probe has more tokens than the window: without the mask its logits are others, and the config says it."""
+    model = {"attention_mask": {"window": 4, "sink": 1}}
+    receipt = export(loop(built(**model)), _tokenizer(), run_config(model=model, output_dir=tmp_path))
+    assert receipt is not None and receipt.largest_difference < 1e-6
+    folder = tmp_path / "export"
+    assert json.loads((folder / "config.json").read_text())["trained_attention_mask"] == model["attention_mask"]
+    assert "Each token saw the last 4 tokens and the first 1 of its document" in (folder / "README.md").read_text()
+    (tmp_path / "other").mkdir()
+    assert "logits differ" in refused(tmp_path / "other" / "export", built(**model))
+
+
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     assert export(loop(built(), is_first=False), _tokenizer(), run_config(output_dir=tmp_path)) is None
     assert list(tmp_path.iterdir()) == []
