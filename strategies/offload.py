@@ -6,6 +6,7 @@ Arithmetic, for P parameters in bf16 with Adam; the table in ``strategies/core/l
     streamed    4 P on the device, 12 P on the host    the state comes and goes: 24 P per step, no work for the CPU
 Where weights travel, their 2 P on the device shrink to those in use or in flight, and come up twice per micro-batch.
 What of the 12 P of ``host`` has no room there may rest on the disk (``disk``), read and written once per step: 24 P.
+So may frozen weights that travel, which are read in forward and in backward and never written.
 With ``zero`` beside it, the ranks share the state in this engine: see ``strategies/engine/ranks/shares.py``.
 
 Invariant. Copies change no bits: weights equal plain training bit for bit in fp32. Gradients wait for the norm if
@@ -105,9 +106,9 @@ class Offload(Strategy):
     )
     disk: Annotated[str | list[str], AfterValidator(_check_folders)] | None = Field(
         default=None,
-        description="A folder on a local disk, for optimizer state that the CPU updates and the host has no room for: "
-        "in a file there that ends with the run. Or a list of folders on several drives, which have equal parts of it. "
-        "Goes with disk_memory.",
+        description="A folder on a local disk, for optimizer state that the CPU updates, and frozen weights, that the "
+        "host has no room for: in files there that end with the run. Or a list of folders on several drives, which "
+        "have equal parts of it. Goes with disk_memory.",
     )
     disk_memory: Annotated[str, AfterValidator(check_size)] | None = Field(
         default=None,
@@ -257,7 +258,7 @@ class Offload(Strategy):
         yield from memory_rows.of_units(facts, layout)
         reason = "only the excess is offloaded, unless offloading more is faster"
         if on_disk := disk_bytes(layout):
-            reason += f"; {human(on_disk)} of state rest on the disk ({', '.join(layout.disk)})"
+            reason += f"; {human(on_disk)} rest on the disk ({', '.join(layout.disk)})"
         if said := self.in_fewer_bits():
             reason += f"; not exact: {said}"
         if common_bytes(layout):
@@ -297,8 +298,9 @@ class Offload(Strategy):
             return
         if self.disk_memory is None:
             yield self._refusal("disk", "how much of it? Write strategies.offload.disk_memory: a size, beside it")
-        if self.site in ("device", "streamed"):
-            yield self._refusal("disk", f"is for state that the CPU updates, not site: {self.site}; write site: auto")
+        if self.site in ("device", "streamed") and not run.adapters:
+            is_for = "state that the CPU updates and a base of adapters"
+            yield self._refusal("disk", f"is for {is_for}, not site: {self.site}; write site: auto")
         if not self.weight_copies:
             yield self._refusal("disk", "has the masters that weight_copies: false rounds to fetch; leave that out")
 

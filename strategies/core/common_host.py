@@ -9,13 +9,13 @@ from strategies.core.layout import Bucket, Item, Layout, Site, aligned, rounded_
 def read_by_all(bucket: Bucket, layout: Layout) -> Item | None:
     """What all ranks read of each other's memory on the host to have the whole weight.
 
-    The copy of a weight that travels, unless it is a slot that many pass; of one that stays, and is updated on the
-    host, what the update leaves there. None: they get it over the network.
+    The copy of a weight that travels, unless it is a slot that many pass, or on the disk; of one that stays, and is
+    updated on the host, what the update leaves there. None: they get it over the network.
     """
     if not layout.common_host or bucket.ways == 1:
         return None
     if not bucket.resident:
-        return None if rounded_to_fetch(bucket, layout) else Item.COPY
+        return None if bucket.weight_on_disk or rounded_to_fetch(bucket, layout) else Item.COPY
     left = Item.PARKED if bucket.mixed else Item.MASTER
     return left if bucket.site is Site.HOST else None
 

@@ -8,7 +8,7 @@ Memory arithmetic, per element of a bucket in a compute dtype of ``e`` bytes, ``
 
     WEIGHT    e on the device; permanent, or at an address that it shares with weights that are there at other times
     COPY      e on the host, if the weight travels. In fp32 it is the master. Without ``keeps_copies``, in shared slots
-              if the master is on the host
+              if the master is on the host; and so if it is frozen and rests on the disk (``weight_on_disk``)
     GRAD      e on the device; permanent if gradients wait there for the update, else one of a few shared slots. None
               where a gradient goes down from the memory in which backward made it (``grad_direct``)
     PARKED    e on the host, if the update runs there or gradients wait there. In mixed precision the updated weight is
@@ -139,13 +139,21 @@ class Bucket:
     grad_split: bool = False  # they wait on the device, each rank's span alone; the whole gradient only passes a slot
     grad_direct: bool = False  # they go down from where backward made them, and backward waits for that; no slot
     grad_taken: bool = False  # it waits nowhere on the host: the CPU's update takes it in backward, from a slot
-    on_disk: bool = False  # its moments, and its masters in mixed precision, rest in a file; updated on the host
+    on_disk: bool = False  # moments, and masters in mixed precision, rest in a file; if frozen, the weight that travels
     updates_ahead: bool = False  # under backward, as if nothing were clipped (``core/ahead.py``)
     rounds: bool = False  # in bf16, its weight is its master, which the host's update rounds stochastically
 
     @property
     def resident(self) -> bool:
         return not self.resident_ticks
+
+    @property
+    def state_on_disk(self) -> bool:
+        return self.on_disk and self.site is not Site.NONE
+
+    @property
+    def weight_on_disk(self) -> bool:
+        return self.on_disk and self.site is Site.NONE  # it is frozen, and rests there if it travels
 
     @property
     def share(self) -> int:
@@ -202,7 +210,7 @@ class Layout:
     moments_as: MomentsAs = "fp32"
     grad_slots: int = 2  # for gradients on their way down, and for weights that are rounded on their way up
     visit_slots: int = 2  # for visiting state
-    window_slots: int = 3  # for state from the disk: one is read, one is updated, one is written
+    window_slots: int = 3  # for state from the disk: one is read, one is updated, one is written; and for weights
     window_elements: int = WINDOW_ELEMENTS  # of each of them
     keeps_copies: bool = True  # weights that travel rest on the host in the dtype of compute, even beside their masters
     common_host: bool = False  # the ranks are on one machine, and read weights out of each other's host memory
@@ -225,12 +233,14 @@ class Layout:
         return expanded_bytes(self.moments_as, self.moments, self.trained_spans, masters=rounds)
 
     def slots(self, item: Item) -> int:
+        if item is Item.COPY and self.disk:  # frozen weights, each on one drive, on their way up
+            return self.window_slots + len(self.disk) - 1
         return self.visit_slots if item is Item.VISIT else self.grad_slots
 
     @property
     def window_bytes(self) -> int:
         """Size of the WINDOW region; 0 if no state rests on the disk."""
-        held = [self.window_of(bucket) for bucket in self.buckets if bucket.on_disk]
+        held = [self.window_of(bucket) for bucket in self.buckets if bucket.state_on_disk]
         return min(self.window_slots, sum(n for n, _ in held)) * max((size for _, size in held), default=0)
 
     def window_of(self, bucket: Bucket) -> tuple[int, int]:
@@ -287,7 +297,8 @@ def needs(bucket: Bucket, layout: Layout) -> Iterator[Need]:
     own = weight // bucket.ways
     yield Need(name, Item.WEIGHT, Home.DEVICE, weight, passes=not bucket.resident)
     if not bucket.resident:
-        yield Need(name, Item.COPY, Home.HOST, own, passes=rounded_to_fetch(bucket, layout))
+        size = aligned(own, Home.HOST) if bucket.weight_on_disk else own  # it is read by whole pages
+        yield Need(name, Item.COPY, Home.HOST, size, passes=bucket.weight_on_disk or rounded_to_fetch(bucket, layout))
     if bucket.site is Site.NONE:
         return
     if not bucket.grad_direct:

@@ -1,7 +1,10 @@
-"""Where in the files of the disk tier, one on each drive, the state of each bucket is, and the size of those files.
+"""Where in the files of the disk tier the state of each bucket, or its frozen weight, is, and the size of those files.
 
 State rests there in pieces, of ``window_elements`` of a bucket's span and one of what is left: its masters, if it has
-any, then one moment after the other. Pieces pass the slots of the window in turn.
+any, then one moment after the other. Pieces pass the slots of the window in turn. Each drive has a part of each piece.
+
+A frozen weight that travels rests whole in a file of weights on one drive, so that it can be mapped: of several drives
+on the one that has the fewest bytes. It is read into a slot of COPY.
 """
 
 from __future__ import annotations
@@ -32,23 +35,53 @@ def pieces_on_disk(layout: Layout) -> Iterator[tuple[int, Piece]]:
     """Every piece, with the index of its bucket, in the order of the files."""
     number = end = 0
     for index, bucket in enumerate(layout.buckets):
-        for start in range(0, bucket.share if bucket.on_disk else 0, layout.window_elements):
+        for start in range(0, bucket.share if bucket.state_on_disk else 0, layout.window_elements):
             stop = min(start + layout.window_elements, bucket.share)
             yield index, Piece(start, stop, number % layout.window_slots, end)
             number += 1
             end += part_bytes(4 * (layout.moments + bucket.mixed) * (stop - start), len(layout.disk))
 
 
-def bytes_in_file(bucket: Bucket, layout: Layout) -> int:
-    """What each file has of the state of ``bucket``, if that is on the disk."""
+def weights_on_disk(layout: Layout) -> dict[int, tuple[int, int]]:
+    """The drive of each frozen weight that rests there, by the index of its bucket, and its offset in the file."""
+    found, ends = dict[int, tuple[int, int]](), [0] * len(layout.disk)
+    for index, bucket in enumerate(layout.buckets):
+        if bucket.weight_on_disk and not bucket.resident:
+            drive = ends.index(min(ends))
+            found[index] = drive, ends[drive]
+            ends[drive] += bytes_on_disk(bucket, layout)
+    return found
+
+
+def bytes_on_disk(bucket: Bucket, layout: Layout) -> int:
+    """What the files have of ``bucket``, if its state, or its frozen weight, is on the disk."""
+    if bucket.group is None:
+        return aligned(bucket.weight_bytes // bucket.ways, Home.HOST)
     numbers, drives = 4 * (layout.moments + bucket.mixed), len(layout.disk)
     whole, rest = divmod(bucket.share, layout.window_elements)
-    return whole * part_bytes(numbers * layout.window_elements, drives) + part_bytes(numbers * rest, drives)
+    return drives * (whole * part_bytes(numbers * layout.window_elements, drives) + part_bytes(numbers * rest, drives))
+
+
+def read_bytes(bucket: Bucket) -> int:
+    """What one rank reads of a weight on the disk, each time that it is fetched; 0: it is not there."""
+    return bucket.weight_on_disk * (bucket.weight_bytes // bucket.ways)
+
+
+def state_file_bytes(layout: Layout) -> int:
+    """The size of each file of state."""
+    total = sum(bytes_on_disk(bucket, layout) for bucket in layout.buckets if bucket.state_on_disk)
+    return total // max(1, len(layout.disk))
+
+
+def weight_file_bytes(layout: Layout) -> int:
+    """The size of each file of weights."""
+    places = weights_on_disk(layout).items()
+    return max((start + bytes_on_disk(layout.buckets[index], layout) for index, (_, start) in places), default=0)
 
 
 def file_bytes(layout: Layout) -> int:
-    """The size of each file."""
-    return sum(bytes_in_file(bucket, layout) for bucket in layout.buckets if bucket.on_disk)
+    """The size of both files of a drive."""
+    return state_file_bytes(layout) + weight_file_bytes(layout)
 
 
 def disk_bytes(layout: Layout) -> int:

@@ -130,18 +130,18 @@ def _choices(bucket: Bucket, layout: Layout) -> Iterator[str]:
     once = layout.in_backward and (bucket.grad_home is Home.DEVICE or layout.accumulation == 1)
     if bucket.grad_taken and not (once and bucket.site is Site.HOST and bucket.ways == 1 and not bucket.mixed):
         yield "only the CPU's update in backward, by one rank, of a weight that is its own master takes a gradient"
-    if bucket.on_disk and not (bucket.site is Site.HOST and bucket.state_bytes(layout.moments)):
-        yield "only state that is updated on the host rests on the disk"
+    if bucket.state_on_disk and not (bucket.site is Site.HOST and bucket.state_bytes(layout.moments)):
+        yield "only state that is updated on the host, and frozen weights, rest on the disk"
     if layout.moments_as != "fp32" and not (bucket.site in (Site.NONE, Site.HOST) and bucket.ways == 1):
         yield f"only moments of one rank that are updated on the host rest in {layout.moments_as}"
     if bucket.updates_ahead and not may_update_ahead(bucket, layout):
         yield "is updated ahead of the norm, which it cannot be"
-    if layout.moments_as != "fp32" and bucket.on_disk:
+    if layout.moments_as != "fp32" and bucket.state_on_disk:
         yield f"state on the disk rests in fp32, not in {layout.moments_as}"
     if bucket.rounds and not (bucket.dtype == "bfloat16" and layout.moments_as != "fp32" and bucket.group is not None):
         yield "only what is trained in bf16, with moments that do not rest in fp32, has its weight as its master"
     if bucket.on_disk and not (layout.disk and layout.keeps_copies):
-        yield "state rests on the disk, and there is no folder, or weights are rounded from their masters to be fetched"
+        yield "rests on the disk, and there is no folder, or weights are rounded from their masters to be fetched"
 
 
 def _residency(bucket: Bucket, layout: Layout) -> Iterator[str]:

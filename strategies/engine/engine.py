@@ -24,11 +24,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from strategies.core.layout import Addresses, Item, Layout
-from strategies.core.on_disk import disk_bytes
+from strategies.core.on_disk import state_file_bytes, weight_file_bytes
 from strategies.engine.buckets.bucket_state import BucketOf, BucketState, Pending, find_overlapping
 from strategies.engine.buckets.jobs import Change, Job, Scale
 from strategies.engine.memory.arena import Arena
 from strategies.engine.memory.disk_state import DiskState
+from strategies.engine.memory.disk_weights import DiskWeights
 from strategies.engine.module_hooks import ModuleHooks, Scope, find_scopes, unseen
 from strategies.engine.prefetch import Prefetch
 from strategies.engine.ranks.shares import ranks_of
@@ -73,14 +74,15 @@ class Engine(Copied):
         self.groups = groups
         self.ranks = ranks_of(group, model, layout, transfer, device, two_level, beside=beside)
         self.arena = Arena(addresses, device, self.ranks.common)
-        self.disk = DiskState(layout, self.arena) if disk_bytes(layout) else None
+        self.disk = DiskState(layout, self.arena) if state_file_bytes(layout) else None
+        self.disk_weights = DiskWeights(layout, self.arena, transfer) if weight_file_bytes(layout) else None
         self.buckets = list(self._make_buckets(model))
         self.ranks.connect(self.buckets, self.arena)
         self.arena.pin()
         find_overlapping(self.buckets, self.arena)
         self.bucket_of = BucketOf({id(p): (bucket, i) for bucket in self.buckets for i, p in enumerate(bucket.params)})
         self._offloads = not all(bucket.spec.resident for bucket in self.buckets)
-        self.residency = Residency(self.ranks, transfer, debug=debug)
+        self.residency = Residency(self.ranks, transfer, self.disk_weights, debug=debug)
         scopes = find_scopes(model, self.bucket_of)
         self.hooks = ModuleHooks(
             scopes,
@@ -122,9 +124,16 @@ class Engine(Copied):
             members = [params[name] for name in spec.params]
             nan = nans[members[0].dtype]
             rank, on_disk = self.ranks.rank, () if self.disk is None else self.disk.stretches.get(index, ())
-            bucket = BucketState(spec, index, members, self.arena, nan, self.layout, fused, rank, on_disk)
+            resting = None if self.disk_weights is None else self.disk_weights.resting(index)
+            bucket = BucketState(spec, index, members, self.arena, nan, self.layout, fused, rank, on_disk, resting)
             bucket.take_in()
+            self.written(bucket)
             yield bucket
+
+    def written(self, bucket: BucketState) -> None:
+        """The host's copy has a weight of the model, or one from outside; it may be on the disk."""
+        if self.disk_weights is not None:
+            self.disk_weights.written(bucket.index)
 
     # --- forward -----------------------------------------------------------------------------------------------------
 

@@ -387,8 +387,9 @@ class StowOptimizer(torch.optim.Optimizer):
             self._room.use(None)
         self.engine.close()
         self.access.release()
-        if self.engine.disk is not None:  # last: weights may be rounded from masters that are there
-            self.engine.disk.close()
+        for on_disk in (self.engine.disk, self.engine.disk_weights):
+            if on_disk is not None:  # last: weights may be rounded from masters that are there
+                on_disk.close()
         move_buffers(self._model, torch.device("cpu"))
         self._quantised.release()
         self._first_look.remove()

@@ -11,7 +11,10 @@ on all: so a bucket is due when the plan says so, however far the worker is, and
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+import torch
 
 from strategies.engine.buckets.bucket_state import BucketState, Pending
 from strategies.engine.module_hooks import Scope
@@ -38,7 +41,8 @@ class Prefetch:
         self._entered.append(scope)
         later = range(self._at + 1, len(self._order))
         self._at = next((i for i in later if self._order[i] is scope), self._at)
-        self._start(self._order[self._at + 1 :], self._here)
+        after = self._order[::-1] if torch.is_grad_enabled() else self._order
+        self._start(self._order[self._at + 1 :], self._here, after)
 
     def begin_backward(self) -> None:
         """A backward begins, perhaps not the first since the last forward."""
@@ -53,7 +57,7 @@ class Prefetch:
 
     def in_backward(self) -> None:
         later = self._order[: max(self._at, 0)][::-1]
-        self._start([scope for scope in later if scope.saves_weights], self._here, backward=True)
+        self._start([scope for scope in later if scope.saves_weights], self._here, self._order, backward=True)
 
     def used(self) -> set[int]:
         """The buckets, by index, of the scopes of this forward."""
@@ -64,14 +68,22 @@ class Prefetch:
         return {bucket.index for scope in self._order[: self._at + 1] for bucket in scope.buckets}
 
     def in_step(self) -> None:
-        self._start(self._order, None)
+        self._start(self._order, None, ())
 
     @property
     def _here(self) -> Scope | None:
         return self._order[self._at] if 0 <= self._at < len(self._order) else None
 
-    def _start(self, scopes: Iterable[Scope], here: Scope | None, *, backward: bool = False) -> None:
-        """Start what ``scopes``, which come after ``here``, need, up to the first that cannot be started yet."""
+    def _start(
+        self, scopes: Sequence[Scope], here: Scope | None, after: Sequence[Scope], *, backward: bool = False
+    ) -> None:
+        """Start what ``scopes``, which come after ``here``, need, up to the first that cannot be started yet. What they
+        and those ``after`` them need of the disk is read ahead.
+        """
+        self._start_first(scopes, here, backward=backward)
+        self._residency.expect(bucket for scope in chain(scopes, after) for bucket in scope.buckets)
+
+    def _start_first(self, scopes: Iterable[Scope], here: Scope | None, *, backward: bool) -> None:
         ticks, sooner = 0, set[int]()
         for scope in scopes:
             ticks += here is not None and (here.is_block or scope.is_block)  # between blocks scopes share one tick

@@ -18,6 +18,9 @@ rounds the master into the place itself, which then is the copy again.
 after UP has read the weight of the bucket that had it before (``arrived``), and after DOWN (``stored``) or the worker,
 whose update was settled, has written the master. UP reads the slot after that.
 
+[Note: from the disk] A frozen weight that rests on the disk is read into a slot, ahead of its use as far as that was
+foreseen (``expect``), or now (``memory/disk_weights.py``); UP copies it from there.
+
 Refused: two buckets in use at the same time whose homes overlap.
 """
 
@@ -29,6 +32,7 @@ import torch
 from torch import Tensor
 
 from strategies.engine.buckets.bucket_state import BucketState, Pending
+from strategies.engine.memory.disk_weights import DiskWeights
 from strategies.engine.ranks.replicas import OneRank
 from strategies.engine.transfer.transfer import Lane, Transfer
 
@@ -36,8 +40,8 @@ from strategies.engine.transfer.transfer import Lane, Transfer
 class Residency:
     """Moves buckets in and out of their homes. ``debug``: fill a home with NaN first, and check what it holds."""
 
-    def __init__(self, ranks: OneRank, transfer: Transfer, *, debug: bool) -> None:
-        self._ranks, self._transfer, self._debug = ranks, transfer, debug
+    def __init__(self, ranks: OneRank, transfer: Transfer, disk: DiskWeights | None, *, debug: bool) -> None:
+        self._ranks, self._transfer, self._disk, self._debug = ranks, transfer, disk, debug
         self._slots: dict[int, BucketState] = {}  # by address of a slot that masters are rounded into: the last bucket
 
     def claim(self, bucket: BucketState) -> None:
@@ -60,12 +64,28 @@ class Residency:
         assert bucket.copy is not None and bucket.settled, f"{bucket.name} has nothing to fetch"
         self.claim(bucket)
         self.restore(bucket)
+        if bucket.slot is not bucket.copy:
+            self._bring_from_disk(bucket)
+            return
         if bucket.copy_passes:
             self._round_into_slot(bucket)
         elif bucket.given_up:
             self._bring_rounded(bucket)
             return
         self._bring(bucket, bucket.copy)
+
+    def _bring_from_disk(self, bucket: BucketState) -> None:
+        """See [Note: from the disk]."""
+        assert self._disk is not None and bucket.slot is not None
+        self._disk.bring_in(bucket.index)
+        self._transfer.wait(Lane.UP, self._transfer.record(Lane.HOST))
+        self._bring(bucket, bucket.slot)
+        self._disk.leaves(bucket.index, bucket.arrived)
+
+    def expect(self, buckets: Iterable[BucketState]) -> None:
+        """These will be fetched, in this order: what of them rests on the disk is read ahead."""
+        if self._disk is not None:
+            self._disk.expect(bucket.index for bucket in buckets if not bucket.present)
 
     def receive(self, bucket: BucketState, source: Tensor) -> None:
         """Copy updated weights from ``source`` on the host into the home of a resident bucket."""

@@ -168,7 +168,7 @@ def slot_numbers(layout: Layout) -> dict[tuple[str, Item], int]:
         for index, need in enumerate(pool.members):
             found[need.bucket, need.item] = first + index % pool.num_slots
         first += pool.num_slots
-    held = [bucket.name for bucket in layout.buckets if bucket.on_disk]
+    held = [bucket.name for bucket in layout.buckets if bucket.state_on_disk]
     # Pieces of a bucket pass the window one by one; here as if it had slots for whole ones: it is as busy then.
     found |= {(name, Item.WINDOW): first + index % layout.window_slots for index, name in enumerate(held)}
     return found

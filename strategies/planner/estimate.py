@@ -29,7 +29,8 @@ class _Load(NamedTuple):
     """What buckets at their places add to a step: seconds of the CPU's updates and the bytes of the host's memory that
     they touch; seconds of the device's updates; bytes of new weights, gradients (of one update) and state that cross
     the link, and of gradients that come up with state; all of one rank. ``exchanged`` and ``gathered``: bytes of
-    gradients, and of new weights, that it gets from the others over the network. ``disk_s`` are of the disk."""
+    gradients, and of new weights, that it gets from the others over the network. ``disk_s`` are of the disk for state,
+    ``read_s`` for weights."""
 
     cpu_s: float = 0.0
     touched: float = 0.0
@@ -41,6 +42,7 @@ class _Load(NamedTuple):
     exchanged: float = 0.0
     gathered: float = 0.0
     disk_s: float = 0.0
+    read_s: float = 0.0
 
 
 class Estimate:
@@ -55,7 +57,7 @@ class Estimate:
         self._sums = sums_slowdown(facts, self._rates, request.reduction)
         rates = self._rates
         read, write = rates.disk_bytes_per_s(max(1, len(request.disk)))
-        self._disk_s = (1 / read + 1 / write) / rates.disk_overlap
+        self._disk_s, self._read_s = (1 / read + 1 / write) / rates.disk_overlap, 1 / read
         self._hosted = sum(unit.hosted_bytes for unit in facts.units)
         self.load = cache(self._load_of)
 
@@ -70,7 +72,7 @@ class Estimate:
         whole, count, site = bucket.weight_bytes, bucket.share, place.site
         size = whole // bucket.ways
         if site is Site.NONE:
-            return _Load()
+            return _Load(read_s=2 * run.accumulation * place.on_disk * size * self._read_s)
         kind = self._request.moments_as
         on_host, goes_down = site is Site.HOST, place.grad_home is Home.HOST
         coming = whole if self._request.common_host and on_host else size
@@ -105,7 +107,7 @@ class Estimate:
             rising = coming + back_up + again_up
             exchanged = in_before + load.gathered
             copying, moved = self._copies(rising / up, going / down, rising + going, exchanged, load.exchanged)
-            return max(compute, _together(updating, (copying, moved), dram), load.disk_s)
+            return max(compute, _together(updating, (copying, moved), dram), load.disk_s + load.read_s)
         first = self._hosted  # saved by the pass under whose forward the updates run
         rising, falling = back_up + again_up, load.grads + saved - first
         computing = passes * backward + (passes - 1) * forward
@@ -119,7 +121,7 @@ class Estimate:
         leaving = load.state + first
         copies = self._copies(coming / up, leaving / down, coming + leaving, load.gathered)
         after = max(forward + load.kernel_s, _together(updating, copies, dram), load.disk_s)
-        return before + after
+        return max(before + after, load.disk_s + load.read_s)
 
     def _copies(
         self, up_s: float, down_s: float, num_bytes: float, exchanged: float, summed: float = 0

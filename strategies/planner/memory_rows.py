@@ -33,7 +33,7 @@ SHARED: Mapping[Item, tuple[str, str]] = {  # what belongs to no unit: its name 
     Item.WEIGHT: ("slots for weights", "weights in flight"),
     Item.GRAD: ("slots for gradients", "gradients going down, or to their owners"),
     Item.ARRIVAL: ("slots for arrivals", "gradients arriving"),
-    Item.COPY: ("slots for rounded weights", "weights on their way up"),
+    Item.COPY: ("slots for copies of weights", "weights on their way up, rounded or from the disk"),
     Item.VISIT: ("slots for state", "state passing through the device"),
     Item.AHEAD: ("state made ahead", "of updates under backward, before the norm is known"),
     Item.STEPS: ("counts", "one update count per parameter"),
@@ -73,6 +73,8 @@ def resting(bucket: Bucket, layout: Layout, kind: Kind) -> Resting:
     if kind is Kind.PARAM:
         if bucket.resident:
             return Resting(Home.DEVICE, size, "always present")
+        if bucket.weight_on_disk:
+            return Resting(Home.HOST, 0, "on the disk, read for use", ways)
         if rounded_to_fetch(bucket, layout):
             return Resting(Home.HOST, 0, "rounded from its master for use", ways)
         parks = parks_in_copy(bucket, layout)

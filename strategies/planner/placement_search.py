@@ -24,6 +24,7 @@ from strategies.core.protocol import MemoryRefusal, Refusal
 from strategies.core.sizes import human, written
 from strategies.planner.buckets import PARTS, block_bytes, capacity, typical_block_bytes
 from strategies.planner.least_memory import SAMPLE, Least, least_memory
+from strategies.planner.off_disk import off_disk
 from strategies.planner.places import OffloadRequest, Places
 from strategies.planner.site_search import CLOSE, SiteSearch, Timed
 from strategies.planner.updates_ahead import with_updates_ahead
@@ -74,7 +75,8 @@ class PlacementSearch:
         least = self._least_device
         if least is None or least.num_bytes[Home.DEVICE] > self._device_room:
             return self._least_host()
-        found = Timed(*self._search.ahead(least.layout), least.places, least.placement)
+        first = self._search.ahead(off_disk(least.layout, self._host_room))
+        found = Timed(*first, least.places, least.placement)
         budget = STEP * least.num_bytes[Home.DEVICE]
         while budget < self._device_room:
             found, budget = self._fastest(budget, found, BRIEF), STEP * budget

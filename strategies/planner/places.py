@@ -9,7 +9,8 @@ the one that moves the least to the one that moves the most:
 2. gradients of those buckets to the host; last units first.
 
 Where the host has no room for it, and there is a disk, state of blocks that the host updates rests there (``spilled``),
-from the last block on, which the next forward needs last: as little as is enough, since the disk is slower.
+from the last block on, which the next forward needs last, then frozen weights that may leave the device: as little as
+is enough, since the disk is slower.
 
 Host updates of blocks may be streamed instead: the state visits the device (from "Deep Optimizer States", arXiv
 2410.21316). A bucket whose state rests on the device keeps its weight there too, unless both are forced by options.
@@ -43,7 +44,7 @@ from strategies.core.layout import (
     uses,
 )
 from strategies.core.moments import MomentsAs
-from strategies.core.on_disk import bytes_in_file
+from strategies.core.on_disk import bytes_on_disk
 from strategies.planner.addresses import size_classes
 from strategies.planner.buckets import capacity, form, offloadable
 
@@ -51,7 +52,7 @@ from strategies.planner.buckets import capacity, form, offloadable
 class Place(NamedTuple):
     """Where a bucket's state rests, where its gradient waits, whether each rank then has its span of it alone,
     whether it goes there without a slot, whether an update in backward takes it there, and whether state that the host
-    updates rests on the disk."""
+    updates, or a frozen weight that leaves, rests on the disk."""
 
     site: Site
     grad_home: Home = Home.DEVICE
@@ -105,8 +106,8 @@ class OffloadRequest:
 
 class Sizes(NamedTuple):
     """Bytes of a placement: on the device of weights that may be offloaded (``weights``), the most of them that one
-    unit needs (``largest_unit``), and all else (``rest``); on the host while no weight is offloaded (``host``), and
-    what is added there if all are (``copies``), but for slots."""
+    unit needs (``largest_unit``), and all else (``rest``); on the host while no weight is offloaded (``host``,
+    with slots for those on the disk), and what is added there if all are (``copies``), but for slots."""
 
     weights: int
     largest_unit: int
@@ -121,8 +122,8 @@ class Sizes(NamedTuple):
 
 class _Cost(NamedTuple):
     """One bucket at one place: bytes that it holds all the time while its weight stays, ``copy`` bytes on the host that
-    are added if its weight leaves, what of it uses slots, in bytes, the elements that use scratch, and if its state is
-    on the disk, how many pieces of what size."""
+    are added if its weight leaves, what of it uses slots, in bytes, the elements that use scratch, if its state is on
+    the disk, how many pieces of what size, and if its weight may be there, the bytes of a slot for it."""
 
     device: int
     host: int
@@ -130,6 +131,7 @@ class _Cost(NamedTuple):
     passing: tuple[tuple[Item, int], ...]
     scratch: int
     window: tuple[int, int]
+    ring: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,12 +262,19 @@ class Places:
         """
         if not self._request.disk:
             return placement
-        may, left = list[int](), self._request.disk_bytes
+        rests = [
+            i
+            for i, at in enumerate(placement)
+            if at.site is Site.HOST or (self._is_frozen(i) and self.may_leave(i, at))
+        ]
+        sizes = {index: bytes_on_disk(self.buckets[index], self._empty) for index in rests}
+        # Weights are whole on one drive: the fullest has at most so much more than the others.
+        uneven = (len(self._request.disk) - 1) * max((sizes[i] for i in rests if self._is_frozen(i)), default=0)
+        may, left = list[int](), self._request.disk_bytes - uneven
         # Embedding and head last: where they have less than a piece of the window, its slots are as large as they are.
-        for index in sorted(range(len(placement)), key=lambda index: (index not in self._of_blocks, -index)):
-            size = len(self._request.disk) * bytes_in_file(self.buckets[index], self._empty)
-            if placement[index].site is Site.HOST and 0 < size <= left:
-                may, left = [*may, index], left - size
+        for index in sorted(rests, key=lambda index: (index not in self._of_blocks, self._is_frozen(index), -index)):
+            if 0 < sizes[index] <= left:
+                may, left = [*may, index], left - sizes[index]
 
         none = tuple(place._replace(on_disk=False) if place.on_disk else place for place in placement)
 
@@ -363,6 +372,9 @@ class Places:
             for unit in self.buckets[index].units:
                 units[unit] = units.get(unit, 0) + self._weights[index]
         weights = sum(self._weights[index] for index in leaving)
+        rings = Counter(self._costs(self._like[i], placement[i]).ring for i in leaving if placement[i].on_disk)
+        rings.pop(0, None)
+        host += sum(size * number for size, number in size_classes(rings, self._empty.slots(Item.COPY)))
         rest = device - weights + scratch_of([mixed]) + self._received
         copies = sum(self._costs(self._like[index], placement[index]).copy for index in leaving)
         return Sizes(weights, max(units.values(), default=0), rest, host, copies)
@@ -382,5 +394,6 @@ class Places:
             copy=away - host,
             passing=tuple((need.item, size) for need, size in stays if need.passes),
             scratch=bucket.share if bucket.mixed and place.site in ON_DEVICE else 0,
-            window=self._empty.window_of(bucket) if bucket.on_disk else (0, 0),
+            window=self._empty.window_of(bucket) if bucket.state_on_disk else (0, 0),
+            ring=sum(size for need, size in leaves if bucket.weight_on_disk and need.item is Item.COPY),
         )

@@ -96,7 +96,8 @@ class Weight:
     ``overlapping`` are the weights, by index, that are at the same addresses at other times. Of ``ways`` ranks each
     copies its part over its link, and gets the others' over the network; with ``common_host`` each copies all parts of
     what comes from the host. ``on_host``: there is a copy of it, which an update on the device writes too.
-    ``gradient_tick``: after which its gradient is complete; None: its last use.
+    ``gradient_tick``: after which its gradient is complete; None: its last use. ``disk_bytes`` of it rest on the disk,
+    and are read into ``disk_slot`` on the host for each reload.
     """
 
     name: str
@@ -108,6 +109,8 @@ class Weight:
     on_host: bool = False
     common_host: bool = False
     gradient_tick: int | None = None
+    disk_bytes: int = 0
+    disk_slot: int | None = None
 
     @property
     def gradient_at(self) -> int:
@@ -227,8 +230,12 @@ class Problem:
 
     @cached_property
     def reload_seconds(self) -> tuple[float, ...]:
-        """Seconds of each weight's copy to the device."""
-        return tuple(self.up_seconds(weight.reload_bytes) for weight in self.weights)
+        """Seconds of each weight's copy to the device, or of reading it from the disk, if that takes longer."""
+        return tuple(self.seconds_of(weight, weight.reload_bytes) for weight in self.weights)
+
+    def seconds_of(self, weight: Weight, num_bytes: int) -> float:
+        """The seconds of ``reload_seconds``, if so many bytes of ``weight`` go up."""
+        return max(self.up_seconds(num_bytes), weight.disk_bytes / self.shared.disk[0])
 
     @cached_property
     def compute_seconds(self) -> float:

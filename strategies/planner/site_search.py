@@ -28,6 +28,7 @@ from strategies.planner.addresses import place
 from strategies.planner.estimate import Estimate
 from strategies.planner.least_memory import fewest_copies
 from strategies.planner.lower_bound import bound_of
+from strategies.planner.off_disk import off_disk
 from strategies.planner.places import OffloadRequest, Place, Placement, Places, Sizes
 from strategies.planner.problem import Tick
 from strategies.planner.simulate import simulated_period
@@ -73,7 +74,9 @@ class SiteSearch:
     def __init__(self, facts: Facts, request: OffloadRequest, places: Places, host_room: int) -> None:
         self._facts, self._request, self.places, self._host_room = facts, request, places, host_room
         self._mixed, self.bound = Mixer(places).placement, cache(self._bound)
-        self._weights_alone: dict[tuple[int, ...], Alone] = {}  # by those that may leave
+        self._weights_alone: dict[
+            tuple[tuple[int, bool], ...], Alone
+        ] = {}  # by those that may leave, to the disk or not
 
     def worked_out(self, placement: Placement, device_room: int, searched: int = SEARCHED) -> Layout | None:
         """The layout of ``placement`` with as many weights offloaded as it takes; None if it does not fit."""
@@ -82,12 +85,12 @@ class SiteSearch:
         made = self._scheduled(placement, sizes, device_room, searched)
         surely = self._request.keeps_copies and sizes.host + sizes.copies <= self._host_room
         if made is None or surely or place(made).num_bytes(Home.HOST) <= self._host_room:
-            return made
+            return made if made is None else off_disk(made, self._host_room)
         some = fewest_copies(self.places.movable(placement), sizes.device - device_room) or []
         made = only_while_used(self.places.layout(placement), [weight.index for weight in some])
         needed = place(made)
         fits = needed.num_bytes(Home.HOST) <= self._host_room and needed.num_bytes(Home.DEVICE) <= device_room
-        return made if fits else None
+        return off_disk(made, self._host_room) if fits else None
 
     def timed(self, placement: Placement, device_room: int) -> Timed | None:
         """``worked_out``, simulated."""
@@ -188,7 +191,7 @@ class SiteSearch:
                 return made
         try:
             may_leave = places.offloadable(placement)
-            key = tuple(may_leave)
+            key = tuple((index, layout.buckets[index].weight_on_disk) for index in may_leave)
             known = self._weights_alone.get(key) or alone(self._facts, layout, may_leave)
             if not layout.common_host:  # there it depends on the sites as well
                 self._weights_alone[key] = known

@@ -34,6 +34,7 @@ from strategies.core.layout import (
     uses,
 )
 from strategies.core.moments import slower, touched_bytes
+from strategies.core.on_disk import read_bytes
 from strategies.core.plan import Plan
 from strategies.planner.activation_policy import FULL, by_policy
 from strategies.planner.addresses import slot_numbers, weight_packing
@@ -146,7 +147,11 @@ def problem_of(
                 bucket.ways,
                 on_host=not bucket.resident,
                 gradient_tick=gradient_tick(bucket, ticks_by_unit),
-                common_host=layout.common_host and bucket.ways > 1 and not rounded_to_fetch(bucket, layout),
+                common_host=layout.common_host
+                and bucket.ways > 1
+                and not (bucket.weight_on_disk or rounded_to_fetch(bucket, layout)),
+                disk_bytes=read_bytes(bucket),
+                disk_slot=slots.get((bucket.name, Item.COPY)) if bucket.weight_on_disk else None,
             )
             for index, bucket in enumerate(layout.buckets)
         ),

@@ -15,7 +15,7 @@ ahead       under backward the CPU makes an update as if the norm were small, on
             norm is known, what is left of that update is to round the master (``core/ahead.py``)
 weight      the new weight of a host update goes up; if the weight is away, its reload is that copy
 disk        state that rests there is read once the update is submitted and its slot in the window is free, and written
-            after the update; reads and writes are queues of their own
+            after the update; a frozen weight before each reload, once its slot is free. Reads and writes are queues
 visit       state comes up into one of a few slots, is updated, and goes down again
 return      a weight updated on the device goes down if it leaves at all
 exchange    of a bucket that ranks share: a reload, and a new weight, is followed by the other ranks' parts, unless it
@@ -282,6 +282,10 @@ class TaskBuilder:
             waits = (ended, on_host, self._slots.get(slot))
             on_host = self._on_cpu(f"round {info.name}", ROUND_NUMBERS * info.link_bytes, waits)
             on_host.priority = (*need, self._problem.rank[weight])
+        if info.disk_slot is not None:
+            slot = info.disk_slot
+            on_host = self._disk(f"read weight {info.name}", info.disk_bytes, 0, [self._slots.get(slot)])
+            on_host.priority = (*need, self._problem.rank[weight])
         after = (ended, self._reload, on_host, *leaving)
         due = weight in self._due  # an update here of this rank's part, which the others get afterwards
         size = info.link_bytes if due else info.reload_bytes
@@ -308,11 +312,11 @@ class TaskBuilder:
             self._due[weight] = waits
             return
         if info.update.disk_bytes:
-            waits.append(self._disk(weight, 0, (gradient, self._slots.get(info.update.window_slot))))
+            waits.append(self._state(weight, 0, (gradient, self._slots.get(info.update.window_slot))))
         task = self._task(Resource.CPU, f"update {info.name}", waits)
         self._occupy(info.update.parked_slot, task)
         if info.update.disk_bytes:
-            self._occupy(info.update.window_slot, self._disk(weight, 1, [task]))
+            self._occupy(info.update.window_slot, self._state(weight, 1, [task]))
         task.seconds, task.touched_bytes = info.update.seconds, info.update.touched_bytes
         task.priority = (self._at, info.uses[0], self._problem.rank[weight])
         self._weight[weight] = task
@@ -321,13 +325,17 @@ class TaskBuilder:
             sent.priority = (used_in + 1, info.uses[0], self._problem.rank[weight])
             self._gate.setdefault(weight, []).append(self._gather(info, sent))
 
-    def _disk(self, weight: int, writes: int, after: Iterable[Task | None]) -> Task:
+    def _state(self, weight: int, writes: int, after: Iterable[Task | None]) -> Task:
         """State is read from the disk, or written to it."""
-        info, update = self._problem.weights[weight], self._update(weight)
-        task = self._task(Resource.DISK, f"{'write' if writes else 'read'} state {info.name}", after)
-        task.num_bytes, task.stream = update.disk_bytes, writes
-        task.seconds = task.num_bytes / self._problem.shared.disk[writes]
+        info, label = self._problem.weights[weight], "write state" if writes else "read state"
+        task = self._disk(f"{label} {info.name}", self._update(weight).disk_bytes, writes, after)
         task.priority = (self._at, info.uses[0], self._problem.rank[weight])
+        return task
+
+    def _disk(self, label: str, num_bytes: int, writes: int, after: Iterable[Task | None]) -> Task:
+        task = self._task(Resource.DISK, label, after)
+        task.num_bytes, task.stream = num_bytes, writes
+        task.seconds = task.num_bytes / self._problem.shared.disk[writes]
         return task
 
     def _update_on_device(self, weight: int, number: int) -> None:

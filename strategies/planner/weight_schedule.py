@@ -32,6 +32,7 @@ from typing import TypeAlias
 
 from strategies.core.facts import Facts, Rates
 from strategies.core.layout import Layout, Range, aligned, ticks_of, uses
+from strategies.core.on_disk import read_bytes
 from strategies.planner.addresses import packed
 from strategies.planner.packing import Piece
 from strategies.planner.problem import Eviction, Gap, Problem, at_need, least_memory, need_order, present_ticks
@@ -169,7 +170,11 @@ def alone(facts: Facts, layout: Layout, indices: Collection[int]) -> Alone:
     few = replace(layout, buckets=tuple(layout.buckets[group[0]] for group in groups), accumulation=1)
     whole = problem_of(facts, few, facts.machine.rates or ASSUMED, updates=False)
     sizes = [sum(aligned(layout.buckets[index].weight_bytes) for index in group) for group in groups]
-    weights = tuple(replace(one, num_bytes=size) for one, size in zip(whole.weights, sizes, strict=True))
+    disk = [sum(read_bytes(layout.buckets[index]) for index in group) for group in groups]
+    weights = tuple(
+        replace(one, num_bytes=size, disk_bytes=read)
+        for one, size, read in zip(whole.weights, sizes, disk, strict=True)
+    )
     return replace(whole, weights=weights), groups
 
 
@@ -194,7 +199,7 @@ class _Search:
         self._problem, self._searched, self._evaluated = problem, searched, 0
         self._tried: set[Gaps] = set()
         self._best, self._cost, self._found = frozenset[Gap](), (inf, 0), tuple[Eviction, ...]()
-        self._up = [problem.up_seconds(weight.num_bytes) for weight in problem.weights]
+        self._up = [problem.seconds_of(weight, weight.num_bytes) for weight in problem.weights]
         self._index = {gap: index for index, gap in enumerate(problem.gaps)}
 
     def found(self) -> tuple[Eviction, ...]:

@@ -1,5 +1,5 @@
-"""Runs with optimizer state on the disk: one that is killed, or loses its file, goes on from its checkpoint to the same
-bits, and leaves nothing on the disk.
+"""Runs with optimizer state, or a frozen base, on the disk: one that is killed, or loses its file, goes on from its
+checkpoint to the same bits, and leaves nothing on the disk.
 """
 
 import os
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.commands import Job, Server, digest
+from tests.e2e.commands import MODEL, Job, Server, digest
 from tests.e2e.interrupted import checkpoints, config_in, ranks_of, start, until
 from tests.helpers.releases import needs_scratch
 
@@ -37,12 +37,14 @@ def config_of(
 
 
 def file_of(job: Job, disk: Path, *processes: int) -> Path:
-    """The file without a name, by way of the process that has it open: one of these, or any of the job's."""
-    for process in processes or [job.pid, *ranks_of(job)]:
-        for handle in Path(f"/proc/{process}/fd").iterdir():
-            if str(handle.readlink()).startswith(f"{disk}/") and handle.stat().st_size:
-                return handle
-    raise AssertionError("no rank has a file there")
+    """The largest file without a name, by way of the process that has it open: one of these, or any of the job's."""
+    handles = (
+        handle
+        for process in processes or [job.pid, *ranks_of(job)]
+        for handle in Path(f"/proc/{process}/fd").iterdir()
+        if str(handle.readlink()).startswith(f"{disk}/") and handle.stat().st_size
+    )
+    return max(handles, key=lambda handle: handle.stat().st_size)
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +108,33 @@ def test_two_ranks_have_a_file_each(host: str, zero: dict[str, Any], server: Ser
     assert ended.code == 14, ended.text
     assert [line for line in ended.err.splitlines() if "the disk tier" in line]
     found = server.run(2, config, "training.resume_from_checkpoint=auto").check()
+    assert len(found.lines("resuming from ")) == 1
+    assert digest(config.parent / "run" / "export") == digest(plain.parent / "run" / "export")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "host", "zero"), [(1, "900KiB", {}), (2, "1100KiB", {"zero": {"stage": 3}})], ids=["alone", "shares"]
+)
+def test_a_frozen_base(ranks: int, host: str, zero: dict[str, Any], server: Server, tmp_path: Path) -> None:
+    """The run loses its file, says so and ends; then it goes on with the bits of one without a disk, and exports."""
+    (disk := tmp_path / "disk").mkdir()
+    lora = "model.lora={r: 4, target_modules: all-linear, export: merged}"
+    usual: dict[str, Any] = {"model": MODEL | {"num_hidden_layers": 8}, "max_steps": 60, "max_grad_norm": 0.5}
+    plain = config_in(tmp_path / "plain", {"offload": {}} | zero, **usual)
+    server.run(ranks, plain, lora).check()
+    offload = {"weights": "streamed", "bucket_size": "16KiB", "host_memory": host}
+    offload |= {"disk": str(disk), "disk_memory": "10MiB"}
+    config = config_in(tmp_path / "one", {"offload": offload} | zero, save_steps=4, **usual)
+    job = start(server, ranks, config, lora)
+    until(lambda: 4 in checkpoints(config), job, "saved", 120.0)
+    frozen = "frozen weights, read in forward and in backward"
+    assert frozen in (config.parent / "run" / "plan.txt").read_text()
+    os.truncate(file_of(job, disk), 0)
+    ended = job.wait()
+    assert ended.code == 14, ended.text
+    assert [line for line in ended.err.splitlines() if "of frozen weights could not be read: " in line], ended.text
+    assert "Traceback" not in ended.text and list(disk.iterdir()) == []
+    found = server.run(ranks, config, lora, "training.resume_from_checkpoint=auto").check()
     assert len(found.lines("resuming from ")) == 1
     assert digest(config.parent / "run" / "export") == digest(plain.parent / "run" / "export")
 

@@ -360,7 +360,8 @@ def plan_of(
         ahead: all buckets are updated ahead of the norm that can be.
         moments_as: how moments rest; ``rounds``: weights in bf16 are their own masters.
         passing: gradients pass the host in slots.
-        disk: folders, where the state of all buckets rests that are updated on the host; two slots for it.
+        disk: folders, where the state of all buckets rests that are updated on the host, and frozen weights that
+            travel; two slots for each.
     """
     params = groups_of(model, groups)
     size = "auto"
@@ -397,7 +398,7 @@ def plan_of(
         {
             "grad_split": b.grad_split and split,
             "grad_direct": (b.site, b.grad_home) == (Site.HOST, Home.HOST) if direct else b.grad_direct,
-            "on_disk": bool(disk) and b.site is Site.HOST and b.state_bytes(moments) > 0,
+            "on_disk": bool(disk) and (b.site is Site.NONE or (b.site is Site.HOST and b.state_bytes(moments) > 0)),
             "resident_ticks": (),
             "rounds": rounds and b.group is not None,
             "grad_taken": b.name in taking

@@ -13,7 +13,11 @@ from peft import LoraConfig, get_peft_model
 from peft.optimizers import create_loraplus_optimizer
 from transformers.integrations.bitsandbytes import dequantize_bnb_weight
 
+from strategies.core.layout import Site
+from strategies.planner import site_search
+from strategies.planner.places import Placement, Places
 from tests.helpers.marks import rarely, some_rarely
+from tests.helpers.releases import needs_scratch
 from tests.helpers.tiny import LLAMA, run_config
 from trainer.config.sections import RunConfig
 from trainer.data.collate import Collator
@@ -135,6 +139,31 @@ def test_a_trainer_of_others(bits: str, base: Path) -> None:
     assert torch.equal(trainer.model(**probe).logits, before)
     kinds = {type(each).__name__ for each in trainer.model.parameters()}
     assert kinds == {"Parameter", {"nf4": "Params4bit", "int8": "Int8Params"}[bits]}
+
+
+@needs_scratch
+@pytest.mark.parametrize(("bits", "merge"), [("nf4", True), (None, False), rarely("int8", True)])
+def test_the_base_on_the_disk(
+    bits: str | None, merge: bool, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it that may leave the device; checkpoints, resumed ones and exports as without."""
+
+    def there(self: Places, placement: Placement, room: float) -> Placement:
+        frozen = (self.may_leave(index, at) and at.site is Site.NONE for index, at in enumerate(placement))
+        return tuple(at._replace(on_disk=is_so) for at, is_so in zip(placement, frozen, strict=True))
+
+    monkeypatch.setattr(Places, "_spilled", there)
+    monkeypatch.setattr(site_search, "off_disk", lambda layout, room: layout)
+    expected = trained(by_itself(config_of(base, bits)))
+    offload = {**TRAVELS, "disk": str(tmp_path), "disk_memory": "64MiB"}
+    lora = {**LORA, "export": "merged" if merge else "adapter"}
+    config = config_of(base, bits, lora, strategies={"offload": offload}, save_strategy="steps", save_steps=2)
+    trainer = ours(config)
+    there_is = {bucket.dtype for bucket in trainer.plan.layout.buckets if bucket.weight_on_disk and not bucket.resident}
+    assert there_is >= {"float32" if bits is None else "int8" if bits == "int8" else "uint8"}
+    assert unlike(expected, trained(trainer)) == []
+    assert export(trainer, _tokenizer(), config) is not None
+    assert unlike(expected, trained(ours(config), str(base / "run" / "checkpoint-2"))) == []
 
 
 KINDS: Mapping[str, tuple[str | None, Mapping[str, Any], Mapping[str, Any]]] = {

@@ -257,7 +257,7 @@ strategies: {zero: {stage: 3}, offload: {}}
             "scheduler.params.warmup_type": "logarithm",
             "run_name": "a variable of the shell",
             "zero_optimization.offload_param.device": "rests in host memory",
-            "zero_optimization.offload_param.nvme_path": "for optimizer state alone",
+            "zero_optimization.offload_param.nvme_path": "for optimizer state and a frozen base",
         },
     ),
     "trl through accelerate": (

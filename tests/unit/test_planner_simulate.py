@@ -518,3 +518,19 @@ def test_state_from_the_disk(slots: int, overlap: float, period: float, reads: A
         spots = {kind: [(a, b) for label, a, b in spans(found, DISK) if label.startswith(kind)] for kind in ("r", "w")}
         assert spots["r"] == reads
         assert [one for one in spots["w"] if one[0] > 0] == writes
+
+
+@pytest.mark.parametrize(("slots", "period"), [(1, 10.0), (2, 8.0)])
+def test_frozen_weights_from_the_disk(slots: int, period: float) -> None:
+    """Read at a byte per second for each of two reloads, ahead where the slot is free: of one slot when UP has read it.
+    What the disk takes is known to the search as well.
+    """
+    problem = two_blocks(link=Link(0.0, 4.0, 1e9))
+    weights = tuple(
+        replace(each, num_bytes=4, disk_bytes=4, disk_slot=at % slots) for at, each in enumerate(problem.weights)
+    )
+    problem = replace(problem, weights=weights, shared=Shared(disk=(1.0, 1.0)))
+    evictions = at_need(problem.gaps)
+    found = simulate(problem, evictions)
+    assert (len(evictions), found.least["disk"], round(found.period, 6)) == (2, 8.0, period)
+    assert reload_period(problem, evictions) == 14.0  # which knows no reading ahead

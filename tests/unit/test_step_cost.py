@@ -155,6 +155,37 @@ def test_ranks_of_a_machine_share_its_disks(ranks: int, drives: int) -> None:
         planned(about, site="host", disk=disk, **sizes | {"disk_memory": f"{32 * ranks}MiB"})
 
 
+def test_a_frozen_base_is_read_twice_per_pass() -> None:
+    """Of weights that leave; what has no room on the device and on the host."""
+    slow = replace(FAST, disk_read_bytes_per_s=1e6)
+    names = ("embedding", *(f"layers.{index}" for index in range(16)), "head")
+    params = [Param(f"{name}.base", name, BLOCK, "float32", None) for name in names]
+    params += [Param(f"{name}.adapter", name, 1024, "float32", 0) for name in names]
+    for accumulation in (1, 2):
+        about = facts_of(
+            *params,
+            machine=replace(GPU, rates=slow),
+            forward_flops=10**9,
+            max_grad_norm=0.0,
+            accumulation=accumulation,
+            adapters=True,
+        )
+        given = {"gpu_memory": "24MiB", "host_memory": "36MiB", "weights": "streamed", "site": "device"}
+        plan = planned(about, disk="/fast", disk_memory="64MiB", **given)
+        assert plan.layout is not None and plan.place is not None
+        there = [bucket for bucket in plan.layout.buckets if bucket.weight_on_disk and not bucket.resident]
+        assert sum(bucket.weight_bytes for bucket in there) == disk_bytes(plan.layout) >= 32 << 20
+        cost = plan_cost(plan)
+        assert cost is not None
+        ends = 2 * sum(b.weight_bytes for b in there[-3:])  # the last ones are there when backward begins
+        assert 0 <= 2 * disk_bytes(plan.layout) * accumulation / 1e6 - cost.seconds <= 2 * ends * accumulation / 1e6
+        (line,) = full_report.disk_lines(plan, cost)
+        assert "MiB of frozen weights, read in forward and in backward; read 0.001 GB/s (assumed" in line
+        assert "optimizer state" not in line and "written" not in line
+    with pytest.raises(MemoryRefusal):
+        planned(about, disk="/fast", disk_memory="1MiB", **given)
+
+
 def test_a_checkpoint_has_state_in_fp32_wherever_it_rests() -> None:
     """On the disk, which is not counted among the host's memory, or in fewer bits."""
     about = known(FAST, blocks=8)

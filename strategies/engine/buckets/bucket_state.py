@@ -64,8 +64,8 @@ class Pending(Enum):
 class BucketState:
     """Bucket ``spec``, number ``index`` of ``layout``, with flat views of ``arena``, None if the layout needs no such.
     ``weight`` and ``grad`` are of the whole bucket, the others of this rank's span, which is all unless ranks share it.
-    ``nan`` is a single one on the device; ``fused`` has ids of parameters of modules with a fused kernel. Of state that
-    is ``on_disk``, which has no other memory, these are the stretches.
+    ``nan`` is a single one on the device; ``fused`` has ids of parameters of modules with a fused kernel. ``on_disk``:
+    stretches of state that has no other memory; ``resting``: bytes of a weight that is there.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class BucketState:
         fused: Collection[int],
         rank: int,
         on_disk: Sequence[Stretch] = (),
+        resting: Tensor | None = None,
     ) -> None:
         def flat(item: Item, of: torch.dtype, numbers: int = 1) -> Tensor | None:
             region = arena.of(spec.name, item, of)
@@ -90,10 +91,10 @@ class BucketState:
         weight = flat(Item.WEIGHT, dtype)
         assert weight is not None, f"{spec.name} has no home"
         self.weight = weight
-        self.copy = flat(Item.COPY, dtype)
-        self.grad = flat(Item.GRAD, dtype)
+        self.slot = flat(Item.COPY, dtype)  # from which UP copies it
+        self.copy = self.slot if resting is None else resting.view(dtype)[: spec.share]
+        self.grad, self.arrival = flat(Item.GRAD, dtype), flat(Item.ARRIVAL, dtype)
         self.parked = self.copy if parks_in_copy(spec, layout) else flat(Item.PARKED, dtype)
-        self.arrival = flat(Item.ARRIVAL, dtype)
         self.master = flat(Item.MASTER, torch.float32 if spec.mixed else dtype)
         moments = flat(Item.MOMENTS, MOMENT_DTYPES[layout.moments_as], layout.moments)
         self.moments = [] if moments is None else list(moments.view(layout.moments, spec.share))
@@ -113,8 +114,7 @@ class BucketState:
         self.views = ParameterViews(spec.params, params, homes, nan, kernels, resident=spec.resident)
         self.grads = GradientState(spec.params)
         self.pieces = tuple(pieces_of(spec, rank))
-        # The copy is a slot that fetches round masters into, never the weight's resting place.
-        self.copy_passes = rounded_to_fetch(spec, layout)
+        self.copy_passes = rounded_to_fetch(spec, layout)  # the copy is a slot that fetches round masters into
         self.leads = leads(spec, layout)  # ticks ahead of its use that its weight may come, in forward and in backward
         self.sources: Sequence[Tensor] = ()  # of the whole weight, a span each; none: the others' come over the network
         self.overlapping: list[BucketState] = []  # buckets whose homes overlap this one's

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from strategies.core.facts import Home
 from strategies.core.layout import Item, Layout, aligned
-from strategies.core.on_disk import file_bytes, pieces_on_disk
+from strategies.core.on_disk import pieces_on_disk, state_file_bytes
 from strategies.engine.memory.arena import Arena
 from strategies.engine.memory.scratch_file import StripedFile
 from strategies.engine.memory.stretches import Stretch
@@ -55,10 +55,10 @@ class _Slot:
 
 
 class DiskState:
-    """The state of all buckets of ``layout`` that are on the disk. Raise ValueError if there cannot be such a file."""
+    """The state of ``layout`` that is on the disk. Raise ValueError if there cannot be such a file."""
 
     def __init__(self, layout: Layout, arena: Arena) -> None:
-        self._file = StripedFile(layout.disk, file_bytes(layout))
+        self._file = StripedFile(layout.disk, state_file_bytes(layout))
         self._issuing = threading.Lock()  # of what slots hold, and what threads are given; held for moments
         self._error: Exception | None = None
         self._closed = False
@@ -69,7 +69,7 @@ class DiskState:
         self._slots = [_Slot() for _ in range(layout.window_slots)]
         window = arena.of("", Item.WINDOW, torch.uint8)
         assert window is not None
-        size = max(layout.window_of(bucket)[1] for bucket in layout.buckets if bucket.on_disk)
+        size = max(layout.window_of(bucket)[1] for bucket in layout.buckets if bucket.state_on_disk)
         for number, (index, piece) in enumerate(pieces_on_disk(layout)):
             numbers, count = layout.moments + layout.buckets[index].mixed, piece.stop - piece.start
             memory = window[piece.slot * size :][: aligned(4 * numbers * count, Home.HOST)]

@@ -14,14 +14,17 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
 import psutil
+import torch
 from torch import Tensor
 
 from strategies.core.on_disk import part_bytes
@@ -31,6 +34,7 @@ MOST_BYTES = 64 << 20  # of one call; the system takes less than 2 GiB
 MOST_MOVES = 4  # that one drive is given at once, before others wait
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 ON_NETWORK = ("nfs", "cifs", "smb", "ceph", "lustre", "gpfs", "beegfs", "gluster", "afs", "9p", "fuse", "virtiofs")
+STATE = "optimizer state"
 NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
@@ -39,10 +43,10 @@ class DiskError(RuntimeError):
 
 
 class ScratchFile:
-    """``num_bytes`` in ``folder``, reserved. Raise ValueError, in one line, if it cannot be."""
+    """``num_bytes`` of ``what`` in ``folder``, reserved. Raise ValueError, in one line, if it cannot be."""
 
-    def __init__(self, folder: str | Path, num_bytes: int) -> None:
-        self._folder = Path(folder)
+    def __init__(self, folder: str | Path, num_bytes: int, what: str = STATE) -> None:
+        self._folder, self._what, self._num_bytes = Path(folder), what, num_bytes
         if said := unsuitable(self._folder):
             raise ValueError(said)
         try:
@@ -56,7 +60,7 @@ class ScratchFile:
             fcntl.fcntl(self._handle, fcntl.F_SETFL, flags | os.O_DIRECT)
         except OSError as error:
             self._file.close()
-            raise ValueError(_why(error, self._folder, num_bytes)) from None
+            raise ValueError(_why(error, self._folder, num_bytes, what)) from None
         self._reserved = self._blocks()  # 0 on file systems that promise space without giving it
 
     def _blocks(self) -> int:
@@ -69,7 +73,11 @@ class ScratchFile:
     def read(self, memory: Tensor, offset: int) -> None:
         """Fill ``memory``, bytes that begin and end at pages, from ``offset`` on."""
         self._move(os.preadv, "read", memory, offset)
-        if self._blocks() < self._reserved:  # after the read: a write beyond what is gone makes it read as zeros
+        self.refuse_lost(memory)  # after the read: a write beyond what is gone makes it read as zeros
+
+    def refuse_lost(self, memory: Tensor) -> None:
+        """Raise DiskError, which names ``memory``, if the file has no longer all of its space."""
+        if self._blocks() < self._reserved:
             raise self._lost(memory, "read", "some of the file's space was taken away")
 
     def write(self, memory: Tensor, offset: int) -> None:
@@ -90,8 +98,26 @@ class ScratchFile:
             left, offset = left[count:], offset + count
 
     def _lost(self, memory: Tensor, done: str, why: str | None) -> DiskError:
-        what = f"{human(memory.nbytes)} of optimizer state could not be {done}"
+        what = f"{human(memory.nbytes)} of {self._what} could not be {done}"
         return DiskError(f"the disk tier in {self._folder}: {what}: {why}")
+
+    @cached_property
+    def _mapping(self) -> mmap.mmap:
+        return mmap.mmap(self._handle, self._num_bytes)
+
+    def mapped(self) -> Tensor:
+        """Its bytes, which may be read and written, but not after the space was taken away: pages are the system's, and
+        memory that is short has none of them. The tensor keeps them when the file is closed.
+        """
+        return torch.frombuffer(self._mapping, dtype=torch.uint8)
+
+    def flush(self, memory: Tensor) -> None:
+        """What was written to ``memory``, of ``mapped``, is in the file, and takes no memory any more."""
+        try:
+            self._mapping.flush()
+        except OSError as error:
+            raise self._lost(memory, "written", error.strerror) from error
+        self._mapping.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
         self._file.close()
@@ -102,13 +128,13 @@ class StripedFile:
     divided evenly (``part_bytes``), and its parts move at the same time. Raise ValueError like ``ScratchFile``.
     """
 
-    def __init__(self, folders: Sequence[str | Path], num_bytes: int) -> None:
+    def __init__(self, folders: Sequence[str | Path], num_bytes: int, what: str = STATE) -> None:
         """``num_bytes`` are those of each file; offsets too are those in each."""
         self._threads = ThreadPoolExecutor(MOST_MOVES * len(folders), "stow-drive")
         self._files = list[ScratchFile]()
         for folder in folders:
             try:
-                self._files.append(ScratchFile(folder, num_bytes))
+                self._files.append(ScratchFile(folder, num_bytes, what))
             except ValueError as error:
                 self.close()
                 raise ValueError(f"{folder}: {error}" if len(folders) > 1 else str(error)) from None
@@ -118,6 +144,9 @@ class StripedFile:
 
     def write(self, memory: Tensor, offset: int) -> None:
         self._on_each(ScratchFile.write, memory, offset)
+
+    def on(self, drive: int) -> ScratchFile:
+        return self._files[drive]
 
     def _on_each(self, move: Callable[[ScratchFile, Tensor, int], None], memory: Tensor, offset: int) -> None:
         first, *others = zip(self._files, memory.split(part_bytes(memory.nbytes, len(self._files))), strict=False)
@@ -158,10 +187,10 @@ def file_system(folder: Path) -> str:
     return max(mounted, key=lambda each: len(Path(each.mountpoint).parts)).fstype if mounted else ""
 
 
-def _why(error: OSError, folder: Path, num_bytes: int) -> str:
+def _why(error: OSError, folder: Path, num_bytes: int, what: str) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         free = human(os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize)
-        return f"{human(num_bytes)} of optimizer state are to be there, and {free} are free ({error.strerror})"
+        return f"{human(num_bytes)} of {what} are to be there, and {free} are free ({error.strerror})"
     if error.errno in NO_DIRECT:
         return f"its file system ({file_system(folder)}) has no O_DIRECT; name a folder on a local disk"
     return f"{human(num_bytes)} cannot be reserved there: {error.strerror}"

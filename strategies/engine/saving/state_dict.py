@@ -76,12 +76,13 @@ class StateAccess(Copied):
         self._keep(tuple(self.out))
 
     def release(self) -> None:
-        """Give every parameter ordinary memory on the CPU, and remove all hooks."""
+        """Give every parameter ordinary memory on the CPU, or its view of the disk, and remove all hooks."""
         self._referred.clear()
         for bucket in self.engine.buckets:
             for index, param in enumerate(bucket.params):
                 del param._keeper  # type: ignore[attr-defined]
-                bucket.views.lend(index, self.engine.newest(bucket, index).to("cpu", copy=True), nn.Parameter)
+                value, stays = self.engine.newest(bucket, index), bucket.copy is not bucket.slot
+                bucket.views.lend(index, value if stays else value.to("cpu", copy=True), nn.Parameter)
         for handle in self._handles:
             handle.remove()
 
@@ -96,6 +97,8 @@ class StateAccess(Copied):
         self.engine.refuse_partly_updated()
         bucket, index = self.engine.bucket_of[id(param)]
         self.engine.settle(bucket)
+        if self.engine.disk_weights is not None:
+            self.engine.disk_weights.refuse_lost(bucket.index)
         self.engine.transfer.host_wait(bucket.stored, bucket.arrived)
         return bucket, index
 
@@ -109,6 +112,7 @@ class StateAccess(Copied):
         copy = None if bucket.given_up else bucket.copy  # if it is, the gradient stays, and the master is the weight
         if copy is not None:
             bucket.fill(copy, {index: value.reshape(-1)})
+            self.engine.written(bucket)
         if master:
             bucket.fill_masters({index: value.reshape(-1)})
         if bucket.present and bucket.part(bucket.weight, index).data_ptr() != value.data_ptr():

@@ -75,7 +75,7 @@ def _scheduler(given: Given, draft: Draft) -> dict[str, Any] | str:
 
 def _offload(given: Given, draft: Draft) -> dict[str, Any]:
     what: Any = {} if given.value in ("cpu", "nvme", True) else None
-    lost = "rests in host memory; of optimizer state a part may rest in strategies.offload.disk"
+    lost = "rests in host memory; of optimizer state and a frozen base a part may rest in strategies.offload.disk"
     return {"strategies.offload": what, LOST: lost if given.value == "nvme" else None}
 
 
