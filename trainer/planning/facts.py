@@ -289,7 +289,7 @@ def _counted_forward(model: Any, call: Callable[[], Any], shape: tuple[int, int]
     except NotCompilable as error:
         raise ConfigError(f"training.torch_compile: a block of this model cannot be compiled whole: {error}") from None
     except NotImplementedError as error:  # of a mask or an attention that this model has not
-        raise ConfigError(f"model: {first_line(error)}") from None
+        raise ConfigError(f"model: {first_line(error).removeprefix('NotImplementedError: ')}") from None
     except (RuntimeError, IndexError) as error:
         what = f"{first_line(error)}; has it so many positions? data.max_length says how many tokens a row has"
         raise ConfigError(f"model: its forward fails on {shape[0]} x {shape[1]} tokens: {what}") from None
