@@ -179,6 +179,9 @@ def test_the_export_says_its_mask() -> None:
     config = causal("llama", **SIZES).config
     attention.write_down(section, config)
     assert type(config).from_dict(config.to_dict()).trained_attention_mask == {"window": 4, "sink": 1}
+    assert attention.trained_otherwise(section, config) is None
+    line = attention.trained_otherwise(run_config().model, config)
+    assert line == 'model.attention_mask = null: None was trained with {"window": 4, "sink": 1}'
     attention.write_down(run_config().model, config)
     assert config.trained_attention_mask is None, "trained further without"
     assert "the last 4 tokens and the first 1 of its document" in attention.sentence(section)

@@ -6,6 +6,7 @@ Names are Transformers' (``attn_implementation``), and ``sdpa_varlen``, which it
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,14 @@ def write_down(section: ModelSection, hf_config: PretrainedConfig) -> None:
     trained = section.attention_mask and section.attention_mask.model_dump()
     if trained or hasattr(hf_config, "trained_attention_mask"):
         hf_config.trained_attention_mask = trained
+
+
+def trained_otherwise(section: ModelSection, hf_config: PretrainedConfig) -> str | None:
+    """A line about a model that was trained with another mask than the configured one."""
+    now = section.attention_mask and section.attention_mask.model_dump()
+    if (before := getattr(hf_config, "trained_attention_mask", None)) in (None, now):
+        return None
+    return f"model.attention_mask = {json.dumps(now)}: {section.name_or_path} was trained with {json.dumps(before)}"
 
 
 def sentence(section: ModelSection) -> str:

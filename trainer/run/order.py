@@ -45,7 +45,7 @@ from trainer.errors import ConfigError, write_line, write_nothing
 from trainer.machine import block_timing
 from trainer.machine.probe import Machine, probe
 from trainer.machine.profiles import known_rates
-from trainer.model import build, mapped, parts, student
+from trainer.model import attention, build, mapped, parts, student
 from trainer.model.structured import config_of
 from trainer.planning import facts, positions
 from trainer.planning.fit import explained
@@ -122,9 +122,7 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
     run.lesson = teaching.check(config, ranks, tokenizer, prepared, plan, resumed)
     run.smaller = structured.check(config, ranks, prepared, plan, machine)
     # Only after the last refusal, so that a refused run leaves the checkpoints of an earlier one in place.
-    if aside := resuming.set_aside(config, ranks, resumed):
-        run.say(aside)
-    for line in resumed.said if resumed else ():
+    for line in filter(None, [resuming.set_aside(config, ranks, resumed), *(resumed.said if resumed else ())]):
         run.say(line)
     return run
 
@@ -194,7 +192,9 @@ def show_plan(run: Run, plans: Sequence[Plan], before: Sequence[str] = ()) -> No
     replace_file(run.folder / "plan.txt", text + "\n")
     replace_file(run.folder / "ds_config.json", json.dumps(deepspeed.ds_config(run.plan), indent=1))
     block_timing.store(run.folder, run.plan.facts)
-    remarks = [known_rates(run.machine).ignored, *positions.beyond(run.config, run.plan.facts.run.positions)]
+    other_mask = attention.trained_otherwise(run.config.model, config_of(run.config))
+    remarks = [known_rates(run.machine).ignored, other_mask]
+    remarks += positions.beyond(run.config, run.plan.facts.run.positions)
     for line in [*filter(None, remarks), f"\n{text}\n"]:
         write_line(line)
 
