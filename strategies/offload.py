@@ -333,7 +333,7 @@ class Offload(Strategy):
     def _refuses_passing(self, run: RunFacts) -> Iterator[Refusal]:
         beside, on_device = run.precision is Precision.BF16 and self.masters == "fp32", ("device", "streamed")
         cures = {
-            "is for updates in backward; write training.max_grad_norm: 0": not self._in_backward(run),
+            "is for update_in_backward: auto, training.max_grad_norm: 0, and not fp16": not self._in_backward(run),
             f"is for one rank, and there are {run.world_size}; write auto": run.world_size > 1,
             f"is for what the CPU updates, not site: {self.site}; write site: host": self.site in on_device,
             "is for weights that are their own masters; write masters: bf16 and moments: int8 beside it": beside,

@@ -183,9 +183,9 @@ class Places:
         self._sends_early = request.gradients in ("auto", "passing") and facts.run.accumulation == 1
         # Of several micro-batches, only what waits on the device passes the host once.
         self._may_send = request.gradients != "device" and (request.gradients != "passing" or self._sends_early)
-        # Slots for those of embedding and head would be as large as they are.
-        taken = (i for i in self._of_blocks if request.gradients == "passing" and not self.buckets[i].mixed)
-        self._taken = set(taken)
+        shared = Counter(unit for bucket in self.buckets for unit in bucket.units)  # come in turn
+        taken = [(i, self.buckets[i]) for i in self._of_blocks if request.gradients == "passing"]  # ends gain nothing
+        self._taken = {i for i, b in taken if not b.mixed and 1 in (len(b.units), max(shared[u] for u in b.units))}
         self.choices = [tuple(self._choices(index)) for index in range(len(self.buckets))]
         # One more than a block has, so that its backward does not wait for the gradients of the one before.
         passing = Counter(self.buckets[index].units[0] for index in self._sendable)

@@ -20,10 +20,11 @@ from strategies.engine.updating import updates
 from strategies.planner.addresses import slot_pools
 from strategies.report import full_report
 from tests.helpers.doubles import Delayed, RaceDetector
-from tests.helpers.engine import differences, plain, plan_of, planned, stowed
+from tests.helpers.engine import differences, groups_of, plain, plan_of, planned, stowed
 from tests.helpers.models import build, tokens
 from tests.helpers.moments import rounding_adamw
 from tests.helpers.sides import BATCHES, everything, train, unequal
+from tests.helpers.zoo import hub
 from tests.memory.test_engine import MODELS, model_of
 from trainer.planning.plan_for import plan_for
 
@@ -179,6 +180,15 @@ def test_bytes_per_parameter() -> None:
         assert (said in text) is (kind != "fp32")
         assert resident_after(plan, model) == pytest.approx(addresses.num_bytes(Home.HOST), rel=0.01), way
         assert ("expanded moments" in text) is (kind != "fp32") and ("scales of moments" in text) is (kind == "int8")
+
+
+def test_vectors_of_two_blocks_keep_no_slot_from_the_matrices_of_these_blocks() -> None:
+    """Those without weight decay are a bucket: half of its gradients have come when the others of a block do."""
+    model, ids = hub("t5"), torch.arange(16).view(2, 8)
+    batches = [{"input_ids": ids + step, "labels": ids + step} for step in range(3)]
+    way: dict[str, Any] = {"bucket_size": "4KiB", "site": "host", "weights": "streamed", "gradients": "passing"}
+    plan = plan_for(model, groups_of(model, 2), max_grad_norm=0.0, batch=(2, 8), **way)
+    assert differences(plain(hub("t5"), batches, groups=2), stowed(model, plan, batches, groups=2)) == []
 
 
 def resident_after(plan: Any, model: nn.Module) -> int:
