@@ -82,7 +82,9 @@ def check(config: RunConfig, model: PreTrainedModel) -> None:
     if name == VARLEN and not model._supports_flash_attn:
         what = f"{model.config.model_type} models may need more than where documents begin; leave it out"
         raise config.error(KEY, VARLEN, what)
-    if mask is not None and not (model._supports_flex_attn and model._supports_attention_backend):
+    if mask is not None and not (
+        model._supports_sdpa and model._supports_flex_attn and model._supports_attention_backend
+    ):
         raise ConfigError(
             f"model.attention_mask: {model.config.model_type} models take no masks of others; leave it out"
         )
