@@ -46,7 +46,6 @@ class DiskWeights:
 
     def __init__(self, layout: Layout, arena: Arena, transfer: Transfer) -> None:
         self._transfer = transfer
-        self._transfer = transfer
         self._file = StripedFile(layout.disk, weight_file_bytes(layout), "frozen weights")
         self._error: Exception | None = None
         slots = dict[int, _Slot]()  # by address
