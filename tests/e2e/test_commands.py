@@ -86,7 +86,7 @@ def test_attention_is_settled_before_the_plan(
 ) -> None:
     """By the run, and by its plan."""
     config = write_config(tmp_path, model={"attn_implementation": "auto"}, data={"packing": True})
-    line = "model.attn_implementation = auto: sdpa_varlen, which needs no mask for packed rows"
+    line = "model.attn_implementation = auto: sdpa_varlen, which needs no mask for every pair of tokens"
     found = server.start(1, ["--config", str(config)], tmp_path).wait().check()
     assert found.out.startswith(line) and found.out.count("attn_implementation") == 1
     assert "attn_implementation: sdpa_varlen" in (tmp_path / "run" / "config.yaml").read_text()

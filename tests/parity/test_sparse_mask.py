@@ -87,6 +87,7 @@ def test_it_is_a_softmax_over_what_is_named(
         assert worst(one.grad, other.grad) < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", [True, False])
 def test_flex_attention_has_the_same_mask(packing: bool) -> None:
     """Forward alone: torch has no backward of it on a CPU."""

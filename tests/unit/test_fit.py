@@ -91,6 +91,7 @@ def test_what_the_machine_has_is_kept() -> None:
     assert not any(row.refused for row in rows if row.ranks == 2)
 
 
+@pytest.mark.slow
 def test_state_in_fewer_bits_is_an_answer_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tried where all of it does not fit, until it does."""
     monkeypatch.setattr(fit, "MORE_RANKS", ())

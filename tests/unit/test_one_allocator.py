@@ -28,6 +28,10 @@ METHODS = {"pin_memory", "mmap", "new_empty", "new_zeros", "new_ones", "new_full
 ALLOWED: dict[str, dict[str, str]] = {
     "memory/accelerator.py": {"zeros": "one number, whose failure clears CUDA's last error"},
     "memory/common_host.py": {"frombuffer": "16 bytes that tell a rank's memory from any other file"},
+    "memory/scratch_file.py": {
+        "mmap": "views of frozen weights in the disk tier's file, whose pages are the system's: no memory of the plan",
+        "frombuffer": "likewise",
+    },
     "forward/activations.py": {"empty_strided": "a saved tensor that is back: counted as saved there"},
     "forward/chunked_loss.py": {
         "empty": "one number per token, the losses; and a tensor of none, which shows how many hold a storage",
