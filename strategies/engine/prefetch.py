@@ -41,7 +41,7 @@ class Prefetch:
         self._entered.append(scope)
         later = range(self._at + 1, len(self._order))
         self._at = next((i for i in later if self._order[i] is scope), self._at)
-        after = self._order[::-1] if torch.is_grad_enabled() else self._order
+        after = reversed(self._order) if torch.is_grad_enabled() else self._order
         self._start(self._order[self._at + 1 :], self._here, after)
 
     def begin_backward(self) -> None:
@@ -75,7 +75,7 @@ class Prefetch:
         return self._order[self._at] if 0 <= self._at < len(self._order) else None
 
     def _start(
-        self, scopes: Sequence[Scope], here: Scope | None, after: Sequence[Scope], *, backward: bool = False
+        self, scopes: Sequence[Scope], here: Scope | None, after: Iterable[Scope], *, backward: bool = False
     ) -> None:
         """Start what ``scopes``, which come after ``here``, need, up to the first that cannot be started yet. What they
         and those ``after`` them need of the disk is read ahead.

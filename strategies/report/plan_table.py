@@ -229,11 +229,8 @@ def _travels(some: Sequence[Bucket], layout: Layout) -> str:
     if some[0].resident:
         return "stay"
     forward, backward = zip(*(leads(bucket, layout) for bucket in some), strict=True)
-    ticks, turn, come = (
-        ticks_of(layout.units),
-        layout.num_ticks // 2,
-        "come" + " from the disk" * some[0].weight_on_disk,
-    )
+    ticks, turn = ticks_of(layout.units), layout.num_ticks // 2
+    come = "come" + " from the disk" * some[0].weight_on_disk
     if all(uses(bucket, ticks)[-1] < turn for bucket in some):
         return f"{come} {_numbers(forward)} ticks ahead in forward"
     return f"{come} {_numbers(forward)} ticks ahead in forward, {_numbers(backward)} in backward"

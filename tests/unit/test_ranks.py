@@ -7,6 +7,7 @@ ends.
 """
 
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from multiprocessing import util
@@ -19,8 +20,16 @@ import pytest
 from tests.helpers.releases import HIGHEST_STAGE
 from tests.helpers.tiny import LLAMA, run_config
 from trainer.config.sections import RunConfig
-from trainer.dist import deepspeed_ops
-from trainer.dist.ranks import Ranks, describe, from_environment, process_group, settle_environment, spare_peer_access
+from trainer.dist import deepspeed_ops, ranks
+from trainer.dist.ranks import (
+    Ranks,
+    describe,
+    from_environment,
+    process_group,
+    settle_environment,
+    spare_peer_access,
+    unused_port,
+)
 from trainer.dist.spawn import run_world
 from trainer.dist.stopping import Stop
 from trainer.errors import ExitCode
@@ -63,7 +72,16 @@ def test_settled_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not {"ACCELERATE_USE_CPU", "LOCAL_SIZE"} & environment.keys() and environment["LOCAL_WORLD_SIZE"] == "2"
     environment.clear()
     settle_environment(Ranks(world_size=8, local_world_size=8), 2)
-    assert environment["OMP_NUM_THREADS"] == "1"
+    assert environment["OMP_NUM_THREADS"] == "1" and environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "64"
+
+
+def test_an_unused_port_is_free_and_not_one_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ranks.OWN_PORTS[1] <= 32_768, "from where on Linux gives ports to connections"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port := unused_port()))
+        assert ranks.OWN_PORTS[0] <= port < ranks.OWN_PORTS[1]
+        monkeypatch.setattr(ranks, "OWN_PORTS", (port, port + 20))
+        assert port not in {unused_port() for _ in range(200)}
 
 
 @pytest.mark.parametrize(("driver", "expected"), [("535.104.05", ["1", "0"]), ("550.54.14", [None, "0"])])

@@ -41,6 +41,24 @@ def thread() -> Executor:
     return ThreadPoolExecutor(1, "stow-disk")
 
 
+class FirstError:
+    """Of what threads do: the first error is kept, nothing is done after it, and all who ask later raise it."""
+
+    def __init__(self) -> None:
+        self._error: Exception | None = None
+
+    def run(self, work: Callable[[], object]) -> None:
+        if self._error is None:
+            try:
+                work()
+            except Exception as error:
+                self._error = error
+
+    def refuse(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
 class _Slot:
     """One slot: which piece it holds once its thread is done, and which are to come; pieces by their numbers."""
 
@@ -60,7 +78,7 @@ class DiskState:
     def __init__(self, layout: Layout, arena: Arena) -> None:
         self._file = StripedFile(layout.disk, state_file_bytes(layout))
         self._issuing = threading.Lock()  # of what slots hold, and what threads are given; held for moments
-        self._error: Exception | None = None
+        self._first = FirstError()
         self._closed = False
         self._written = set[int]()  # pieces of which there is something in the file
         self._places: list[tuple[_Slot, Tensor, int]] = []  # of each piece: slot, memory, offset in the file
@@ -109,8 +127,7 @@ class DiskState:
             try:
                 if last is not None:
                     last.result()
-                if self._error is not None:
-                    raise self._error
+                self._first.refuse()
                 yield
             finally:
                 with self._issuing:
@@ -143,14 +160,7 @@ class DiskState:
             slot.changed = False
 
     def _give(self, slot: _Slot, work: Callable[[], object]) -> None:
-        slot.last = slot.thread.submit(self._run, work)
-
-    def _run(self, work: Callable[[], object]) -> None:
-        if self._error is None:
-            try:
-                work()
-            except Exception as error:
-                self._error = error
+        slot.last = slot.thread.submit(self._first.run, work)
 
     def close(self) -> None:
         for slot in self._slots:

@@ -47,7 +47,7 @@ class DiskWeights:
     def __init__(self, layout: Layout, arena: Arena, transfer: Transfer) -> None:
         self._transfer = transfer
         self._file = StripedFile(layout.disk, weight_file_bytes(layout), "frozen weights")
-        self._error: Exception | None = None
+        self._first = disk_state.FirstError()
         slots = dict[int, _Slot]()  # by address
         self._places: dict[int, tuple[_Slot, Tensor, ScratchFile, int]] = {}  # slot, its memory, and where it rests
         for index, (drive, offset) in weights_on_disk(layout).items():
@@ -99,8 +99,7 @@ class DiskWeights:
         last = self._places[index][0].last
         assert last is not None
         last.result()
-        if self._error is not None:
-            raise self._error
+        self._first.refuse()
 
     def leaves(self, index: int, sent: Event | None) -> None:
         """After ``sent`` UP has read the slot, into which something else may be read."""
@@ -115,17 +114,13 @@ class DiskWeights:
     def _load(self, index: int) -> None:
         slot, memory, file, offset = self._places[index]
         if slot.holds != index:
-            slot.last = slot.thread.submit(partial(self._read, memory, file, offset, slot.left))
+            slot.last = slot.thread.submit(self._first.run, partial(self._read, memory, file, offset, slot.left))
             slot.holds = index
 
     def _read(self, memory: Tensor, file: ScratchFile, offset: int, left: Event | None) -> None:
-        if self._error is None:
-            try:
-                self._transfer.host_wait(left)
-                self._transfer.uses(Lane.HOST, writes=[memory])
-                file.read(memory, offset)
-            except Exception as error:
-                self._error = error
+        self._transfer.host_wait(left)
+        self._transfer.uses(Lane.HOST, writes=[memory])
+        file.read(memory, offset)
 
     def close(self) -> None:
         for slot in self._slots:
