@@ -7,16 +7,21 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
+
+from trainer.dist.deepspeed_ops import cache_folder, clear_abandoned_buffers
 
 if "PYTEST_XDIST_WORKER" not in os.environ:  # which has that of its parent; before `datasets` is imported
-    os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="deepstow-datasets-")
-    atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
+    # Not the user's home, which has rates that `launch/doctor.py --rates` measured: plans follow from them.
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(cache_folder())  # stays where it is built
+    os.environ["HOME"] = tempfile.mkdtemp(prefix="deepstow-home-")
+    os.environ["HF_DATASETS_CACHE"] = str(Path(os.environ["HOME"], "datasets"))
+    atexit.register(shutil.rmtree, os.environ["HOME"], ignore_errors=True)
 
 import pytest
 from hypothesis import settings
 
 from tests.e2e.commands import Server
-from trainer.dist.deepspeed_ops import clear_abandoned_buffers
 from trainer.dist.spawn import PRELOAD
 
 pytest_plugins = ["tests.helpers.leftovers"]
