@@ -8,7 +8,7 @@ RANKS  ?= 1
 PART   ?= machine
 CASES  ?=
 
-.PHONY: help setup train finetune test test-all test-torchao faults lint format docs gpu-check gpu-rehearsal bench thirty test-rare clean
+.PHONY: help setup train finetune test test-all test-torchao test-liger faults lint format docs gpu-check gpu-rehearsal bench thirty test-rare clean
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile | expand -t 18
 
@@ -44,6 +44,11 @@ test-rare: $(READY) ## what make test-all leaves out: one more way of what other
 test-torchao: $(READY) ## the tests of what torchao does, which is installed into build/torchao
 	pip install -q -c constraints.txt --no-deps --upgrade --target build/torchao torchao
 	PYTHONPATH=$(CURDIR)/build/torchao $(PYTEST) tests/parity/test_qat.py tests/unit/test_qat.py tests/parity/test_quantized.py
+
+# Triton's interpreter runs them on a CPU.
+test-liger: $(READY) ## the tests with Liger's kernels, which are installed into build/liger
+	pip install -q --no-deps --upgrade --target build/liger liger-kernel==0.8.5 triton==3.9.0
+	TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/build/liger $(PYTEST) tests/parity/test_liger.py
 
 # What is in tests/faults/full is collected only by its path; two processes, since most of it waits.
 faults: $(READY) ## every fault at every moment, hours on 2 cores; CASES="-k launcher" chooses some

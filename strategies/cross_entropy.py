@@ -39,7 +39,6 @@ class CrossEntropy(Strategy):
     """
 
     phase = Phase.KEEP
-    excludes = {"training.use_liger_kernel": "both replace the loss"}
     examples = ({"chunked": True},)
 
     chunked: bool | Literal["auto"] = Field(

@@ -83,9 +83,6 @@ class Offload(Strategy):
             "training": {"max_grad_norm": 0.0},
         },
     )
-    excludes = {
-        "training.use_liger_kernel": "strategies.offload brings weights to modules, and Liger's loss reads others"
-    }
     of_machine = ("disk", "disk_memory", "moments", "masters")
     requires = frozenset([Requirement.PARAMETERS, Requirement.COMPUTE_DTYPE, Requirement.BLOCK_TIMES])
     examples = (

@@ -60,13 +60,10 @@ class Recompute(Strategy):
 
     phase = Phase.KEEP
     to_fit = {"policy": AUTO}
-    excludes = {
-        **dict.fromkeys(
-            ("training.gradient_checkpointing", "training.activation_checkpointing"),
-            "strategies.recompute already decides what is kept",
-        ),
-        "training.use_liger_kernel": "strategies.recompute has not been compared with Liger's kernels",
-    }
+    excludes = dict.fromkeys(
+        ("training.gradient_checkpointing", "training.activation_checkpointing"),
+        "strategies.recompute already decides what is kept",
+    )
     examples = (
         {"policy": "full", "every": 2},
         {"policy": "selective"},

@@ -30,6 +30,7 @@ MAKE = RUN_HERE | {
     "test-all",
     "test-rare",
     "test-torchao",
+    "test-liger",
     "faults",
     "lint",
     "setup",

@@ -63,10 +63,12 @@ def rows_of(tree: dict[str, Any]) -> Any:
     return prepared.train
 
 
-def by_the_trainer(model: nn.Module, folder: Path, rows: Any, callbacks: Sequence[Any] = ()) -> dict[str, Tensor]:
+def by_the_trainer(
+    model: nn.Module, folder: Path, rows: Any, callbacks: Sequence[Any] = (), **training: Any
+) -> dict[str, Tensor]:
     """The weights after Hugging Face's Trainer has trained ``model`` on these rows as a run of ours does."""
     arguments = transformers.TrainingArguments(
-        str(folder), **SAID, remove_unused_columns=False, optim="adamw_torch_fused"
+        str(folder), **(SAID | training), remove_unused_columns=False, optim="adamw_torch_fused"
     )
     collate = Collator(0, packing=False)
     transformers.Trainer(

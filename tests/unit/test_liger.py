@@ -6,7 +6,9 @@ import pytest
 
 from strategies.core.facts import Unit
 from tests.helpers.tiny import LLAMA, MIXTRAL, VOCAB, run_config
-from trainer.planning.facts import count_model
+from trainer.errors import ConfigError
+from trainer.model.build import load_config
+from trainer.planning.facts import check_model, count_model
 
 BATCH, LENGTH, HIDDEN, INNER = 2, 16, LLAMA["hidden_size"], LLAMA["intermediate_size"]
 TOKENS = BATCH * LENGTH
@@ -46,3 +48,15 @@ def test_what_was_not_read_counts_as_without() -> None:
     assert units(MIXTRAL, use_liger_kernel=True) == units(MIXTRAL)
     smoothed = units(use_liger_kernel=True, label_smoothing_factor=0.1)[-1]
     assert smoothed.saved_bytes > 4 * BATCH * (LENGTH - 1) * VOCAB, "Transformers' smoothing takes logits"
+
+
+@pytest.mark.parametrize("strategy", ["offload", "recompute", "cross_entropy"])
+def test_other_families_are_refused_where_memory_is_planned(strategy: str) -> None:
+    config = run_config(MIXTRAL, use_liger_kernel=True, strategies={strategy: {}})
+    with pytest.raises(
+        ConfigError, match=rf"use_liger_kernel = true: strategies.{strategy} was compared .*not for mix"
+    ):
+        check_model(config, load_config(config.model))
+    check_model(run_config(MIXTRAL, use_liger_kernel=True), load_config(config.model))
+    llama = run_config(LLAMA, use_liger_kernel=True, strategies={strategy: {}})
+    check_model(llama, load_config(llama.model))

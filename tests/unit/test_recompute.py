@@ -237,7 +237,7 @@ def test_names_follow_what_operators_do() -> None:
             return func(*args, **(kwargs or {}))
 
     block = Watched()
-    with Listing(block, ()):
+    with Listing(block, (), (), learns=False):
         block(torch.randn(2, 3, 4))
     assert list(filter(None, found)) == ["linear 0", "scores 0", "softmax 0", "attention 0", "linear 1"]
 
@@ -259,33 +259,40 @@ def test_attention_to_several_documents_is_one_operator() -> None:
 
 
 class InPlace(nn.Module):
-    """Adds to its product in place, out of autograd's sight, as DeepSpeed's linear layer of stage 3 does."""
+    """Adds to its product in place, out of autograd's sight, as DeepSpeed's linear layer of stage 3 does; or out of
+    torch's, which counts no writes of foreign kernels.
+    """
 
     class Add(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        def forward(ctx: Any, x: Tensor, weight: Tensor, foreign: bool) -> Tensor:
             ctx.save_for_backward(x, weight)
             out = x @ weight.t()
-            out += 1
+            if foreign:
+                out.numpy()[...] += 1
+            else:
+                out += 1
             return out
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> Any:
             x, weight = ctx.saved_tensors
-            return grads[0] @ weight, grads[0].t() @ x
+            return grads[0] @ weight, grads[0].t() @ x, None
 
-    def __init__(self) -> None:
+    def __init__(self, foreign: bool) -> None:
         super().__init__()
+        self.foreign = foreign
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.Add.apply(torch.tanh(self.first(x)), self.second.weight))
+        return torch.tanh(self.Add.apply(torch.tanh(self.first(x)), self.second.weight, self.foreign))
 
 
-def test_what_is_written_to_in_place_is_not_kept() -> None:
+@pytest.mark.parametrize("foreign", [False, True])
+def test_what_is_written_to_in_place_is_not_kept(foreign: bool) -> None:
     def grads(kept: Sequence[str] | None) -> list[Tensor]:
         torch.manual_seed(0)
-        model = InPlace()
+        model = InPlace(foreign)
         if kept is not None:
             checkpoint_blocks(model, {"": kept})
         for _ in range(3):

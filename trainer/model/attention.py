@@ -1,7 +1,7 @@
 """Which attention a model is built with, and what this machine lacks for it.
 
 Names are Transformers' (``attn_implementation``), and ``sdpa_varlen``, which it is told of
-(``strategies/backends/varlen.py``).
+(``strategies/backends/varlen.py``). Liger's kernels are among what is refused.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ ELSE = "write sdpa, or sdpa_varlen, which needs no mask for packed rows"
 FLASH = {"flash_attention_2": "flash-attn", "flash_attention_3": "flash-attn-3"}  # their packages
 AUTO, SDPA, VARLEN = "auto", "sdpa", "sdpa_varlen"
 KEY = "model.attn_implementation"
+LIGER = ("llama", "mistral", "qwen2", "qwen3")  # families of which all that Liger replaces was read, and compared
+PLANNED_BESIDE_LIGER = ("offload", "recompute", "cross_entropy")
 HERE = ("eager", SDPA, VARLEN)  # small copies and counts, which are on a CPU, take them
 
 
@@ -88,6 +90,14 @@ def check(config: RunConfig, model: PreTrainedModel) -> None:
         raise ConfigError(
             f"model.attention_mask: {model.config.model_type} models take no masks of others; leave it out"
         )
+
+
+def refuses_model(config: RunConfig, hf_config: PretrainedConfig) -> Iterator[Refusal]:
+    """Liger's kernels in a model whose memory is planned, of a family that has not been compared."""
+    beside = [name for name in PLANNED_BESIDE_LIGER if name in config.strategies]
+    if config.training.use_liger_kernel and beside and hf_config.model_type not in LIGER:
+        what = f"strategies.{beside[0]} was compared with it for {', '.join(LIGER)}, not for {hf_config.model_type}"
+        yield Refusal("training.use_liger_kernel", True, f"{what}; leave it out")
 
 
 def installed_flash() -> Iterator[str]:

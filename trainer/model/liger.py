@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from trainer.model.attention import LIGER
+
 if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def counted(model: Any, config: RunConfig) -> Any:
     """``model``, which has no storage; where Liger replaces a part of it, that part now saves what Liger's saves."""
     training, task = config.training, config.task
-    if not training.use_liger_kernel or model.config.model_type not in FAMILIES:
+    if not training.use_liger_kernel or model.config.model_type not in LIGER:
         return model
     on = {"rms_norm": True, "swiglu": True, "fused_linear_cross_entropy": True, **(training.liger_kernel_config or {})}
     for module in model.modules():

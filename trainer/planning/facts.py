@@ -109,7 +109,7 @@ def check_model(config: RunConfig, built: Any) -> None:
         raise config.error("task", config.task, f"{what}; {tasks_of(built)}")
     keys = built.get_text_config().to_dict()
     saved = partial(hub.file_of, config.model.name_or_path)
-    refuse(config, list(TASKS[config.task].refuses_model(config, built, saved)))
+    refuse(config, [*TASKS[config.task].refuses_model(config, built, saved), *attention.refuses_model(config, built)])
     refuse(config, [refused for each in config.strategies.values() for refused in each.refuses_model(keys)])
 
 
@@ -170,8 +170,7 @@ def machine_facts(machine: Machine, local_world_size: int, *, engine: bool = Fal
     """
     runtime = ENGINE_HOST_BYTES if engine or machine.device_kind != "cpu" else RUNTIME_HOST_BYTES
     host = machine.host_available_bytes // local_world_size + min(machine.host_own_bytes, runtime)
-    rates = known_rates(machine).rates
-    if rates is not None:
+    if (rates := known_rates(machine).rates) is not None:
         rates = rates.shared_by(local_world_size)
     here: dict[str, Any] = {"ranks": local_world_size}
     if machine.origin == "probed":

@@ -123,12 +123,15 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 class OutputRecorder(TorchDispatchMode):
     """Records the outputs of a forward that are named in ``kept``, and whether they were written to afterwards; one in
     ``hosted`` is written to by its own sum as well, since it is sent before.
+
+    Torch counts writes, but not those of kernels that it does not know, as Liger's, which turns queries where they are:
+    so one that ``learns`` sums the bits of outputs, once made and at the end. A write that only moves them is missed.
     """
 
-    def __init__(self, block: nn.Module, kept: Collection[str], hosted: Collection[str] = ()) -> None:
+    def __init__(self, block: nn.Module, kept: Collection[str], hosted: Collection[str], *, learns: bool) -> None:
         super().__init__()
-        self._names, self._kept, self._hosted = Names(block), kept, hosted
-        self._made: list[tuple[str, Tensor, int]] = []
+        self._names, self._kept, self._hosted, self._learns = Names(block), kept, hosted, learns
+        self._made: list[tuple[str, Tensor, int, Tensor | None]] = []
         self._overwritten = set[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -136,22 +139,31 @@ class OutputRecorder(TorchDispatchMode):
         name = self._names.of(func, args, kwargs or {})
         if func.overloadpacket in OVERWRITING:
             written = {tensor.untyped_storage()._cdata for tensor in tensors_in(args)}
-            for made, tensor, _ in self._made:
+            for made, tensor, *_ in self._made:
                 is_its_sum = made == name and made not in self._hosted
                 if is_its_sum != (tensor.untyped_storage()._cdata in written):
                     self._overwritten.add(made)
         elif name in self._kept:
-            self._made += [(str(name), tensor, tensor._version) for tensor in tensors_in(out)]
+            for tensor in tensors_in(out):
+                self._made.append((str(name), tensor, tensor._version, _sum_of_bits(tensor) if self._learns else None))
         return out
 
     def tensors_of(self, names: Collection[str]) -> list[Tensor]:
         names = set(names) - self.written
-        return [tensor for name, tensor, _ in self._made if name in names]
+        return [tensor for name, tensor, *_ in self._made if name in names]
 
     @property
     def written(self) -> frozenset[str]:
-        changed = (name for name, tensor, version in self._made if tensor._version != version)
+        changed = (
+            name
+            for name, tensor, version, bits in self._made
+            if tensor._version != version or (bits is not None and not torch.equal(_sum_of_bits(tensor), bits))
+        )
         return frozenset(changed) | self._overwritten
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(getattr(torch, f"int{8 * tensor.element_size()}")).sum()
 
 
 class Sending(TorchDispatchMode):
@@ -227,9 +239,10 @@ class Checkpointed:
             return self.forward(*args, **kwargs)
         args = tuple(map(_copied, args))
         kwargs = {name: _copied(value) for name, value in kwargs.items()}
+        learns = self._written is None
         # A mode, inside of which torch compiles nothing, only where outputs are kept: compiled blocks keep none.
-        looks = bool(self._kept) and (self._written is None or self.watch is not None)
-        recorder = OutputRecorder(self._block, self._kept, self._hosted) if looks else None
+        looks = bool(self._kept) and (learns or self.watch is not None)
+        recorder = OutputRecorder(self._block, self._kept, self._hosted, learns=learns) if looks else None
         with self._input_sent(args):
             contexts = partial(self._contexts, recorder)
             out = checkpoint(self._run, *args, use_reentrant=False, context_fn=contexts, **kwargs)

@@ -1,0 +1,64 @@
+"""Training with Liger's kernels has the bits of Hugging Face's Trainer with them alone, wherever weights rest."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.models.llama import modeling_llama
+
+from tests.helpers.engine import LAYOUTS
+from tests.helpers.models import build
+from tests.helpers.sides import BATCHES, Plain, everything, stowed, train, unequal
+from tests.helpers.small_runs import TRAVEL, by_the_trainer, make_rows_and_model, ran, rows_of, tree_of
+
+pytest.importorskip("liger_kernel", reason="needs liger-kernel and triton: make test-liger")
+
+from tests.helpers.interpreted import apply_liger
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.mark.parametrize("layout", ["host, travelling", "mixed"])
+def test_every_site(layout: str) -> None:
+    """Among them a head that travels, whose weight Liger's loss reads without calling its module."""
+    plain, model = [build("llama") for _ in range(2)]
+    for each in (plain, model):
+        apply_liger(model=each)
+    loop, engine = Plain(plain, max_norm=1.0), stowed(model, {**LAYOUTS[layout], "max_norm": 1.0})
+    for batch in BATCHES[:2]:
+        assert train(plain, loop, [batch], None) == train(model, engine, [batch], None)
+    assert unequal(everything(plain, loop), everything(model, engine)) == []
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("models")
+    make_rows_and_model(home)
+    return home
+
+
+WAYS: dict[str, tuple[Any, dict[str, bool]]] = {
+    "as planned": ({}, {}),
+    "streamed, recomputed": (TRAVEL, {}),
+    "streamed, selective": ({"offload": TRAVEL["offload"], "recompute": {"policy": "selective"}}, {}),
+    "streamed, loss in chunks": (
+        {"offload": TRAVEL["offload"], "cross_entropy": {"chunked": True}},
+        {"fused_linear_cross_entropy": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run(way: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours first: Liger replaces the rotary embedding for the whole process, and planning would count that."""
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", modeling_llama.apply_rotary_pos_emb)  # and put it back
+    strategies, kernels = WAYS[way]
+    said = {"use_liger_kernel": True, "liger_kernel_config": kernels, "max_steps": 2, "gradient_accumulation_steps": 1}
+    tree = tree_of(home, tmp_path / "run", {}, strategies, **said)
+    found = ran(tree)
+    model = transformers.LlamaForCausalLM.from_pretrained(home / "model")
+    expected = by_the_trainer(model, tmp_path / "plain", rows_of(tree), **said)
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
