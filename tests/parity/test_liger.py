@@ -20,6 +20,12 @@ from tests.helpers.interpreted import apply_liger
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+@pytest.fixture(autouse=True)
+def rotary_of_llama(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Liger replaces it for the whole process, and planning would count that: each test begins without."""
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", modeling_llama.apply_rotary_pos_emb)  # and put it back
+
+
 @pytest.mark.parametrize("layout", ["host, travelling", "mixed"])
 def test_every_site(layout: str) -> None:
     """Among them a head that travels, whose weight Liger's loss reads without calling its module."""
@@ -52,13 +58,11 @@ WAYS: dict[str, tuple[Any, dict[str, bool]]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_run(way: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ours first: Liger replaces the rotary embedding for the whole process, and planning would count that."""
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", modeling_llama.apply_rotary_pos_emb)  # and put it back
+def test_a_run(way: str, home: Path, tmp_path: Path) -> None:
     strategies, kernels = WAYS[way]
     said = {"use_liger_kernel": True, "liger_kernel_config": kernels, "max_steps": 2, "gradient_accumulation_steps": 1}
     tree = tree_of(home, tmp_path / "run", {}, strategies, **said)
-    found = ran(tree)
+    found = ran(tree)  # first: planning counts the functions that the process has
     model = transformers.LlamaForCausalLM.from_pretrained(home / "model")
     expected = by_the_trainer(model, tmp_path / "plain", rows_of(tree), **said)
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
