@@ -1,5 +1,6 @@
 """Training with Liger's kernels has the bits of Hugging Face's Trainer with them alone, wherever weights rest."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,19 @@ from tests.helpers.small_runs import TRAVEL, by_the_trainer, make_rows_and_model
 pytest.importorskip("liger_kernel", reason="needs liger-kernel and triton: make test-liger")
 
 from tests.helpers.interpreted import apply_liger
+from trainer.errors import CountingError
+from trainer.model.liger import computes
+from trainer.planning.plan_for import plan_for
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(autouse=True)
-def rotary_of_llama(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Liger replaces it for the whole process, and planning would count that: each test begins without."""
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", modeling_llama.apply_rotary_pos_emb)  # and put it back
+def llama_as_it_was() -> Iterator[None]:
+    """Liger replaces classes and a function of Transformers' module for all models of the process."""
+    before = dict(vars(modeling_llama))
+    yield
+    vars(modeling_llama).update(before)
 
 
 @pytest.mark.parametrize("layout", ["host, travelling", "mixed"])
@@ -66,3 +72,12 @@ def test_a_run(way: str, home: Path, tmp_path: Path) -> None:
     model = transformers.LlamaForCausalLM.from_pretrained(home / "model")
     expected = by_the_trainer(model, tmp_path / "plain", rows_of(tree), **said)
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+
+
+def test_kernels_are_given_no_tensors_without_values() -> None:
+    """Whose addresses are nowhere, on a GPU an error that ends the process."""
+    model = build("llama")
+    assert not computes(model)
+    apply_liger(model=model, rms_norm=False, swiglu=False, fused_linear_cross_entropy=False)  # rotary alone
+    with pytest.raises(CountingError, match="Liger's kernels need values"):
+        plan_for(model, max_grad_norm=1.0, batch=(2, 16))

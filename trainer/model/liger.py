@@ -14,6 +14,7 @@ of what Liger replaces was read; others count as without Liger, which is more.
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,16 @@ def counted(model: Any, config: RunConfig) -> Any:
             head.forward = nn.Identity().forward  # type: ignore[method-assign]
             base.loss_function = partial(_loss, head)
     return model
+
+
+def computes(model: nn.Module) -> bool:
+    """Whether Liger has replaced a part of ``model``, or the function of its rotary embedding."""
+    parts = [part for module in model.modules() for part in (module.forward, _rotary_of(module))]
+    return any(getattr(part, "__module__", "").startswith("liger_kernel") for part in parts)
+
+
+def _rotary_of(module: nn.Module) -> object:
+    return getattr(sys.modules.get(type(module).__module__), "apply_rotary_pos_emb", None)
 
 
 def _norm(module: Any, hidden: Tensor) -> Tensor:

@@ -166,12 +166,15 @@ def _counted(model: nn.Module, batch: Batch) -> Counter:
     from torch.utils._pytree import tree_map_only
 
     from strategies.engine.tensors.quantised import counted_with, is_quantised
+    from trainer.model import liger
     from trainer.model.stubs import fake_tensors
     from trainer.model.temporaries import count
     from trainer.model.undisturbed import undisturbed
 
     kept = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
+        if liger.computes(model):  # before a GPU is given addresses that are not there
+            raise NotImplementedError("Liger's kernels need values")
         for parameter, _ in kept:
             parameter.grad = None
         with undisturbed(model), fake_tensors() as mode, counted_with(model, mode.from_tensor):
