@@ -1,35 +1,43 @@
 """Training with Liger's kernels has the bits of Hugging Face's Trainer with them alone, wherever weights rest."""
 
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from transformers.models.llama import modeling_llama
 
 from tests.helpers.engine import LAYOUTS
 from tests.helpers.models import build
 from tests.helpers.sides import BATCHES, Plain, everything, stowed, train, unequal
 from tests.helpers.small_runs import TRAVEL, by_the_trainer, make_rows_and_model, ran, rows_of, tree_of
+from tests.helpers.tiny import LLAMA, run_config
 
 pytest.importorskip("liger_kernel", reason="needs liger-kernel and triton: make test-liger")
 
+from triton.runtime.interpreter import InterpretedFunction
+
 from tests.helpers.interpreted import apply_liger
 from trainer.errors import CountingError
+from trainer.model.attention import LIGER
+from trainer.model.counting import Counter
 from trainer.model.liger import computes
+from trainer.planning.facts import count_model
 from trainer.planning.plan_for import plan_for
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(autouse=True)
-def llama_as_it_was() -> Iterator[None]:
-    """Liger replaces classes and a function of Transformers' module for all models of the process."""
-    before = dict(vars(modeling_llama))
+def models_as_they_were() -> Iterator[None]:
+    """Liger replaces classes and a function of Transformers' modules for all models of the process."""
+    modules = [import_module(f"transformers.models.{family}.modeling_{family}") for family in LIGER]
+    before = [dict(vars(module)) for module in modules]
     yield
-    vars(modeling_llama).update(before)
+    for module, was in zip(modules, before, strict=True):
+        vars(module).update(was)
 
 
 @pytest.mark.parametrize("layout", ["host, travelling", "mixed"])
@@ -81,3 +89,22 @@ def test_kernels_are_given_no_tensors_without_values() -> None:
     apply_liger(model=model, rms_norm=False, swiglu=False, fused_linear_cross_entropy=False)  # rotary alone
     with pytest.raises(CountingError, match="Liger's kernels need values"):
         plan_for(model, max_grad_norm=1.0, batch=(2, 16))
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("family", LIGER)
+def test_counted_bytes(family: str, bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-ins' are those that Liger's own functions save, unit by unit; no kernel has to run for that."""
+    base = {**LLAMA, "model_type": family} | ({"head_dim": 8} if family == "qwen3" else {})
+    config = run_config(base, data={"max_length": 16}, per_device_train_batch_size=2, bf16=bf16, use_liger_kernel=True)
+    planned = {unit.name: unit.saved_bytes for unit in count_model(config).units}
+    monkeypatch.setattr(InterpretedFunction, "run", lambda *_, **__: None)
+    ids = torch.ones(2, 16, dtype=torch.long)
+    mask = ids.clone()
+    mask[0, -5:] = 0
+    made = transformers.AutoConfig.for_model(**base, use_cache=False)
+    model = transformers.AutoModelForCausalLM.from_config(made).train()
+    apply_liger(model=model)
+    with Counter(model) as found, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        model(input_ids=ids, labels=ids, attention_mask=mask)
+    assert {unit.name: unit.saved_bytes for unit in found.units()} == planned
