@@ -1,12 +1,8 @@
-"""Liger's kernels on a CPU: Triton's interpreter runs them, element by element, where ``TRITON_INTERPRET`` is set.
+"""Liger's kernels on a CPU: Triton's interpreter runs them, number by number. ``TRITON_INTERPRET=1`` asks for it.
 
-Two things that Liger asks for are missing in it (Triton 3.9): numbers that are given to a kernel have no ``to``, and
-CUDA's library has no ``rsqrt``. In bf16 it computes wrong numbers, also without us.
+Two things that Liger needs are missing in it (Triton 3.9): numbers that are given to a kernel have no ``to``, and
+CUDA's library has no ``rsqrt``. In bf16 its results are wrong, also without us.
 """
-
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 from liger_kernel.ops import rms_norm

@@ -1,7 +1,9 @@
 """Training with Liger's kernels has the bits of Hugging Face's Trainer with them alone, wherever weights rest."""
 
+import os
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ from tests.helpers.sides import BATCHES, Plain, everything, stowed, train, unequ
 from tests.helpers.small_runs import TRAVEL, by_the_trainer, make_rows_and_model, ran, rows_of, tree_of
 from tests.helpers.tiny import LLAMA, run_config
 
-pytest.importorskip("liger_kernel", reason="needs liger-kernel and triton: make test-liger")
+if not (find_spec("liger_kernel") and "TRITON_INTERPRET" in os.environ):
+    pytest.skip("needs liger-kernel and Triton's interpreter: make test-liger", allow_module_level=True)
 
 from triton.runtime.interpreter import InterpretedFunction
 
