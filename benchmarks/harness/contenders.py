@@ -126,7 +126,7 @@ class Ours(Trained):
 
     def __init__(
         self, work: Work, model: nn.Module, device: torch.device, *, compiled: str = "", attention: str = "",
-        on_disk: bool = False, **options: Any,
+        liger: bool = False, on_disk: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         from strategies.core.facts import Home
         from strategies.core.on_disk import disk_bytes
@@ -145,6 +145,7 @@ class Ours(Trained):
         batch, count, norm = (work.rows, work.length), work.accumulation, work.max_grad_norm
         plan = plan_for(model, batch=batch, accumulation=count, max_grad_norm=norm, world_size=work.ranks, **options)
         print(table(plan), flush=True)
+        prepare(model, device, "", "", liger)  # whose kernels cannot be counted in a live model: planned without
         if on_disk and (plan.layout is None or not disk_bytes(plan.layout)):
             raise Unavailable("memory has room for all state, so none is on the disk: give a smaller --host-memory")
         self.optimizer = stow(model, plan, rule=AdamW(**work.adamw), device=device)

@@ -172,6 +172,7 @@ COMPUTE: tuple[Contender, ...] = (
     Contender("ours-streamed", "contenders:Ours", STREAMED),
     Contender("ours-streamed-compiled", "contenders:Ours", {**STREAMED, **BY}),
     Contender("ours-streamed-varlen", "contenders:Ours", {**STREAMED, **VARLEN}),
+    Contender("ours-streamed-liger", "contenders:Ours", {**STREAMED, "liger": True}),
     Contender("fsdp2", "peers:Fsdp2"),
 )
 
