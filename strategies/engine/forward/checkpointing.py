@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -122,10 +123,9 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 class OutputRecorder(TorchDispatchMode):
     """Records the outputs of a forward that are named in ``kept``, and whether they were written to afterwards; one in
-    ``hosted`` is written to by its own sum as well, since it is sent before.
-
-    Torch counts writes, but not those of kernels that it does not know, as Liger's, which turns queries where they are:
-    so one that ``learns`` sums the bits of outputs, once made and at the end. A write that only moves them is missed.
+    ``hosted`` is written to by its own sum as well, since it is sent before. Torch counts no writes of kernels that it
+    does not know, as Liger's, which turns queries where they are: one that ``learns`` sums the bits of outputs, once
+    made and at the end. A write that only moves them is missed.
     """
 
     def __init__(self, block: nn.Module, kept: Collection[str], hosted: Collection[str], *, learns: bool) -> None:
@@ -239,7 +239,7 @@ class Checkpointed:
             return self.forward(*args, **kwargs)
         args = tuple(map(_copied, args))
         kwargs = {name: _copied(value) for name, value in kwargs.items()}
-        learns = self._written is None
+        learns = self._written is None and not any(isinstance(each, FakeTensor) for each in tensors_in((args, kwargs)))
         # A mode, inside of which torch compiles nothing, only where outputs are kept: compiled blocks keep none.
         looks = bool(self._kept) and (learns or self.watch is not None)
         recorder = OutputRecorder(self._block, self._kept, self._hosted, learns=learns) if looks else None
@@ -251,7 +251,7 @@ class Checkpointed:
             outputs = recorder.tensors_of(self._kept - self._hosted) if recorder is not None else ()  # kept, or to be
             for tensor in (*tensors_in(on_device), *tensors_in(kwargs), *outputs):
                 self.watch(tensor)
-        if recorder is not None and self._written is None:
+        if recorder is not None and learns:
             self._written = recorder.written
         return out
 
