@@ -25,7 +25,7 @@ from trainer.run.accelerator import StowAccelerator
 
 pytestmark = pytest.mark.ranks
 HERE = 2  # ranks of a machine
-SIZES = (1, 3, 7, 64, 1001)
+SIZES = (1, 7, 1001)
 SPANS = (8, 60)  # that ranks divide evenly
 
 
@@ -38,7 +38,7 @@ def machine_by_machine(parts: list[Tensor], here: int) -> Tensor:
 
 
 def _exchanges(ranks: Ranks, here: int) -> dict[str, int]:
-    many = {slices: TwoLevel(here, slices) for slices in (1, 2, 4, 7)}
+    many = {slices: TwoLevel(here, slices) for slices in (1, 4, 7)}
     for size in SIZES:
         for dtype in (torch.float32, torch.bfloat16):
             parts = [

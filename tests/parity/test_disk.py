@@ -29,6 +29,7 @@ from strategies.planner import places
 from tests.helpers.doubles import Delayed, RaceDetector
 from tests.helpers.engine import LR, differences, plain, plan_of, planned, stowed
 from tests.helpers.late import Late
+from tests.helpers.marks import in_turns
 from tests.helpers.models import build, tokens
 from tests.helpers.releases import needs_scratch
 from tests.helpers.sides import BATCHES, everything, train, unequal
@@ -50,8 +51,7 @@ CASES: dict[str, tuple[torch.dtype, dict[str, Any], dict[str, Any]]] = {  # dtyp
 HOST: dict[str, Any] = {"site": "host", "weights": "travelling", "bucket": "half"}
 
 
-@pytest.mark.parametrize("make", [Transfer, Delayed, RaceDetector])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "make"), in_turns(CASES, (Delayed, RaceDetector, Transfer)))
 def test_the_bits_are_those_of_plain_training(
     case: str, make: Callable[[], Transfer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

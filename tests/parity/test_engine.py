@@ -157,10 +157,10 @@ RULES: Mapping[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # torch's c
 
 
 def rules_and_layouts() -> Iterator[Any]:
-    """Every rule in every layout; of those after the first ones two of three are slow tests."""
+    """Every rule in every layout; of those after the first one two of three are slow tests."""
     for turn, rule in enumerate(RULES):
         for index, (known, where) in enumerate(LAYOUTS.items()):  # each site has two, so that it meets both dtypes
-            slow = turn >= 4 and (turn + index) % 3
+            slow = turn >= 1 and (turn + index) % 3
             name = list(DTYPES)[index % 2]
             marks = [pytest.mark.slow] if slow else []
             yield pytest.param(rule, where, DTYPES[name], id=f"{rule}, {known}, {name}", marks=marks)

@@ -53,13 +53,20 @@ def config_of(run: Path, **model: Any) -> Any:
     )  # fmt: skip
 
 
-def test_the_program_is_the_model_without_transformers(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a program of ``model_of()``."""
+    folder = tmp_path_factory.mktemp("exported")
+    model_of().save_pretrained(folder / "exact")
+    (folder / "exact" / "README.md").write_text("---\ntags: [deepstow]\n---\n\n# Exact\n")
+    (folder / "program").mkdir()
+    exported.make(config_of(folder / "run"), folder / "exact", folder / "program")
+    return folder / "program"
+
+
+def test_the_program_is_the_model_without_transformers(program: Path) -> None:
     """In a process of its own, on rows of other lengths than it was made with, padded on the left."""
-    model, program = model_of(), tmp_path / "program"
-    model.save_pretrained(tmp_path / "exact")
-    (tmp_path / "exact" / "README.md").write_text("---\ntags: [deepstow]\n---\n\n# Exact\n")
-    program.mkdir()
-    exported.make(config_of(tmp_path / "run"), tmp_path / "exact", program)
+    model = model_of()
     ids = torch.randint(VOCAB, (4, 29))
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
@@ -72,9 +79,9 @@ def test_the_program_is_the_model_without_transformers(tmp_path: Path) -> None:
     assert card.startswith("---\ntags:") and 'torch.export.load("model.pt2")' in card and card.endswith("# Exact\n")
 
 
-def test_another_program_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model_of().save_pretrained(tmp_path)
-    other = exported.program_of(model_of(1))
+def test_another_program_is_not_kept(tmp_path: Path, program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_of(1).save_pretrained(tmp_path)
+    other = torch.export.load(program / "model.pt2")
     monkeypatch.setattr(exported, "program_of", lambda model: other)
     with pytest.raises(ExportError, match="logits of the program differ by"):
         exported.make(config_of(tmp_path / "run"), tmp_path, tmp_path)

@@ -102,8 +102,11 @@ def test_masters(tmp_path: Path) -> None:
     """Weights are bf16 and masters fp32; plain training has fp32 weights alone, which have to be the masters."""
     runs = moved(tmp_path, zero(2, 2, **BF16), offload(2, **BF16), zero(0, 2, **BF16), plain(2, **BF16))
     all_equal(runs[:3])
-    runs = moved(tmp_path / "back", plain(**BF16), offload(**BF16), zero(HIGHEST_STAGE, **BF16))
-    all_equal(runs[1:])
+
+
+@pytest.mark.slow
+def test_masters_from_plain(tmp_path: Path) -> None:
+    all_equal(moved(tmp_path, plain(**BF16), offload(**BF16), zero(HIGHEST_STAGE, **BF16))[1:])
 
 
 @pytest.mark.slow
@@ -114,10 +117,14 @@ def test_to_more_ranks(tmp_path: Path) -> None:
 
 
 def test_shared_buckets(tmp_path: Path) -> None:
-    """From and to other strategies, stages and numbers of ranks."""
+    """To another stage, and to whole copies; from other strategies in ``test_optimizers_and_the_loss_scale``."""
     all_equal(moved(tmp_path, shared(2), shared(2, stage=1), offload(2)))
-    moved(tmp_path / "back", zero(HIGHEST_STAGE, 3), shared(2))
     all_equal(moved(tmp_path / "bf16", shared(2, **BF16), shared(2, stage=1, **BF16)))
+
+
+@pytest.mark.slow
+def test_shared_buckets_from_uneven_shares(tmp_path: Path) -> None:
+    moved(tmp_path, zero(HIGHEST_STAGE, 3), shared(2))
 
 
 @pytest.mark.parametrize("ranks", [3, rarely(4), rarely(6)])
@@ -163,14 +170,21 @@ def test_copies_of_a_stage_of_divided_layers_share_its_state(tmp_path: Path) -> 
     assert different(there["end"], found["end"]) == []
 
 
+FOUR: Any = {"model": {"num_hidden_layers": 4}}
+
+
 def test_stages(tmp_path: Path) -> None:
     """Between cuts, schedules and whole copies, with the bits of one that never moved."""
-    four: Any = {"model": {"num_hidden_layers": 4}}
     there = (pipeline(2), pipeline(4), offload(), staged(2))
-    all_equal(moved(tmp_path, *(replace(each, **four) for each in there)))
+    all_equal(moved(tmp_path, *(replace(each, **FOUR) for each in there)))
+
+
+@pytest.mark.slow
+def test_copies_of_stages(tmp_path: Path) -> None:
+    """The same from two copies in stages to two whole ones and to other stages, evaluated."""
     looks = {"eval_strategy": "steps", "eval_steps": 1}
     back = (staged(4, **looks), plain(2, **looks), pipeline(2, 4, **looks))
-    runs = moved(tmp_path / "back", *(replace(each, **four) for each in back))
+    runs = moved(tmp_path, *(replace(each, **FOUR) for each in back))
     all_equal(runs)
     assert all(each["seen"][-3:] == runs[0]["seen"][-3:] for each in runs)
 
@@ -206,20 +220,24 @@ def test_the_memory_engine_in_stages(
 ) -> None:
     """The bits of the engine on the whole model: clipped, accumulated, with fewer micro-batches in the last step."""
     common: dict[str, Any] = {"gradient_accumulation_steps": 5, "per_device_train_batch_size": 1, "max_grad_norm": 0.05}
-    four: Any = {"model": {"num_hidden_layers": 4}}
     apart = staged(2 * ranks, schedule, **common, **bits)
     kinds = (offload(ranks, **common, **bits), replace(apart, strategies=apart.strategies | more))
-    runs = [run(replace(kind, **four), tmp_path / str(at), 5) for at, kind in enumerate(kinds)]
+    runs = [run(replace(kind, **FOUR), tmp_path / str(at), 5) for at, kind in enumerate(kinds)]
     assert max(len(each["loss"]) for each in runs) == 5
     all_equal(runs)
 
 
+EXPERTS, IN_STAGES = Kind(model=MIXTRAL), replace(pipeline(2), model=MIXTRAL)
+
+
 def test_weights_that_hugging_face_converts(tmp_path: Path) -> None:
     """Mixtral's experts are one tensor in the model and many in the file, which the model could not read back."""
-    experts = Kind(model=MIXTRAL)
-    stages = replace(pipeline(2), model=MIXTRAL)
-    all_equal(moved(tmp_path, experts, experts, stages))
-    all_equal(moved(tmp_path / "back", stages, experts))
+    all_equal(moved(tmp_path, EXPERTS, EXPERTS, IN_STAGES))
+
+
+@pytest.mark.slow
+def test_weights_that_stages_have_converted(tmp_path: Path) -> None:
+    all_equal(moved(tmp_path, IN_STAGES, EXPERTS))
 
 
 @pytest.mark.slow

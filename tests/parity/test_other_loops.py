@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from strategies.engine import NonFiniteError, stow
+from tests.helpers.marks import slowly
 from tests.helpers.models import Net, build
 from tests.helpers.sides import BATCHES, LAYOUTS, TWO, Script, refused, same, stowed, train, training
 from trainer.planning.plan_for import plan_for
@@ -118,7 +119,7 @@ SAME: dict[str, Callable[[], None]] = {
 }
 
 
-@pytest.mark.parametrize("case", SAME)
+@pytest.mark.parametrize("case", [slowly(case) if "not clipped" in case else case for case in SAME])
 def test_the_same(case: str) -> None:
     SAME[case]()
 

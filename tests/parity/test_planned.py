@@ -20,6 +20,7 @@ from strategies.core.registry import find
 from strategies.planner.weight_schedule import ASSUMED
 from tests.helpers.doubles import Delayed, RaceDetector
 from tests.helpers.engine import STEPS, least
+from tests.helpers.marks import slowly
 from tests.helpers.models import build, tokens
 from tests.helpers.sides import both_sides, train
 from trainer.planning.plan_for import plan_for
@@ -55,8 +56,11 @@ TWICE: dict[str, Any] = {"accumulation": 2, "max_norm": 0.0}
 
 @pytest.mark.parametrize(
     ("model", "machine", "loop"),
-    [("llama", "slow cpu", CLIPPED), ("llama", "slow link", TWICE), ("words", "balanced", CLIPPED)],
-    ids=["slow cpu-clipped", "slow link-x2", "many words-balanced-clipped"],
+    [
+        pytest.param("llama", "slow cpu", CLIPPED, id="slow cpu-clipped"),
+        slowly("llama", "slow link", TWICE, id="slow link-x2"),
+        pytest.param("words", "balanced", CLIPPED, id="many words-balanced-clipped"),
+    ],
 )
 def test_every_budget_trains_the_same_bits(model: str, machine: str, loop: dict[str, Any]) -> None:
     make, batches = partial(build, model), tokens(model, STEPS * loop["accumulation"])

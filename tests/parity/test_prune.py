@@ -11,7 +11,7 @@ from torch import nn
 
 from strategies.engine.pruning import chosen, exact, keep_zeros, replace
 from tests.helpers.engine import LAYOUTS
-from tests.helpers.marks import rarely
+from tests.helpers.marks import in_turns, rarely, slowly
 from tests.helpers.models import build
 from tests.helpers.sides import BATCHES, Plain, everything, stowed, train, unequal
 from tests.helpers.small_runs import TRAVEL, by_the_trainer, make_rows_and_model, ran, rows_of, tree_of
@@ -22,8 +22,7 @@ TAKEN = ("q_proj.weight", "down_proj.weight")
 ROUNDS = {1: 0.3, 3: 0.6}  # by steps that are done
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "dtype"), in_turns(LAYOUTS, (torch.float32, torch.bfloat16)))
 def test_on_every_site(layout: str, dtype: torch.dtype) -> None:
     """Against a loop that multiplies the masters by masks that it keeps. Zeros of other parameters move."""
     plain, model = [build("llama", dtype=dtype) for _ in range(2)]
@@ -106,7 +105,7 @@ def pruned(home: Path, run: Path, method: str, strategies: Any = None, **trainin
     return tree_of(home, run, {"prune": prune}, strategies, **training)
 
 
-@pytest.mark.parametrize("method", [rarely("magnitude"), "wanda", "2:4"])
+@pytest.mark.parametrize("method", [rarely("magnitude"), "wanda", slowly("2:4")])
 def test_as_a_loop_that_masks(home: Path, tmp_path: Path, method: str) -> None:
     """Plainly, streamed, and streamed from the checkpoint of the step before a round and of one between two."""
     plain = pruned(home, tmp_path / "plain", method)

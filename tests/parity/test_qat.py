@@ -12,6 +12,7 @@ from torch.nn.functional import linear
 
 from strategies.core.sealed import read
 from tests.helpers.engine import LAYOUTS
+from tests.helpers.marks import in_turns
 from tests.helpers.models import build
 from tests.helpers.sides import BATCHES, Plain, everything, stowed, train, unequal
 from tests.helpers.small_runs import TRAVEL, by_the_trainer, make_rows_and_model, ran, rows_of, tree_of
@@ -29,8 +30,7 @@ class Rounded(nn.Linear):
         return linear(x, self.weight + ((self.weight * 8).round() / 8 - self.weight).detach(), self.bias)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "dtype"), in_turns(LAYOUTS, (torch.float32, torch.bfloat16)))
 def test_computed_weights_on_every_site(layout: str, dtype: torch.dtype) -> None:
     """Products with a weight that forward has computed anew from one that comes and goes."""
     plain, model = [build("llama", dtype=dtype) for _ in range(2)]

@@ -16,7 +16,7 @@ from transformers.integrations.bitsandbytes import dequantize_bnb_weight
 from strategies.core.layout import Site
 from strategies.planner import site_search
 from strategies.planner.places import Placement, Places
-from tests.helpers.marks import rarely, some_rarely
+from tests.helpers.marks import rarely, slowly, some_rarely
 from tests.helpers.releases import needs_scratch
 from tests.helpers.tiny import LLAMA, run_config
 from trainer.config.sections import RunConfig
@@ -125,7 +125,7 @@ def test_as_peft_alone_and_resumed(bits: str, base: Path) -> None:
     assert unlike(expected, trained(again, str(base / "run" / "checkpoint-2"))) == []
 
 
-@pytest.mark.parametrize("bits", ["nf4", "int8"])
+@pytest.mark.parametrize("bits", ["nf4", slowly("int8")])
 def test_a_trainer_of_others(bits: str, base: Path) -> None:
     """A live model is planned on its first batch, and is as it was when it is closed."""
     config = config_of(base, bits)
@@ -185,7 +185,9 @@ def test_kinds_of_adapters_and_losses(kind: str, base: Path) -> None:
     assert unlike(expected, found) == []
 
 
-@pytest.mark.parametrize(("bits", "merge"), [("nf4", True), ("nf4", False), rarely("int8", True), rarely(None, True)])
+@pytest.mark.parametrize(
+    ("bits", "merge"), [("nf4", True), slowly("nf4", False), rarely("int8", True), rarely(None, True)]
+)
 def test_exported(bits: str | None, merge: bool, base: Path) -> None:
     """Merged is the dequantised weight plus what the adapters add; the export itself compares logits."""
     config = config_of(

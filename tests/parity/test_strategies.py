@@ -80,7 +80,7 @@ def goes(strategies: Mapping[str, Strategy], case: str) -> bool:
 
 def alone() -> Iterator[Any]:
     """Every example with a case in which it is to have the same bits, if there is one; the other kinds of parity that
-    it declares take turns with the examples, and so do the cases of each kind."""
+    it declares, which are slow, take turns with the examples, and so do the cases of each kind."""
     facts = {case: run_facts(config_of(case, {}, Path("unused")), RANKS) for case in CASES | OF_EXPERTS}
     examples = [(name, options) for name in available() for options in find(name).examples]
     for turn, (name, options) in enumerate(examples):
@@ -89,8 +89,10 @@ def alone() -> Iterator[Any]:
         for case in cases_for(name, strategy):
             kinds.setdefault(declared(strategy, facts[case], case), []).append(case)
         chosen = {each[turn % len(each)] for each in in_turn(kinds, turn)}
-        for case in sorted(chosen):
-            yield pytest.param(name, options, case, id=f"{name} {dict(options)} {case}", marks=needs(name, options))
+        tolerances = {case: declared(strategy, facts[case], case).tolerance for case in chosen}
+        for number, case in enumerate(sorted(chosen, key=lambda case: (tolerances[case], case))):
+            marks = [needs(name, options), *([pytest.mark.slow] if number else [])]
+            yield pytest.param(name, options, case, id=f"{name} {dict(options)} {case}", marks=marks)
 
 
 def cases_for(name: str, strategy: Strategy) -> list[str]:

@@ -20,6 +20,7 @@ from strategies.core.facts import Facts, Precision, Unit, UnitKind
 from strategies.engine.forward.blocks import find_blocks
 from strategies.engine.memory import accelerator
 from tests.helpers.fakes import GPU, run_facts
+from tests.helpers.marks import slowly
 from tests.helpers.tiny import BLOOM, ENDS, GPT2, LLAMA, MIXTRAL, MODELS, VOCAB, run_config
 from trainer.config.sections import RunConfig
 from trainer.data.collate import Collator
@@ -80,7 +81,7 @@ def count_of(config: RunConfig, **how: bool) -> ModelCount:
 # Units
 
 
-@pytest.mark.parametrize(("name", "tied"), [("llama", True), *((name, name == "gpt2") for name in MODELS)])
+@pytest.mark.parametrize(("name", "tied"), [slowly("llama", True), *((name, name == "gpt2") for name in MODELS)])
 def test_units_hold_every_parameter_once(name: str, tied: bool) -> None:
     by_default = name in ("gpt2", "opt", "bloom")
     config = run_config({**MODELS[name], "tie_word_embeddings": tied}) if tied != by_default else as_in_runs(name)
@@ -114,7 +115,8 @@ def bare(units: Iterable[Unit]) -> tuple[Unit, ...]:
     [
         *((name, "sdpa", True) for name in ("llama", "gpt2", "qwen3", "mixtral", "opt")),
         *((name, "sdpa", False) for name in ("qwen3", "opt")),
-        *((name, "eager", name == "llama") for name in ("llama", "gpt2", "mixtral", "bloom")),
+        *((name, "eager", name == "llama") for name in ("llama", "bloom")),
+        *(slowly(name, "eager", False) for name in ("gpt2", "mixtral")),
     ],
 )
 def test_saved_bytes_are_those_of_the_real_model(name: str, attention: str, packing: bool) -> None:

@@ -11,7 +11,7 @@ from strategies.core.facts import Facts, MachineFacts, Precision
 from strategies.core.plan import Kind, Plan
 from strategies.engine.tensors.quantised import scales_bytes
 from strategies.planner.step_cost import step_flops, unit_seconds
-from tests.helpers.marks import rarely
+from tests.helpers.marks import rarely, slowly
 from tests.helpers.tiny import run_config
 from trainer.config.sections import RunConfig
 from trainer.machine.profiles import profile as find_profile
@@ -45,7 +45,7 @@ INT8 = {"load_in_8bit": True}
 @pytest.mark.parametrize(
     ("dtype", "lora", "quantised"),
     [
-        ("float32", None, None), ("bfloat16", LORA, None), ("float32", LORA, INT8), ("bfloat16", LORA, NF4),
+        ("float32", None, None), ("bfloat16", LORA, None), slowly("float32", LORA, INT8), ("bfloat16", LORA, NF4),
         rarely("bfloat16", None, None), rarely("float32", LORA, None), rarely("bfloat16", LORA, INT8),
         rarely("float32", LORA, NF4),
     ],

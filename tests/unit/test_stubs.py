@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.engine.forward.blocks import find_blocks
-from tests.helpers.marks import rarely
+from tests.helpers.marks import rarely, slowly
 from tests.helpers.tiny import GPT2, LLAMA, MIXTRAL, run_config
 from trainer.model import temporaries
 from trainer.model.stubs import fake_tensors, find_alike, materialise
@@ -26,8 +26,13 @@ MODELS: Mapping[str, tuple[Mapping[str, Any], dict[str, str]]] = {
         {"model.layers.4": "model.layers.2", "model.layers.5": "model.layers.3"},
     ),
 }
-CASES: list[Any] = [rarely("llama", {}), rarely("gpt2", {}), ("mixtral", {}), ("every other one has a window", {})]
-CASES += [("gpt2", {"bf16": True}), ("llama", {"gradient_checkpointing": True})]
+CASES: list[Any] = [
+    rarely("llama", {}),
+    rarely("gpt2", {}),
+    slowly("mixtral", {}),
+    ("every other one has a window", {}),
+]
+CASES += [("gpt2", {"bf16": True}), slowly("llama", {"gradient_checkpointing": True})]
 
 
 @pytest.mark.parametrize(("name", "training"), CASES, ids=str)
