@@ -15,19 +15,18 @@ clipping is on, and each weight is updated before it is next read; nothing is st
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from os.path import normpath
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, PrivateAttr
 
+from strategies.core import fp8
 from strategies.core.common_host import common_bytes
 from strategies.core.facts import Facts, Home, Precision, RunFacts
 from strategies.core.layout import Reduction
 from strategies.core.moments import MomentsAs
-from strategies.core.on_disk import disk_bytes
+from strategies.core.on_disk import check_folders, disk_bytes, folders_of
 from strategies.core.optimizers import ELEMENTWISE, OPTIMIZERS
 from strategies.core.plan import RUN, Conflict, Decision, EngineSet, Plan, Stow
 from strategies.core.protocol import BITWISE, LOSSY, MemoryRefusal, Parity, Phase, Refusal, Requirement, Strategy
@@ -43,19 +42,6 @@ _ORDER = (
     "cancel, Adam moves it by the learning rate in either direction"
 )
 _KERNELS = "the CPU's kernel updates what rests on the host; it differs from the device's in the last bit"
-
-
-def _check_folders(value: str | list[str]) -> str | list[str]:
-    folders = _folders(value)
-    if not (folders and all(folders)):
-        raise ValueError("must be a folder, or a list of folders")
-    if twice := [one for one, times in Counter(map(normpath, folders)).items() if times > 1]:
-        raise ValueError(f"names {twice[0]} twice; write a folder of each drive once")
-    return value
-
-
-def _folders(value: str | list[str] | None) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value or ())
 
 
 Budget: TypeAlias = Annotated[str | int | float, AfterValidator(check_budget)]
@@ -83,7 +69,7 @@ class Offload(Strategy):
             "training": {"max_grad_norm": 0.0},
         },
     )
-    of_machine = ("disk", "disk_memory", "moments", "masters")
+    of_machine = ("disk", "disk_memory", "moments", "masters", "frozen_weights")
     requires = frozenset([Requirement.PARAMETERS, Requirement.COMPUTE_DTYPE, Requirement.BLOCK_TIMES])
     examples = (
         {"site": "device"},
@@ -101,7 +87,7 @@ class Offload(Strategy):
         description="Host memory that all ranks of a machine use together: a size (200GiB), a share (0.8), or auto: "
         "0.9 of the free memory.",
     )
-    disk: Annotated[str | list[str], AfterValidator(_check_folders)] | None = Field(
+    disk: Annotated[str | list[str], AfterValidator(check_folders)] | None = Field(
         default=None,
         description="A folder on a local disk, for optimizer state that the CPU updates, and frozen weights, that the "
         "host has no room for: in files there that end with the run. Or a list of folders on several drives, which "
@@ -149,6 +135,12 @@ class Offload(Strategy):
         default="fp32",
         description="bf16: weights in bf16 have no masters in fp32; each update rounds them stochastically. Goes with "
         "moments in bf16 or int8. It saves 2 bytes of host memory per parameter, 4 with several micro-batches.",
+    )
+    frozen_weights: Literal["fp8"] | None = Field(
+        default=None,
+        description="fp8: frozen matrices of blocks are rounded once, before training, to a byte per weight, and a "
+        "scale for each 128. Those that travel rest on the host so, cross the link so, and are made whole on the "
+        "device: half the bytes of bf16. Training is exact for the rounded model, not for the one that was loaded.",
     )
     gather: Literal["auto", "network", "host"] = Field(
         default="auto",
@@ -213,6 +205,8 @@ class Offload(Strategy):
         if self.gather == "host" and not self._stage:
             yield self._refusal("gather", "ranks have parts of weights with strategies.zero only; leave it out")
         yield from self._refuses_disk(run)
+        if self.frozen_weights and (said := fp8.refused_by(run, shared=self._stage > 0, disk=self.disk is not None)):
+            yield self._refusal("frozen_weights", said)
         yield from self._refuses_moments(run)
         yield from self._refuses_passing(run) if self.gradients == "passing" else ()
         if not self.weight_copies and run.precision is not Precision.BF16:
@@ -244,7 +238,7 @@ class Offload(Strategy):
         """The folders of ``disk`` can have a file each, however large."""
         from strategies.engine.memory.scratch_file import unsuitable
 
-        for folder in _folders(self.disk):
+        for folder in folders_of(self.disk):
             if said := unsuitable(Path(folder)):
                 raise self._refusal("disk", f"{folder}: {said}" if isinstance(self.disk, list) else said)
 
@@ -277,6 +271,8 @@ class Offload(Strategy):
         engine = [by for decision, by in plan.answers.values() if isinstance(decision, EngineSet)]
         if engine:
             raise Conflict(("Share", "all units"), engine[0], "offload")
+        if self.frozen_weights and (said := fp8.nothing_to_round(facts)):
+            raise self._refusal("frozen_weights", said)
         machine, budget = facts.machine, device_budget(facts.machine, self.gpu_memory)
         if self.gather == "host" and 0 < machine.ranks < facts.run.world_size:
             on = f"{facts.run.world_size} ranks are on machines of {machine.ranks} each"
@@ -302,8 +298,8 @@ class Offload(Strategy):
             yield self._refusal("disk", "has the masters that weight_copies: false rounds to fetch; leave that out")
 
     def in_fewer_bits(self) -> str:
-        masters = "" if self.masters == "fp32" else f", masters in {self.masters}"
-        return "" if self.moments == "fp32" else f"moments in {self.moments}{masters}"
+        said = {"moments": self.moments, "masters": self.masters, "frozen weights": self.frozen_weights}
+        return ", ".join(f"{what} in {bits}" for what, bits in said.items() if bits not in (None, "fp32"))
 
     def _refuses_moments(self, run: RunFacts) -> Iterator[Refusal]:
         if self.moments == "fp32":
@@ -383,6 +379,7 @@ class Offload(Strategy):
             site=self.site if self.moments == "fp32" else "host",
             moments_as=self.moments,
             rounds=self.masters == "bf16",
+            fp8=self.frozen_weights == "fp8",
             weights="resident" if decided["weights"] else self.weights,
             ways=self._ways(facts.run),
             splits_gradients=self._stage >= 2,
@@ -390,7 +387,7 @@ class Offload(Strategy):
             keeps_copies=self.weight_copies,
             common_host=self._common_host(facts),
             reduction=self.reduction,
-            disk=_folders(self.disk),
+            disk=folders_of(self.disk),
             disk_bytes=self._disk_bytes(facts),
             decided=frozenset(name for name, is_so in decided.items() if is_so),
         )

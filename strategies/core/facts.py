@@ -155,6 +155,7 @@ class Param:
     users: tuple[str, ...] = ()  # further units that use it, as a tied head does
     elsewhere: bool = False  # may be in use while units run that do not own it, as a head by which a loss multiplies
     looked_up: bool = False  # its unit only looks rows up in it, and does not read it in backward
+    vector: bool = False  # it has less than two dimensions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

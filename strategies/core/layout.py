@@ -8,7 +8,8 @@ Memory arithmetic, per element of a bucket in a compute dtype of ``e`` bytes, ``
 
     WEIGHT    e on the device; permanent, or at an address that it shares with weights that are there at other times
     COPY      e on the host, if the weight travels. In fp32 it is the master. Without ``keeps_copies``, in shared slots
-              if the master is on the host; and so if it is frozen and rests on the disk (``weight_on_disk``)
+              if the master is on the host; and so if it is frozen and rests on the disk (``weight_on_disk``).. If
+              ``in_fp8`` a byte, and a scale per block, which become the weight on the device, in CODES, one for all
     GRAD      e on the device; permanent if gradients wait there for the update, else one of a few shared slots. None
               where a gradient goes down from the memory in which backward made it (``grad_direct``)
     PARKED    e on the host, if the update runs there or gradients wait there. In mixed precision the updated weight is
@@ -41,21 +42,16 @@ With ``common_host`` the ranks are on one machine, and copy all spans of a weigh
 instead of their own span only, with the network for the others. What others read comes first in the host's arena.
 
 In mixed precision with one micro-batch per update, COPY and PARKED of a bucket are one place (``parks_in_copy``). The
-copy is needed until backward has fetched it for the last time, the gradient from then on, and the update writes the
-new weight over the gradient that it has read. A weight that is wanted in between, and one whose gradient is dropped, is
-rounded from the master again, whose rounded value it always is.
+copy is needed until backward has fetched it for the last time, the gradient from then on, and the update writes the new
+weight over it. A weight that is wanted in between, and one whose gradient is dropped, is the master, rounded again.
 
 Without ``keeps_copies`` the master is all that the host has of a mixed-precision weight (``rounded_to_fetch``): each
-fetch rounds it into a slot, which the copy up reads. Where COPY is the place of PARKED, nothing would be saved, and it
-stays.
+fetch rounds it into a slot, which the copy up reads; but where COPY is the place of PARKED, it stays.
 
 Time inside an iteration is counted in ticks: forward of each unit in order of first use, then backward in reverse; 2 n
 ticks for n units. A weight that travels has ``resident_ticks``, half-open ranges during which it is on the device: it
 is fetched at the first tick of a range and evicted after the last. A range that runs over the end of an iteration is
 written as two.
-
-Example, three units a, b, c: the weight of b is used at ticks 1 (forward) and 4 (backward). Fetched one tick ahead of
-each use, it has ``resident_ticks`` ((0, 2), (3, 5)).
 
 Invariant. A layout says where values lie, never what they are. Any layout that ``validate`` accepts trains with the
 bits of plain training. ``strategies/planner`` makes layouts, ``strategies/engine`` carries them out.
@@ -69,6 +65,7 @@ from enum import Enum
 from typing import Literal, NamedTuple, TypeAlias
 
 from strategies.core.facts import Home
+from strategies.core.fp8 import packed_bytes
 from strategies.core.moments import MOMENT_BYTES, MomentsAs, blocks_of, expanded_bytes
 
 PAGE_BYTES = 4096  # every spot on the host starts on such a boundary: memory is pinned page by page
@@ -95,10 +92,10 @@ class Site(Enum):
 class Item(Enum):
     """One kind of memory; the module docstring has the sizes."""
 
-    __hash__ = object.__hash__  # by identity; Enum's own looks the name up each time
-
+    __hash__ = object.__hash__  # likewise
     WEIGHT = "weight"
     COPY = "weight copy"
+    CODES = "weights in fp8"
     GRAD = "gradient"
     PARKED = "parked gradient"
     ARRIVAL = "arriving gradient"
@@ -142,6 +139,7 @@ class Bucket:
     on_disk: bool = False  # moments, and masters in mixed precision, rest in a file; if frozen, the weight that travels
     updates_ahead: bool = False  # under backward, as if nothing were clipped (``core/ahead.py``)
     rounds: bool = False  # in bf16, its weight is its master, which the host's update rounds stochastically
+    in_fp8: bool = False  # frozen matrices, which were rounded once, and travel so
 
     @property
     def resident(self) -> bool:
@@ -156,31 +154,31 @@ class Bucket:
         return self.on_disk and self.site is Site.NONE  # it is frozen, and rests there if it travels
 
     @property
-    def share(self) -> int:
-        """Elements of one rank's span: rank r holds those from ``r * share`` on."""
+    def share(self) -> int:  # elements of one rank's span: rank r holds those from ``r * share`` on
         return self.num_elements // self.ways
 
     @property
-    def grad_passes(self) -> bool:
-        """Whether its gradient leaves the memory that it has on the device before the update."""
+    def grad_passes(self) -> bool:  # it leaves the memory that it has on the device before the update
         return self.grad_home is Home.HOST or self.grad_split
 
     @property
-    def cut(self) -> bool:
-        """Whether a parameter is in the spans of several ranks."""
+    def cut(self) -> bool:  # a parameter is in the spans of several ranks
         return self.ways > 1 and any(
             start // self.share != (start + max(size, 1) - 1) // self.share
             for start, size in zip(self.offsets, self.sizes, strict=True)
         )
 
     @property
-    def mixed(self) -> bool:
-        """Whether it has masters in fp32 beside its weights."""
+    def mixed(self) -> bool:  # it has masters in fp32 beside its weights
         return self.dtype != "float32" and not self.rounds
 
     @property
     def weight_bytes(self) -> int:
         return self.num_elements * ITEM_BYTES[self.dtype]
+
+    @property
+    def copy_bytes(self) -> int:  # of all of the weight at rest on the host, and on the link
+        return packed_bytes(self.num_elements) if self.in_fp8 else self.weight_bytes
 
     def state_bytes(self, moments: int) -> int:
         """Bytes of one rank's moments, and of its masters in mixed precision."""
@@ -232,6 +230,11 @@ class Layout:
         rounds = any(bucket.rounds for bucket in self.buckets)
         return expanded_bytes(self.moments_as, self.moments, self.trained_spans, masters=rounds)
 
+    @property
+    def codes_bytes(self) -> int:
+        """Size of the CODES region; 0 if no weight travels in fp8."""
+        return max((b.copy_bytes for b in self.buckets if b.in_fp8 and not b.resident), default=0)
+
     def slots(self, item: Item) -> int:
         if item is Item.COPY and self.disk:  # frozen weights, each on one drive, on their way up
             return self.window_slots + len(self.disk) - 1
@@ -266,17 +269,14 @@ def gradient_tick(bucket: Bucket, ticks: Mapping[str, tuple[int, int]]) -> int:
 
 
 def parks_in_copy(bucket: Bucket, layout: Layout) -> bool:
-    """Whether COPY is the place of PARKED, too; see the module docstring.
-
-    Not in fp32, where the copy is the master; nor with several micro-batches, of which each forward fetches the copy
-    after the first one's gradient has gone down.
+    """Whether COPY is the place of PARKED, too. Not in fp32, where the copy is the master; nor with several
+    micro-batches, of which each forward fetches the copy after the first one's gradient has gone down.
     """
     goes_down = bucket.grad_home is Home.HOST or bucket.site is Site.HOST
     return bucket.mixed and not bucket.resident and goes_down and layout.accumulation == 1
 
 
-def rounded_to_fetch(bucket: Bucket, layout: Layout) -> bool:
-    """Whether the host has only the master of its weight, and each fetch rounds it; see the module docstring."""
+def rounded_to_fetch(bucket: Bucket, layout: Layout) -> bool:  # the host has only its master
     with_master = bucket.mixed and bucket.site in (Site.HOST, Site.STREAMED)
     return with_master and not (layout.keeps_copies or bucket.resident or parks_in_copy(bucket, layout))
 
@@ -294,10 +294,10 @@ class Need(NamedTuple):
 def needs(bucket: Bucket, layout: Layout) -> Iterator[Need]:
     """All the memory of one bucket. Planner, arena and tables take its sizes from here only."""
     name, weight = bucket.name, bucket.weight_bytes
-    own = weight // bucket.ways
+    own, copy = weight // bucket.ways, bucket.copy_bytes // bucket.ways
     yield Need(name, Item.WEIGHT, Home.DEVICE, weight, passes=not bucket.resident)
     if not bucket.resident:
-        size = aligned(own, Home.HOST) if bucket.weight_on_disk else own  # it is read by whole pages
+        size = aligned(copy, Home.HOST) if bucket.weight_on_disk else copy  # it is read by whole pages
         yield Need(name, Item.COPY, Home.HOST, size, passes=bucket.weight_on_disk or rounded_to_fetch(bucket, layout))
     if bucket.site is Site.NONE:
         return
@@ -329,6 +329,8 @@ def common_needs(layout: Layout, hosted_bytes: int = 0) -> Iterator[Need]:
     """The memory that belongs to no single bucket; ``hosted_bytes``: of saved tensors that wait on the host."""
     if scratch := scratch_bytes(layout):
         yield Need("", Item.SCRATCH, Home.DEVICE, scratch)
+    if layout.codes_bytes:
+        yield Need("", Item.CODES, Home.DEVICE, layout.codes_bytes)
     if layout.expanded_bytes:
         yield Need("", Item.EXPANDED, Home.HOST, layout.expanded_bytes)
     if layout.window_bytes:
@@ -383,10 +385,8 @@ class Spot:
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """The size of each home's arena in bytes, and one spot for every need of every bucket.
-
-    ``spots`` is keyed by bucket and item; what belongs to no bucket has the bucket name "". Weights that are never on
-    the device together may overlap, and so may spots of one other item that buckets use in turn; nothing else does.
+    """The size of each home's arena in bytes, and one spot for every need, by bucket ("": of none) and item. Weights
+    that are never on the device together may overlap, and spots of one other item that buckets use in turn.
     """
 
     arena_bytes: Mapping[Home, int]

@@ -9,8 +9,10 @@ on the one that has the fewest bytes. It is read into a slot of COPY.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from os.path import normpath
 
 from strategies.core.facts import Home
 from strategies.core.layout import Bucket, Layout, aligned
@@ -87,3 +89,18 @@ def file_bytes(layout: Layout) -> int:
 def disk_bytes(layout: Layout) -> int:
     """The size of all files of one rank."""
     return len(layout.disk) * file_bytes(layout)
+
+
+def folders_of(value: str | list[str] | None) -> tuple[str, ...]:
+    """What ``strategies.offload.disk`` names."""
+    return (value,) if isinstance(value, str) else tuple(value or ())
+
+
+def check_folders(value: str | list[str]) -> str | list[str]:
+    """``value`` of that option. Raise ValueError unless it is a folder for each drive."""
+    folders = folders_of(value)
+    if not (folders and all(folders)):
+        raise ValueError("must be a folder, or a list of folders")
+    if twice := [one for one, times in Counter(map(normpath, folders)).items() if times > 1]:
+        raise ValueError(f"names {twice[0]} twice; write a folder of each drive once")
+    return value

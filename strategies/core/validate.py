@@ -140,6 +140,9 @@ def _choices(bucket: Bucket, layout: Layout) -> Iterator[str]:
         yield f"state on the disk rests in fp32, not in {layout.moments_as}"
     if bucket.rounds and not (bucket.dtype == "bfloat16" and layout.moments_as != "fp32" and bucket.group is not None):
         yield "only what is trained in bf16, with moments that do not rest in fp32, has its weight as its master"
+    whole = bucket.site is Site.NONE and bucket.ways == 1 and not bucket.on_disk
+    if bucket.in_fp8 and not (whole and bucket.dtype in ("float32", "bfloat16")):
+        yield "only frozen weights of one rank, in memory, rest in fp8"
     if bucket.on_disk and not (layout.disk and layout.keeps_copies):
         yield "rests on the disk, and there is no folder, or weights are rounded from their masters to be fetched"
 

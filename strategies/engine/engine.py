@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from strategies.core.layout import Addresses, Item, Layout
 from strategies.core.on_disk import state_file_bytes, weight_file_bytes
-from strategies.engine.buckets.bucket_state import BucketOf, BucketState, Pending, find_overlapping
+from strategies.engine.buckets.bucket_state import BucketState, Pending, find_overlapping
+from strategies.engine.buckets.index import BucketOf
 from strategies.engine.buckets.jobs import Change, Job, Scale
 from strategies.engine.memory.arena import Arena
 from strategies.engine.memory.disk_state import DiskState
@@ -82,7 +83,8 @@ class Engine(Copied):
         find_overlapping(self.buckets, self.arena)
         self.bucket_of = BucketOf({id(p): (bucket, i) for bucket in self.buckets for i, p in enumerate(bucket.params)})
         self._offloads = not all(bucket.spec.resident for bucket in self.buckets)
-        self.residency = Residency(self.ranks, transfer, self.disk_weights, debug=debug)
+        codes = self.arena.of("", Item.CODES, torch.uint8)
+        self.residency = Residency(self.ranks, transfer, self.disk_weights, codes, debug=debug)
         scopes = find_scopes(model, self.bucket_of)
         self.hooks = ModuleHooks(
             scopes,

@@ -21,12 +21,16 @@ whose update was settled, has written the master. UP reads the slot after that.
 [Note: from the disk] A frozen weight that rests on the disk is read into a slot, ahead of its use as far as that was
 foreseen (``expect``), or now (``memory/disk_weights.py``); UP copies it from there.
 
+[Note: in fp8] UP copies the codes of a weight into the one place for them on the device, and makes the weight of them
+in its home: kernels in the order of its copies, so that the next codes come when these have been read.
+
 Refused: two buckets in use at the same time whose homes overlap.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,14 +38,18 @@ from torch import Tensor
 from strategies.engine.buckets.bucket_state import BucketState, Pending
 from strategies.engine.memory.disk_weights import DiskWeights
 from strategies.engine.ranks.replicas import OneRank
+from strategies.engine.tensors.fp8 import Codes
 from strategies.engine.transfer.transfer import Lane, Transfer
 
 
 class Residency:
     """Moves buckets in and out of their homes. ``debug``: fill a home with NaN first, and check what it holds."""
 
-    def __init__(self, ranks: OneRank, transfer: Transfer, disk: DiskWeights | None, *, debug: bool) -> None:
+    def __init__(
+        self, ranks: OneRank, transfer: Transfer, disk: DiskWeights | None, codes: Tensor | None, *, debug: bool
+    ) -> None:
         self._ranks, self._transfer, self._disk, self._debug = ranks, transfer, disk, debug
+        self._codes = codes  # the memory on the device for those in flight
         self._slots: dict[int, BucketState] = {}  # by address of a slot that masters are rounded into: the last bucket
 
     def claim(self, bucket: BucketState) -> None:
@@ -61,8 +69,12 @@ class Residency:
         bucket.claim()
 
     def fetch(self, bucket: BucketState) -> None:
-        assert bucket.copy is not None and bucket.settled, f"{bucket.name} has nothing to fetch"
+        assert bucket.settled, f"{bucket.name} has an update to wait for"
         self.claim(bucket)
+        if bucket.codes is not None:
+            self._bring_codes(bucket, bucket.codes)
+            return
+        assert bucket.copy is not None, f"{bucket.name} has nothing to fetch"
         self.restore(bucket)
         if bucket.slot is not bucket.copy:
             self._bring_from_disk(bucket)
@@ -73,6 +85,17 @@ class Residency:
             self._bring_rounded(bucket)
             return
         self._bring(bucket, bucket.copy)
+
+    def _bring_codes(self, bucket: BucketState, codes: Codes) -> None:
+        """See [Note: in fp8]."""
+        assert self._codes is not None
+        if self._debug:
+            self._transfer.poison(Lane.UP, bucket.weight)
+        here = Codes(self._codes, bucket.spec.num_elements)
+        self._transfer.copy(Lane.UP, here.memory, codes.memory)
+        work = partial(here.restore, bucket.weight)
+        self._transfer.run(Lane.UP, work, reads=[here.memory], writes=[bucket.weight])
+        self._ranks.brought(bucket)
 
     def _bring_from_disk(self, bucket: BucketState) -> None:
         """See [Note: from the disk]."""

@@ -21,46 +21,54 @@ parameters are whole in one span where that leaves little of a span empty: embed
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from statistics import median_low
 from typing import TypeAlias
 
 from strategies.core.facts import Facts, Param, UnitKind
+from strategies.core.fp8 import blocks_of, is_rounded
 from strategies.core.layout import ALIGN_BYTES, ITEM_BYTES, Bucket, Site, aligned
 
 PARTS = (2, 3, 4, 6, 8)  # of a block, tried as capacities
 SMALL = 8  # a bucket of less than this part of a block, per unit, is not worth a copy
 UNEVEN = 0.1  # of a span may be empty so that no parameter has several owners
 Kinds: TypeAlias = tuple[tuple[str, UnitKind], ...]  # of units in order, by name
-Like: TypeAlias = tuple[str, int | None, bool]  # dtype, group, read elsewhere: equal for all parameters of a bucket
+Like: TypeAlias = tuple[str, int | None, bool, bool]  # dtype, group, read elsewhere, fp8: one for all of a bucket
 
 
-def form(facts: Facts, capacity: int | None = None, ways: int = 1) -> tuple[Bucket, ...]:
+def form(facts: Facts, capacity: int | None = None, ways: int = 1, *, fp8: bool = False) -> tuple[Bucket, ...]:
     """Buckets of all parameters in order of first use, all on the device.
 
     Args:
         capacity: bytes of a bucket, unless one parameter is larger; None: those of the largest block in that dtype.
         ways: ranks that hold a span of each bucket.
+        fp8: frozen matrices of blocks travel in it, and have buckets of their own.
     """
     assert facts.params, "buckets are made of single parameters; these facts do not list them"
-    return _formed(facts.params, _kinds(facts), capacity, ways)
+    in_fp8 = {param.name for param in facts.params if fp8 and is_rounded(param, blocks_of(facts))}
+    return _formed(facts.params, _kinds(facts), capacity, ways, frozenset(in_fp8))
 
 
 @lru_cache(maxsize=64)
-def _formed(params: tuple[Param, ...], kinds: Kinds, capacity: int | None, ways: int) -> tuple[Bucket, ...]:
+def _formed(
+    params: tuple[Param, ...], kinds: Kinds, capacity: int | None, ways: int, in_fp8: frozenset[str] = frozenset()
+) -> tuple[Bucket, ...]:
     """``form``: a search asks for the same buckets again and again."""
     place = {name: index for index, (name, _) in enumerate(kinds)}
     in_order = sorted(params, key=lambda param: place[param.unit])
     pieces = list[list[Param]]()
-    for like in dict.fromkeys(map(_like, in_order)):
+    likes = {param.name: _like(param, in_fp8) for param in in_order}
+    for like in dict.fromkeys(likes.values()):
         size = capacity or _block_bytes(params, kinds, like[0])
-        pieces += _pieces([param for param in in_order if _like(param) == like], kinds, size)
+        pieces += _pieces([param for param in in_order if likes[param.name] == like], kinds, size)
     order = {param.name: index for index, param in enumerate(in_order)}
     pieces.sort(key=lambda piece: order[piece[0].name])
-    names = _names(pieces, list(place))
-    return tuple(_bucket(name, piece, place, ways) for name, piece in zip(names, pieces, strict=True))
+    names = _names(pieces, list(place), likes)
+    return tuple(
+        _bucket(name, piece, place, ways, likes[piece[0].name]) for name, piece in zip(names, pieces, strict=True)
+    )
 
 
 def capacity(facts: Facts) -> int | None:
@@ -110,8 +118,8 @@ def _kinds(facts: Facts) -> Kinds:
     return tuple((unit.name, unit.kind) for unit in facts.units)
 
 
-def _like(param: Param) -> Like:
-    return (param.dtype, param.group, param.elsewhere)
+def _like(param: Param, in_fp8: frozenset[str]) -> Like:
+    return (param.dtype, param.group, param.elsewhere, param.name in in_fp8)
 
 
 def _bytes(param: Param) -> int:
@@ -154,19 +162,19 @@ def _cut(share: Iterable[Param], capacity: int) -> Iterator[list[Param]]:
         yield piece
 
 
-def _names(pieces: Sequence[Sequence[Param]], units: Sequence[str]) -> list[str]:
-    """``model.layers.0``, ``model.layers.0..3``; further ``:group1`` and ``/1`` if a name would occur twice."""
+def _names(pieces: Sequence[Sequence[Param]], units: Sequence[str], like_of: Mapping[str, Like]) -> list[str]:
+    """``model.layers.0``, ``model.layers.0..3``; further ``:fp8``; ``:group1`` and ``/1`` if it were there twice."""
     bases = [_span(sorted({param.unit for param in piece}, key=units.index)) for piece in pieces]
-    likes = [_like(piece[0]) for piece in pieces]
+    likes = [like_of[piece[0].name] for piece in pieces]
     groups, dtypes = defaultdict[str, set[int | None]](set), defaultdict[str, set[str]](set)
-    for base, (dtype, group, _) in zip(bases, likes, strict=True):
+    for base, (dtype, group, *_) in zip(bases, likes, strict=True):
         groups[base].add(group)
         dtypes[base].add(dtype)
     parts = Counter(zip(bases, likes, strict=True))
     seen: Counter[tuple[str, Like]] = Counter()
     names: list[str] = []
     for base, like in zip(bases, likes, strict=True):
-        (dtype, group, _), name = like, f"{base}:elsewhere" if like[2] else base
+        (dtype, group, *_), name = like, base + ":elsewhere" * like[2] + ":fp8" * like[3]
         if len(groups[base]) > 1:
             name += ":frozen" if group is None else f":group{group}"
         if len(dtypes[base]) > 1:
@@ -186,8 +194,8 @@ def _span(units: Sequence[str]) -> str:
     return f"{units[0]}..{last[2] if first[0] == last[0] else units[-1]}"
 
 
-def _bucket(name: str, params: Sequence[Param], place: dict[str, int], ways: int) -> Bucket:
-    dtype, group, _ = _like(params[0])
+def _bucket(name: str, params: Sequence[Param], place: dict[str, int], ways: int, like: Like) -> Bucket:
+    dtype, group, _, in_fp8 = like
     step = ALIGN_BYTES // ITEM_BYTES[dtype]
     offsets, end = _offsets([-(-param.num_elements // step) * step for param in params], ways, step)
     users = {unit for param in params for unit in (param.unit, *param.users)}
@@ -203,6 +211,7 @@ def _bucket(name: str, params: Sequence[Param], place: dict[str, int], ways: int
         site=Site.NONE if group is None else Site.DEVICE,
         ways=ways,
         looked_up=all(param.looked_up for param in params),
+        in_fp8=in_fp8,
     )
 
 

@@ -55,6 +55,8 @@ class Estimate:
         self._forward, self._backward = sum(one[0] for one in times), sum(one[1] for one in times)
         self._gathers = gather_rate(facts, self._rates)
         self._sums = sums_slowdown(facts, self._rates, request.reduction)
+        leaving = [places.buckets[index] for index in places.blocks]
+        self._packed = sum(b.copy_bytes for b in leaving) / sum(b.weight_bytes for b in leaving) if leaving else 1.0
         rates = self._rates
         read, write = rates.disk_bytes_per_s(max(1, len(request.disk)))
         self._disk_s, self._read_s = (1 / read + 1 / write) / rates.disk_overlap, 1 / read
@@ -97,6 +99,7 @@ class Estimate:
         forward, backward, saved = self._forward, self._backward, passes * self._hosted
         own = away if self._request.common_host else away // self._request.ways
         in_before = load.exchanged + (away - own) * (2 * passes - 1)  # gradients, and what backward gathers again
+        own = int(own * self._packed)
         back_up, again_up = own * passes + saved, own * (passes - 1)
         duplex = rates.duplex_factor if load.state else 1
         up, down = rates.up_bytes_per_s * duplex, rates.down_bytes_per_s * duplex

@@ -41,6 +41,7 @@ SHARED: Mapping[Item, tuple[str, str]] = {  # what belongs to no unit: its name 
     Item.PARKED: ("waiting gradients", "gradients for the CPU's update"),
     Item.RECEIVED: ("received gradients", "one bucket's, from all ranks, to be added"),
     Item.SCALES: ("scales of moments", "one per block of them"),
+    Item.CODES: ("weights in fp8", "one bucket's, on their way up"),
     Item.EXPANDED: ("expanded moments", "those that are updated, in fp32, and noise to round them"),
     Item.WINDOW: ("slots for state from the disk", "state that is read, updated or written"),
 }
@@ -72,11 +73,13 @@ def resting(bucket: Bucket, layout: Layout, kind: Kind) -> Resting:
     size, ways = ITEM_BYTES[bucket.dtype], bucket.ways
     if kind is Kind.PARAM:
         if bucket.resident:
-            return Resting(Home.DEVICE, size, "always present")
+            return Resting(Home.DEVICE, size, "always present" + ", rounded to fp8: not exact" * bucket.in_fp8)
         if bucket.weight_on_disk:
             return Resting(Home.HOST, 0, "on the disk, read for use", ways)
         if rounded_to_fetch(bucket, layout):
             return Resting(Home.HOST, 0, "rounded from its master for use", ways)
+        if bucket.in_fp8:
+            return Resting(Home.HOST, 1, "fetched for use, in fp8: not exact")
         parks = parks_in_copy(bucket, layout)
         reason = "fetched for use; the gradient takes its place" if parks else "fetched for use"
         return Resting(Home.HOST, size, reason, ways)
@@ -161,7 +164,7 @@ def _shared_bytes(layout: Layout, home: Home) -> dict[Item, int]:
     totals = Counter[Item]()
     if home is Home.DEVICE:
         totals.update({Item.SCRATCH: scratch_bytes(layout), Item.WEIGHT: weight_packing(layout).arena})
-        totals[Item.RECEIVED] = received_bytes(layout)
+        totals[Item.RECEIVED], totals[Item.CODES] = received_bytes(layout), aligned(layout.codes_bytes)
     if home is Home.HOST:
         totals[Item.EXPANDED] = aligned(layout.expanded_bytes, home)
         totals[Item.WINDOW] = layout.window_bytes

@@ -76,9 +76,9 @@ class OffloadRequest:
     ``prefetch`` is how many ticks ahead of its use a weight comes at most; None: as early as memory allows. ``ways`` is
     how many ranks hold a span of each bucket, ``splits_gradients`` whether of gradients on the device as well, and
     ``reduction`` how they add gradients; ``common_host``: they read weights out of each other's host memory.
-    ``moments_as``: how moments rest; ``rounds``: weights in bf16 are their own masters. ``updates_ahead``: the CPU may
-    update before the norm is known. ``disk`` are folders for optimizer state, one on each drive, which may
-    take ``disk_bytes`` there together. What is in ``decided`` follows from something else than the options.
+    ``moments_as``: how moments rest; ``rounds``: weights in bf16 are their own masters; ``fp8``: frozen matrices travel
+    in it. ``updates_ahead``: the CPU may update before the norm is known. ``disk`` are folders for state, one on each
+    drive, which may take ``disk_bytes`` there together. What is in ``decided`` does not follow from options.
     """
 
     device_bytes: int
@@ -99,6 +99,7 @@ class OffloadRequest:
     reduction: Reduction = "exact"
     moments_as: MomentsAs = "fp32"
     rounds: bool = False
+    fp8: bool = False
     disk: tuple[str, ...] = ()
     disk_bytes: int = 0
     decided: frozenset[str] = frozenset()
@@ -158,7 +159,7 @@ class Places:
     ) -> None:
         self._request, self.bucket_bytes = request, bucket_bytes
         size = request.bucket_bytes or bucket_bytes or capacity(facts)
-        self.buckets = form(facts, size, request.ways)
+        self.buckets = form(facts, size, request.ways, fp8=request.fp8)
         if request.rounds:
             trained = [bucket.group is not None and bucket.dtype == "bfloat16" for bucket in self.buckets]
             self.buckets = tuple(replace(b, rounds=some) for b, some in zip(self.buckets, trained, strict=True))
@@ -206,6 +207,8 @@ class Places:
         ticks = ticks_of(self._empty.units)
         everything = replace(self._empty, buckets=self.buckets)
         self._received = received_bytes(everything)
+        leaving = (replace(self.buckets[index], resident_ticks=((0, 1),)) for index in self._may_leave)
+        self._codes = aligned(replace(self._empty, buckets=tuple(leaving)).codes_bytes)
         self._expanded = aligned(everything.expanded_bytes, Home.HOST)
         self._weights = [aligned(bucket.weight_bytes) for bucket in self.buckets]
         self.ticks = [uses(bucket, ticks) for bucket in self.buckets]
@@ -262,11 +265,8 @@ class Places:
         """
         if not self._request.disk:
             return placement
-        rests = [
-            i
-            for i, at in enumerate(placement)
-            if at.site is Site.HOST or (self._is_frozen(i) and self.may_leave(i, at))
-        ]
+        frozen = {i for i, at in enumerate(placement) if self._is_frozen(i) and self.may_leave(i, at)}
+        rests = [i for i, at in enumerate(placement) if at.site is Site.HOST or i in frozen]
         sizes = {index: bytes_on_disk(self.buckets[index], self._empty) for index in rests}
         # Weights are whole on one drive: the fullest has at most so much more than the others.
         uneven = (len(self._request.disk) - 1) * max((sizes[i] for i in rests if self._is_frozen(i)), default=0)
@@ -375,7 +375,7 @@ class Places:
         rings = Counter(self._costs(self._like[i], placement[i]).ring for i in leaving if placement[i].on_disk)
         rings.pop(0, None)
         host += sum(size * number for size, number in size_classes(rings, self._empty.slots(Item.COPY)))
-        rest = device - weights + scratch_of([mixed]) + self._received
+        rest = device - weights + scratch_of([mixed]) + self._received + self._codes  # even where none leaves
         copies = sum(self._costs(self._like[index], placement[index]).copy for index in leaving)
         return Sizes(weights, max(units.values(), default=0), rest, host, copies)
 

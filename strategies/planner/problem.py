@@ -97,7 +97,7 @@ class Weight:
     copies its part over its link, and gets the others' over the network; with ``common_host`` each copies all parts of
     what comes from the host. ``on_host``: there is a copy of it, which an update on the device writes too.
     ``gradient_tick``: after which its gradient is complete; None: its last use. ``disk_bytes`` of it rest on the disk,
-    and are read into ``disk_slot`` on the host for each reload.
+    and are read into ``disk_slot`` on the host for each reload. ``copy_bytes``: of all of it on the link, in fp8.
     """
 
     name: str
@@ -111,6 +111,7 @@ class Weight:
     gradient_tick: int | None = None
     disk_bytes: int = 0
     disk_slot: int | None = None
+    copy_bytes: int | None = None
 
     @property
     def gradient_at(self) -> int:
@@ -123,14 +124,19 @@ class Weight:
         return self.num_bytes if self.common_host else self.link_bytes
 
     @property
+    def gathered_bytes(self) -> int:
+        """What is left of a reload for the others to send."""
+        return 0 if self.common_host else self.exchange_bytes
+
+    @property
     def link_bytes(self) -> int:
         """What one rank copies up or down."""
-        return self.num_bytes // self.ways
+        return (self.num_bytes if self.copy_bytes is None else self.copy_bytes) // self.ways
 
     @property
     def exchange_bytes(self) -> int:
         """What one rank gets from the others."""
-        return self.num_bytes - self.link_bytes
+        return self.num_bytes - self.num_bytes // self.ways
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +241,11 @@ class Problem:
 
     def seconds_of(self, weight: Weight, num_bytes: int) -> float:
         """The seconds of ``reload_seconds``, if so many bytes of ``weight`` go up."""
-        return max(self.up_seconds(num_bytes), weight.disk_bytes / self.shared.disk[0])
+        return max(self.up_seconds(num_bytes) + self.decode_seconds(weight), weight.disk_bytes / self.shared.disk[0])
+
+    def decode_seconds(self, weight: Weight) -> float:
+        """Of UP, to make weights of fp8: codes are read, weights written, read, multiplied and written."""
+        return 0.0 if weight.copy_bytes is None else (weight.copy_bytes + 3 * weight.num_bytes) / self.shared.device
 
     @cached_property
     def compute_seconds(self) -> float:

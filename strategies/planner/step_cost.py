@@ -150,6 +150,7 @@ def problem_of(
                 common_host=layout.common_host
                 and bucket.ways > 1
                 and not (bucket.weight_on_disk or rounded_to_fetch(bucket, layout)),
+                copy_bytes=bucket.copy_bytes if bucket.in_fp8 else None,
                 disk_bytes=read_bytes(bucket),
                 disk_slot=slots.get((bucket.name, Item.COPY)) if bucket.weight_on_disk else None,
             )

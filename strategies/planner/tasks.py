@@ -151,7 +151,7 @@ class TaskBuilder:
 
     def _gather(self, info: Weight, after: Task) -> Task:
         """The other ranks' parts of a weight, unless they came from the host too."""
-        return self._exchange(f"gather {info.name}", info.num_bytes - info.reload_bytes, after)
+        return self._exchange(f"gather {info.name}", info.gathered_bytes, after)
 
     def _work(self, label: str, seconds: float, after: Iterable[Task | None]) -> Task:
         """A task of compute, after all compute before it."""
@@ -290,6 +290,7 @@ class TaskBuilder:
         due = weight in self._due  # an update here of this rank's part, which the others get afterwards
         size = info.link_bytes if due else info.reload_bytes
         self._reload = self._copy(Resource.UP, f"weight {info.name}", size, after)
+        self._reload.seconds += self._problem.decode_seconds(info)
         self._reload.priority = (*need, self._problem.rank[weight])
         self._occupy(slot, self._reload)
         whole = self._reload if due else self._gather(info, self._reload)

@@ -171,9 +171,13 @@ def alone(facts: Facts, layout: Layout, indices: Collection[int]) -> Alone:
     whole = problem_of(facts, few, facts.machine.rates or ASSUMED, updates=False)
     sizes = [sum(aligned(layout.buckets[index].weight_bytes) for index in group) for group in groups]
     disk = [sum(read_bytes(layout.buckets[index]) for index in group) for group in groups]
+    copies = [
+        sum(layout.buckets[index].copy_bytes for index in group) if layout.buckets[group[0]].in_fp8 else None
+        for group in groups
+    ]
     weights = tuple(
-        replace(one, num_bytes=size, disk_bytes=read)
-        for one, size, read in zip(whole.weights, sizes, disk, strict=True)
+        replace(one, num_bytes=size, disk_bytes=read, copy_bytes=copied)
+        for one, size, read, copied in zip(whole.weights, sizes, disk, copies, strict=True)
     )
     return replace(whole, weights=weights), groups
 
@@ -199,7 +203,7 @@ class _Search:
         self._problem, self._searched, self._evaluated = problem, searched, 0
         self._tried: set[Gaps] = set()
         self._best, self._cost, self._found = frozenset[Gap](), (inf, 0), tuple[Eviction, ...]()
-        self._up = [problem.seconds_of(weight, weight.num_bytes) for weight in problem.weights]
+        self._up = [problem.seconds_of(weight, weight.ways * weight.link_bytes) for weight in problem.weights]
         self._index = {gap: index for index, gap in enumerate(problem.gaps)}
 
     def found(self) -> tuple[Eviction, ...]:

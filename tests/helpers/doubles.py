@@ -32,6 +32,9 @@ class Delayed(Transfer):
     def _copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
         self._queues[lane].append(lambda: target.copy_(source))
 
+    def _run(self, lane: Lane, work: Callable[[], object]) -> None:
+        self._queues[lane].append(work)
+
     def poison(self, lane: Lane, region: Tensor) -> None:
         self._queues[lane].append(lambda: region.fill_(math.nan))
 

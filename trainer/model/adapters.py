@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
+    from strategies.core.layout import Layout
 
+PREFIX = "base_model.model."  # peft's, of names in a model that has adapters
 OURS = {"loraplus_lr_ratio", "export"}  # keys that peft.LoraConfig does not have
 
 
@@ -50,6 +52,19 @@ def merged(model: Any) -> PreTrainedModel:
     missing, _ = adapted.load_state_dict({**dict(model.named_buffers()), **_weights(model)}, strict=False, assign=True)
     assert not missing, missing
     return cast("PreTrainedModel", adapted.merge_and_unload())
+
+
+def round_base(model: nn.Module, layout: Layout | None) -> None:
+    """Round what was rounded to fp8 while ``layout`` trained, in a base that was loaded for its adapters. A weight that
+    is so already does not change.
+    """
+    from strategies.engine.tensors.fp8 import as_rounded
+
+    buckets = [] if layout is None else [bucket for bucket in layout.buckets if bucket.in_fp8]
+    names = {name.removeprefix(PREFIX) for bucket in buckets for name in bucket.params}
+    for name, parameter in model.named_parameters():
+        if name in names:
+            parameter.data = as_rounded(parameter.data)
 
 
 def _weights(model: Any) -> dict[str, Any]:

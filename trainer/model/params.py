@@ -68,6 +68,7 @@ def list_params(
             users=tuple(dict.fromkeys(unit_of[name] for name in others if unit_of[name] != unit_of[first])),
             elsewhere=not elsewhere.isdisjoint((first, *others)),
             looked_up=unit_of[first] == EMBEDDING and _is_looked_up(model, [first, *others], unit_of, computing),
+            vector=parameter.ndim < 2,
         )
         for parameter, (first, *others) in names.items()
     )

@@ -39,7 +39,7 @@ from strategies.core.sealed import intact, seal
 from strategies.engine.tensors.quantised import keep_packing
 from trainer.errors import write_line
 from trainer.model import apart, attention, build, qat, quantise
-from trainer.model.adapters import merged
+from trainer.model.adapters import merged, round_base
 from trainer.model.mapped import Spilled
 from trainer.run import structured
 from trainer.run.callbacks import of_best, perplexity
@@ -122,6 +122,7 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, config: RunConf
             base |= attention.of_export(section)
             again = partial(reload, draft, task, trust_remote_code=section.trust_remote_code, **base)
             reloaded = apart.opened(draft, again, Spilled(folder)) if taken_apart else again()
+            round_base(reloaded, trainer.plan.layout)
             # Products in bf16, as ``logits`` were computed; in fp32 a mixture would choose other experts now and then.
             in_bf16 = trainer.args.bf16 and reloaded.dtype is torch.float32
             with torch.autocast("cpu", torch.bfloat16, enabled=in_bf16):

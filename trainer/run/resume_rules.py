@@ -232,7 +232,7 @@ def _of_strategies(
         used = [find(name).model_validate(tree[name]) if name in tree else None for tree in trees]
         ways = [each.of_these_ranks() if each else "" for each in used]
         exchanged = [f"{way} by {many} ranks" if way else "whole" for way, many in zip(ways, ranks, strict=True)]
-        bits = [(each.in_fewer_bits() if each else "") or "moments in fp32" for each in used]
+        bits = [(each.in_fewer_bits() if each else "") or "moments in fp32, weights as loaded" for each in used]
         if exchanged[0] != exchanged[1]:
             yield f"strategies.{name}", COMPRESSION, f"exchanged {exchanged[0]}", f"exchanged {exchanged[1]}"
         if bits[0] != bits[1]:

@@ -44,6 +44,7 @@ from strategies.engine.buckets.jobs import Ahead, Job
 from strategies.engine.buckets.pieces import Piece, pieces_of
 from strategies.engine.memory.arena import Arena
 from strategies.engine.memory.stretches import Stretch, in_memory
+from strategies.engine.tensors.fp8 import Codes, as_rounded
 from strategies.engine.tensors.loans import HandedOut
 from strategies.engine.tensors.parameter_views import ParameterViews
 from strategies.engine.tensors.parameters import put
@@ -91,7 +92,9 @@ class BucketState:
         weight = flat(Item.WEIGHT, dtype)
         assert weight is not None, f"{spec.name} has no home"
         self.weight = weight
-        self.slot = flat(Item.COPY, dtype)  # from which UP copies it
+        packed = arena.of(spec.name, Item.COPY, torch.uint8) if spec.in_fp8 else None
+        self.codes = None if packed is None else Codes(packed, spec.num_elements)  # in place of a copy
+        self.slot = None if spec.in_fp8 else flat(Item.COPY, dtype)  # from which UP copies it
         self.copy = self.slot if resting is None else resting.view(dtype)[: spec.share]
         self.grad, self.arrival = flat(Item.GRAD, dtype), flat(Item.ARRIVAL, dtype)
         self.parked = self.copy if parks_in_copy(spec, layout) else flat(Item.PARKED, dtype)
@@ -142,8 +145,7 @@ class BucketState:
         return self.pending is Pending.NOTHING
 
     @property
-    def updates_in_place(self) -> bool:
-        """Whether weights and state are on the device, so that an update runs as soon as it is submitted."""
+    def updates_in_place(self) -> bool:  # all is on the device, so that an update runs as soon as it is submitted
         return self.spec.site is Site.DEVICE and self.spec.resident
 
     @property
@@ -151,8 +153,7 @@ class BucketState:
         return self.spec.grad_home is Home.HOST
 
     @property
-    def is_shared(self) -> bool:
-        """Whether several ranks hold a span each."""
+    def is_shared(self) -> bool:  # several ranks hold a span each
         return self.spec.ways > 1
 
     @property
@@ -163,8 +164,7 @@ class BucketState:
 
     def own(self, flat: Tensor) -> Tensor:
         """This rank's span of a flat view of the whole bucket."""
-        share = self.spec.share
-        return flat[self.rank * share : (self.rank + 1) * share]
+        return flat[self.rank * self.spec.share : (self.rank + 1) * self.spec.share]
 
     def pieces_in(self, indices: Container[int]) -> list[Piece]:
         return [piece for piece in self.pieces if piece.index in indices]
@@ -172,8 +172,7 @@ class BucketState:
     def part(self, flat: Tensor, index: int) -> Tensor:
         """The elements of parameter ``index`` in a flat view of the whole bucket, flat."""
         assert flat.numel() == self.spec.num_elements, f"{self.name}: a span, and the whole is wanted"
-        start = self.spec.offsets[index]
-        return flat[start : start + self.spec.sizes[index]]
+        return flat[self.spec.offsets[index] :][: self.spec.sizes[index]]
 
     def shaped(self, flat: Tensor, index: int) -> Tensor:
         return self.part(flat, index).view(self.views.homes[index].shape)
@@ -223,6 +222,8 @@ class BucketState:
         """The newest weight of one parameter in its shape, while no update is pending, for the host or COMPUTE to read.
         If the copy is given up it is a rounded master, which DOWN may still be writing (``stored``).
         """
+        if self.codes is not None:
+            return self.codes.get(self.spec.offsets[index], self.views.homes[index])
         if not self.given_up:
             return self.shaped(self.weight if self.copy is None else self.copy, index)
         assert not self.is_shared, f"{self.name}: other ranks hold parts of it"
@@ -240,9 +241,10 @@ class BucketState:
     def take_in(self) -> None:
         """Copy the model's own weights to their places; afterwards the model's own memory is free."""
         values = dict(enumerate(param.detach().reshape(-1) for param in self.params))
-        if self.copy is None:
-            for index, value in values.items():
-                self.part(self.weight, index).copy_(value)
+        for index, value in values.items():
+            self.put_codes(index, value)
+            if self.copy is None and self.codes is None:
+                self.part(self.weight, index).copy_(self.as_kept(value))
         if self.copy is not None and not self.given_up:
             self.fill(self.copy, values)
         self.fill_masters(values)
@@ -258,20 +260,28 @@ class BucketState:
             self.present = True
             self.views.show()
 
+    def put_codes(self, index: int, value: Tensor) -> None:  # of a whole parameter, if it rests so
+        if self.codes is not None:
+            self.codes.put(self.spec.offsets[index], value)
+
+    def as_kept(self, value: Tensor) -> Tensor:  # rounded, if the weight is
+        return as_rounded(value) if self.spec.in_fp8 else value
+
     def fill(self, span: Tensor, values: Mapping[int, Tensor]) -> None:
         """Copy flat whole parameters, given by their indices, into ``span``, as far as they are in this rank's."""
         for piece in self.pieces_in(values):
             span[piece.at : piece.at + piece.size].copy_(values[piece.index][piece.start : piece.stop])
 
-    def fill_masters(self, values: Mapping[int, Tensor]) -> None:
-        """``fill`` the masters, if there are any."""
+    def fill_masters(self, values: Mapping[int, Tensor]) -> None:  # if there are any
         for part, master in self.masters(self.pieces_in(values), writes=True):
             master.copy_(values[part.index][part.start : part.stop])
 
     def read_exact(self, value: Tensor, index: int) -> None:
         """Copy this rank's part of a parameter into ``value``, the whole of it, flat: of its master, if it has one."""
         span = self.own(self.weight) if self.copy is None else self.copy
-        for piece in self.pieces_in([index]):
+        if self.codes is not None:
+            value.copy_(self.weight_of(index).view(-1))
+        for piece in self.pieces_in([index] if self.codes is None else ()):
             if self.stretches()[0].master is None:
                 value[piece.start : piece.stop].copy_(span[piece.at : piece.at + piece.size])
             for part, master in self.masters([piece]):
@@ -378,16 +388,6 @@ class BucketState:
             raise RuntimeError(
                 f"{self.name}: backward inside of `with optimizer.present(...)`, and the plan updates there"
             )
-
-
-class BucketOf(dict[int, tuple[BucketState, int]]):
-    """The bucket of each parameter, by the parameter's id, and its index in the bucket."""
-
-    def __missing__(self, param: int) -> tuple[BucketState, int]:
-        raise RuntimeError(
-            "a parameter of this model is not the one that was stowed: model.to(), to_empty() or an assignment has "
-            "put another in its place; close() the optimizer before such changes"
-        )
 
 
 def find_overlapping(buckets: list[BucketState], arena: Arena) -> None:

@@ -109,6 +109,8 @@ class StateAccess(Copied):
         if bucket.sources:
             self.engine.ranks.stop_reading()
         bucket.load()
+        value = bucket.as_kept(value)
+        bucket.put_codes(index, value)
         copy = None if bucket.given_up else bucket.copy  # if it is, the gradient stays, and the master is the weight
         if copy is not None:
             bucket.fill(copy, {index: value.reshape(-1)})

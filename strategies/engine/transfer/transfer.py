@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -74,6 +74,11 @@ class Transfer:
             self.bytes_down += target.nbytes
         self._copy(lane, target, source)
 
+    def run(self, lane: Lane, work: Callable[[], object], *, reads: Regions, writes: Regions) -> None:
+        """Issue kernels of the device on ``lane``."""
+        self.uses(lane, reads=reads, writes=writes)
+        self._run(lane, work)
+
     @contextmanager
     def on(self, lane: Lane) -> Iterator[None]:
         yield
@@ -114,6 +119,10 @@ class Transfer:
     def _copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
         with self.on(lane):
             target.copy_(source, non_blocking=True)
+
+    def _run(self, lane: Lane, work: Callable[[], object]) -> None:
+        with self.on(lane):
+            work()
 
     def _record(self, lane: Lane) -> Any:
         return None
