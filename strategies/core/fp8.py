@@ -22,6 +22,7 @@ def is_rounded(param: Param, blocks: frozenset[str]) -> bool:
 
 
 def blocks_of(facts: Facts) -> frozenset[str]:
+    """Names of the units that are blocks."""
     return frozenset(unit.name for unit in facts.units if unit.kind is UnitKind.BLOCK)
 
 

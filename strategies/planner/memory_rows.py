@@ -41,7 +41,7 @@ SHARED: Mapping[Item, tuple[str, str]] = {  # what belongs to no unit: its name 
     Item.PARKED: ("waiting gradients", "gradients for the CPU's update"),
     Item.RECEIVED: ("received gradients", "one bucket's, from all ranks, to be added"),
     Item.SCALES: ("scales of moments", "one per block of them"),
-    Item.CODES: ("weights in fp8", "one bucket's, on their way up"),
+    Item.CODES: ("weights in fp8", "of one bucket, on its way up; where they rest, their scales"),
     Item.EXPANDED: ("expanded moments", "those that are updated, in fp32, and noise to round them"),
     Item.WINDOW: ("slots for state from the disk", "state that is read, updated or written"),
 }
@@ -168,6 +168,7 @@ def _shared_bytes(layout: Layout, home: Home) -> dict[Item, int]:
     if home is Home.HOST:
         totals[Item.EXPANDED] = aligned(layout.expanded_bytes, home)
         totals[Item.WINDOW] = layout.window_bytes
+        totals[Item.CODES] = sum(b.copy_bytes - b.num_elements for b in layout.buckets if b.in_fp8 and not b.resident)
     for pool in slot_pools(layout):
         if pool.home is home:
             totals[pool.item] += pool.num_bytes

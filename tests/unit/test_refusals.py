@@ -137,6 +137,12 @@ def test_a_key_of_another_section(write: Callable[..., Path], capsys: pytest.Cap
         path = write(f"  offload: {{update_in_backward: speculative{options}}}", training=more)
         expected = f'{path}:8: strategies.offload.update_in_backward = "speculative": {words}; write auto'
         assert planned(path, capsys).startswith(expected)
+    for more, words in (
+        ("", "no matrix of a block is frozen; write model.lora, or leave it out"),
+        (", disk: /var/tmp, disk_memory: 1GiB", "rest in the host's memory, not on a disk"),
+    ):
+        path = write(f"  offload: {{frozen_weights: fp8{more}}}")
+        assert planned(path, capsys).startswith(f'{path}:8: strategies.offload.frozen_weights = "fp8": {words}')
     path = write("  offload: {update_in_backward: true}")
     expected = f"{path}:8: strategies.offload.update_in_backward = true: the norm is known only after backward"
     assert planned(path, capsys).startswith(expected)

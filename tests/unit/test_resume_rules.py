@@ -167,6 +167,7 @@ def offloaded(moments: str, **more: str) -> dict[str, Any]:
         (offloaded("int8"), {}, "saved with moments in int8"),
         (offloaded("int8"), offloaded("bf16"), "saved with moments in int8"),
         (offloaded("int8", masters="bf16"), offloaded("int8"), "saved with moments in int8, masters in bf16"),
+        (offloaded("fp32", frozen_weights="fp8"), {}, "saved with frozen weights in fp8"),
     ],
 )
 def test_moments_in_fewer_bits(saved: dict[str, Any], now: dict[str, Any], was: str) -> None:
