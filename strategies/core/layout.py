@@ -269,14 +269,14 @@ def gradient_tick(bucket: Bucket, ticks: Mapping[str, tuple[int, int]]) -> int:
 
 
 def parks_in_copy(bucket: Bucket, layout: Layout) -> bool:
-    """Whether COPY is the place of PARKED, too. Not in fp32, where the copy is the master; nor with several
-    micro-batches, of which each forward fetches the copy after the first one's gradient has gone down.
-    """
+    """Whether COPY is the place of PARKED, too."""
+    # Not in fp32, where the copy is the master; nor where forwards fetch it after a gradient has gone down.
     goes_down = bucket.grad_home is Home.HOST or bucket.site is Site.HOST
     return bucket.mixed and not bucket.resident and goes_down and layout.accumulation == 1
 
 
-def rounded_to_fetch(bucket: Bucket, layout: Layout) -> bool:  # the host has only its master
+def rounded_to_fetch(bucket: Bucket, layout: Layout) -> bool:
+    """Whether the host has only the master of its weight, and each fetch rounds it."""
     with_master = bucket.mixed and bucket.site in (Site.HOST, Site.STREAMED)
     return with_master and not (layout.keeps_copies or bucket.resident or parks_in_copy(bucket, layout))
 
