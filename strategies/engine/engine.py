@@ -186,6 +186,8 @@ class Engine(Copied):
     def _completed(self, bucket: BucketState) -> None:
         if self.layout.in_backward:
             self._ready.append(bucket)
+            if bucket.spec.grad_taken and self.gradients.finished:  # the update frees the slot for the next bucket
+                self._update_ready()
         elif bucket.may_update_ahead and bucket.settled:
             touched, number = tuple(sorted(bucket.grads.touched)), bucket.spec.group
             assert number is not None

@@ -188,7 +188,7 @@ def stowed(
     torch.manual_seed(5)
     for window in _windows(batches, accumulation):
         waiting: dict[int, Tensor] = {}
-        for backward, number in tasks or [(each, number) for number in range(accumulation) for each in (False, True)]:
+        for backward, number in tasks or [(each, number) for number in range(len(window)) for each in (False, True)]:
             if not backward:
                 waiting[number] = model(**window[number]).loss / accumulation
                 losses.append(waiting[number].detach())
@@ -261,7 +261,6 @@ def shared_state(optimizer: StowOptimizer) -> dict[str, Tensor]:
 
 
 def _windows(batches: Batches, accumulation: int) -> list[Batches]:
-    assert len(batches) % accumulation == 0
     return [batches[start : start + accumulation] for start in range(0, len(batches), accumulation)]
 
 

@@ -50,12 +50,12 @@ CASES: dict[str, tuple[torch.dtype, dict[str, Any], dict[str, Any]]] = {  # dtyp
 def test_the_bits_are_those_of_a_loop_that_rounds_alike(
     case: str, kind: MomentsAs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parameters are cut into chunks, and buckets have several: neither is seen."""
+    """Parameters are cut into chunks, buckets have several: neither is seen. The last update may be short."""
     dtype, loop, wished = CASES[case]
     for module in (core, updates):
         monkeypatch.setattr(module, "HOST_CHUNK", 512)
     make: Callable[[], Transfer] = RaceDetector if case == "clipped" else Delayed
-    batches, model = tokens("llama", 4 * loop.get("accumulation", 1)), build("llama", dtype=dtype)
+    batches, model = tokens("llama", 4 * loop.get("accumulation", 1))[:7], build("llama", dtype=dtype)
     names = [name for name, _ in model.named_parameters()]
     rounding = partial(rounding_adamw, kind, names, rounds=wished.get("rounds", False))
     expected = plain(build("llama", dtype=dtype), batches, make=rounding, **loop)

@@ -66,7 +66,7 @@ class Gradients:
         self._waiting: dict[int, BucketState] = {}  # by index: those that get further gradients for it, last first
         self._landed_in: list[Place] = []  # in the order of backward
         self._fresh = True  # the next gradient belongs to a new pass
-        self._finished = False  # no more gradients may come before the next update
+        self.finished = False  # no more gradients may come before the next update
         self._combined = False  # every rank has the norms of all
         self._used = set[int]()  # buckets of the forward whose gradients land, where ranks share them
 
@@ -108,7 +108,7 @@ class Gradients:
             self._landed(bucket)
 
     def _start_pass(self) -> None:
-        if self._finished or self.last_pass:
+        if self.finished or self.last_pass:
             self._refuse_pass()
         for bucket in self._buckets:
             if bucket.spec.grad_passes:
@@ -194,9 +194,9 @@ class Gradients:
     @torch.no_grad()
     def finish(self) -> None:
         """Before norm or update: average over the ranks and send to the host whatever has not been. A collective."""
-        if self.empty or self._finished:
+        if self.empty or self.finished:
             return
-        self._finished = True
+        self.finished = True
         self._average(self._waiting_of(self._used))  # before others get their slots
         late = list(self._waiting.values())
         for bucket in late:
@@ -292,5 +292,5 @@ class Gradients:
             bucket.grads.reset()
         self._landed_in.clear()
         self.passes, self._waiting = 0, {}
-        self._fresh, self._finished, self._combined = True, False, False
+        self._fresh, self.finished, self._combined = True, False, False
         self.window += 1
