@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import BatchEncoding, TrainerControl, TrainerState
+from transformers import BatchEncoding, MptConfig, TrainerControl, TrainerState
 
 from strategies.core.sizes import human_duration, human_number
 from strategies.engine.memory import accelerator
@@ -203,7 +203,7 @@ def test_continuation_is_greedy_without_the_prompt_and_restores_the_mode() -> No
             return " ".join(map(str, ids.tolist()))
 
     class Model(torch.nn.Module):
-        device, config = "cpu", SimpleNamespace(max_position_embeddings=50)
+        device, config = "cpu", MptConfig(max_seq_len=50)
 
         def generate(self, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
             assert options["do_sample"] is False and options["pad_token_id"] == 9
@@ -214,6 +214,9 @@ def test_continuation_is_greedy_without_the_prompt_and_restores_the_mode() -> No
     model = Model()
     assert callbacks.continuation(model, Tokenizer(), "prompt") == "7 8"
     assert model.training
+    model.config = MptConfig(max_seq_len=1)
+    with pytest.raises(ValueError, match="the prompt has 2 tokens, and the model 1 positions"):
+        callbacks.continuation(model, Tokenizer(), "prompt")
 
 
 def test_early_stopping_names_the_metrics_that_there_are() -> None:

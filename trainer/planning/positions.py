@@ -45,8 +45,9 @@ def _tables(model: Any) -> Iterator[int]:
 
 
 def declared(model: PretrainedConfig) -> int:
-    """The places that a model's configuration says; 0 if it says none."""
-    return getattr(model.get_text_config(), "max_position_embeddings", None) or 0
+    """The places that a model's configuration says; 0 if it says none. MPT has a table of biases, and its own name."""
+    text = model.get_text_config()
+    return getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None) or 0
 
 
 def made_for(model: PretrainedConfig) -> int:

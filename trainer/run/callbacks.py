@@ -36,6 +36,7 @@ from trainer.data.packing import MASKED
 from trainer.dist.ranks import limit_groups
 from trainer.errors import ConfigError, first_line, nearest, write_line
 from trainer.machine.probe import status_bytes
+from trainer.planning.positions import declared
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -359,10 +360,12 @@ class EarlyStopping(EarlyStoppingCallback):
 
 
 def continuation(model: Any, tokenizer: Any, prompt: str) -> str:
-    """The greedy continuation of ``prompt``, without the prompt."""
+    """The greedy continuation of ``prompt``, without the prompt. Raises ValueError if that is too long."""
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
-    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None) or math.inf
-    max_new_tokens = max(1, min(MAX_NEW_TOKENS, longest - inputs["input_ids"].shape[1]))
+    given, longest = inputs["input_ids"].shape[1], declared(model.config) or math.inf
+    if given > longest:
+        raise ValueError(f"the prompt has {given} tokens, and the model {longest} positions")
+    max_new_tokens = max(1, min(MAX_NEW_TOKENS, longest - given))
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     was_training = model.training
     model.eval()
@@ -377,7 +380,7 @@ def continuation(model: Any, tokenizer: Any, prompt: str) -> str:
         )
     finally:
         model.train(was_training)
-    return str(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    return str(tokenizer.decode(output[0, given:], skip_special_tokens=True))
 
 
 def sample_prompt(tokenizer: PreTrainedTokenizerBase, rows: Any) -> str:
