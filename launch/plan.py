@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from trainer.dist.ranks import Ranks
     from trainer.machine.probe import Machine
 
+MOST_RANKS = 1_000_000
+
 
 def say(line: str) -> None:
     """Progress and remarks, beside what is asked for."""
@@ -84,8 +86,8 @@ def _wrong(given: argparse.Namespace) -> str:
         return "--lossy is for --search; a config has strategies.collectives.compress or local_steps"
     if given.network is not None and not ((given.search or given.tokens) and 0 < given.network < float("inf")):
         return f"--network {given.network:g}: must be more than 0, and is for --search and --tokens"
-    if given.world_size < 1:
-        return f"--world-size {given.world_size}: must be at least 1"
+    if not 1 <= given.world_size <= MOST_RANKS:
+        return f"--world-size {given.world_size}: must be from 1 to {MOST_RANKS}"
     local = given.ranks_per_machine
     if local is not None and not 1 <= local <= given.world_size:
         return f"--ranks-per-machine {local}: must be from 1 to the world size, {given.world_size}"
@@ -228,7 +230,7 @@ def machine_of(arguments: argparse.Namespace) -> Machine:
     from trainer.machine.probe import probe
     from trainer.machine.profiles import known_rates, profile, sized
 
-    machine = profile(arguments.profile) if arguments.profile else probe()
+    machine = profile(arguments.profile) if arguments.profile is not None else probe()
     if ignored := known_rates(machine).ignored:
         say(ignored)
     return sized(machine, arguments.gpu_memory, arguments.host_memory)

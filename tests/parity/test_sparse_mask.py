@@ -157,6 +157,10 @@ def refused(config: Any, **options: Any) -> str:
         ({"model_type": "mistral", **SIZES, "sliding_window": 4}, "layers of this model have masks of their own"),
         ({"model_type": "gemma3_text", **SIZES, "head_dim": 8}, "layers of this model have masks of their own"),
         ({"model_type": "bloom", "hidden_size": 32, "n_layer": 1, "n_head": 4}, "bloom"),
+        (
+            {"model_type": "falcon", "hidden_size": 32, "num_attention_heads": 4},
+            "falcon models take no masks",
+        ),  # a table of its own
         ({"model_type": "gemma2", **SIZES, "head_dim": 8}, ""),  # its masks, or sdpa, by release
     ],
 )

@@ -299,6 +299,7 @@ def test_what_is_not_known_is_asked_for(
         ("--config x --network 100", "--network 100: must be more than 0, and is for --search"),
         ("--config x --search --network -1", "--network -1: must be more than 0"),
         ("--fit --json x", "--json is about one plan, and --fit compares several; leave one of the two out"),
+        ("--config x --world-size 1000001", "--world-size 1000001: must be from 1 to 1000000"),
         ("--config x --world-size 8 --ranks-per-machine 0", "must be from 1 to the world size, 8"),
         ("--config x --world-size 8 --ranks-per-machine 9", "must be from 1 to the world size, 8"),
     ],

@@ -22,6 +22,7 @@ ELSE = "write sdpa, or sdpa_varlen, which needs no mask for packed rows"
 FLASH = {"flash_attention_2": "flash-attn", "flash_attention_3": "flash-attn-3"}  # their packages
 AUTO, SDPA, VARLEN = "auto", "sdpa", "sdpa_varlen"
 KEY = "model.attn_implementation"
+NO_MASK = "model.attention_mask: {} models take no masks of others; leave it out"
 LIGER = ("llama", "mistral", "qwen2", "qwen3")  # families of which all that Liger replaces was read, and compared
 PLANNED_BESIDE_LIGER = ("offload", "recompute", "cross_entropy")
 HERE = ("eager", SDPA, VARLEN)  # small copies and counts, which are on a CPU, take them
@@ -87,9 +88,7 @@ def check(config: RunConfig, model: PreTrainedModel) -> None:
     if mask is not None and not (
         model._supports_sdpa and model._supports_flex_attn and model._supports_attention_backend
     ):
-        raise ConfigError(
-            f"model.attention_mask: {model.config.model_type} models take no masks of others; leave it out"
-        )
+        raise ConfigError(NO_MASK.format(model.config.model_type))
 
 
 def refuses_model(config: RunConfig, hf_config: PretrainedConfig) -> Iterator[Refusal]:

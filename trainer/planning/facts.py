@@ -375,6 +375,7 @@ def _meta_model(config: RunConfig) -> PreTrainedModel:
     options = {"dtype": getattr(torch, section.dtype), "trust_remote_code": section.trust_remote_code}
     options["attn_implementation"] = named
     lacking = f"model.attn_implementation = {named!r}: {hf_config.model_type} does not support it; leave it out"
+    lacking = attention.NO_MASK.format(hf_config.model_type) if section.attention_mask else lacking
     with torch.device("meta"):
         try:
             model: PreTrainedModel = auto.from_config(hf_config, **options)
