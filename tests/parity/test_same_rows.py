@@ -69,7 +69,10 @@ def trained(jobs: Iterable[tuple[Kind, Job]]) -> dict[str, dict[str, Any]]:
     worlds: dict[tuple[int, bool], list[Job]] = {}
     for each, job in jobs:
         worlds.setdefault((each.ranks, "tensor" in each.strategies), []).append(job)
-    return {name: it for (ranks, _), one in worlds.items() for name, it in run_counted(ranks, in_turn, one).items()}
+    found: dict[str, dict[str, Any]] = {}
+    for (ranks, _), one in worlds.items():
+        found |= run_counted(ranks, in_turn, one, timeout_s=300 + 30 * len(one))
+    return found
 
 
 def begun(folder: Path, names: Iterable[str]) -> Iterator[tuple[Kind, Job]]:
