@@ -8,7 +8,7 @@ Memory arithmetic, per element of a bucket in a compute dtype of ``e`` bytes, ``
 
     WEIGHT    e on the device; permanent, or at an address that it shares with weights that are there at other times
     COPY      e on the host, if the weight travels. In fp32 it is the master. Without ``keeps_copies``, in shared slots
-              if the master is on the host; and so if it is frozen and rests on the disk (``weight_on_disk``).. If
+              if the master is on the host; and so if it is frozen and rests on the disk (``weight_on_disk``). If
               ``in_fp8`` a byte, and a scale per block, which become the weight on the device, in CODES, one for all
     GRAD      e on the device; permanent if gradients wait there for the update, else one of a few shared slots. None
               where a gradient goes down from the memory in which backward made it (``grad_direct``)
@@ -42,16 +42,21 @@ With ``common_host`` the ranks are on one machine, and copy all spans of a weigh
 instead of their own span only, with the network for the others. What others read comes first in the host's arena.
 
 In mixed precision with one micro-batch per update, COPY and PARKED of a bucket are one place (``parks_in_copy``). The
-copy is needed until backward has fetched it for the last time, the gradient from then on, and the update writes the new
-weight over it. A weight that is wanted in between, and one whose gradient is dropped, is the master, rounded again.
+copy is needed until backward has fetched it for the last time, the gradient from then on, and the update writes the
+new weight over the gradient that it has read. A weight that is wanted in between, and one whose gradient is dropped, is
+rounded from the master again, whose rounded value it always is.
 
 Without ``keeps_copies`` the master is all that the host has of a mixed-precision weight (``rounded_to_fetch``): each
-fetch rounds it into a slot, which the copy up reads; but where COPY is the place of PARKED, it stays.
+fetch rounds it into a slot, which the copy up reads. Where COPY is the place of PARKED, nothing would be saved, and it
+stays.
 
 Time inside an iteration is counted in ticks: forward of each unit in order of first use, then backward in reverse; 2 n
 ticks for n units. A weight that travels has ``resident_ticks``, half-open ranges during which it is on the device: it
 is fetched at the first tick of a range and evicted after the last. A range that runs over the end of an iteration is
 written as two.
+
+Example, three units a, b, c: the weight of b is used at ticks 1 (forward) and 4 (backward). Fetched one tick ahead of
+each use, it has ``resident_ticks`` ((0, 2), (3, 5)).
 
 Invariant. A layout says where values lie, never what they are. Any layout that ``validate`` accepts trains with the
 bits of plain training. ``strategies/planner`` makes layouts, ``strategies/engine`` carries them out.
@@ -92,7 +97,8 @@ class Site(Enum):
 class Item(Enum):
     """One kind of memory; the module docstring has the sizes."""
 
-    __hash__ = object.__hash__  # likewise
+    __hash__ = object.__hash__  # by identity; Enum's own looks the name up each time
+
     WEIGHT = "weight"
     COPY = "weight copy"
     CODES = "weights in fp8"
@@ -154,22 +160,26 @@ class Bucket:
         return self.on_disk and self.site is Site.NONE  # it is frozen, and rests there if it travels
 
     @property
-    def share(self) -> int:  # elements of one rank's span: rank r holds those from ``r * share`` on
+    def share(self) -> int:
+        """Elements of one rank's span: rank r holds those from ``r * share`` on."""
         return self.num_elements // self.ways
 
     @property
-    def grad_passes(self) -> bool:  # it leaves the memory that it has on the device before the update
+    def grad_passes(self) -> bool:
+        """Whether its gradient leaves the memory that it has on the device before the update."""
         return self.grad_home is Home.HOST or self.grad_split
 
     @property
-    def cut(self) -> bool:  # a parameter is in the spans of several ranks
+    def cut(self) -> bool:
+        """Whether a parameter is in the spans of several ranks."""
         return self.ways > 1 and any(
             start // self.share != (start + max(size, 1) - 1) // self.share
             for start, size in zip(self.offsets, self.sizes, strict=True)
         )
 
     @property
-    def mixed(self) -> bool:  # it has masters in fp32 beside its weights
+    def mixed(self) -> bool:
+        """Whether it has masters in fp32 beside its weights."""
         return self.dtype != "float32" and not self.rounds
 
     @property
@@ -177,7 +187,8 @@ class Bucket:
         return self.num_elements * ITEM_BYTES[self.dtype]
 
     @property
-    def copy_bytes(self) -> int:  # of all of the weight at rest on the host, and on the link
+    def copy_bytes(self) -> int:
+        """Of all of the weight, at rest on the host and on the link."""
         return packed_bytes(self.num_elements) if self.in_fp8 else self.weight_bytes
 
     def state_bytes(self, moments: int) -> int:
@@ -269,14 +280,17 @@ def gradient_tick(bucket: Bucket, ticks: Mapping[str, tuple[int, int]]) -> int:
 
 
 def parks_in_copy(bucket: Bucket, layout: Layout) -> bool:
-    """Whether COPY is the place of PARKED, too."""
-    # Not in fp32, where the copy is the master; nor where forwards fetch it after a gradient has gone down.
+    """Whether COPY is the place of PARKED, too; see the module docstring.
+
+    Not in fp32, where the copy is the master; nor with several micro-batches, of which each forward fetches the copy
+    after the first one's gradient has gone down.
+    """
     goes_down = bucket.grad_home is Home.HOST or bucket.site is Site.HOST
     return bucket.mixed and not bucket.resident and goes_down and layout.accumulation == 1
 
 
 def rounded_to_fetch(bucket: Bucket, layout: Layout) -> bool:
-    """Whether the host has only the master of its weight, and each fetch rounds it."""
+    """Whether the host has only the master of its weight, and each fetch rounds it; see the module docstring."""
     with_master = bucket.mixed and bucket.site in (Site.HOST, Site.STREAMED)
     return with_master and not (layout.keeps_copies or bucket.resident or parks_in_copy(bucket, layout))
 
@@ -365,35 +379,3 @@ def aligned(num_bytes: int, home: Home = Home.DEVICE) -> int:
     """``num_bytes`` rounded up to what spots at ``home`` are aligned to."""
     unit = ALIGNMENT[home]
     return -(-num_bytes // unit) * unit
-
-
-@dataclass(frozen=True, slots=True)
-class Spot:
-    """A range of one home's arena, in bytes."""
-
-    home: Home
-    offset: int
-    num_bytes: int
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.num_bytes
-
-    def overlaps(self, other: Spot) -> bool:
-        return self.home is other.home and self.offset < other.end and other.offset < self.end
-
-
-@dataclass(frozen=True, slots=True)
-class Addresses:
-    """The size of each home's arena in bytes, and one spot for every need, by bucket ("": of none) and item. Weights
-    that are never on the device together may overlap, and spots of one other item that buckets use in turn.
-    """
-
-    arena_bytes: Mapping[Home, int]
-    spots: Mapping[tuple[str, Item], Spot]
-
-    def of(self, bucket: str, item: Item) -> Spot:
-        return self.spots[(bucket, item)]
-
-    def num_bytes(self, home: Home) -> int:
-        return self.arena_bytes.get(home, 0)

@@ -10,19 +10,18 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeAlias
 
+from strategies.core.addresses import Addresses, Spot
 from strategies.core.ahead import may_update_ahead
 from strategies.core.common_host import common_bytes, read_by_all
 from strategies.core.facts import Home, Param
 from strategies.core.layout import (
     ALIGN_BYTES,
     ITEM_BYTES,
-    Addresses,
     Bucket,
     Item,
     Layout,
     Need,
     Site,
-    Spot,
     aligned,
     common_needs,
     ticks_of,

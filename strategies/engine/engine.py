@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from strategies.core.layout import Addresses, Item, Layout
+from strategies.core.addresses import Addresses
+from strategies.core.layout import Item, Layout
 from strategies.core.on_disk import state_file_bytes, weight_file_bytes
 from strategies.engine.buckets.bucket_state import BucketState, Pending, find_overlapping
 from strategies.engine.buckets.index import BucketOf

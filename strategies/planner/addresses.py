@@ -20,19 +20,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
+from strategies.core.addresses import Addresses, Spot
 from strategies.core.common_host import read_by_all
 from strategies.core.facts import Home
-from strategies.core.layout import (
-    Addresses,
-    Bucket,
-    Item,
-    Layout,
-    Need,
-    Spot,
-    aligned,
-    common_needs,
-    needs,
-)
+from strategies.core.layout import Bucket, Item, Layout, Need, aligned, common_needs, needs
 from strategies.planner.packing import Packing, Piece, pack
 
 packed = lru_cache(maxsize=64)(pack)  # a search packs the same weights again and again

@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from strategies.core.addresses import Addresses
 from strategies.core.facts import Facts, Home, Unit
 from strategies.core.layout import (
     ITEM_BYTES,
-    Addresses,
     Bucket,
     Item,
     Layout,

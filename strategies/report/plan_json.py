@@ -17,8 +17,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import to_jsonable_python
 
+from strategies.core.addresses import Addresses, Spot
 from strategies.core.facts import Facts, Home
-from strategies.core.layout import Addresses, Item, Layout, Site, Spot, gradient_tick, ticks_of
+from strategies.core.layout import Item, Layout, Site, gradient_tick, ticks_of
 from strategies.core.peak import host_room
 from strategies.core.plan import Keep, Plan
 from strategies.core.validate import validate

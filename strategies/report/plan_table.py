@@ -7,9 +7,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from strategies.core.addresses import Addresses
 from strategies.core.facts import Unit, UnitKind
 from strategies.core.grid import Cell, Grid
-from strategies.core.layout import Addresses, Bucket, Item, Layout, Site, largest_shared, ticks_of, uses
+from strategies.core.layout import Bucket, Item, Layout, Site, largest_shared, ticks_of, uses
 from strategies.core.leads import leads
 from strategies.core.plan import Home, Kind, Plan, When
 from strategies.core.sizes import human

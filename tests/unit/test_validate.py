@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from strategies.core.addresses import Addresses, Spot
 from strategies.core.facts import Home, Param
-from strategies.core.layout import Addresses, Item, Layout, Site, Spot
+from strategies.core.layout import Item, Layout, Site
 from strategies.core.validate import check, validate
 from strategies.planner.addresses import place
 from tests.helpers.layouts import bucket, layout

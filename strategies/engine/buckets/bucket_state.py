@@ -145,7 +145,8 @@ class BucketState:
         return self.pending is Pending.NOTHING
 
     @property
-    def updates_in_place(self) -> bool:  # all is on the device, so that an update runs as soon as it is submitted
+    def updates_in_place(self) -> bool:
+        """Whether weights and state are on the device, so that an update runs as soon as it is submitted."""
         return self.spec.site is Site.DEVICE and self.spec.resident
 
     @property
@@ -212,8 +213,7 @@ class BucketState:
             with stretch.at_hand():
                 self.round_stretch(target, stretch)
 
-    def round_stretch(self, target: Tensor, stretch: Stretch) -> None:
-        """``round_masters`` of one that is at hand."""
+    def round_stretch(self, target: Tensor, stretch: Stretch) -> None:  # that is at hand
         assert stretch.master is not None
         for part in (part for piece in self.pieces for part in piece.within(stretch)):
             target[part.at :][: part.size].copy_(stretch.master[part.at - stretch.start :][: part.size])

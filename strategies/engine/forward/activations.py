@@ -34,8 +34,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from strategies.core.addresses import Addresses, Spot
 from strategies.core.facts import Home
-from strategies.core.layout import Addresses, Item, Spot, aligned
+from strategies.core.layout import Item, aligned
 from strategies.core.sizes import human
 from strategies.engine.memory.arena import Arena
 from strategies.engine.tensors.nested import tensors_in

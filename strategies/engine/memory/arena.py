@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from strategies.core.addresses import Addresses, Spot
 from strategies.core.facts import Home
-from strategies.core.layout import PAGE_BYTES, Addresses, Item, Spot
+from strategies.core.layout import PAGE_BYTES, Item
 from strategies.core.sizes import human
 from strategies.engine.memory.accelerator import Driver, row_of
 

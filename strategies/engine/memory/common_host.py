@@ -27,8 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from strategies.core.addresses import Spot
 from strategies.core.facts import IN_ORDER, Home
-from strategies.core.layout import Spot, aligned
+from strategies.core.layout import aligned
 from strategies.core.processes import started_at
 from strategies.engine.memory.arena import HostMemory
 
