@@ -76,9 +76,15 @@ def test_plan_refuses_what_it_does_not_know(tmp_path: Path, capsys: pytest.Captu
         assert plan.main(["--config", config, *arguments]) == 2
         return capsys.readouterr().err
 
-    said = refused("--explain", "model.layers.7", "--json", "/no/such/folder/x")
+    said = refused("--explain", "model.layers.7", "--json", str(tmp_path / "x"))
     assert said.startswith("--explain model.layers.7: no such unit; the units are embedding, ")
-    assert refused("--json", "/proc/no/plan.json") == "--json /proc/no/plan.json: No such file or directory\n"
+    for option, path, why in (
+        ("--json", "/proc/no/plan.json", "No such file or directory"),
+        ("--plot", "/proc", "Is a directory"),
+    ):
+        assert plan.main(["--config", config, option, path]) == 2
+        found = capsys.readouterr()
+        assert (found.out, found.err) == ("", f"{option} {path}: {why}\n"), "before the plan is made"
 
 
 def test_attention_is_settled_before_the_plan(

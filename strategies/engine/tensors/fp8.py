@@ -18,17 +18,18 @@ CODES, SCALES = torch.float8_e4m3fn, torch.bfloat16
 CHUNK = BLOCK << 15  # elements that are rounded at a time
 # The bits of a float32: so much more makes an exponent one higher if the number is above 1.75 * 2^n = 448 * 2^(n - 8).
 ABOVE, MANTISSA_BITS = 0x1FFFFF, 23
+LIMIT = 2.0**127
 
 
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
     """The codes of ``weight``, flat and with zeros up to whole blocks, and the scale of each block. ValueError if a
-    number is not finite.
+    number is not finite, or so large that rounding it might make it so.
     """
     flat = weight.detach().reshape(-1)
     blocks = pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
     largest = blocks.abs().amax(1).float()
-    if not largest.isfinite().all():
-        raise ValueError("a frozen weight has NaN or infinity in it")
+    if not (largest < LIMIT).all():
+        raise ValueError(f"a frozen weight has NaN, infinity or a number above {LIMIT:.1e} in it")
     exponents = (((largest.view(torch.int32) + ABOVE) >> MANTISSA_BITS) - 8).clamp_(min=1)
     scales = (exponents << MANTISSA_BITS).view(torch.float32)
     return (blocks / scales.to(blocks.dtype)[:, None]).to(CODES).view(-1), scales.to(SCALES)
