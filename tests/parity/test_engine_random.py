@@ -108,7 +108,8 @@ def layouts(draw: st.DrawFn, params: tuple[Param, ...], accumulation: int, max_n
 @st.composite
 def bucket(draw: st.DrawFn, name: str, piece: list[Param], order: tuple[str, ...]) -> Bucket:
     """A bucket of ``piece``. It stays if one of its parameters is in use while other units run."""
-    made = buckets._bucket(name, piece, {unit: index for index, unit in enumerate(order)}, 1)
+    like = buckets._like(piece[0], frozenset())
+    made = buckets._bucket(name, piece, {unit: index for index, unit in enumerate(order)}, 1, like)
     site = Site.NONE if made.group is None else draw(st.sampled_from([Site.DEVICE, Site.HOST, Site.STREAMED]))
     stays: tuple[Range, ...] = ()
     if not any(param.elsewhere for param in piece):

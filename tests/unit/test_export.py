@@ -50,6 +50,7 @@ def loop(model: Any, *, is_first: bool = True) -> Any:
         whole=model,
         pipeline=None,
         stowed=None,
+        plan=SimpleNamespace(layout=None),
         args=SimpleNamespace(device="cpu", bf16=False, fp16=False, world_size=1),
         state=TrainerState(global_step=3),
         compute_loss_context_manager=torch.enable_grad,

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from strategies.core.protocol import Refusal
+from strategies.core.protocol import Phase, Refusal
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ AUTO, SDPA, VARLEN = "auto", "sdpa", "sdpa_varlen"
 KEY = "model.attn_implementation"
 NO_MASK = "model.attention_mask: {} models take no masks of others; leave it out"
 LIGER = ("llama", "mistral", "qwen2", "qwen3")  # families of which all that Liger replaces was read, and compared
-PLANNED_BESIDE_LIGER = ("offload", "recompute", "cross_entropy")
 HERE = ("eager", SDPA, VARLEN)  # small copies and counts, which are on a CPU, take them
 
 
@@ -93,7 +92,7 @@ def check(config: RunConfig, model: PreTrainedModel) -> None:
 
 def refuses_model(config: RunConfig, hf_config: PretrainedConfig) -> Iterator[Refusal]:
     """Liger's kernels in a model whose memory is planned, of a family that has not been compared."""
-    beside = [name for name in PLANNED_BESIDE_LIGER if name in config.strategies]
+    beside = [name for name, each in config.strategies.items() if each.phase in (Phase.KEEP, Phase.WHERE)]
     if config.training.use_liger_kernel and beside and hf_config.model_type not in LIGER:
         what = f"strategies.{beside[0]} was compared with it for {', '.join(LIGER)}, not for {hf_config.model_type}"
         yield Refusal("training.use_liger_kernel", True, f"{what}; leave it out")
