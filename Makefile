@@ -45,7 +45,7 @@ test-torchao: $(READY) ## the tests of what torchao does, which is installed int
 	pip install -q -c constraints.txt --no-deps --upgrade --target build/torchao torchao
 	PYTHONPATH=$(CURDIR)/build/torchao $(PYTEST) tests/parity/test_qat.py tests/unit/test_qat.py tests/parity/test_quantized.py
 
-# Triton's interpreter runs them on a CPU.
+# Triton's interpreter runs them on a CPU. Pinned here alone: torch for CUDA brings a Triton of its own.
 test-liger: $(READY) ## the tests with Liger's kernels, which are installed into build/liger
 	pip install -q --no-deps --upgrade --target build/liger liger-kernel==0.8.5 triton==3.9.0
 	TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/build/liger $(PYTEST) tests/parity/test_liger.py

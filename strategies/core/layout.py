@@ -343,8 +343,8 @@ def common_needs(layout: Layout, hosted_bytes: int = 0) -> Iterator[Need]:
     """The memory that belongs to no single bucket; ``hosted_bytes``: of saved tensors that wait on the host."""
     if scratch := scratch_bytes(layout):
         yield Need("", Item.SCRATCH, Home.DEVICE, scratch)
-    if layout.codes_bytes:
-        yield Need("", Item.CODES, Home.DEVICE, layout.codes_bytes)
+    if codes := layout.codes_bytes:
+        yield Need("", Item.CODES, Home.DEVICE, codes)
     if layout.expanded_bytes:
         yield Need("", Item.EXPANDED, Home.HOST, layout.expanded_bytes)
     if layout.window_bytes:

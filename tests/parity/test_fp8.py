@@ -68,7 +68,7 @@ def test_a_block_that_is_not_made_whole_shows(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_the_link_and_the_arenas_have_a_byte_per_weight(dtype: torch.dtype) -> None:
+def test_the_link_and_the_arenas_have_a_byte_per_weight(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes that the plan says, of the host, the device and each fetch, are those that are there and that go up."""
     model = base(dtype)
     plan = planned(model, weights="streamed", prefetch=0, site="device")
@@ -87,7 +87,7 @@ def test_the_link_and_the_arenas_have_a_byte_per_weight(dtype: torch.dtype) -> N
         fetched.append(bucket.index)
         bring(bucket, codes)
 
-    optimizer.engine.residency._bring_codes = watched  # type: ignore[method-assign]
+    monkeypatch.setattr(optimizer.engine.residency, "_bring_codes", watched)
     (batch,) = tokens("llama", 1)
     model(**batch).loss.backward()
     optimizer.step()

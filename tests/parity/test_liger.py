@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import nn
 
 from tests.helpers.engine import LAYOUTS
 from tests.helpers.models import build
-from tests.helpers.sides import BATCHES, Plain, everything, stowed, train, unequal
+from tests.helpers.sides import BATCHES, both_sides, train
 from tests.helpers.small_runs import TRAVEL, by_the_trainer, make_rows_and_model, ran, rows_of, tree_of
 from tests.helpers.tiny import LLAMA, run_config
 
@@ -46,14 +48,12 @@ def models_as_they_were() -> Iterator[None]:
 @pytest.mark.parametrize("layout", ["host, travelling", "mixed"])
 def test_every_site(layout: str) -> None:
     """Among them a head that travels, whose weight Liger's loss reads without calling its module."""
-    plain, model = [build("llama") for _ in range(2)]
-    for each in (plain, model):
-        apply_liger(model=each)
-    loop, engine = Plain(plain, max_norm=1.0), stowed(model, {**LAYOUTS[layout], "max_norm": 1.0})
-    for batch in BATCHES[:2]:
-        assert train(plain, loop, [batch], None) == train(model, engine, [batch], None)
-    assert unequal(everything(plain, loop), everything(model, engine)) == []
-    engine.close()
+
+    def with_liger() -> nn.Module:
+        apply_liger(model=(model := build("llama")))
+        return model
+
+    both_sides(with_liger, partial(train, batches=BATCHES[:2]), [LAYOUTS[layout]], max_norm=1.0)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Training with weights that forward rounds: a loop of torchao by bits, with weights that travel, resumed, exported."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from strategies.core.sealed import read
 from tests.helpers.engine import LAYOUTS
 from tests.helpers.marks import in_turns
 from tests.helpers.models import build
-from tests.helpers.sides import BATCHES, Plain, everything, stowed, train, unequal
+from tests.helpers.sides import BATCHES, both_sides, train, unequal
 from tests.helpers.small_runs import TRAVEL, by_the_trainer, make_rows_and_model, ran, rows_of, tree_of
 from trainer.run import further
 
@@ -33,15 +34,15 @@ class Rounded(nn.Linear):
 @pytest.mark.parametrize(("layout", "dtype"), in_turns(LAYOUTS, (torch.float32, torch.bfloat16)))
 def test_computed_weights_on_every_site(layout: str, dtype: torch.dtype) -> None:
     """Products with a weight that forward has computed anew from one that comes and goes."""
-    plain, model = [build("llama", dtype=dtype) for _ in range(2)]
-    for each in (*plain.modules(), *model.modules()):
-        if type(each) is nn.Linear:
-            each.__class__ = Rounded
-    loop, engine = Plain(plain, max_norm=1.0), stowed(model, {**LAYOUTS[layout], "max_norm": 1.0})
-    for batch in BATCHES[:3]:
-        assert train(plain, loop, [batch], None) == train(model, engine, [batch], None)
-    assert unequal(everything(plain, loop), everything(model, engine)) == []
-    engine.close()
+
+    def computed() -> nn.Module:
+        model = build("llama", dtype=dtype)
+        for each in model.modules():
+            if type(each) is nn.Linear:
+                each.__class__ = Rounded
+        return model
+
+    both_sides(computed, partial(train, batches=BATCHES[:3]), [LAYOUTS[layout]], max_norm=1.0)
 
 
 @pytest.fixture(scope="module")
