@@ -5,7 +5,7 @@ state placements, each with all ways to choose the weights that are offloaded.
 
 Device bytes of a placement with its weights on the device only at the ticks that use them, T being those offloaded:
 
-    rest + (all weights - those of T) + the most that is used of T at one tick
+    rest + (all weights - those of T) + the most that is used of T at one tick (+ codes, if T has any in fp8)
 
 so offloading T frees its bytes less that maximum. On the host it adds T's copies. What is freed never shrinks as T
 grows, so without a limit on the host T is all that may be offloaded; with one, T is filled in order of size, from the
@@ -31,7 +31,8 @@ from strategies.core.facts import Home
 from strategies.core.layout import Layout
 from strategies.planner import weight_schedule
 from strategies.planner.addresses import place
-from strategies.planner.places import Movable, Placement, Places
+from strategies.planner.placement_bytes import Movable
+from strategies.planner.places import Placement, Places
 
 SAMPLE = 64  # placements up to which all are looked at
 COARSE, AROUND, CLOSER = 16, 3, 4  # of more: the first ones, the best around which it goes on, how much closer then
@@ -115,7 +116,7 @@ def _points(family: Places, home: Home, room: float, key: Key, *, all_leave: boo
         elif home is Home.DEVICE:
             some = most_freed(weights, room - sizes.host)
         else:
-            some = fewest_copies(weights, sizes.weights + sizes.rest - int(room))
+            some = fewest_copies(weights, sizes.weights - sizes.room(int(room)))
         point = None if some is None else _point(family, placement, some)
         return point if point is not None and point.num_bytes[OTHER[home]] <= room else None
 
@@ -126,7 +127,7 @@ def _points(family: Places, home: Home, room: float, key: Key, *, all_leave: boo
 def _point(family: Places, placement: Placement, some: Sequence[Movable]) -> _Point:
     """The point at which ``some`` weights are offloaded."""
     sizes = family.sizes(placement)
-    device = sizes.weights + sizes.rest - freed(some)
+    device = sizes.weights + sizes.rest + bool(some) * sizes.codes - freed(some)
     host = sizes.host + sum(weight.copy_bytes for weight in some)
     indices = tuple(weight.index for weight in some)
     return _Point(family, placement, indices, {Home.DEVICE: device, Home.HOST: host})

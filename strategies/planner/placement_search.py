@@ -282,5 +282,5 @@ class PlacementSearch:
 
 def _lower_bound(placements: Places) -> int:
     """Device bytes with all on the host that may be there; if weights are packed without gaps, exactly."""
-    last = placements.ladder()[-1]
-    return placements.sizes(last).rest + placements.sizes(last).largest_unit
+    sizes = placements.sizes(placements.ladder()[-1])
+    return sizes.rest + min(sizes.weights, sizes.largest_unit + sizes.codes)

@@ -47,6 +47,7 @@ from strategies.core.moments import MomentsAs
 from strategies.core.on_disk import bytes_on_disk
 from strategies.planner.addresses import size_classes
 from strategies.planner.buckets import capacity, form, offloadable
+from strategies.planner.placement_bytes import Movable, Sizes
 
 
 class Place(NamedTuple):
@@ -105,22 +106,6 @@ class OffloadRequest:
     decided: frozenset[str] = frozenset()
 
 
-class Sizes(NamedTuple):
-    """Bytes of a placement: on the device of weights that may be offloaded (``weights``), the most of them that one
-    unit needs (``largest_unit``), and all else (``rest``); on the host while no weight is offloaded (``host``,
-    with slots for those on the disk), and what is added there if all are (``copies``), but for slots."""
-
-    weights: int
-    largest_unit: int
-    rest: int
-    host: int
-    copies: int
-
-    @property
-    def device(self) -> int:
-        return self.weights + self.rest
-
-
 class _Cost(NamedTuple):
     """One bucket at one place: bytes that it holds all the time while its weight stays, ``copy`` bytes on the host that
     are added if its weight leaves, what of it uses slots, in bytes, the elements that use scratch, if its state is on
@@ -133,16 +118,6 @@ class _Cost(NamedTuple):
     scratch: int
     window: tuple[int, int]
     ring: int
-
-
-@dataclass(frozen=True, slots=True)
-class Movable:
-    """A weight that may be offloaded: its bytes, what its copy takes on the host, and the ticks that use it."""
-
-    index: int
-    num_bytes: int
-    copy_bytes: int
-    ticks: tuple[int, ...]
 
 
 class Places:
@@ -375,9 +350,9 @@ class Places:
         rings = Counter(self._costs(self._like[i], placement[i]).ring for i in leaving if placement[i].on_disk)
         rings.pop(0, None)
         host += sum(size * number for size, number in size_classes(rings, self._empty.slots(Item.COPY)))
-        rest = device - weights + scratch_of([mixed]) + self._received + self._codes  # even where none leaves
+        rest = device - weights + scratch_of([mixed]) + self._received
         copies = sum(self._costs(self._like[index], placement[index]).copy for index in leaving)
-        return Sizes(weights, max(units.values(), default=0), rest, host, copies)
+        return Sizes(weights, max(units.values(), default=0), self._codes, rest, host, copies)
 
     def _cost(self, index: int, place: Place) -> _Cost:
         bucket = self._bucket(index, place)

@@ -29,7 +29,8 @@ from strategies.planner.estimate import Estimate
 from strategies.planner.least_memory import fewest_copies
 from strategies.planner.lower_bound import bound_of
 from strategies.planner.off_disk import off_disk
-from strategies.planner.places import OffloadRequest, Place, Placement, Places, Sizes
+from strategies.planner.placement_bytes import Sizes
+from strategies.planner.places import OffloadRequest, Place, Placement, Places
 from strategies.planner.problem import Tick
 from strategies.planner.simulate import simulated_period
 from strategies.planner.step_cost import evictions_of, problem_of, seconds_of, ticks_of_units
@@ -86,7 +87,7 @@ class SiteSearch:
         surely = self._request.keeps_copies and sizes.host + sizes.copies <= self._host_room
         if made is None or surely or place(made).num_bytes(Home.HOST) <= self._host_room:
             return made if made is None else off_disk(made, self._host_room)
-        some = fewest_copies(self.places.movable(placement), sizes.device - device_room) or []
+        some = fewest_copies(self.places.movable(placement), sizes.weights - sizes.room(device_room)) or []
         made = only_while_used(self.places.layout(placement), [weight.index for weight in some])
         needed = place(made)
         fits = needed.num_bytes(Home.HOST) <= self._host_room and needed.num_bytes(Home.DEVICE) <= device_room
@@ -148,8 +149,8 @@ class SiteSearch:
         """Seconds; infinite if the placement certainly does not fit."""
         placement = self.places.spilled(placement, self._host_room)
         sizes = self.places.sizes(placement)
-        away = sizes.weights if self._request.weights == "streamed" else sizes.device - device_room
-        fits = sizes.host <= self._host_room and sizes.rest + sizes.largest_unit <= device_room
+        away = sizes.weights if self._request.weights == "streamed" else sizes.weights - sizes.room(device_room)
+        fits = sizes.host <= self._host_room and sizes.largest_unit <= sizes.room(device_room)
         return self._estimate.seconds(placement, max(0, away)) if fits else inf
 
     def _simulated(self, device_room: int, placement: Placement) -> float:
@@ -181,13 +182,13 @@ class SiteSearch:
 
     def _scheduled(self, placement: Placement, sizes: Sizes, device_room: int, searched: int) -> Layout | None:
         """``placement`` with the ticks at which weights are on the device; None if they do not fit there."""
-        places, room, layout = self.places, device_room - sizes.rest, self.places.layout(placement)
+        places, room, layout = self.places, sizes.room(device_room), self.places.layout(placement)
         if sizes.host > self._host_room or room < sizes.largest_unit:
             return None
         if self._request.weights == "streamed":
             ahead = WINDOW if self._request.prefetch is None else self._request.prefetch
             made = only_while_used(layout, places.blocks, ahead)
-            if place(made).num_bytes(Home.DEVICE) - sizes.rest <= room:
+            if place(made).num_bytes(Home.DEVICE) <= device_room:
                 return made
         try:
             may_leave = places.offloadable(placement)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strategies.core.facts import Facts, Home, Param
+from strategies.core.facts import Facts, Home, Param, Rates
 from strategies.core.layout import Item, Layout, Site, aligned
 from strategies.core.protocol import MemoryRefusal, Refusal
 from strategies.core.sizes import parse_bytes
@@ -20,6 +20,7 @@ from strategies.planner.placement_search import PlacementSearch
 from strategies.planner.places import OffloadRequest, Places
 from strategies.planner.step_cost import cost_of
 from strategies.planner.weight_schedule import ASSUMED, alone, fitted
+from tests.helpers.fakes import GPU
 from tests.helpers.layouts import facts_of, random_facts, transformer
 
 PLENTY = 1 << 50
@@ -175,13 +176,18 @@ def test_what_stands_between_two_stacks_of_blocks_stays() -> None:
     assert {name for made in every_budget(known) for name in travels(made)} <= {*blocks}
 
 
-def test_frozen_weights_travel_while_the_adapters_stay() -> None:
-    known = transformer(blocks=6, frozen=True)
-    made = chosen(known, site="device", weights="streamed")
+@pytest.mark.parametrize("rates", [None, ASSUMED])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_frozen_weights_travel_while_the_adapters_stay(fp8: bool, rates: Rates | None) -> None:
+    """Where all fits, none does: a place for codes on the device is for those that travel."""
+    known = transformer(blocks=6, frozen=True, machine=replace(GPU, rates=rates))
+    made = chosen(known, site="device", weights="streamed", fp8=fp8)
     assert {b.site for b in made.buckets if not b.resident} == {Site.NONE}
-    small = chosen(known, device_bytes(chosen(known, site="device")) - 1, site="device")
+    enough = device_bytes(chosen(known, site="device", fp8=fp8))
+    assert not travels(whole := chosen(known, enough, site="device", fp8=fp8)) and not whole.codes_bytes
+    small = chosen(known, enough - 1, site="device", fp8=fp8)
     assert {b.site for b in small.buckets} == {Site.NONE, Site.DEVICE}
-    assert travels(small)
+    assert travels(small) and device_bytes(small) < enough and bool(small.codes_bytes) is fp8
 
 
 # Forced options
