@@ -39,7 +39,7 @@ from strategies.engine.memory.accelerator import device_of
 from strategies.engine.model_checks import mismatches, not_in_kernels, refuse_over_ranks, unlike
 from strategies.engine.ranks.two_level import exchange_of
 from strategies.engine.saving import state_file
-from strategies.engine.saving.state_dict import State, StateAccess, without_values
+from strategies.engine.saving.state_dict import Place, State, StateAccess, without_values
 from strategies.engine.tensors.parameters import STOWED, move_buffers
 from strategies.engine.tensors.quantised import Adopted
 from strategies.engine.transfer.transfer import Transfer, transfer_for
@@ -255,11 +255,11 @@ class StowOptimizer(torch.optim.Optimizer):
         finally:
             self.access.give_back(lent)
 
-    def gathered(self, *, keep: bool, place: Callable[[Tensor], Tensor] | None = None) -> dict[str, Any]:
-        """The model's state dict, where ranks share the weights: whole on those that ``keep`` it, without values on the
-        others, so that one copy is made and not one per rank. A collective. ``place``: puts a weight where it stays.
+    def gathered(self, *, keep: bool, place: Place | None = None, base: bool = True) -> dict[str, Any]:
+        """The model's state dict, where it ``makes_copies``: whole on ranks that ``keep`` it, without values on the
+        others. A collective. ``place``: puts a weight where it stays. Without its ``base`` no fp8 is made whole.
         """
-        return self.access.state_dict(place if keep else without_values)
+        return self.access.state_dict(place if keep else without_values, base=base)
 
     @property
     def skipped(self) -> int:
@@ -272,9 +272,9 @@ class StowOptimizer(torch.optim.Optimizer):
         return self.engine.ranks.shared
 
     @property
-    def shares_weights(self) -> bool:
-        """Whether of some weights each rank holds a span."""
-        return self.engine.shares_weights
+    def makes_copies(self) -> bool:
+        """Whether a state dict copies weights: of some each rank holds a span, or they rest in fp8."""
+        return self.engine.shares_weights or any(bucket.codes for bucket in self.engine.buckets)
 
     @property
     def device_bytes(self) -> int:

@@ -1,5 +1,6 @@
 """Frozen weights in fp8: the bits of plain training of the rounded model, and what the link carries."""
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,38 @@ def saved(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = transformers.AutoConfig.for_model(**(MIXTRAL if request.param == "mixtral" else LLAMA))
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
+
+
+class Memory(bytearray):
+    """Of a weight that was made whole for others; unlike a tensor's it can be watched."""
+
+
+def made_whole(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many weights others have, after each that they are given."""
+    get, given, counts = fp8.Codes.get, list[weakref.ref[Memory]](), list[int]()
+
+    def watched(self: fp8.Codes, start: int, like: torch.Tensor) -> torch.Tensor:
+        found = get(self, start, like)
+        memory = Memory(found.view(torch.uint8).numpy().tobytes())
+        given.append(weakref.ref(memory))
+        counts.append(sum(each() is not None for each in given))
+        return torch.frombuffer(memory, dtype=found.dtype).view(found.shape)
+
+    monkeypatch.setattr(fp8.Codes, "get", watched)
+    return counts
+
+
+def test_saved_and_exported_weight_by_weight(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No plan has memory for a second base: a checkpoint of adapters makes nothing of it whole, an export one weight
+    after the other."""
+    lora = {**LORA, "target_modules": ["q_proj"]}
+    fp8_weights = {**TRAVELS, "frozen_weights": "fp8"}
+    config = config_of(saved, None, lora, strategies={"offload": fp8_weights}, save_strategy="steps", save_steps=2)
+    counts, trainer = made_whole(monkeypatch), ours(config)
+    trainer.train()
+    assert counts == []
+    assert export(trainer, _tokenizer(), config) is not None
+    assert len(counts) > 10 and set(counts) == {1}
 
 
 @pytest.mark.parametrize("merge", [False, True], ids=["adapters", "merged"])

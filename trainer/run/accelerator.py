@@ -151,7 +151,7 @@ class StowAccelerator(Accelerator):
         ``place``: puts one that was gathered where it stays.
         """
         keep = self.is_main_process
-        if self.stowed is not None and self.stowed.shares_weights:
+        if self.stowed is not None and self.stowed.makes_copies:
             return self.stowed.gathered(keep=keep, place=place)
         if self.experts is not None:
             return self.experts.state_dict(self.unwrap_model(model), keep=keep, place=place)

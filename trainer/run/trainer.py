@@ -252,14 +252,16 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As Hugging Face's, without the pickle of the arguments; ``config.yaml`` has them.
 
-        Where ranks have parts of the weights they are gathered first, which is a collective in every release.
+        Where ranks have parts of the weights they are gathered first, which is a collective in every release. Weights
+        that are not in memory are made one by one, in a file; adapters need none of their base.
         """
         folder, stowed = Path(output_dir or self.output_dir), self.stowed
         spilled = Spilled(folder)
         if self.pipeline is not None or self.accelerator.experts is not None or self.accelerator.grid.tensor > 1:
             state = self.whole_state(spilled)
-        elif stowed is not None and stowed.shares_weights:
-            state = stowed.gathered(keep=bool(self.args.should_save), place=spilled)
+        elif stowed is not None and stowed.makes_copies:
+            adapters = hasattr(self.whole, "peft_config")
+            state = stowed.gathered(keep=bool(self.args.should_save), place=spilled, base=not adapters)
         else:
             super().save_model(str(folder), _internal_call)
             (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,8 @@ SWAPPED = (
     "its memory: set it to False"
 )
 
+Place: TypeAlias = Callable[[Tensor], Tensor]
+
 
 class StatePart(NamedTuple):
     """A part of a parameter's state: its first element, and flat views by torch's names, which have their values inside
@@ -52,8 +54,9 @@ class StateAccess(Copied):
         self.engine, self.model = engine, model
         self._handles: list[Any] = []
         self.out: dict[nn.Parameter, tuple[BucketState, int]] = {}  # parameters on loan
-        self._place: Callable[[Tensor], Tensor] | None = None  # puts what a state dict has where it stays
+        self._place: Place | None = None  # puts what a state dict has where it stays
         self._placed: dict[nn.Parameter, Tensor] = {}  # a tied one stays one
+        self._base = True  # what rests in fp8 is made whole
         self._lent_to_modules: dict[int, list[nn.Parameter]] = {}  # while a state dict is made, by id of the module
         # Torch does not swap a tensor that has a weak reference. Without one, ``model.to`` would swap parameters where
         # torch is set to do so, and the new ones would not be in planned memory.
@@ -178,13 +181,15 @@ class StateAccess(Copied):
 
     # --- state dicts -------------------------------------------------------------------------------------------------
 
-    def state_dict(self, place: Callable[[Tensor], Tensor] | None) -> dict[str, Any]:
-        """The model's. ``place`` is given each weight once and puts it where it stays; None: views are handed out."""
-        self._place, self._placed = place, {}
+    def state_dict(self, place: Place | None, *, base: bool) -> dict[str, Any]:
+        """The model's. ``place`` is given each weight once and puts it where it stays; None: views are handed out.
+        Without its ``base`` what rests in fp8 has no values.
+        """
+        self._place, self._placed, self._base = place, {}, base
         try:
             return self.model.state_dict()
         finally:
-            self._place, self._placed = None, {}
+            self._place, self._placed, self._base = None, {}, True
 
     def _before_state_dict(self, module: nn.Module, *rest: Any) -> None:
         """Make this module's parameters plain ones, with values if the module customizes its state dict."""
@@ -219,12 +224,14 @@ class StateAccess(Copied):
                 state[key] = value.detach().to("cpu", copy=True)
 
     def _hand_out(self, param: nn.Parameter) -> Tensor:
+        bucket, _ = self.engine.bucket_of[id(param)]
+        if bucket.codes is not None and not self._base:
+            return without_values(bucket.weight)
         view = alone(self.newest_of(param))
         if self._place is not None:
             if param not in self._placed:
                 self._placed[param] = self._place(view)
             return self._placed[param]
-        bucket, _ = self.engine.bucket_of[id(param)]
         bucket.hand_out(view)
         return view
 
