@@ -22,9 +22,13 @@ from tests.helpers.doubles import Delayed, RaceDetector, Vacant
 from tests.helpers.engine import differences, plain, stowed
 from tests.helpers.models import build, tokens
 from tests.helpers.tiny import LLAMA, MIXTRAL
+from tests.helpers.worlds import run_counted
 from tests.parity.test_disk_weights import base
-from tests.parity.test_quantised import LORA, by_itself, config_of, ours, trained, unlike
+from tests.parity.test_quantised import LORA, by_itself, config_of, ours, run_of, trained, unlike
+from trainer.config.sections import RunConfig
+from trainer.dist.ranks import Ranks
 from trainer.planning.plan_for import plan_for
+from trainer.run import order
 from trainer.run.export import export
 from trainer.verify.verify import _tokenizer
 
@@ -208,3 +212,17 @@ def test_adapters_resumed_and_exported(merge: bool, saved: Path) -> None:
         (name,) = (each for each in found if each.endswith("layers.0.self_attn.o_proj.weight"))
         whole = transformers.AutoModelForCausalLM.from_pretrained(saved).state_dict()[name]
         assert torch.equal(found[name], fp8.as_rounded(whole)) and not torch.equal(found[name], whole)
+
+
+def on_ranks(ranks: Ranks, config: RunConfig) -> dict[str, torch.Tensor]:
+    return trained(order.make_trainer(run_of(config, ranks)))
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_two_ranks_end_with_the_bits_of_one(saved: Path) -> None:
+    """Each has the codes; one rank takes both micro-batches."""
+    lora = {**LORA, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0}
+    given: Any = {"strategies": {"offload": {**TRAVELS, "frozen_weights": "fp8"}}}
+    one = trained(ours(config_of(saved, None, lora, gradient_accumulation_steps=2, **given)))
+    assert unlike(one, run_counted(2, on_ranks, config_of(saved, None, lora, **given))) == []
