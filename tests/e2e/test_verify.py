@@ -44,6 +44,7 @@ def test_a_copy_that_moves_as_the_real_plan_does(tmp_path: Path, capsys: pytest.
         assert " up and " in line and " 0 B " not in line and line.endswith("against plain training: bitwise equal")
 
 
+@pytest.mark.slow
 def test_a_copy_in_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The copy has more blocks than the run, so that some can leave the device in each stage."""
     config = config_with(tmp_path, {"site": "host", "weights": "streamed"}, 2, gradient_accumulation_steps=2)

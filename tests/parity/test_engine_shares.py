@@ -41,7 +41,7 @@ from tests.helpers.engine import (
     stowed,
 )
 from tests.helpers.grid import ENGINE, NORMS, batches_on, title
-from tests.helpers.marks import rarely
+from tests.helpers.marks import rarely, slowly
 from tests.helpers.models import build, causal, on, tokens
 from tests.helpers.pairwise import Row, Table
 from trainer.dist.ranks import Ranks
@@ -140,7 +140,7 @@ def everyones(ranks: Ranks, mine: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow), rarely(6), rarely(7)])
+@pytest.mark.parametrize("num_ranks", [slowly(2), 3, slowly(4), rarely(6), rarely(7)])
 def test_the_bits_of_one_process(num_ranks: int) -> None:
     """Any two levels meet."""
     assert run_world(num_ranks, train, rows_for(num_ranks)) == []

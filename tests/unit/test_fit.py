@@ -183,6 +183,7 @@ def test_a_config_in_stages_is_compared_with_whole_copies() -> None:
     assert others and not any(row.refused for row in others)
 
 
+@pytest.mark.slow
 def test_rows_too_long_for_a_card_are_divided_over_those_of_a_machine() -> None:
     """By as many ranks as divide the heads, with all that saves memory; and only where nothing else fits."""
     long = ["data.max_length=2048", "training.per_device_train_batch_size=1"]
