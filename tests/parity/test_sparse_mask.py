@@ -23,8 +23,12 @@ KERNELS = ["sdpa", "sdpa_varlen"]
 TOLERANCE = 1e-5  # of the largest logit or gradient, in fp32: sums in another order
 
 
-def model(kernel: str, window: int = WINDOW, sink: int = SINK) -> Any:
-    made = causal("llama", sparse_mask.register(kernel, window, sink), **SIZES, num_key_value_heads=2)
+STRIDED, RANDOM = {"block": 2, "every": 3}, {"block": 2, "number": 2, "seed": 7}
+
+
+def model(kernel: str, window: int = WINDOW, sink: int = SINK, **blocks: Any) -> Any:
+    name = sparse_mask.register(kernel, {"window": window, "sink": sink, **blocks})
+    made = causal("llama", name, **SIZES, num_key_value_heads=2)
     made.config.use_cache = False
     return made
 
@@ -41,7 +45,16 @@ def batch(*, packing: bool) -> dict[str, Tensor]:
     return Collator(0, packing=packing)(given)
 
 
-def plainly(given: dict[str, Tensor], sink: int) -> Tensor:
+def chosen(block: int, draw: int, seed: int) -> int:
+    """The definition, with numbers of any size."""
+    mixed = block + 1
+    for number, factor in ((seed, 2654435761), (draw, 2246822519), (0, 3266489917)):
+        mixed = (mixed + number) * factor % 2**32
+        mixed ^= mixed // 2**15
+    return mixed % block
+
+
+def plainly(given: dict[str, Tensor], sink: int, blocks: str = "") -> Tensor:
     """What is seen, pair by pair: [rows, 1, queries, keys]."""
     rows, length = given["input_ids"].shape
     shown = torch.zeros(rows, 1, length, length, dtype=torch.bool)
@@ -52,6 +65,9 @@ def plainly(given: dict[str, Tensor], sink: int) -> Tensor:
             for key in range(query + 1):
                 same = begins[query] == begins[key]
                 near = query - key < WINDOW or key - begins[key] < sink
+                near = near or (blocks == "strided" and (query - key) // 2 % 3 == 0)
+                own, other = (query - begins[query]) // 2, (key - begins[key]) // 2
+                near = near or (blocks == "random" and own > 0 and other in {chosen(own, draw, 7) for draw in (0, 1)})
                 token = "attention_mask" not in given or bool(given["attention_mask"][row, key])
                 shown[row, 0, query, key] = same and near and token
     return shown
@@ -87,30 +103,66 @@ def test_it_is_a_softmax_over_what_is_named(
         assert worst(one.grad, other.grad) < TOLERANCE
 
 
+BLOCKS: list[tuple[bool, dict[str, Any]]] = [
+    (True, {"strided": STRIDED}), (False, {"strided": STRIDED}), (False, {"random": RANDOM}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("packing", "blocks"), BLOCKS)
+def test_blocks_are_those_that_are_named(packing: bool, blocks: Any) -> None:
+    """The bits of the same kernel with a mask that was made pair by pair."""
+    given, ours = batch(packing=packing), model("sdpa", **blocks)
+    theirs = causal("llama", "sdpa", **SIZES, num_key_value_heads=2)
+    shown = plainly(given, SINK, *blocks)
+    assert not torch.equal(shown, plainly(given, SINK)), "they show nothing that was not seen"
+    hidden = torch.eye(shown.shape[-1], dtype=torch.bool) & ~tokens(given)[:, None, :, None]  # no row of nothing
+    expected, found = theirs(**{**given, "attention_mask": shown | hidden}), ours(**given)
+    assert torch.equal(found.logits[tokens(given)], expected.logits[tokens(given)])
+    for each in (found, expected):
+        each.loss.backward()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
+
+
+def test_random_blocks_are_spread() -> None:
+    """Over all blocks before, by another draw for each block, number and seed."""
+    block = torch.arange(1, 2000)
+    draws = [
+        [sparse_mask._chosen({"number": 1, "seed": seed}, b, torch.arange(int(b))) for b in block] for seed in (0, 1)
+    ]
+    first, second = ([int(each.int().argmax()) / len(each) for each in some] for some in draws)
+    assert all(int(each.sum()) == 1 for each in draws[0])
+    assert abs(sum(first) / len(first) - 0.5) < 0.03 and sum(a == b for a, b in zip(first, second, strict=True)) < 40
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("packing", [True, False])
-def test_flex_attention_has_the_same_mask(packing: bool) -> None:
+@pytest.mark.parametrize(("packing", "blocks"), [(True, {}), (False, {}), *BLOCKS])
+def test_flex_attention_has_the_same_mask(packing: bool, blocks: Any) -> None:
     """Forward alone: torch has no backward of it on a CPU."""
-    given = batch(packing=packing)
+    given, kernels = batch(packing=packing), ("sdpa", "flex_attention")
     with torch.no_grad():
-        expected, found = (model(kernel).eval()(**given).logits[tokens(given)] for kernel in ("sdpa", "flex_attention"))
+        expected, found = (model(kernel, **blocks).eval()(**given).logits[tokens(given)] for kernel in kernels)
     assert worst(found, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_generation_sees_what_training_sees(kernel: str) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "blocks"), [("sdpa", {}), ("sdpa_varlen", {}), ("sdpa", {"strided": STRIDED, "random": RANDOM})]
+)
+def test_generation_sees_what_training_sees(kernel: str, blocks: Any) -> None:
     """Token by token from a cache, with padding on the left, as the last logits of whole rows."""
-    ours = model(kernel).eval()
+    ours = model(kernel, **blocks).eval()
     ids = torch.randint(64, (1, 7), generator=torch.Generator().manual_seed(2))
-    row = torch.cat([torch.zeros(1, 4, dtype=torch.long), ids], 1)
-    mask = torch.cat([torch.zeros(1, 4, dtype=torch.long), torch.ones_like(ids)], 1)
+    row = torch.cat([torch.zeros(1, 3, dtype=torch.long), ids], 1)
+    mask = torch.cat([torch.zeros(1, 3, dtype=torch.long), torch.ones_like(ids)], 1)
     with torch.no_grad():
+        padded = ours(input_ids=row, attention_mask=mask, use_cache=False).logits[:, 3:]
+        assert worst(padded, ours(input_ids=ids).logits) < TOLERANCE
         made = ours.generate(
             row, attention_mask=mask, max_new_tokens=6, min_new_tokens=6, do_sample=False, use_cache=True
         )
         for length in range(7, 13):
-            told = ours(input_ids=made[:, 4 : 4 + length]).logits[0, -1].argmax()
-            assert int(told) == int(made[0, 4 + length])
+            told = ours(input_ids=made[:, 3 : 3 + length]).logits[0, -1].argmax()
+            assert int(told) == int(made[0, 3 + length])
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -37,6 +37,8 @@ def taken(monkeypatch: pytest.MonkeyPatch, config: Any, *, world_size: int = 1, 
         (LLAMA4, {"data": {"packing": True}}, 1, None),  # the model's masks say more
         (FALCON, {"data": {"packing": True}}, 1, None),  # it has a table of its own
         (LLAMA, {"data": {"packing": True}, "torch_compile": True}, 1, None),
+        (LLAMA, {"model": AUTO | {"attention_mask": {"window": 4}}}, 1, "sdpa_varlen"),
+        (LLAMA, {"model": AUTO | {"attention_mask": {"window": 4, "strided": {"block": 4, "every": 2}}}}, 1, None),
         (LLAMA, {"data": {"packing": True}, "strategies": {"sequence": {"degree": 2}}}, 2, None),
         # another thing is wrong with it: that is said later
         (LLAMA, {"data": {"packing": True}, "strategies": {"tensor": {"degree": 2}}}, 3, "sdpa_varlen"),
@@ -45,7 +47,7 @@ def taken(monkeypatch: pytest.MonkeyPatch, config: Any, *, world_size: int = 1, 
 def test_the_first_that_nothing_refuses(
     hf_config: Any, given: dict[str, Any], world_size: int, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, said = taken(monkeypatch, run_config(hf_config, model=AUTO, **given), world_size=world_size)
+    found, said = taken(monkeypatch, run_config(hf_config, **{"model": AUTO, **given}), world_size=world_size)
     assert found == expected
     assert said.startswith(f"model.attn_implementation = auto: {expected or 'the model'}")
 

@@ -50,7 +50,7 @@ def conflicts(sections: Mapping[str, Values]) -> list[Fault]:
     """Every conflict among the values of all sections; ``strategies`` has the options of those that are on."""
     m, d, t = (sections[name] for name in ("model", "data", "training"))
     task = sections["task"].name
-    found = [*_model(m, t), *_data(d, t), *_training(d, t), *_strategies(sections), *_keys_of_tasks(task, sections)]
+    found = [*_model(m, d, t), *_data(d, t), *_training(d, t), *_strategies(sections), *_keys_of_tasks(task, sections)]
     found += [*_task(task, m, t), *_quantised(task, m, t), *smaller.conflicts(task, sections), *_compiled(task, m, t)]
     return [Fault(tuple(key.split(".")), _value(sections, key), words) for key, words in found]
 
@@ -64,7 +64,7 @@ def _value(sections: Mapping[str, Any], key: str) -> Any:
     return MISSING if value is None else value
 
 
-def _model(m: Values, t: Values) -> Found:
+def _model(m: Values, d: Values, t: Values) -> Found:
     if m.config and m.name_or_path:
         yield "model.config", f"cannot go with model.name_or_path; {KEEP_ONE}"
     if m.config is None and m.name_or_path is None:
@@ -83,6 +83,13 @@ def _model(m: Values, t: Values) -> Found:
     if m.attention_mask and m.attn_implementation not in kernels:
         what = "cannot apply model.attention_mask; write sdpa_varlen, sdpa or flex_attention"
         yield "model.attn_implementation", what
+    shown = m.attention_mask if isinstance(m.attention_mask, dict) else {}
+    if m.attn_implementation == "sdpa_varlen" and (shown.get("strided") or shown.get("random")):
+        what = "computes a window and first tokens alone; write sdpa or flex_attention with strided or random"
+        yield "model.attn_implementation", what
+    if shown.get("random") and d.packing is True:
+        what = "where a document begins in a packed row would change it; leave it out, or data.packing"
+        yield "model.attention_mask.random", what
     if t.fp16 and t.bf16:
         yield "training.fp16", f"cannot go with training.bf16; {KEEP_ONE}"
     if t.fp16 and m.dtype == "bfloat16":

@@ -88,11 +88,33 @@ class QuantizationSection(Section):
     )
 
 
+class StridedSection(Section):
+    """Blocks at equal distances, as in the Sparse Transformer."""
+
+    block: Count = Field(description="Tokens of a block; the last block is the token itself and those before it.")
+    every: Annotated[int, Field(ge=2)] = Field(description="Of the blocks back, each so-many-th is seen.")
+
+
+class RandomSection(Section):
+    """Blocks chosen at random for each block of tokens, as in BigBird: the same in all layers, rows and runs."""
+
+    block: Count = Field(description="Tokens of a block, counted from the document's first token.")
+    number: Count = Field(description="Blocks that are chosen among those before; some may be the same.")
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = option("What they are chosen by.", 0)
+
+
 class AttentionMaskSection(Section):
     """What each token sees of its document besides itself: a block-sparse mask, see docs/attention.md."""
 
     window: Count = Field(description="Last tokens that are seen, itself among them.")
     sink: Annotated[int, Field(ge=0)] = option("First tokens of the document that all tokens see (attention sinks).", 0)
+    strided: StridedSection | None = option("Also every so-many-th block back.")
+    random: RandomSection | None = option("Also blocks chosen at random; not with data.packing.")
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """What is not left out."""
+        return self.model_dump(exclude_none=True)
 
 
 class ModelSection(Section):

@@ -50,14 +50,14 @@ def of_export(section: ModelSection) -> dict[str, str]:
 
 def write_down(section: ModelSection, hf_config: PretrainedConfig) -> None:
     """Let the config of the model, and so of its export, say what mask it is trained with; no library reads it."""
-    trained = section.attention_mask and section.attention_mask.model_dump()
+    trained = section.attention_mask and section.attention_mask.named
     if trained or hasattr(hf_config, "trained_attention_mask"):
         hf_config.trained_attention_mask = trained
 
 
 def trained_otherwise(section: ModelSection, hf_config: PretrainedConfig) -> str | None:
     """A line about a model that was trained with another mask than the configured one."""
-    now = section.attention_mask and section.attention_mask.model_dump()
+    now = section.attention_mask and section.attention_mask.named
     if (before := getattr(hf_config, "trained_attention_mask", None)) in (None, now):
         return None
     return f"model.attention_mask = {json.dumps(now)}: {section.name_or_path} was trained with {json.dumps(before)}"
@@ -68,6 +68,8 @@ def sentence(section: ModelSection) -> str:
     if (mask := section.attention_mask) is None:
         return ""
     sees = f"the last {mask.window} tokens" + f" and the first {mask.sink} of its document" * (mask.sink > 0)
+    for name in ("strided", "random"):
+        sees += f", and {name} blocks {json.dumps(mask.named[name])}" if name in mask.named else ""
     return f"Each token saw {sees} (attention_mask); loaded by Transformers it sees all before it."
 
 
@@ -75,7 +77,7 @@ def _masked(section: ModelSection, kernel: str) -> dict[str, str]:
     from strategies.backends import sparse_mask
 
     assert section.attention_mask is not None
-    return {"attn_implementation": sparse_mask.register(kernel, **section.attention_mask.model_dump())}
+    return {"attn_implementation": sparse_mask.register(kernel, section.attention_mask.named)}
 
 
 def check(config: RunConfig, model: PreTrainedModel) -> None:

@@ -39,7 +39,8 @@ def _candidates(config: RunConfig, *, here: bool) -> Iterator[tuple[str, str]]:
     """Kernels that may be better than the model's own, and why; the best first."""
     for name in attention.installed_flash() if here else ():
         yield name, "which is installed"
-    if config.data.packing or config.model.attention_mask is not None:
+    mask = config.model.attention_mask
+    if config.data.packing if mask is None else mask.strided is None and mask.random is None:
         yield attention.VARLEN, "which needs no mask for every pair of tokens"
 
 
