@@ -29,7 +29,7 @@ from strategies.core.facts import Facts, Precision, RunFacts, UnitKind
 from strategies.core.plan import RUN, Decision, EngineSet, Kind, Plan, Reserve, Share
 from strategies.core.protocol import COMPILING, LOSSY, Axis, Parity, Phase, Refusal, Requirement, Strategy
 from strategies.planner import exchanged_rows
-from strategies.planner.hybrid.chunks import UNDER_WAY, UNKNOWN, Passes, divisors, named
+from strategies.planner.hybrid.chunks import UNDER_WAY, UNKNOWN, Passes, divisors
 from strategies.planner.pipeline_bytes import boundary_bytes
 
 if TYPE_CHECKING:
@@ -243,28 +243,25 @@ class Tensor(Strategy):
                 yield Share(unit=unit.name, reason=reason, kind=Kind.PARAM, ways=1, element_bytes=size)
             return
         if self.chunks is not None:
-            size = 2 * boundary_bytes(facts.run) // min(self._chunks(facts))  # gradients of a chunk, before and behind
+            size = 2 * boundary_bytes(facts.run) // self._chunks(facts)  # gradients of a chunk, before and behind
             yield Reserve(unit=RUN, reason=self._words(facts), owner=UNDER_WAY, num_bytes=size, in_passes=True)
         if self.lossy is not None:
             size, words = exchanged_rows.message_bytes(facts.run, self.lossy.tokens), self._exchanged(facts)
             yield Reserve(unit=RUN, reason=words, owner=exchanged_rows.OWNER, num_bytes=size, in_passes=True)
         yield EngineSet(unit=RUN, reason=reason, key=deepspeed.TENSOR_DEGREE, value=self.degree)
 
-    def _chunks(self, facts: Facts) -> tuple[int, ...]:
-        """Of each sub-layer, attention and MLP in turn."""
-        many, chunks = 2 * sum(unit.kind is UnitKind.BLOCK for unit in facts.units), self.chunks
+    def _chunks(self, facts: Facts) -> int:
+        if self.chunks != "auto":
+            return self.chunks or 1
         passes = Passes.of(facts)
-        if chunks == "auto" and passes is not None:
-            return passes.choose()
-        return (divisors(facts.run.micro_batch, UNKNOWN)[-1] if chunks == "auto" else chunks or 1,) * many
+        return divisors(facts.run.micro_batch, UNKNOWN)[-1] if passes is None else passes.choose()
 
     def _words(self, facts: Facts) -> str:
         found, passes = self._chunks(facts), Passes.of(facts, [self.chunks] if isinstance(self.chunks, int) else [])
-        said = f"attention and MLP take rows in {named(found)} chunks, one summed while the next is computed"
+        said = f"attention and MLP take rows in {found} chunks, one summed while the next is computed"
         if passes is None:
             return f"{said}; the rates are unknown"
-        times = {named(each): passes.seconds(each) for each in [*passes.alike(), found]}
-        blocks = ", ".join(f"in {name} {time:.3g} s" for name, time in times.items())
+        blocks = ", ".join(f"in {many} {time:.3g} s" for many, time in passes.seconds().items())
         return f"{said}: forward and backward of the blocks {blocks} (simulated)"
 
     def _exchanged(self, facts: Facts) -> str:
@@ -285,7 +282,9 @@ class Tensor(Strategy):
             ranks = tensor_shards.group()
             scattered.start(model, scattered.Tokens(self.degree, tensor_shards.tensor_rank(), ranks.group_name))
         if self.chunks is not None:
-            chunked.start(model, chunked.agreed(self._chunks(plan.facts), tensor_shards.group()), tensor_shards.group())
+            chunks = chunked.agreed(self._chunks(plan.facts), tensor_shards.group())
+            blocks = sum(unit.kind is UnitKind.BLOCK for unit in plan.facts.units)
+            chunked.start(model, [chunks] * len(chunked.SUBLAYERS) * blocks, tensor_shards.group())
         if (how := self.lossy) is not None:
             codec = codec_rows.Codec(how.bits, how.codec == "segmented") if how.bits < 16 else None
             exchanged.start(model, exchanged.Exchange(how.tokens, codec, tensor_shards.group()))

@@ -334,11 +334,11 @@ class Block:
         return _Join.apply(seam, *(edge for (edge,) in seam.edges.values()))
 
 
-def agreed(chunks: Sequence[int], group: Any) -> Sequence[int]:
-    """Those of the first rank of ``group``: what is measured, and so what is chosen, may differ between them."""
-    found: list[Any] = [chunks]
+def agreed(chunks: int, group: Any) -> int:
+    """The number of the first rank of ``group``: what is measured, and so what is chosen, may differ between them."""
+    found = [chunks]
     torch.distributed.broadcast_object_list(found, group=group, group_src=0)
-    return tuple(found[0])
+    return found[0]
 
 
 def start(model: nn.Module, chunks: Sequence[int], group: Any) -> None:
