@@ -124,7 +124,7 @@ def choice(gpt: Gpt, stages: int, data: int, sequences: int, seconds: float) -> 
     best = hybrid(known, cluster, sequences, Options(without_zero_2, policies, (Stowed.NOTHING,))).best
     theirs = Degrees(
         stages=stages, tensor=8, data=data, zero=int(gpt.year == 2024), recompute=POLICY[gpt.year],
-        micro_batches=sequences // data, last_blocks=gpt.layers // stages,
+        micro_batches=sequences // data,
     )  # fmt: skip
     place = next((str(at) for at, each in enumerate(best, 1) if shape(each.degrees) == shape(theirs)), "-")
     ours = f"{shape(best[0].degrees)}, {best[0].degrees.recompute}, ZeRO {best[0].degrees.zero}"
@@ -136,7 +136,7 @@ def choice(gpt: Gpt, stages: int, data: int, sequences: int, seconds: float) -> 
 def alone(gpt: Gpt, ranks: int, micro_batch: int, sequences: int, teraflops: float) -> tuple[str, ...]:
     """ZeRO 3 by itself, which gathered each of the four matrices of a block by itself."""
     machine, cluster = setting(gpt, ranks)
-    degrees = Degrees(data=ranks, zero=3, recompute="full", micro_batch=micro_batch, last_blocks=4 * gpt.layers)
+    degrees = Degrees(data=ranks, zero=3, recompute="full", micro_batch=micro_batch)
     found = simulated(rank_facts(gpt, machine, micro_batch, 1, pieces=4), cluster, degrees)
     return gpt.name, f"{ranks:,}", str(micro_batch), f"{gpt.seconds(ranks, sequences, teraflops):.4g}", *found
 

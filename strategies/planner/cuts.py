@@ -15,8 +15,10 @@ Refused: fewer blocks than parts, and numbers of blocks that do not add up to th
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from enum import Enum
+from itertools import accumulate
 
 from strategies.core.facts import Unit, UnitKind
 from strategies.core.grid import Cut
@@ -127,23 +129,23 @@ def _costs(units: Sequence[Unit]) -> list[int]:
 
 
 def _balanced(costs: Sequence[int], parts: int) -> list[int]:
-    """Numbers of consecutive costs in each part, such that the largest sum is least."""
-    # best[p][i]: the least largest sum of the costs from i on in p parts, and the end of the first of them
-    ends = [0]
+    """Numbers of consecutive costs in each part, such that the largest sum is least; the first part as long as that
+    allows, then the second.
+    """
+    if parts == 1:
+        return [len(costs)]
+    least = bisect_left(range(sum(costs)), True, key=lambda most: _fit(costs, parts, most))
+    first = bisect_right(list(accumulate(costs)), least, hi=len(costs) - parts + 1)
+    return [first, *_balanced(costs[first:], parts - 1)]
+
+
+def _fit(costs: Sequence[int], parts: int, most: int) -> bool:
+    """Whether so many parts are enough if none may cost more than ``most``."""
+    left = 0
     for cost in costs:
-        ends.append(ends[-1] + cost)
-    count = len(costs)
-    best: list[list[tuple[float, int]]] = [[(float("inf"), i) for i in range(count)] + [(0.0, count)]]
-    for left in range(1, parts + 1):
-        row = []
-        for i in range(count + 1):
-            choices = [(max(ends[j] - ends[i], best[left - 1][j][0]), -j) for j in range(i + 1, count + 1)]
-            largest, end = min(choices, default=(float("inf"), 0))
-            row.append((largest, -end))
-        best.append(row)
-    found, at = [], 0
-    for left in range(parts, 0, -1):
-        end = best[left][at][1]
-        found.append(end - at)
-        at = end
-    return found
+        if cost > left:
+            parts, left = parts - 1, most
+        left -= cost
+        if parts < 0 or left < 0:
+            return False
+    return True

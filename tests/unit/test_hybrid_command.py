@@ -79,7 +79,7 @@ def test_models_that_tensor_ranks_cannot_share(model: dict[str, object], why: st
     [
         ({"data": 8, "zero": 2}, {"weights": "resident"}),
         ({"data": 8, "zero": 3, "offload": Stowed.WEIGHTS, "micro_batches": 4}, {"weights": "streamed"}),
-        ({"stages": 2, "data": 4, "zero": 1, "micro_batches": 4, "last_blocks": 3}, {}),
+        ({"stages": 2, "data": 4, "zero": 1, "micro_batches": 4}, {}),
         ({"tensor": 2, "data": 4, "zero": 1}, {"weights": "resident"}),
     ],
 )
@@ -88,7 +88,7 @@ def test_with_offload_the_account_is_near_the_plan(options: dict[str, Any], give
     staged = degrees.stages > 1
     in_stages = Shares(COUNTED, RANKS, CARD, lambda line: None).in_stages([Size(2)]) if staged else None
     found = Account(Models({degrees.size: parts()[degrees.size]}, in_stages)).of(degrees)
-    tree = keys.written(degrees, COUNTED.tree(), [3, 3] if staged else None)
+    tree = keys.written(degrees, COUNTED.tree())
     tree["strategies"]["offload"] = {"site": "host", **given}
     plans = plans_of(build(tree), RANKS, CARD)
     assert found.device == pytest.approx(max(plan.peak(Home.DEVICE) for plan in plans), rel=0.15)
@@ -204,11 +204,11 @@ def test_a_budget_of_the_config_holds(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_the_account_of_a_stage_is_its_plan(policy: str, micro_batches: int, shape: dict[str, int]) -> None:
     """But for scalars, which the account leaves out."""
     config = run_config({**WIDE, "tie_word_embeddings": True}, data=DATA, bf16=True, per_device_train_batch_size=2)
-    degrees = Degrees(stages=4, recompute=policy, micro_batch=2, micro_batches=micro_batches, last_blocks=1, **shape)
+    degrees = Degrees(stages=4, recompute=policy, micro_batch=2, micro_batches=micro_batches, **shape)
     in_stages = Shares(config, RANKS, CARD, lambda line: None).in_stages([degrees.size])
     account, model = Account(Models({}, in_stages)), Model(in_stages[degrees.size])
-    cuts = model.parts(4, 1)
-    tree = keys.written(degrees, config.tree(), [part.blocks for part in cuts])
+    cuts = model.parts(4)
+    tree = keys.written(degrees, config.tree())
     plans = plans_of(build(tree), replace(RANKS, world_size=degrees.ranks), CARD)
     for stage, (part, plan) in enumerate(zip(cuts, plans, strict=True)):
         found = account.of_stage(degrees, stage, part)

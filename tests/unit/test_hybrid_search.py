@@ -1,7 +1,7 @@
 """The search over degrees: its account is the plan's, it returns what pricing everything would, and it is monotone."""
 
 from dataclasses import replace
-from itertools import combinations, pairwise, permutations, product
+from itertools import permutations, product
 from typing import Any
 
 import pytest
@@ -99,8 +99,8 @@ def test_with_one_stage_and_tensor_rank_the_account_is_the_plan(precision: Preci
 
 def test_a_stage_has_what_is_in_flight_and_what_it_receives() -> None:
     whole = model(8)
-    four = Degrees(stages=4, micro_batches=6, last_blocks=2)
-    parts = Model(whole).parts(4, 2)
+    four = Degrees(stages=4, micro_batches=6)
+    parts = Model(whole).parts(4)
     account = Account(Models({Size(): whole}, {Size(): whole}))
     middle = [account.of_stage(four, stage, parts[stage]).device for stage in (1, 2)]
     # The same blocks: what one micro-batch saves is there once more.
@@ -120,8 +120,8 @@ def test_a_stage_has_what_is_in_flight_and_what_it_receives() -> None:
 
 def test_copies_of_a_stage_hold_a_part_of_its_moments() -> None:
     whole = model(8)
-    parts, account = Model(whole).parts(2, 4), Account(Models({Size(): whole}, {Size(): whole}))
-    degrees = Degrees(stages=2, data=4, micro_batches=2, last_blocks=4)
+    parts, account = Model(whole).parts(2), Account(Models({Size(): whole}, {Size(): whole}))
+    degrees = Degrees(stages=2, data=4, micro_batches=2)
     apart, shared = (
         [state_bytes(Model(whole).units(parts[0]), whole.run, each, kind, plain=True) for kind in Kind]
         for each in (degrees, replace(degrees, zero=1))
@@ -130,22 +130,6 @@ def test_copies_of_a_stage_hold_a_part_of_its_moments() -> None:
     assert shared[moments] < 0.26 * apart[moments]
     assert [*shared[:moments], *shared[moments + 1 :]] == [*apart[:moments], *apart[moments + 1 :]]
     assert account.of(replace(degrees, zero=1)).device < account.of(degrees).device
-
-
-def test_splits_have_every_block_once_and_none_has_a_shorter_longest_stage() -> None:
-    """Of all ways to give blocks to stages, where the head takes as long as two of them."""
-    for blocks, stages in product((4, 7, 9, 12), (1, 2, 3, 4)):
-        some, longest = Model(model(blocks)), []
-        for last in some.splits(stages):
-            parts = some.parts(stages, last)
-            assert [unit for part in parts for unit in some.units(part)] == list(some.facts.units)
-            assert sum(part.blocks for part in parts) == blocks and parts[-1].blocks == last
-            counts = [part.blocks for part in parts[:-1]] or [1]
-            assert counts == sorted(counts) and counts[-1] - counts[0] <= 1 <= counts[0]
-            longest.append(max(part.blocks + 2 * part.ends for part in parts))
-        cuts = combinations(range(1, blocks), stages - 1)
-        every = [[b - a for a, b in pairwise((0, *cut, blocks))] for cut in cuts]
-        assert min(longest) == min(max(*counts[:-1], counts[-1] + 2, 0) for counts in every)
 
 
 def lossy(ranks: int) -> dict[str, Compression]:
@@ -159,7 +143,7 @@ def test_a_lossy_exchange_takes_the_bytes_of_its_plan(accelerated: bool) -> None
         whole = replace(whole, machine=replace(whole.machine, name="cpu"))
     account = Account(Models({Size(): whole}, {Size(): whole}))
     for how, policy, micro_batches in product(lossy(4).values(), ("none", "full"), (1, 2)):
-        degrees = Degrees(data=4, recompute=policy, micro_batches=micro_batches, last_blocks=5, exchange=how)
+        degrees = Degrees(data=4, recompute=policy, micro_batches=micro_batches, exchange=how)
         chosen = {name: find(name).model_validate(each) for name, each in keys.strategies_of(degrees).items()}
         run = replace(whole.run, accumulation=micro_batches)
         plan = compose(chosen, chosen["collectives"].narrowed(replace(whole, run=run), 0))
@@ -173,7 +157,7 @@ def test_what_a_lossy_exchange_takes() -> None:
 
     def seconds(rates: Rates, how: Compression | None, on: Cluster = on) -> float:
         models = Models({Size(): replace(whole, machine=replace(whole.machine, rates=rates))}, {Size(): whole})
-        return Pricing(models, on, rates).price(Degrees(data=8, last_blocks=8, exchange=how)).seconds
+        return Pricing(models, on, rates).price(Degrees(data=8, exchange=how)).seconds
 
     once, how = on.all_reduce_seconds(4 * whole.num_params, 8), lossy(8)
     # Both sides of each matrix, four times: of table and head one has 64 numbers, blocks are squares of 64.
@@ -266,7 +250,7 @@ def test_nothing_fits() -> None:
 
 def test_every_row_uses_all_ranks_and_the_whole_batch_and_is_refused_by_nobody() -> None:
     answer = priced(model(device=900_000), cluster(), Options())
-    assert len(answer.best) == 10 == len({each.degrees.unsplit for each in answer.best})
+    assert len(answer.best) == 10 == len({each.degrees for each in answer.best})
     for found in answer.best:
         degrees = found.degrees
         assert degrees.ranks == 16 and degrees.data * degrees.micro_batch * degrees.micro_batches == 32
@@ -420,7 +404,7 @@ def test_what_compute_does_not_hide_across_machines() -> None:
     """ZeRO 3 takes the sum of compute and exchange there; in a machine, or at the hopeful end, the longer one."""
     whole = model()
     size, models, several = 2 * whole.num_params, Models({Size(): whole}), Cluster(8, 4, Wire(4e9), Wire(1e9, 1e-9))
-    degrees = Degrees(data=8, zero=3, last_blocks=8)
+    degrees = Degrees(data=8, zero=3)
 
     def seconds(on: Cluster, zero: int = 3) -> float:
         return Pricing(models, on, RATES).price(replace(degrees, zero=zero)).seconds
@@ -444,7 +428,7 @@ def test_a_place_that_the_network_decides_is_marked() -> None:
         settled = [found.between[end] for found in answer.best if found.settled]
         assert settled == sorted(settled) and len(settled) > 2
     assert all(found.between[0] <= found.price.seconds <= found.between[1] for found in answer.best)
-    kept = {found.degrees.unsplit for found in answer.firsts} == {answer.best[0].degrees.unsplit}
+    kept = {found.degrees for found in answer.firsts} == {answer.best[0].degrees}
     assert answer.best[0].settled <= kept
     inside = priced(model(), cluster(8), Options())
     assert not inside.firsts and all(found.settled and not found.assumed for found in inside.best)

@@ -23,11 +23,10 @@ from strategies.core.protocol import Axis, Refusal
 from strategies.core.sizes import human
 from strategies.planner.activation_policy import by_policy
 from strategies.planner.compressed import words
-from strategies.planner.cuts import Schedule, cut
 from strategies.planner.hybrid import keys
 from strategies.planner.hybrid.cluster import Cluster, Wire
 from strategies.planner.hybrid.degrees import Degrees, Size
-from strategies.planner.hybrid.parts import Known, Model, Models
+from strategies.planner.hybrid.parts import Known, Models
 from strategies.planner.hybrid.search import Options, hybrid
 from strategies.planner.hybrid.step_seconds import Pricing
 from strategies.planner.step_cost import plan_cost, step_flops
@@ -111,7 +110,7 @@ def search(
         origin=rates.origin,
     )
     best = answer.best[0].degrees
-    write = changes(tree, keys.written(best, tree, _blocks(best, in_stages.get(best.size))))
+    write = changes(tree, keys.written(best, tree))
     lines = [*heading(config, ranks, machine, cluster, sequences), ""]
     lines += hybrid_table.lines(answer, scale, write, not_tried, links(facts, cluster) if lossy else {})
     if asked is not None:
@@ -173,7 +172,6 @@ def budget(
     steps: list[Step] = [(ranks.world_size, plans[0].facts.run.tokens_per_step, None)]
     if rates is not None:
         models = shares.of(degrees)
-        degrees = replace(degrees, last_blocks=next(models.of(degrees).splits(degrees.stages)))
         priced = list(more_ranks(models, rates, cluster_of(rates, ranks, gigabits), degrees))
         # A plan that stows knows what rests where; how its step grows is ours.
         ratio = cost.seconds / priced[0][2] if cost is not None and len(plans) == 1 else 1.0
@@ -210,18 +208,6 @@ def cluster_of(rates: Rates, ranks: Ranks, gigabits: float | None) -> Cluster:
     inside = Wire(rates.exchange_bytes_per_s(), rates.net_latency_s)
     outside = Wire(rate, rates.net_across_latency_s) if rate is not None else None
     return Cluster(ranks.world_size, ranks.local_world_size, inside, outside)
-
-
-def _blocks(degrees: Degrees, facts: Facts | None) -> list[int] | None:
-    """The blocks of each stage, where they are not those that the pipeline would choose."""
-    if degrees.stages == 1 or facts is None:
-        return None
-    model = Model(facts)
-    found = [part.blocks for part in model.parts(degrees.stages, degrees.last_blocks)]
-    kinds = {unit.name: unit.kind for unit in facts.units}
-    parts = cut(facts.units, Schedule.ONE_F_ONE_B, degrees.stages).parts
-    chosen = [sum(kinds[name] is UnitKind.BLOCK for name in part) for part in parts]
-    return None if found == chosen else found
 
 
 class Shares:

@@ -51,8 +51,8 @@ class Account:
         """The most that any stage needs of each memory."""
         model = self._models.of(degrees)
         # Of stages that hold the same, the first has the most micro-batches in flight.
-        first = dict[Part, tuple[int, Part]]()
-        for index, part in enumerate(model.parts(degrees.stages, degrees.last_blocks)):
+        first: dict[object, tuple[int, Part]] = {}
+        for index, part in enumerate(model.parts(degrees.stages)):
             first.setdefault(model.key(part), (index, part))
         found = [self.of_stage(degrees, index, part) for index, part in first.values()]
         return Bytes(max(each.device for each in found), max(each.host for each in found))
@@ -90,8 +90,7 @@ class Account:
 
     def _passes(self, degrees: Degrees, model: Model, part: Part) -> tuple[int, int, int]:
         """Of one micro-batch, the peak without gradients and with, and what waits between forward and backward."""
-        start, end = model.span(part)
-        kept = self._saved(degrees, model)[start:end]
+        kept = self._saved(degrees, model)[part.start : part.end]
         forward = forward_peak(kept)
         peak, landing = max(forward, backward_peak(kept, [0] * len(kept))), 0
         if degrees.micro_batches == 1:  # gradients land while saved tensors leave

@@ -37,7 +37,6 @@ class Degrees:
         zero: ZeRO's stage over the copies of the model.
         recompute: a policy of ``strategies.recompute``: none, selective or full.
         micro_batch: sequences; ``micro_batches`` of them per step go through each pipeline.
-        last_blocks: blocks of the last stage; the others have as many as one another, or one more.
         exchange: how plain data parallelism sends less, lossy; None: everything is sent.
     """
 
@@ -51,7 +50,6 @@ class Degrees:
     offload: Stowed = Stowed.NOTHING
     micro_batch: int = 1
     micro_batches: int = 1
-    last_blocks: int = 0
     exchange: Compression | None = None
 
     @property
@@ -67,11 +65,6 @@ class Degrees:
     @property
     def size(self) -> Size:
         return Size(self.micro_batch, self.tensor, self.sequence, self.experts)
-
-    @property
-    def unsplit(self) -> Degrees:
-        """The same for all numbers of blocks in the last stage."""
-        return replace(self, last_blocks=0)
 
     def exchanged(self, facts: Facts) -> Facts:
         """``facts`` with how these ranks exchange."""

@@ -56,15 +56,12 @@ def staged(tree: Tree, tensor: int = 1) -> Tree:
     return _with(tree, {"pipeline": {"stages": 2}} | ({"tensor": {"degree": tensor}} if tensor > 1 else {}), {})
 
 
-def written(degrees: Degrees, tree: Tree, blocks: Sequence[int] | None = None) -> Tree:
-    """``tree`` with all that the search decides as ``degrees`` say; budgets of memory and ``sequence_parallel`` stay.
-    ``blocks``: of each stage, where they are not those that ``strategies.pipeline`` chooses itself.
-    """
+def written(degrees: Degrees, tree: Tree) -> Tree:
+    """``tree`` with all that the search decides as ``degrees`` say; what is ``KEPT`` stays."""
     chosen = {}
     for name, options in strategies_of(degrees).items():
         kept = {key: value for key, value in tree["strategies"].get(name, {}).items() if key in KEPT}
-        cut = {"blocks": list(blocks)} if name == "pipeline" and blocks is not None else {}
-        chosen[name] = kept | options | cut
+        chosen[name] = kept | options
     training = {
         "per_device_train_batch_size": degrees.micro_batch,
         "gradient_accumulation_steps": degrees.micro_batches,
@@ -138,7 +135,7 @@ def refused(run: RunFacts, beside: Mapping[str, Strategy]) -> Refused:
         )
         return next(refusals({**beside, **chosen}, divided), None)
 
-    return lambda degrees: first(degrees.unsplit)
+    return first
 
 
 def _divided(degrees: Degrees) -> dict[str, Tree]:

@@ -1,34 +1,27 @@
-"""Parts of a model: consecutive blocks, with what is before the first and after the last one. A stage holds one part.
-
-Splits give every stage but the last as many blocks, or one more to the later ones, in which fewer micro-batches are in
-flight. The last stage also has the head: all numbers of blocks between what its operations alone suggest and an even
-share are tried. The choice is by operations and not by seconds, so that it does not depend on a network or on memory:
-the least over a family that is fixed can only fall if either gets better.
+"""Parts of a model: consecutive units, of which each stage of a pipeline has one part, as ``strategies.pipeline`` cuts
+them by itself (``cuts.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import floor
+from itertools import accumulate
+from typing import NamedTuple
 
 from strategies.core.facts import Facts, Unit, UnitKind
+from strategies.planner.cuts import Schedule, cut
 from strategies.planner.hybrid.degrees import Degrees, Size, Stowed
-from strategies.planner.step_cost import unit_flops
 
-MOST_SPLITS = 6
 Known = Mapping[Size, Facts]  # of one rank
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """``blocks`` of them from number ``first`` on."""
+class Part(NamedTuple):
+    """The units from number ``start`` to before ``end``."""
 
-    first: int
-    blocks: int
-    begins: bool
-    ends: bool
+    start: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -38,65 +31,39 @@ class Model:
     facts: Facts
 
     @cached_property
-    def _at(self) -> list[int]:
-        """Indices of the blocks among the units."""
-        return [index for index, unit in enumerate(self.facts.units) if unit.kind is UnitKind.BLOCK]
-
-    @property
     def blocks(self) -> int:
-        return len(self._at)
+        return sum(unit.kind is UnitKind.BLOCK for unit in self.facts.units)
 
     @cached_property
-    def alike(self) -> bool:
-        """Whether the blocks between the first and the last are the same but for their names."""
-        inner = {replace(self.facts.units[index], name="") for index in self._at[1:-1]}
-        return len(inner) <= 1
+    def _like(self) -> list[int]:
+        """Per unit, the first one that is the same but for its name."""
+        first: dict[Unit, int] = {}
+        return [first.setdefault(replace(unit, name=""), index) for index, unit in enumerate(self.facts.units)]
 
-    def key(self, part: Part) -> Part:
+    def key(self, part: Part) -> tuple[int, ...]:
         """The same for parts with the same numbers."""
-        return Part(1, part.blocks, part.begins, part.ends) if part.first and self.alike else part
-
-    def span(self, part: Part) -> tuple[int, int]:
-        """Indices of the part's units: from, and to before."""
-        if not self._at:
-            return 0, len(self.facts.units)
-        start = 0 if part.begins else self._at[part.first]
-        return start, len(self.facts.units) if part.ends else self._at[part.first + part.blocks - 1] + 1
+        return tuple(self._like[part.start : part.end])
 
     def units(self, part: Part) -> tuple[Unit, ...]:
         """The units of ``part``, in order; a last stage has a copy of a tied table."""
-        start, end = self.span(part)
-        units = self.facts.units[start:end]
-        if part.begins or not part.ends or not self.facts.run.tied:
+        units = self.facts.units[part.start : part.end]
+        if part.start == 0 or part.end < len(self.facts.units) or not self.facts.run.tied:
             return units
         table, head = self.facts.units[0], units[-1]
         whole, trained = head.num_params + table.num_params, head.num_trainable + table.num_trainable
         return (*units[:-1], replace(head, num_params=whole, num_trainable=trained))
 
-    def splits(self, stages: int) -> Iterator[int]:
-        """Numbers of blocks of the last stage that are worth trying."""
-        if stages == 1:
-            yield self.blocks
-            return
-        flops = unit_flops(self.facts)
-        block = sum(flops[index] for index in self._at) / self.blocks
-        behind = sum(flops[self._at[-1] + 1 :]) / block if block else 0.0
-        most = max(1, min(-(-self.blocks // stages), self.blocks - (stages - 1)))
-        least = min(most, max(1, floor((self.blocks + behind) / stages - behind)))
-        step = -(-(most - least + 1) // MOST_SPLITS)
-        yield from range(most, least - 1, -step)
+    @cached_property
+    def _parts(self) -> dict[int, list[Part]]:
+        return {1: [Part(0, len(self.facts.units))]}
 
-    def parts(self, stages: int, last_blocks: int) -> list[Part]:
+    def parts(self, stages: int) -> list[Part]:
         """The part of each stage."""
-        if stages == 1:
-            return [Part(0, self.blocks, begins=True, ends=True)]
-        rest, others = self.blocks - last_blocks, stages - 1
-        counts = [rest // others + (index >= others - rest % others) for index in range(others)]
-        found, first = [], 0
-        for index, count in enumerate([*counts, last_blocks]):
-            found.append(Part(first, count, begins=index == 0, ends=index == others))
-            first += count
-        return found
+        if stages not in self._parts:
+            sizes = [len(names) for names in cut(self.facts.units, Schedule.ONE_F_ONE_B, stages).parts]
+            pairs = zip(sizes, accumulate(sizes), strict=True)
+            self._parts[stages] = [Part(end - size, end) for size, end in pairs]
+        return self._parts[stages]
 
 
 class Models:

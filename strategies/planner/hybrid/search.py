@@ -1,7 +1,7 @@
 """The search over uniform degrees: every stage has the same ranks, used in the same way.
 
-The grid: stages x tensor x data x ZeRO x recompute x offload x micro-batch, with few splits each (``parts.py``); and in
-one stage, without tensor ranks, sequence or experts, which no strategy takes beside the two.
+The grid: stages x tensor x data x ZeRO x recompute x offload x micro-batch; and in one stage, without tensor ranks,
+sequence or experts, which no strategy takes beside the two.
 Degrees that cannot be run (``degrees.py``), that strategies refuse (``keys.py``) or that do not fit (``account.py``)
 are left out; of the rest each has a lower bound, and only those that can be among the best are priced by the clock
 (``step_seconds.py``).
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import combinations, product
+from itertools import combinations
 
 from strategies.core.compression import Compression
 from strategies.core.protocol import Refusal
@@ -79,7 +79,7 @@ class Answer:
     """What the search found.
 
     Args:
-        best: at most ten, the fastest first; of degrees that differ in the split only the fastest.
+        best: at most ten, the fastest first.
         tried: degrees that were looked at; ``fitting`` of them can be run and fit with as little recomputation and
             offload as that takes; ``priced`` were simulated.
         nearest: where nothing fits, those that lack least.
@@ -211,8 +211,8 @@ class _Search:
                 shape = Degrees(stages=stages, data=data, **size._asdict())
                 levels = range(4) if shape.copies > 1 else range(2) if size.tensor > 1 else range(1)
                 micro_batches = self._sequences // (data * size.micro_batch)
-                for zero, last in product(levels, list(self._models.of(shape).splits(stages))):
-                    found = replace(shape, zero=zero, micro_batches=micro_batches, last_blocks=last)
+                for zero in levels:
+                    found = replace(shape, zero=zero, micro_batches=micro_batches)
                     yield found
                     if data == ranks > 1 and zero == 0 and size.experts == 1 and self._models.torchs:
                         yield from (replace(found, exchange=each) for each in self._options.lossy)
@@ -232,7 +232,7 @@ class _Search:
         others = [Pricing(self._models, cluster, self._rates) for cluster in self._cluster.either_way()] if best else []
         firsts = tuple(_best(fitting, other)[0][0] for other in others)
         between = [tuple(other.price(found.degrees).seconds for other in others) for found in best]
-        moving = {0} if any(first.degrees.unsplit != best[0].degrees.unsplit for first in firsts) else set[int]()
+        moving = {0} if any(first.degrees != best[0].degrees for first in firsts) else set[int]()
         for one, other in combinations(range(len(best)), 2):
             for ends in zip(between[one], between[other], strict=True):
                 if ends[0] > ends[1]:  # they change places, and the cause is the one that moves more
@@ -244,19 +244,15 @@ class _Search:
 
 def _best(fitting: Sequence[tuple[Degrees, Bytes]], pricing: Pricing) -> tuple[list[Found], int]:
     """The best by price, and how many were priced: in the order of lower bounds, until these exceed the last."""
-    found: dict[Degrees, Found] = {}
+    found: list[Found] = []
     priced = 0
     bounds = [pricing.least(degrees) for degrees, _ in fitting]
     for least, (degrees, need) in sorted(zip(bounds, fitting, strict=True), key=lambda each: each[0]):
-        if len(found) == BEST and least * (1 - ROUNDING) > max(each.price.seconds for each in found.values()):
+        if len(found) == BEST and least * (1 - ROUNDING) > found[-1].price.seconds:
             break
         priced += 1
-        new, key = Found(degrees, need, pricing.price(degrees)), degrees.unsplit
-        if key not in found or new.order < found[key].order:
-            found[key] = new
-        for extra in sorted(found, key=lambda each: found[each].order)[BEST:]:
-            del found[extra]
-    return sorted(found.values(), key=lambda each: each.order), priced
+        found = sorted([*found, Found(degrees, need, pricing.price(degrees))], key=lambda each: each.order)[:BEST]
+    return found, priced
 
 
 def _nearest(short: Sequence[Lacking]) -> Iterator[Lacking]:

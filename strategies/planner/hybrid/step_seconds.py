@@ -115,11 +115,11 @@ class Pricing:
     def stages(self, degrees: Degrees) -> list[StagePrice]:
         """The price of each stage."""
         model = self._models.of(degrees)
-        parts = model.parts(degrees.stages, degrees.last_blocks)
+        parts = model.parts(degrees.stages)
         found, ranks = [], degrees.tensor * degrees.copies
         size = boundary_bytes(model.facts.run)
         for index, part in enumerate(parts):
-            key = (degrees.unsplit, model.key(part))
+            key = (degrees, model.key(part))
             if key not in self._stages_of:
                 self._stages_of[key] = self._stage(degrees, model, part)
             price = self._stages_of[key]
@@ -154,11 +154,10 @@ class Pricing:
     def _stage(self, degrees: Degrees, model: Model, part: Part) -> StagePrice:
         facts, rates = model.facts, self._rates
         units, plain = model.units(part), self._models.plain(degrees)
-        start, end = model.span(part)
         key = (degrees.size, degrees.recompute, plain)
         if key not in self._sums_of:
             self._sums_of[key] = self._sums(degrees, model)
-        forward, backward, again, *reduced = (sums[end] - sums[start] for sums in self._sums_of[key])
+        forward, backward, again, *reduced = (sums[part.end] - sums[part.start] for sums in self._sums_of[key])
         work = forward + backward
         size = facts.run.trained_bytes if plain else facts.run.precision.element_bytes
         weights = size * sum(unit.num_params for unit in units)
