@@ -13,6 +13,7 @@ accelerator, which nobody has measured; on a CPU what one core took, in bytes of
 from __future__ import annotations
 
 from strategies.core.facts import Facts, RunFacts, UnitKind
+from strategies.planner.exchanges import straight
 from strategies.planner.pipeline_bytes import boundary_bytes
 
 OWNER = "tensor: exchanged rows"
@@ -38,10 +39,7 @@ def words(facts: Facts, what: str, tokens: float, bits: int, *, segmented: bool)
     said = f"lossy, {what}: each rank sends {less / 1e6:.4g} MB per micro-batch instead of {whole / 1e6:.4g} MB"
     if (rates := machine.rates) is None:
         return f"{said}; the link's rate is unknown"
-    rate, across = rates.exchange_bytes_per_s(), rates.net_across_bytes_per_s
-    if across is not None and ranks > (machine.ranks or ranks):
-        rate = min(rate, across)
-    saved, coding = (whole - less) / rate, 0.0
+    saved, coding = (whole - less) / straight(facts, rates, ranks).bytes_per_s, 0.0
     if bits < 16:
         coded, decoded = (COUNTED if machine.has_accelerator else ON_CPU)[bits, segmented]
         touched = 2 * blocks * tokens * numbers * ((1 + 1 / ranks) * coded + 2 * decoded)

@@ -87,13 +87,16 @@ def crosses(facts: Facts) -> bool:
 
 def slices_seconds(facts: Facts, rates: Rates) -> float:
     """What the ranks of a row exchange in one pass of a block, of one micro-batch."""
-    ranks, across = facts.run.slices, rates.net_across_bytes_per_s
-    if ranks == 1:
-        return 0.0
-    leaves = ranks > (facts.machine.ranks or ranks) and across is not None
-    rate = min(rates.exchange_bytes_per_s(), across or 0.0) if leaves else rates.exchange_bytes_per_s()
-    wait = rates.net_across_latency_s if leaves else rates.net_latency_s
-    return SLICE_MESSAGES * (ranks - 1) * (boundary_bytes(facts.run) / ranks**2 / rate + wait)
+    ranks, wire = facts.run.slices, straight(facts, rates, facts.run.slices)
+    return SLICE_MESSAGES * (ranks - 1) * (boundary_bytes(facts.run) / ranks**2 / wire.bytes_per_s + wire.latency_s)
+
+
+def straight(facts: Facts, rates: Rates, ranks: int) -> Wire:
+    """What neighbouring ``ranks`` send each other by, which may be on several machines."""
+    inside, across = rates.exchange_bytes_per_s(), rates.net_across_bytes_per_s
+    if across is None or ranks <= (facts.machine.ranks or ranks):
+        return Wire(inside, rates.net_latency_s)
+    return Wire(min(inside, across), rates.net_across_latency_s)
 
 
 def slices_bytes(run: RunFacts) -> int:

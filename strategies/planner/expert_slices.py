@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from strategies.core.facts import Facts, Param, Rates, RunFacts
+from strategies.core.facts import Facts, Param, RunFacts
 from strategies.core.sizes import human
+from strategies.planner.exchanges import straight
 
 MOST = 8  # slices that are tried
 
@@ -67,8 +68,8 @@ def exchanges_of(facts: Facts, experts: Sequence[Param], degree: int, slices: in
     layers = len({param.unit for param in experts})
     flops = 2 * rows * sum(param.num_elements for param in experts) / layers / local
     products = flops / rates.gemm_flops(run.precision)
-    wire = sent / _rate(facts, rates, degree)
-    wait = _latency(facts, rates, degree) * (degree - 1)
+    road = straight(facts, rates, degree)
+    wire, wait = sent / road.bytes_per_s, road.latency_s * (degree - 1)
     found = {count: layer_seconds(products, wire, wait, count) for count in range(1, min(MOST, local) + 1)}
     chosen = slices or min(found, key=lambda count: (found[count], count))
     return Exchanges(chosen, num_bytes, sent, products, wire, wait)
@@ -87,15 +88,3 @@ def layer_seconds(products: float, wire: float, wait: float, slices: int) -> flo
         network = max(network, done) + piece
         arrived = following
     return network
-
-
-def _rate(facts: Facts, rates: Rates, degree: int) -> float:
-    """Bytes per second that a rank sends to the others that have experts, which may be on other machines."""
-    across = rates.net_across_bytes_per_s
-    here = facts.machine.ranks or degree
-    return min(rates.exchange_bytes_per_s(), across) if across and degree > here else rates.exchange_bytes_per_s()
-
-
-def _latency(facts: Facts, rates: Rates, degree: int) -> float:
-    crosses = degree > (facts.machine.ranks or degree)
-    return rates.net_across_latency_s if crosses else rates.net_latency_s
