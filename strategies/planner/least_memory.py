@@ -8,8 +8,8 @@ Device bytes of a placement with its weights on the device only at the ticks tha
     rest + (all weights - those of T) + the most that is used of T at one tick (+ codes, if T has any in fp8)
 
 so offloading T frees its bytes less that maximum. On the host it adds T's copies. What is freed never shrinks as T
-grows, so without a limit on the host T is all that may be offloaded; with one, T is filled in order of size, from the
-largest and from the smallest, weights whose copy costs nothing first. For blocks that are alike this is the best T.
+grows, so without a limit on the host T is all that may be offloaded; with one, T is filled from the largest on, weights
+whose copy costs nothing first. For blocks that are alike this is the best T.
 
 Putting a bucket's state on the host and sending its gradients there never takes more of the device: its gradient was on
 the device all the time and is now in a slot, which costs at most as much (``addresses.py``). So the last placement
@@ -21,11 +21,10 @@ Numbers found here are those of a layout that has been placed: a budget of exact
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import inf
-from operator import attrgetter
-from typing import TypeAlias
 
 from strategies.core.facts import Home
 from strategies.core.layout import Layout
@@ -63,11 +62,7 @@ class _Point:
         return Least(dict(place(layout).arena_bytes), layout, self.places, self.placement)
 
 
-Make: TypeAlias = Callable[[Placement], _Point | None]
-Key: TypeAlias = Callable[[_Point], tuple[int, int]]
-
-
-def least_memory(families: Sequence[Places], home: Home, room: float = inf, *, all_leave: bool = False) -> Least | None:
+def least_memory(families: Iterable[Places], home: Home, room: float = inf, *, all_leave: bool = False) -> Least | None:
     """The layout of these placements that needs the least of ``home``; None: nothing is within ``room``.
 
     Args:
@@ -77,11 +72,11 @@ def least_memory(families: Sequence[Places], home: Home, room: float = inf, *, a
     """
     other, best = OTHER[home], None
 
-    def key(point: _Point) -> tuple[int, int]:
+    def order(point: _Point) -> tuple[int, int]:
         return (point.num_bytes[home], point.num_bytes[other])
 
-    points = [p for family in families for p in _points(family, home, room, key, all_leave=all_leave)]
-    for point in sorted(points, key=key):
+    points = [p for family in families for p in _points(family, home, room, order, all_leave=all_leave)]
+    for point in sorted(points, key=order):
         if best is not None and point.num_bytes[home] >= best.num_bytes[home]:
             break
         made = point.placed()  # packing may need more than a point should take
@@ -90,7 +85,9 @@ def least_memory(families: Sequence[Places], home: Home, room: float = inf, *, a
     return best
 
 
-def _points(family: Places, home: Home, room: float, key: Key, *, all_leave: bool) -> Iterator[_Point]:
+def _points(
+    family: Places, home: Home, room: float, order: Callable[[_Point], tuple[int, int]], *, all_leave: bool
+) -> Iterator[_Point]:
     """The points within ``room`` of all placements, and of the same with all host updates of blocks streamed, which may
     need less of the host.
     """
@@ -103,25 +100,19 @@ def _points(family: Places, home: Home, room: float, key: Key, *, all_leave: boo
             yield last
             return
 
-    def plainly(placement: Placement) -> _Point | None:
-        return make(family.spilled(placement, on_host))
-
-    def streamed(placement: Placement) -> _Point | None:
-        return make(family.streamed(family.spilled(placement, on_host)))
-
     def make(placement: Placement) -> _Point | None:
         sizes, weights = family.sizes(placement), family.movable(placement)
-        if all_leave:
-            some: Sequence[Movable] | None = weights
-        elif home is Home.DEVICE:
+        some: Sequence[Movable] | None = weights
+        if not all_leave and home is Home.DEVICE:
             some = most_freed(weights, room - sizes.host)
-        else:
+        elif not all_leave:
             some = fewest_copies(weights, sizes.weights - sizes.room(int(room)))
         point = None if some is None else _point(family, placement, some)
         return point if point is not None and point.num_bytes[OTHER[home]] <= room else None
 
-    yield from _best_of(ladder, plainly, key)
-    yield from _best_of(ladder, streamed, key)
+    spilled = cache(lambda index: family.spilled(ladder[index], on_host))
+    yield from _best_of(len(ladder), lambda index: make(spilled(index)), order)
+    yield from _best_of(len(ladder), lambda index: make(family.streamed(spilled(index))), order)
 
 
 def _point(family: Places, placement: Placement, some: Sequence[Movable]) -> _Point:
@@ -133,42 +124,34 @@ def _point(family: Places, placement: Placement, some: Sequence[Movable]) -> _Po
     return _Point(family, placement, indices, {Home.DEVICE: device, Home.HOST: host})
 
 
-def _best_of(placements: Sequence[Placement], make: Make, key: Key) -> list[_Point]:
-    """The points of all ``placements``. Of many a sample is made, and then those around the best ones, closer and
+def _best_of(
+    count: int, make: Callable[[int], _Point | None], order: Callable[[_Point], tuple[int, int]]
+) -> list[_Point]:
+    """The points of all ``count`` placements. Of many a sample is made, and then those around the best ones, closer and
     closer; a minimum that is missed this way is one of a few buckets, of hundreds.
     """
-    step = 1 if len(placements) <= SAMPLE else len(placements) // COARSE
+    step = 1 if count <= SAMPLE else count // COARSE
     found: dict[int, _Point | None] = {}
-    wanted = {*range(0, len(placements), step), len(placements) - 1} if placements else set[int]()
+    wanted = {*range(0, count, step), count - 1}
     while True:
-        found |= {index: make(placements[index]) for index in wanted if index not in found}
+        found |= {index: make(index) for index in wanted if index not in found}
         fitting = {index: point for index, point in found.items() if point is not None}
         if step == 1 or not fitting:
             return list(fitting.values())
-        best = sorted(fitting, key=lambda index: key(fitting[index]))[:AROUND]
+        best = sorted(fitting, key=lambda index: order(fitting[index]))[:AROUND]
         finer = max(1, step // CLOSER)
-        wanted = {at for index in best for at in range(index - step, index + step + 1, finer)}
-        wanted = {at for at in wanted if 0 <= at < len(placements)}
-        step = finer
-
-
-def fewest_copies(weights: Sequence[Movable], freed_bytes: int) -> list[Movable] | None:
-    """Weights that free at least ``freed_bytes`` of the device with the fewest bytes of copies; None: all do not."""
-    found = [some for order in _orders(weights) if (some := _until(order, freed_bytes)) is not None]
-    return min(found, key=lambda some: sum(weight.copy_bytes for weight in some), default=None)
+        around = (at for index in best for at in range(index - step, index + step + 1, finer))
+        wanted, step = {at for at in around if 0 <= at < count}, finer
 
 
 def most_freed(weights: Sequence[Movable], copy_bytes: float) -> list[Movable]:
     """Weights whose copies take at most ``copy_bytes`` and that free the most of the device."""
-    found = []
-    for order in _orders(weights):
-        some, left = [], copy_bytes
-        for weight in order:
-            if weight.copy_bytes <= left:
-                some.append(weight)
-                left -= weight.copy_bytes
-        found.append(some)
-    return max(found, key=freed)
+    found, left = [], copy_bytes
+    for weight in _in_order(weights):
+        if weight.copy_bytes <= left:
+            found.append(weight)
+            left -= weight.copy_bytes
+    return found
 
 
 def freed(weights: Collection[Movable]) -> int:
@@ -181,30 +164,30 @@ def freed(weights: Collection[Movable]) -> int:
     return sum(weight.num_bytes for weight in weights) - max(live.values(), default=0)
 
 
-def _orders(weights: Sequence[Movable]) -> list[list[Movable]]:
-    """From the largest and from the smallest; those whose copies cost nothing come first."""
-    in_order = sorted(weights, key=attrgetter("index"), reverse=True)
-    by_size = (sorted(in_order, key=attrgetter("num_bytes"), reverse=largest) for largest in (True, False))
-    return [[w for w in some if not w.copy_bytes] + [w for w in some if w.copy_bytes] for some in by_size]
+def _in_order(weights: Sequence[Movable]) -> list[Movable]:
+    """Those whose copies cost nothing, then the largest, the last of equals first."""
+    return sorted(weights, key=lambda weight: (weight.copy_bytes > 0, -weight.num_bytes, -weight.index))
 
 
-def _until(order: Sequence[Movable], freed_bytes: int) -> list[Movable] | None:
-    """The first of ``order`` that free so much, without those that are not needed for it."""
-    live, total, most = defaultdict[int, int](int), 0, 0
+def fewest_copies(weights: Sequence[Movable], freed_bytes: int) -> list[Movable] | None:
+    """The first weights that free at least ``freed_bytes`` of the device, without those that are not needed for it;
+    None: all do not.
+    """
+    live, total, most, found = defaultdict[int, int](int), 0, 0, list[Movable]()
     if freed_bytes <= 0:
         return []
-    for number, weight in enumerate(order, start=1):
+    for weight in _in_order(weights):
+        found.append(weight)
         total += weight.num_bytes
         for tick in weight.ticks:
             live[tick] += weight.num_bytes
-            if live[tick] > most:
-                most = live[tick]
+            most = max(most, live[tick])
         if total - most >= freed_bytes:
-            spare, found = total - most - freed_bytes, list[Movable]()
-            for other in sorted(order[:number], key=lambda w: -w.copy_bytes):
+            spare, needed = total - most - freed_bytes, list[Movable]()
+            for other in sorted(found, key=lambda w: -w.copy_bytes):
                 if other.copy_bytes and other.num_bytes <= spare:
                     spare -= other.num_bytes
                 else:
-                    found.append(other)
-            return found
+                    needed.append(other)
+            return needed
     return None

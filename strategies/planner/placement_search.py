@@ -12,7 +12,7 @@ sites that the options leave open (``least_memory.py``); the message names the l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import islice
@@ -72,7 +72,7 @@ class PlacementSearch:
             return None
         if not self._knows_rates:
             return self._all_ahead(self._first() or self._least_host())
-        least = self._least_device
+        least = self._least([self._usual, *self._smaller[:1]], Home.DEVICE, self._host_room)
         if least is None or least.num_bytes[Home.DEVICE] > self._device_room:
             return self._least_host()
         first = self._search.ahead(off_disk(least.layout, self._host_room))
@@ -174,11 +174,6 @@ class PlacementSearch:
             if made.direct or size != usual:
                 yield made
 
-    @cached_property
-    def _least_device(self) -> Least | None:
-        """What needs the least of the device within the budget of the host."""
-        return self._least([self._usual, *self._smaller[:1]], Home.DEVICE, self._host_room)
-
     @property
     def _everything(self) -> Iterator[Places]:
         """All buckets and sites that the request leaves open."""
@@ -193,32 +188,24 @@ class PlacementSearch:
             others += [Places(self._facts, streamed), *self._others(streamed)]
         return others
 
-    def _least(self, families: Sequence[Places], home: Home, room: float = inf) -> Least | None:
+    def _least(self, families: Iterable[Places], home: Home, room: float = inf) -> Least | None:
         return least_memory(families, home, room, all_leave=self._request.weights == "streamed")
 
     @cached_property
     def _here(self) -> Least | None:
         """What needs the least of the host within the budget of the device; None: that is too small for everything."""
-        if self._device_too_small:
-            return None
-        return self._least([*self._everything], Home.HOST, self._device_room)
-
-    @cached_property
-    def _device_too_small(self) -> bool:
-        return min(map(_lower_bound, self._everything)) > self._device_room
+        too_small = min(map(_lower_bound, self._everything)) > self._device_room
+        return None if too_small else self._least(self._everything, Home.HOST, self._device_room)
 
     def _least_host(self) -> Layout | None:
         """The layout that needs the least of the host, or of the device, if the search found none; None: neither fits.
 
         Packing may need more than was counted, so that with fewer copies on the host more of the device is needed.
         """
-        if self._device_too_small:
+        if self._here is None:
             return None
-        here = self._here
-        if here is not None and here.num_bytes[Home.HOST] <= self._host_room:
-            spilled = self._request.disk and any(at.on_disk for at in here.placement)  # all that may be there
-            less = self._of(here.places).worked_out(here.placement, self._device_room) if spilled else None
-            return here.layout if less is None else less
+        if self._here.num_bytes[Home.HOST] <= self._host_room:
+            return off_disk(self._here.layout, self._host_room)
         there = self._within_host
         return None if there is None or there.num_bytes[Home.DEVICE] > self._device_room else there.layout
 
@@ -237,12 +224,12 @@ class PlacementSearch:
     @cached_property
     def _within_host(self) -> Least | None:
         """What needs the least of the device within the budget of the host, of everything."""
-        return self._least([*self._everything], Home.DEVICE, self._host_room)
+        return self._least(self._everything, Home.DEVICE, self._host_room)
 
     @cached_property
     def _anywhere(self) -> Least:
         """The same; if the budget of the host is too small for all, without it."""
-        least = self._within_host or self._least([*self._everything], Home.DEVICE)
+        least = self._within_host or self._least(self._everything, Home.DEVICE)
         assert least is not None, "without limits there is a plan"
         return least
 
