@@ -22,7 +22,7 @@ from pydantic import Field
 
 from strategies.backends import deepspeed
 from strategies.core.facts import Facts, Precision, RunFacts
-from strategies.core.plan import RUN, Decision, EngineSet, Kind, Plan, Reserve, Share
+from strategies.core.plan import RUN, Decision, EngineSet, Kind, Plan, Share
 from strategies.core.protocol import BITWISE, Parity, Phase, Refusal, Requirement, Strategy
 from strategies.planner.zero_bytes import SPLIT_FROM, buffers, element_bytes
 
@@ -82,8 +82,7 @@ class Zero(Strategy):
             yield Share(unit=unit.name, reason=reason, kind=kind, ways=ways, element_bytes=sizes[kind])
         for key, value in deepspeed.zero_keys(facts, self.stage).items():
             yield EngineSet(unit=RUN, reason="zero", key=f"zero_optimization.{key}", value=value)
-        for each in buffers(facts, self.stage, run.copies):
-            yield Reserve(unit=RUN, reason=each.reason, owner=each.owner, num_bytes=each.num_bytes, when=each.when)
+        yield from buffers(facts, self.stage, run.copies)
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
         if self.stage == 3:

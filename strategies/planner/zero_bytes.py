@@ -7,10 +7,9 @@ both count the same bytes. The arithmetic is in the docstring of the former.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from strategies.core.facts import Facts, Precision, RunFacts, UnitKind
-from strategies.core.plan import Kind, When
+from strategies.core.plan import RUN, Kind, Reserve, When
 
 MAX_BUCKET = 50_000_000  # elements: 100 MB of bf16, at which a PCIe or NVLink transfer is near its asymptote
 SPLIT_FROM: Mapping[Kind, int] = {Kind.MASTER: 1, Kind.MOMENT: 1, Kind.GRAD: 2, Kind.PARAM: 3}
@@ -27,35 +26,26 @@ def element_bytes(run: RunFacts, stage: int) -> dict[Kind, int]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Buffer:
-    """Bytes that the engine sets aside on each rank, and when they are there."""
-
-    owner: str
-    reason: str
-    num_bytes: int
-    when: When = When.ALWAYS
-
-
-def buffers(facts: Facts, stage: int, ways: int) -> Iterator[Buffer]:
-    """What DeepSpeed's engine sets aside where ``ways`` ranks share the state."""
+def buffers(facts: Facts, stage: int, ways: int) -> Iterator[Reserve]:
+    """What DeepSpeed's engine sets aside on each rank where ``ways`` ranks share the state."""
     size, mixed = facts.run.precision.element_bytes, facts.run.precision is not Precision.FP32
     if stage > 0:
         count = 2 if facts.machine.has_accelerator else 1  # overlapping needs a second one to fill
-        reason = "gradients are reduced bucket by bucket"
-        yield Buffer("zero: reduce bucket", reason, count * bucket_elements(facts) * size)
+        num_bytes, reason = count * bucket_elements(facts) * size, "gradients are reduced bucket by bucket"
+        yield Reserve(unit=RUN, reason=reason, owner="zero: reduce bucket", num_bytes=num_bytes)
     run, sizes = facts.run, element_bytes(facts.run, stage)
     if run.apart and stage > 0:
         size_of_all = sum(sizes[kind] for kind, first in SPLIT_FROM.items() if stage >= first)
         more = size_of_all * run.apart * (ways - run.alike) // (ways * run.alike)
-        yield Buffer("zero: state of experts", f"{run.alike} ranks share it, and not all {ways}", more)
+        reason = f"{run.alike} ranks share it, and not all {ways}"
+        yield Reserve(unit=RUN, reason=reason, owner="zero: state of experts", num_bytes=more)
     if stage == 3 and ways > 1:
-        live = min(live_elements(facts), facts.num_params)
-        yield Buffer("zero: gathered weights", "weights gathered for use and prefetched", live * size)
+        live, reason = min(live_elements(facts), facts.num_params), "weights gathered for use and prefetched"
+        yield Reserve(unit=RUN, reason=reason, owner="zero: gathered weights", num_bytes=live * size)
     if mixed or stage == 3:  # stage 3 flattens into a copy in fp32, too
         reason = "the optimizer reads its share of the gradients in fp32"
-        share = -(-facts.num_trainable // (ways if stage > 0 else 1))
-        yield Buffer("zero: fp32 gradients", reason, 4 * share, When.STEP)
+        share, owner = -(-facts.num_trainable // (ways if stage > 0 else 1)), "zero: fp32 gradients"
+        yield Reserve(unit=RUN, reason=reason, owner=owner, num_bytes=4 * share, when=When.STEP)
 
 
 def bucket_elements(facts: Facts) -> int:

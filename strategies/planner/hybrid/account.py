@@ -27,7 +27,7 @@ from strategies.planner.expert_slices import rows_bytes
 from strategies.planner.hybrid.degrees import Degrees, Stowed
 from strategies.planner.hybrid.parts import Model, Models, Part
 from strategies.planner.pipeline_bytes import message_bytes, received_bytes
-from strategies.planner.zero_bytes import SPLIT_FROM, Buffer, buffers, element_bytes, live_elements
+from strategies.planner.zero_bytes import SPLIT_FROM, buffers, element_bytes, live_elements
 
 Chunked: TypeAlias = bool | Literal["auto"] | None
 
@@ -77,11 +77,11 @@ class Account:
     def _states(self, degrees: Degrees, model: Model, part: Part) -> tuple[int, int, int]:
         """Bytes that are always there, of gradients, and of the optimizer step."""
         plain, facts = self._models.plain(degrees), self._part(model, part)
-        held = list(_messages(facts, degrees) if plain else buffers(facts, degrees.zero, degrees.copies))
-        whole = sum(each.num_bytes for each in held if each.when is When.ALWAYS)
+        engine = () if plain else buffers(facts, degrees.zero, degrees.copies)
+        held = [*_messages(facts, degrees)] if plain else [(each.when, each.num_bytes) for each in engine]
         sizes = {kind: state_bytes(facts.units, facts.run, degrees, kind, plain=plain) for kind in Kind}
         grads = sizes.pop(Kind.GRAD)
-        at_step = sum(each.num_bytes for each in held if each.when is When.STEP)
+        whole, at_step = (sum(size for when, size in held if when is wanted) for wanted in When)
         return whole + sum(sizes.values()), grads, at_step
 
     def _part(self, model: Model, part: Part) -> Facts:
@@ -169,11 +169,10 @@ def _lossy(facts: Facts, degrees: Degrees, home: Home) -> int:
     return sum(each.num_bytes for each in found if each.home is home)
 
 
-def _messages(facts: Facts, degrees: Degrees) -> Iterator[Buffer]:
+def _messages(facts: Facts, degrees: Degrees) -> Iterator[tuple[When, int]]:
     """What plain training, in a stage of torch's pipeline or with a lossy exchange, sets aside to sum gradients."""
     if degrees.exchange is not None:
         ddp = 0 if degrees.exchange.local_steps else facts.run.trained_bytes * facts.num_trainable
-        yield Buffer("data parallel: buckets", "gradients to the other copies", ddp)
-        yield Buffer("collectives", "a lossy exchange", _lossy(facts, degrees, Home.DEVICE))
-    elif size := message_bytes(facts.run, facts.num_trainable, degrees.copies, shared=degrees.zero > 0):
-        yield Buffer("pipeline: messages", "gradients to the other copies", size, When.STEP)
+        yield When.ALWAYS, ddp + _lossy(facts, degrees, Home.DEVICE)
+    else:
+        yield When.STEP, message_bytes(facts.run, facts.num_trainable, degrees.copies, shared=degrees.zero > 0)
