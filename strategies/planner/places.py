@@ -24,14 +24,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Literal, NamedTuple, TypeAlias
 
 from strategies.core.facts import Facts, Home, UnitKind
 from strategies.core.layout import (
-    Bucket,
     Item,
     Layout,
     Reduction,
@@ -193,7 +192,7 @@ class Places:
             for index, bucket in enumerate(self.buckets)
         ]
         self._bucket = cache(lambda index, place: replace(self.buckets[index], **place._asdict()))
-        self._costs = cache(self._cost)
+        self._costs, self.nearest = cache(self._cost), cache(self._nearest)
         self.sizes, self.ladder, self.spilled = cache(self._sizes), cache(self._ladder), cache(self._spilled)
 
     def _is_frozen(self, index: int) -> bool:
@@ -268,14 +267,16 @@ class Places:
         most = min(len(may), sum(index in self._of_blocks for index in may), key=host)
         return with_some(bisect_left(range(most), True, lo=min(1, most), key=lambda number: host(number) <= host_room))
 
+    def _nearest(self, index: int, site: Site, home: Home) -> Place:
+        """The choice of a bucket that is most like ``site``, then ``home``."""
+        order = [site, Site.HOST, Site.STREAMED, Site.DEVICE, Site.NONE]
+        return min(self.choices[index], key=lambda one: (order.index(one.site), one.grad_home is not home))
+
     def streamed(self, placement: Placement) -> Placement:
         """``placement`` with all host updates streamed that may be; gradients wait where they did, if they may."""
-
-        def there(place: Place, choices: Sequence[Place]) -> Place:
-            some = [one for one in choices if one.site is Site.STREAMED] if place.site is Site.HOST else []
-            return next((one for one in some if one.grad_home is place.grad_home), some[-1] if some else place)
-
-        return tuple(map(there, placement, self.choices))
+        visits = (self.nearest(index, Site.STREAMED, at.grad_home) for index, at in enumerate(placement))
+        pairs = zip(placement, visits, strict=True)
+        return tuple(to if at.site is Site.HOST and to.site is Site.STREAMED else at for at, to in pairs)
 
     def offloadable(self, placement: Placement) -> list[int]:
         """Buckets whose weights may be offloaded."""
@@ -298,12 +299,8 @@ class Places:
         if other is self:
             return placement
         theirs = {name: at for bucket, at in zip(other.buckets, placement, strict=True) for name in bucket.params}
-
-        def nearest(bucket: Bucket, choices: Sequence[Place]) -> Place:
-            wanted = theirs[bucket.params[len(bucket.params) // 2]]
-            return min(choices, key=lambda one: (one.site is not wanted.site, one.grad_home is not wanted.grad_home))
-
-        return tuple(map(nearest, self.buckets, self.choices))
+        wanted = (theirs[bucket.params[len(bucket.params) // 2]] for bucket in self.buckets)
+        return tuple(self.nearest(index, at.site, at.grad_home) for index, at in enumerate(wanted))
 
     def alike(self, placement: Placement) -> Mapping[tuple[int, Place], int]:
         """How many buckets are like the one of an index, at one place."""

@@ -30,7 +30,7 @@ from strategies.planner.least_memory import fewest_copies
 from strategies.planner.lower_bound import bound_of
 from strategies.planner.off_disk import off_disk
 from strategies.planner.placement_bytes import Sizes
-from strategies.planner.places import OffloadRequest, Place, Placement, Places
+from strategies.planner.places import OffloadRequest, Placement, Places
 from strategies.planner.problem import Tick
 from strategies.planner.simulate import simulated_period
 from strategies.planner.step_cost import evictions_of, problem_of, seconds_of, ticks_of_units
@@ -75,9 +75,7 @@ class SiteSearch:
     def __init__(self, facts: Facts, request: OffloadRequest, places: Places, host_room: int) -> None:
         self._facts, self._request, self.places, self._host_room = facts, request, places, host_room
         self._mixed, self.bound = Mixer(places).placement, cache(self._bound)
-        self._weights_alone: dict[
-            tuple[tuple[int, bool], ...], Alone
-        ] = {}  # by those that may leave, to the disk or not
+        self._weights_alone: dict[object, Alone] = {}  # by those that may leave, to the disk or not
 
     def worked_out(self, placement: Placement, device_room: int, searched: int = SEARCHED) -> Layout | None:
         """The layout of ``placement`` with as many weights offloaded as it takes; None if it does not fit."""
@@ -116,7 +114,7 @@ class SiteSearch:
             effort: in parts of the usual one.
         """
         measures = partial(self._estimated, device_room), partial(self._simulated, device_room)
-        walk = _Walk(self.places, self._mixed, *measures, self.bound(device_room) * (1 + CLOSE))
+        walk = _Walk(self.places, self._mixed, *measures, enough=self.bound(device_room) * (1 + CLOSE))
         as_it_is = (one for one in self.places.ladder() if self.places.sizes(one).device <= device_room)
         for placement in (*islice(as_it_is, 1), *(self.places.like(one.places, one.placement) for one in near)):
             walk.consider(placement)
@@ -328,7 +326,7 @@ class Mixer:
         visits = [any(choice.site is Site.STREAMED for choice in choices) for choices in places.choices]
         self._ends = [index for index, may in enumerate(visits) if not may]
         self._blocks = [index for index, may in enumerate(visits) if may] or self._ends
-        self._nearest = [cache(partial(_nearest, choices)) for choices in places.choices]
+        self._nearest = places.nearest
         self.placement, self._split = cache(self._placement), cache(self._split_of)
         self._part = cache(lambda stays, ends, part: {*_share(self._split(stays, ends)[1], self._sizes, part)})
 
@@ -339,7 +337,7 @@ class Mixer:
         streamed, sent = {*some}, self._part(mix.stays, mix.ends, mix.sent)
         sites = (Site.DEVICE if i in here else Site.STREAMED if i in streamed else Site.HOST for i in range(len(sizes)))
         homes = (Home.HOST if index in sent else Home.DEVICE for index in range(len(sizes)))
-        return tuple(nearest(site, home) for nearest, site, home in zip(self._nearest, sites, homes, strict=True))
+        return tuple(map(self._nearest, range(len(sizes)), sites, homes))
 
     def _split_of(self, stays: int, ends: int) -> tuple[set[int], list[int]]:
         """The buckets that stay on the device, and all others."""
@@ -348,12 +346,6 @@ class Mixer:
             *_share(self._blocks, self._sizes, stays),
         }
         return here, [index for index in range(len(self._sizes)) if index not in here]
-
-
-def _nearest(choices: Sequence[Place], site: Site, home: Home) -> Place:
-    """The choice that is most like ``site``, then ``home``."""
-    order = [site, Site.HOST, Site.STREAMED, Site.DEVICE, Site.NONE]
-    return min(choices, key=lambda one: (order.index(one.site), one.grad_home is not home))
 
 
 def _first(indices: Sequence[int], sizes: Sequence[int], part: int) -> Iterator[int]:
