@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from decimal import Decimal
 
 AUTO = "auto"
 SHARE = 0.9  # of a memory if no size is given: the rest is for the context, libraries and fragmentation
 SMALLEST = 1024  # a smaller number is a mistake: 20 is not 20 bytes of memory
+LARGEST = 1 << 63  # bytes: no machine addresses as many
 UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
@@ -17,13 +19,15 @@ def parse_bytes(text: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if found is None or (found[2] or "b").lower() not in UNITS:
         raise ValueError("must be a size, as in 20GiB, 512MiB or 20GB")
-    return at_least(int(float(found[1]) * UNITS[(found[2] or "b").lower()]))
+    return meant(int(Decimal(found[1]) * UNITS[(found[2] or "b").lower()]))
 
 
-def at_least(num_bytes: int) -> int:
-    """``num_bytes``. Raise ValueError if it is too small to be meant."""
+def meant(num_bytes: int) -> int:
+    """``num_bytes``. Raise ValueError if it is too small to be meant, or more than any machine has."""
     if num_bytes < SMALLEST:
         raise ValueError(f"that is {num_bytes} bytes; write the unit, as in 20GiB")
+    if num_bytes >= LARGEST:
+        raise ValueError("no machine has as many bytes; must be below 8388608TiB, as in 20GiB")
     return num_bytes
 
 
@@ -57,7 +61,7 @@ def check_budget(value: str | float) -> str | float:
             except ValueError as error:
                 raise ValueError(f"{error}; also auto, or a share such as 0.8") from None
     elif isinstance(value, int):
-        at_least(value)
+        meant(value)
     elif not 0 < value <= 1:
         raise ValueError("a number with a point is a share of the memory, above 0 and at most 1; a size has a unit")
     return value

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from transformers.models.llama import modeling_llama
 
 from strategies.core.facts import Unit
 from tests.helpers.tiny import LLAMA, MIXTRAL, VOCAB, run_config
@@ -60,3 +61,16 @@ def test_other_families_are_refused_where_memory_is_planned(strategy: str) -> No
     check_model(run_config(MIXTRAL, use_liger_kernel=True), load_config(config.model))
     llama = run_config(LLAMA, use_liger_kernel=True, strategies={strategy: {}})
     check_model(llama, load_config(llama.model))
+
+
+@pytest.mark.parametrize("liger", [True, False])
+def test_a_second_plan_in_a_process_where_liger_has_been_applied(liger: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It replaces this function of Transformers' module, for all Llamas."""
+
+    def rotary(*args: Any) -> Any:
+        raise NotImplementedError("Triton needs values")
+
+    rotary.__module__ = "liger_kernel.transformers.rope"
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", rotary)
+    with pytest.raises(ConfigError, match="llama: Liger has replaced parts of all its models in this process"):
+        units(use_liger_kernel=liger)

@@ -309,7 +309,11 @@ def test_sizes() -> None:
     for text in ("", "GiB", "-5GiB", "5 apples", "5GiBs", "1e9", "12"):
         with pytest.raises(ValueError, match=r"must be a size, as in|write the unit, as in"):
             parse_bytes(text)
-    for value in (0.0, 1.5, float("nan"), 0, 80, "80", "most"):
+    assert parse_bytes("8388607TiB") < 1 << 63
+    for text in ("8388608TiB", f"1{'0' * 22}TiB", "9" * 400):
+        with pytest.raises(ValueError, match="no machine has as many bytes"):
+            parse_bytes(text)
+    for value in (0.0, 1.5, float("nan"), 0, 80, "80", "most", 1 << 63):
         with pytest.raises(ValidationError):
             offload(gpu_memory=value)
     for num_bytes in (1024, 1025, 10**6, 16 << 20, 10**12 + 1):  # what a refusal says to write

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from trainer.errors import ConfigError
 from trainer.model.attention import LIGER
 
 if TYPE_CHECKING:
@@ -28,8 +29,14 @@ if TYPE_CHECKING:
 
 
 def counted(model: Any, config: RunConfig) -> Any:
-    """``model``, which has no storage; where Liger replaces a part of it, that part now saves what Liger's saves."""
+    """``model``, which has no storage; where Liger replaces a part of it, that part now saves what Liger's saves.
+
+    Raises ConfigError if Liger has replaced parts of all models of its family, since an earlier run in this process.
+    """
     training, task = config.training, config.task
+    if computes(model):
+        what = "Liger has replaced parts of all its models in this process, whose memory cannot be counted any more"
+        raise ConfigError(f"{model.config.model_type}: {what}; plan and train in a new process")
     if not training.use_liger_kernel or model.config.model_type not in LIGER:
         return model
     on = {"rms_norm": True, "swiglu": True, "fused_linear_cross_entropy": True, **(training.liger_kernel_config or {})}
