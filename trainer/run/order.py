@@ -302,7 +302,8 @@ def make_trainer(run: Run) -> Trainer:
     sample = [SampleText(prompt, training.sample_prompts or (), file)] if generates else []
     patience, threshold = training.early_stopping_patience, training.early_stopping_threshold
     recomputes = run.config.training.recomputes
-    without_mask = partial(facts.saved_without_mask, run.config)
+    # Nothing can be counted in a process where Liger's kernels are applied.
+    without_mask = dict if training.use_liger_kernel else partial(facts.saved_without_mask, run.config)
     check = PlanCheck(run.plan, run.folder, recomputes=recomputes, without_mask=without_mask)
     plan_check = check if (run.folder / "plan.json").is_file() else None
     model: Any = make_model(run)
