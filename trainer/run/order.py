@@ -301,10 +301,9 @@ def make_trainer(run: Run) -> Trainer:
     generates = task.generates and not {Axis.STAGES, Axis.EXPERTS} & degrees(run.config.strategies).keys()
     sample = [SampleText(prompt, training.sample_prompts or (), file)] if generates else []
     patience, threshold = training.early_stopping_patience, training.early_stopping_threshold
-    recomputes = run.config.training.recomputes
     # Nothing can be counted in a process where Liger's kernels are applied.
     without_mask = dict if training.use_liger_kernel else partial(facts.saved_without_mask, run.config)
-    check = PlanCheck(run.plan, run.folder, recomputes=recomputes, without_mask=without_mask)
+    check = PlanCheck(run.plan, run.folder, recomputes=training.recomputes, without_mask=without_mask)
     plan_check = check if (run.folder / "plan.json").is_file() else None
     model: Any = make_model(run)
     if run.config.model.quantization_config is not None and run.plan.layout is None:
