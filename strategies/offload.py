@@ -6,7 +6,8 @@ Arithmetic, for P parameters in bf16 with Adam; the table in ``strategies/core/l
     streamed    4 P on the device, 12 P on the host    the state comes and goes: 24 P per step, no work for the CPU
 Where weights travel, their 2 P on the device shrink to those in use or in flight, and come up twice per micro-batch.
 What of the 12 P of ``host`` has no room there may rest on the disk (``disk``), read and written once per step: 24 P.
-So may frozen weights that travel, which are read in forward and in backward and never written.
+So may weights that travel, which are read in forward and in backward, and if they are trained written once: with
+updates in backward that take the gradients (``gradients: passing``) nothing of a block has to have its home in memory.
 With ``zero`` beside it, the ranks share the state in this engine: see ``strategies/engine/ranks/shares.py``.
 
 Invariant. Copies change no bits: weights equal plain training bit for bit in fp32. Gradients wait for the norm if
@@ -68,6 +69,7 @@ class Offload(Strategy):
             "strategies": {"offload": {"moments": "int8", "masters": "bf16", "gradients": "passing"}},
             "training": {"max_grad_norm": 0.0},
         },
+        {"strategies": {"offload": {"gradients": "passing"}}, "training": {"max_grad_norm": 0.0}},  # beside a disk
     )
     of_machine = ("disk", "disk_memory", "moments", "masters", "frozen_weights")
     requires = frozenset([Requirement.PARAMETERS, Requirement.COMPUTE_DTYPE, Requirement.BLOCK_TIMES])
@@ -89,9 +91,9 @@ class Offload(Strategy):
     )
     disk: Annotated[str | list[str], AfterValidator(check_folders)] | None = Field(
         default=None,
-        description="A folder on a local disk, for optimizer state that the CPU updates, and frozen weights, that the "
-        "host has no room for: in files there that end with the run. Or a list of folders on several drives, which "
-        "have equal parts of it. Goes with disk_memory.",
+        description="A folder on a local disk, for optimizer state that the CPU updates, and weights, that the host "
+        "has no room for: in files there that end with the run. Or a list of folders on several drives, which have "
+        "equal parts of it. Goes with disk_memory.",
     )
     disk_memory: Annotated[str, AfterValidator(check_size)] | None = Field(
         default=None,
@@ -117,8 +119,9 @@ class Offload(Strategy):
     gradients: Literal["auto", "device", "host", "passing"] = Field(
         default="auto",
         description="Where gradients wait for the update. passing: nowhere, if weights are their own masters (in fp32, "
-        "or masters: bf16) and the CPU updates in backward (training.max_grad_norm: 0): there are places for a few on "
-        "the host, and backward waits for the CPU. It saves 4 bytes of host memory per parameter in fp32, 2 in bf16.",
+        "or masters: bf16), or there is a disk, and the CPU updates in backward (training.max_grad_norm: 0): there are "
+        "places for a few on the host, and backward waits for the CPU. It saves 4 bytes of host memory per parameter "
+        "in fp32, 2 in bf16.",
     )
     weight_copies: bool = Field(
         default=True,
@@ -324,12 +327,14 @@ class Offload(Strategy):
             yield self._refusal("moments", f"is for what the CPU updates, not site: {self.site}; write site: host")
 
     def _refuses_passing(self, run: RunFacts) -> Iterator[Refusal]:
-        beside, on_device = run.precision is Precision.BF16 and self.masters == "fp32", ("device", "streamed")
+        on_device = ("device", "streamed")
+        beside = run.precision is Precision.BF16 and self.masters == "fp32" and self.disk is None
         cures = {
             "is for update_in_backward: auto, training.max_grad_norm: 0, and not fp16": not self._in_backward(run),
             f"is for one rank, and there are {run.world_size}; write auto": run.world_size > 1,
             f"is for what the CPU updates, not site: {self.site}; write site: host": self.site in on_device,
-            "is for weights that are their own masters; write masters: bf16 and moments: int8 beside it": beside,
+            "is for weights that are their own masters, or rest on a disk; write masters: bf16 and moments: int8, or "
+            "disk and disk_memory, beside it": beside,
         }
         yield from (self._refusal("gradients", cure) for cure, is_so in cures.items() if is_so)
 

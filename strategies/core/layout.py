@@ -8,8 +8,8 @@ Memory arithmetic, per element of a bucket in a compute dtype of ``e`` bytes, ``
 
     WEIGHT    e on the device; permanent, or at an address that it shares with weights that are there at other times
     COPY      e on the host, if the weight travels. In fp32 it is the master. Without ``keeps_copies``, in shared slots
-              if the master is on the host; and so if it is frozen and rests on the disk (``weight_on_disk``). If
-              ``in_fp8`` a byte, and a scale per block, which become the weight on the device, in CODES, one for all
+              if the master is on the host; and so if it rests on the disk (``weight_on_disk``). If ``in_fp8`` a byte,
+              and a scale per block, which become the weight on the device, in CODES, one for all
     GRAD      e on the device; permanent if gradients wait there for the update, else one of a few shared slots. None
               where a gradient goes down from the memory in which backward made it (``grad_direct``)
     PARKED    e on the host, if the update runs there or gradients wait there. In mixed precision the updated weight is
@@ -18,7 +18,8 @@ Memory arithmetic, per element of a bucket in a compute dtype of ``e`` bytes, ``
               update in backward takes it (``grad_taken``)
     ARRIVAL   e on the host, in shared slots: a micro-batch's gradient before it is added to PARKED
     MASTER    4 at the update site; in fp32, and of a bucket that ``rounds``, e, and only if the weight stays on the
-              device and its update runs on the host: else the copy, or the weight, is the master
+              device and its update runs on the host: else the copy, or the weight, is the master. In fp32, too, a
+              weight that may rest on the disk (``copy_on_disk``) has one, beside its moments, with which it is read
     MOMENTS   4 m at the update site; 2 m or m where the layout says so (``moments_as``), which is on the host
     SCALES    4 m per block of elements, beside moments in int8
     EXPANDED  on the host, one for all: moments, and masters that are rounded, while they are updated, in fp32, and
@@ -30,7 +31,8 @@ Memory arithmetic, per element of a bucket in a compute dtype of ``e`` bytes, ``
     RECEIVED  on the device, one for all: the gradients of a bucket's span from all ranks, before they are added; only
               if they are added in the order of ranks (``reduction``)
     WINDOW    4 m, and 4 for a master, on the host, for ``window_elements`` in each of some slots, one for all: state
-              that rests on the disk (``on_disk``), while it is updated, in place of MOMENTS and MASTER
+              that rests on the disk (``on_disk``), while it is updated, in place of MOMENTS and MASTER. The new weight
+              is made in PARKED, over the gradient, and goes to the disk from there, if it rests there
     SAVED     on the host, one for all: tensors that forward saved and that wait there for backward
 
 Over ranks a bucket may be cut into ``ways`` spans of equal size, one for each rank. WEIGHT and GRAD are whole on every
@@ -143,6 +145,7 @@ class Bucket:
     grad_direct: bool = False  # they go down from where backward made them, and backward waits for that; no slot
     grad_taken: bool = False  # it waits nowhere on the host: the CPU's update takes it in backward, from a slot
     on_disk: bool = False  # moments, and masters in mixed precision, rest in a file; if frozen, the weight that travels
+    copy_on_disk: bool = False  # and so does the weight that travels, if it is trained
     updates_ahead: bool = False  # under backward, as if nothing were clipped (``core/ahead.py``)
     rounds: bool = False  # in bf16, its weight is its master, which the host's update rounds stochastically
     in_fp8: bool = False  # frozen matrices, which were rounded once, and travel so
@@ -157,7 +160,7 @@ class Bucket:
 
     @property
     def weight_on_disk(self) -> bool:
-        return self.on_disk and self.site is Site.NONE  # it is frozen, and rests there if it travels
+        return self.on_disk and (self.site is Site.NONE or self.copy_on_disk)  # it rests there if it travels
 
     @property
     def share(self) -> int:
@@ -180,6 +183,11 @@ class Bucket:
     @property
     def mixed(self) -> bool:
         """Whether it has masters in fp32 beside its weights."""
+        return self.low_precision or self.copy_on_disk
+
+    @property
+    def low_precision(self) -> bool:
+        """Whether these masters are more exact than its weights."""
         return self.dtype != "float32" and not self.rounds
 
     @property
@@ -247,7 +255,7 @@ class Layout:
         return max((b.copy_bytes for b in self.buckets if b.in_fp8 and not b.resident), default=0)
 
     def slots(self, item: Item) -> int:
-        if item is Item.COPY and self.disk:  # frozen weights, each on one drive, on their way up
+        if item is Item.COPY and self.disk:  # weights, each on one drive, on their way up
             return self.window_slots + len(self.disk) - 1
         return self.visit_slots if item is Item.VISIT else self.grad_slots
 
@@ -283,10 +291,11 @@ def parks_in_copy(bucket: Bucket, layout: Layout) -> bool:
     """Whether COPY is the place of PARKED, too; see the module docstring.
 
     Not in fp32, where the copy is the master; nor with several micro-batches, of which each forward fetches the copy
-    after the first one's gradient has gone down.
+    after the first one's gradient has gone down; nor where the weight rests on the disk.
     """
     goes_down = bucket.grad_home is Home.HOST or bucket.site is Site.HOST
-    return bucket.mixed and not bucket.resident and goes_down and layout.accumulation == 1
+    in_memory = not (bucket.resident or bucket.weight_on_disk)
+    return bucket.mixed and in_memory and goes_down and layout.accumulation == 1
 
 
 def rounded_to_fetch(bucket: Bucket, layout: Layout) -> bool:
@@ -311,7 +320,7 @@ def needs(bucket: Bucket, layout: Layout) -> Iterator[Need]:
     own, copy = weight // bucket.ways, bucket.copy_bytes // bucket.ways
     yield Need(name, Item.WEIGHT, Home.DEVICE, weight, passes=not bucket.resident)
     if not bucket.resident:
-        size = aligned(copy, Home.HOST) if bucket.weight_on_disk else copy  # it is read by whole pages
+        size = aligned(copy, Home.HOST) if bucket.weight_on_disk else copy  # it is read and written by whole pages
         yield Need(name, Item.COPY, Home.HOST, size, passes=bucket.weight_on_disk or rounded_to_fetch(bucket, layout))
     if bucket.site is Site.NONE:
         return
@@ -320,7 +329,8 @@ def needs(bucket: Bucket, layout: Layout) -> Iterator[Need]:
     if bucket.grad_split:
         yield Need(name, Item.PARKED, Home.DEVICE, own)
     elif (bucket.grad_home is Home.HOST or bucket.site is Site.HOST) and not parks_in_copy(bucket, layout):
-        yield Need(name, Item.PARKED, Home.HOST, own, passes=bucket.grad_taken)
+        size = aligned(own, Home.HOST) if bucket.copy_on_disk else own
+        yield Need(name, Item.PARKED, Home.HOST, size, passes=bucket.grad_taken)
     if bucket.grad_home is Home.HOST and layout.accumulation > 1:
         yield Need(name, Item.ARRIVAL, Home.HOST, own, passes=True)
     state_home = Home.DEVICE if bucket.site is Site.DEVICE else Home.HOST

@@ -1,10 +1,10 @@
-"""Where in the files of the disk tier the state of each bucket, or its frozen weight, is, and the size of those files.
+"""Where in the files of the disk tier the state of each bucket, and its weight, is, and the size of those files.
 
 State rests there in pieces, of ``window_elements`` of a bucket's span and one of what is left: its masters, if it has
 any, then one moment after the other. Pieces pass the slots of the window in turn. Each drive has a part of each piece.
 
-A frozen weight that travels rests whole in a file of weights on one drive, so that it can be mapped: of several drives
-on the one that has the fewest bytes. It is read into a slot of COPY.
+A weight that travels rests whole in a file of weights on one drive, so that it can be mapped: of several drives on the
+one that has the fewest bytes. It is read into a slot of COPY, and if it is trained, its update writes it from PARKED.
 """
 
 from __future__ import annotations
@@ -45,20 +45,25 @@ def pieces_on_disk(layout: Layout) -> Iterator[tuple[int, Piece]]:
 
 
 def weights_on_disk(layout: Layout) -> dict[int, tuple[int, int]]:
-    """The drive of each frozen weight that rests there, by the index of its bucket, and its offset in the file."""
+    """The drive of each weight that rests there, by the index of its bucket, and its offset in the file."""
     found, ends = dict[int, tuple[int, int]](), [0] * len(layout.disk)
     for index, bucket in enumerate(layout.buckets):
         if bucket.weight_on_disk and not bucket.resident:
             drive = ends.index(min(ends))
             found[index] = drive, ends[drive]
-            ends[drive] += bytes_on_disk(bucket, layout)
+            ends[drive] += weight_bytes_on_disk(bucket)
     return found
+
+
+def weight_bytes_on_disk(bucket: Bucket) -> int:
+    """What the file of weights has of ``bucket``, if its weight is there."""
+    return aligned(bucket.weight_bytes // bucket.ways, Home.HOST)
 
 
 def bytes_on_disk(bucket: Bucket, layout: Layout) -> int:
     """What the files have of ``bucket``, if its state, or its frozen weight, is on the disk."""
     if bucket.group is None:
-        return aligned(bucket.weight_bytes // bucket.ways, Home.HOST)
+        return weight_bytes_on_disk(bucket)
     numbers, drives = 4 * (layout.moments + bucket.mixed), len(layout.disk)
     whole, rest = divmod(bucket.share, layout.window_elements)
     return drives * (whole * part_bytes(numbers * layout.window_elements, drives) + part_bytes(numbers * rest, drives))
@@ -67,6 +72,11 @@ def bytes_on_disk(bucket: Bucket, layout: Layout) -> int:
 def read_bytes(bucket: Bucket) -> int:
     """What one rank reads of a weight on the disk, each time that it is fetched; 0: it is not there."""
     return bucket.weight_on_disk * (bucket.weight_bytes // bucket.ways)
+
+
+def rewritten_bytes(bucket: Bucket) -> int:
+    """What one rank writes of a weight on the disk in each update; 0: it is not there."""
+    return read_bytes(bucket) if bucket.group is not None and not bucket.resident else 0
 
 
 def state_file_bytes(layout: Layout) -> int:
@@ -78,7 +88,7 @@ def state_file_bytes(layout: Layout) -> int:
 def weight_file_bytes(layout: Layout) -> int:
     """The size of each file of weights."""
     places = weights_on_disk(layout).items()
-    return max((start + bytes_on_disk(layout.buckets[index], layout) for index, (_, start) in places), default=0)
+    return max((start + weight_bytes_on_disk(layout.buckets[index]) for index, (_, start) in places), default=0)
 
 
 def file_bytes(layout: Layout) -> int:

@@ -127,10 +127,12 @@ def _choices(bucket: Bucket, layout: Layout) -> Iterator[str]:
     if bucket.grad_direct and not (bucket.site is Site.HOST and bucket.grad_home is Home.HOST and bucket.ways == 1):
         yield "its gradients need a slot: only those of one rank that wait on the host for an update there do not"
     once = layout.in_backward and (bucket.grad_home is Home.DEVICE or layout.accumulation == 1)
-    if bucket.grad_taken and not (once and bucket.site is Site.HOST and bucket.ways == 1 and not bucket.mixed):
-        yield "only the CPU's update in backward, by one rank, of a weight that is its own master takes a gradient"
+    if bucket.grad_taken and not (once and bucket.site is Site.HOST and bucket.ways == 1):
+        yield "only the CPU's update in backward, by one rank, takes a gradient"
     if bucket.state_on_disk and not (bucket.site is Site.HOST and bucket.state_bytes(layout.moments)):
         yield "only state that is updated on the host, and frozen weights, rest on the disk"
+    if bucket.copy_on_disk and not bucket.state_on_disk:
+        yield "only a trained weight whose state is on the disk rests there, too"
     if layout.moments_as != "fp32" and not (bucket.site in (Site.NONE, Site.HOST) and bucket.ways == 1):
         yield f"only moments of one rank that are updated on the host rest in {layout.moments_as}"
     if bucket.updates_ahead and not may_update_ahead(bucket, layout):

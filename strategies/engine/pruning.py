@@ -52,7 +52,7 @@ def exact(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> Tensor:
     if not isinstance(optimizer, StowOptimizer):
         return param.detach().to("cpu", copy=True)
     optimizer.drain()
-    newest, is_mixed = optimizer.access.newest_of(param), optimizer.engine.bucket_of[id(param)][0].spec.mixed
+    newest, is_mixed = optimizer.access.newest_of(param), optimizer.engine.bucket_of[id(param)][0].spec.low_precision
     return (optimizer.state_of(param)["master"] if is_mixed else newest).to("cpu", copy=True)
 
 
@@ -61,7 +61,7 @@ def replace(optimizer: torch.optim.Optimizer, param: nn.Parameter, value: Tensor
     """Make ``value`` what updates of ``param`` start from, and round its weight from it."""
     if not isinstance(optimizer, StowOptimizer):
         param.copy_(value)
-    elif optimizer.engine.bucket_of[id(param)][0].spec.mixed:
+    elif optimizer.engine.bucket_of[id(param)][0].spec.low_precision:
         optimizer.access.set_state(param, {"master": value})
     else:
         optimizer.access.set_weight(param, value)

@@ -18,8 +18,9 @@ rounds the master into the place itself, which then is the copy again.
 after UP has read the weight of the bucket that had it before (``arrived``), and after DOWN (``stored``) or the worker,
 whose update was settled, has written the master. UP reads the slot after that.
 
-[Note: from the disk] A frozen weight that rests on the disk is read into a slot, ahead of its use as far as that was
-foreseen (``expect``), or now (``memory/disk_weights.py``); UP copies it from there.
+[Note: from the disk] A weight that rests on the disk is read into a slot, ahead of its use as far as that was foreseen
+(``expect``), or now (``memory/disk_weights.py``); UP copies it from there. Its update counts as done when it is there
+again (``rewritten``).
 
 [Note: in fp8] UP copies the codes of a weight into the one place for them on the device, and makes the weight of them
 in its home: kernels in the order of its copies, so that the next codes come when these have been read.
@@ -30,13 +31,14 @@ Refused: two buckets in use at the same time whose homes overlap.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from concurrent.futures import Future
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from strategies.engine.buckets.bucket_state import BucketState, Pending
-from strategies.engine.memory.disk_weights import DiskWeights
+from strategies.engine.memory.disk_weights import DiskWeights, Updated
 from strategies.engine.ranks.replicas import OneRank
 from strategies.engine.tensors.fp8 import Codes
 from strategies.engine.transfer.transfer import Lane, Transfer
@@ -109,6 +111,10 @@ class Residency:
         """These will be fetched, in this order: what of them rests on the disk is read ahead."""
         if self._disk is not None:
             self._disk.expect(bucket.index for bucket in buckets if not bucket.present)
+
+    def rewritten(self, bucket: BucketState, update: Future[Updated]) -> Future[Updated]:
+        """``update`` by the worker, and what makes its weight rest where it belongs."""
+        return update if self._disk is None else self._disk.rewrite(bucket.index, update)
 
     def receive(self, bucket: BucketState, source: Tensor) -> None:
         """Copy updated weights from ``source`` on the host into the home of a resident bucket."""

@@ -11,6 +11,7 @@ memory. Waits that come from the order of copies are left to the simulator.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from operator import mul
 from typing import NamedTuple
@@ -60,6 +61,7 @@ class Estimate:
         rates = self._rates
         read, write = rates.disk_bytes_per_s(max(1, len(request.disk)))
         self._disk_s, self._read_s = (1 / read + 1 / write) / rates.disk_overlap, 1 / read
+        self._write_s = 1 / write
         self._hosted = sum(unit.hosted_bytes for unit in facts.units)
         self.load = cache(self._load_of)
 
@@ -71,10 +73,11 @@ class Estimate:
 
     def _load_of(self, index: int, place: Place) -> _Load:
         bucket, rates, run = self._places.buckets[index], self._rates, self._run
+        reads = run.accumulation * 2 * self._read_s  # of a weight
         whole, count, site = bucket.weight_bytes, bucket.share, place.site
         size = whole // bucket.ways
         if site is Site.NONE:
-            return _Load(read_s=2 * run.accumulation * place.on_disk * size * self._read_s)
+            return _Load(read_s=place.on_disk * size * reads)
         kind = self._request.moments_as
         on_host, goes_down = site is Site.HOST, place.grad_home is Home.HOST
         coming = whole if self._request.common_host and on_host else size
@@ -88,7 +91,11 @@ class Estimate:
             visiting_grads=(site is Site.STREAMED and goes_down) * size,
             exchanged=whole - size,
             gathered=whole - coming,
-            disk_s=place.on_disk * bucket.state_bytes(run.moments) * self._disk_s,
+            disk_s=place.on_disk
+            * replace(bucket, copy_on_disk=place.copy_on_disk).state_bytes(run.moments)
+            * self._disk_s
+            + place.copy_on_disk * size * self._write_s,
+            read_s=place.copy_on_disk * size * reads,
         )
 
     def _seconds(self, load: _Load, away: int) -> float:

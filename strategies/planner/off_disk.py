@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from strategies.core.facts import Home
 from strategies.core.layout import Bucket, Layout, aligned, needs
@@ -19,12 +20,15 @@ def off_disk(layout: Layout, host_room: int) -> Layout:
     without = _without(layout, there)
     if place(without).num_bytes(Home.HOST) <= host_room:
         return without
-    room, some = host_room - place(layout).num_bytes(Home.HOST), list[int]()
-    for index in sorted(there, key=lambda index: layout.buckets[index].state_on_disk):
-        size = _held(without.buckets[index], layout) - _held(layout.buckets[index], layout)
-        if size <= room:
-            room, some = room - size, [*some, index]
-    return _without(layout, some)
+    room, buckets = host_room - place(layout).num_bytes(Home.HOST), list(layout.buckets)
+    copies: list[tuple[int, Any]] = [(i, {"copy_on_disk": False}) for i in there if buckets[i].copy_on_disk]
+    others = sorted(there, key=lambda index: layout.buckets[index].state_on_disk)
+    for index, change in (*copies, *((index, {"on_disk": False}) for index in others)):
+        less = replace(buckets[index], **change)
+        size = _held(less, layout) - _held(buckets[index], layout)
+        if size <= room and not less.copy_on_disk:
+            room, buckets[index] = room - size, less
+    return replace(layout, buckets=tuple(buckets))
 
 
 def _held(bucket: Bucket, layout: Layout) -> int:
@@ -36,5 +40,5 @@ def _held(bucket: Bucket, layout: Layout) -> int:
 def _without(layout: Layout, indices: list[int]) -> Layout:
     buckets = list(layout.buckets)
     for index in indices:
-        buckets[index] = replace(buckets[index], on_disk=False)
+        buckets[index] = replace(buckets[index], on_disk=False, copy_on_disk=False)
     return replace(layout, buckets=tuple(buckets))

@@ -254,6 +254,14 @@ class PlacementSearch:
         part = f", {human(hosted)} of them for what other strategies keep there" if hosted else ""
         each, of_all = (" on each rank", f" (for {self._ranks} ranks)") if self._ranks > 1 else ("", "")
         fits = device <= self._facts.machine.device_bytes
+        alone = self._request.ways == self._facts.run.adding_copies == 1
+        if (
+            self._request.disk
+            and alone
+            and self._request.gradients == "auto"
+            and self._request.site in ("auto", "host")
+        ):
+            each += f" (weights may rest on the disk with {KEY}.gradients: passing and training.max_grad_norm: 0)"
         more = f", or {KEY}.gpu_memory: {written(int(device))}" if fits else ""
         return (
             f"{human(needed)} of host memory are needed{each}{part}: {human(needed - budget)} too much for "

@@ -8,9 +8,8 @@ the one that moves the least to the one that moves the most:
    one micro-batch per update their gradients wait on the host as well.
 2. gradients of those buckets to the host; last units first.
 
-Where the host has no room for it, and there is a disk, state of blocks that the host updates rests there (``spilled``),
-from the last block on, which the next forward needs last, then frozen weights that may leave the device: as little as
-is enough, since the disk is slower.
+Where the host has no room for it, and there is a disk, what the host updates rests there, and frozen weights: as little
+as is enough, since the disk is slower (``spill.py``).
 
 Host updates of blocks may be streamed instead: the state visits the device (from "Deep Optimizer States", arXiv
 2410.21316). A bucket whose state rests on the device keeps its weight there too, unless both are forced by options.
@@ -22,11 +21,10 @@ then free when the copy is done and not before, so the device waits for it.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Literal, NamedTuple, TypeAlias
 
 from strategies.core.facts import Facts, Home, UnitKind
@@ -43,16 +41,16 @@ from strategies.core.layout import (
     uses,
 )
 from strategies.core.moments import MomentsAs
-from strategies.core.on_disk import bytes_on_disk
 from strategies.planner.addresses import size_classes
 from strategies.planner.buckets import capacity, form, offloadable
 from strategies.planner.placement_bytes import Movable, Sizes
+from strategies.planner.spill import spilled
 
 
 class Place(NamedTuple):
     """Where a bucket's state rests, where its gradient waits, whether each rank then has its span of it alone,
     whether it goes there without a slot, whether an update in backward takes it there, and whether state that the host
-    updates, or a frozen weight that leaves, rests on the disk."""
+    updates, or a frozen weight that leaves, rests on the disk, and whether a trained weight that leaves does."""
 
     site: Site
     grad_home: Home = Home.DEVICE
@@ -60,6 +58,7 @@ class Place(NamedTuple):
     grad_direct: bool = False
     grad_taken: bool = False
     on_disk: bool = False
+    copy_on_disk: bool = False
 
 
 Placement: TypeAlias = tuple[Place, ...]  # one place per bucket
@@ -148,19 +147,20 @@ class Places:
         self._hosted_always = self._leave_anyway if auto else set[int]()
         names = {unit.name for unit in facts.units if unit.kind is UnitKind.BLOCK}
         # Embedding and head are large: slots for their state, or gradients, would cost more memory than they free.
-        self._of_blocks = {i for i, bucket in enumerate(self.buckets) if set(bucket.units) <= names}
+        self.of_blocks = {i for i, bucket in enumerate(self.buckets) if set(bucket.units) <= names}
         one_rank = request.ways == facts.run.adding_copies == 1
-        ends = self._sendable - self._of_blocks if direct and one_rank and request.site in ("auto", "host") else ()
+        ends = self._sendable - self.of_blocks if direct and one_rank and request.site in ("auto", "host") else ()
         self.direct = {index for index in ends if not self._is_frozen(index)}
         # Several micro-batches are summed before the ranks are, as torch's data parallelism does.
         splits = request.splits_gradients and request.ways > 1 and facts.run.accumulation == 1
-        self._split = self._sendable & self._of_blocks if splits else set[int]()
+        self._split = self._sendable & self.of_blocks if splits else set[int]()
         self._sends_early = request.gradients in ("auto", "passing") and facts.run.accumulation == 1
         # Of several micro-batches, only what waits on the device passes the host once.
         self._may_send = request.gradients != "device" and (request.gradients != "passing" or self._sends_early)
         shared = Counter(unit for bucket in self.buckets for unit in bucket.units)  # come in turn
-        taken = [(i, self.buckets[i]) for i in self._of_blocks if request.gradients == "passing"]  # ends gain nothing
-        self._taken = {i for i, b in taken if not b.mixed and 1 in (len(b.units), max(shared[u] for u in b.units))}
+        taken = [(i, self.buckets[i]) for i in self.of_blocks if request.gradients == "passing"]  # ends gain nothing
+        taken = [(i, b) for i, b in taken if request.disk or not b.mixed]  # whose copy has the gradient's place
+        self._taken = {i for i, b in taken if 1 in (len(b.units), max(shared[u] for u in b.units))}
         self.choices = [tuple(self._choices(index)) for index in range(len(self.buckets))]
         # One more than a block has, so that its backward does not wait for the gradients of the one before.
         passing = Counter(self.buckets[index].units[0] for index in self._sendable)
@@ -193,7 +193,8 @@ class Places:
         ]
         self._bucket = cache(lambda index, place: replace(self.buckets[index], **place._asdict()))
         self._costs, self.nearest = cache(self._cost), cache(self._nearest)
-        self.sizes, self.ladder, self.spilled = cache(self._sizes), cache(self._ladder), cache(self._spilled)
+        self.sizes, self.ladder = cache(self._sizes), cache(self._ladder)
+        self.spilled = cache(partial(spilled, self, self._empty, request.disk_bytes))
 
     def _is_frozen(self, index: int) -> bool:
         return self.buckets[index].group is None
@@ -208,7 +209,7 @@ class Places:
         for each in sites:
             if site == "auto" and each is Site.DEVICE and index in self._hosted_always:
                 continue
-            if site == "auto" and each is Site.STREAMED and index not in self._of_blocks:
+            if site == "auto" and each is Site.STREAMED and index not in self.of_blocks:
                 continue
             sends = index in self._sendable and each is not Site.DEVICE and self._may_send
             forced = self._request.gradients == "host" or (self._sends_early and each is Site.HOST)
@@ -233,40 +234,6 @@ class Places:
                     found.append(tuple(now))
         return found
 
-    def _spilled(self, placement: Placement, host_room: float) -> Placement:
-        """``placement`` with as little state on the disk as lets the host have the rest and all copies of weights, or
-        with as much as may be there.
-        """
-        if not self._request.disk:
-            return placement
-        frozen = {i for i, at in enumerate(placement) if self._is_frozen(i) and self.may_leave(i, at)}
-        rests = [i for i, at in enumerate(placement) if at.site is Site.HOST or i in frozen]
-        sizes = {index: bytes_on_disk(self.buckets[index], self._empty) for index in rests}
-        # Weights are whole on one drive: the fullest has at most so much more than the others.
-        uneven = (len(self._request.disk) - 1) * max((sizes[i] for i in rests if self._is_frozen(i)), default=0)
-        may, left = list[int](), self._request.disk_bytes - uneven
-        # Embedding and head last: where they have less than a piece of the window, its slots are as large as they are.
-        for index in sorted(rests, key=lambda index: (index not in self._of_blocks, self._is_frozen(index), -index)):
-            if 0 < sizes[index] <= left:
-                may, left = [*may, index], left - sizes[index]
-
-        none = tuple(place._replace(on_disk=False) if place.on_disk else place for place in placement)
-
-        def with_some(number: int) -> Placement:
-            places = list(none)
-            for index in may[:number]:
-                places[index] = none[index]._replace(on_disk=True)
-            return tuple(places)
-
-        def host(number: int) -> int:
-            sizes = self.sizes(with_some(number))
-            return sizes.host + sizes.copies
-
-        if not may or host(0) <= host_room:
-            return none
-        most = min(len(may), sum(index in self._of_blocks for index in may), key=host)
-        return with_some(bisect_left(range(most), True, lo=min(1, most), key=lambda number: host(number) <= host_room))
-
     def _nearest(self, index: int, site: Site, home: Home) -> Place:
         """The choice of a bucket that is most like ``site``, then ``home``."""
         order = [site, Site.HOST, Site.STREAMED, Site.DEVICE, Site.NONE]
@@ -285,6 +252,11 @@ class Places:
     def may_leave(self, index: int, at: Place) -> bool:
         """Whether the weight of a bucket may be offloaded from there."""
         return index in self._may_leave and (at.site is not Site.DEVICE or index in self._leave_anyway)
+
+    def hosted(self, index: int, at: Place) -> int:
+        """Bytes of the host that a bucket whose weight is away has outside of slots."""
+        cost = self._costs(self._like[index], at)
+        return cost.host + cost.copy
 
     def device_bytes(self, index: int, at: Place, *, away: bool) -> int:
         """Bytes of the device that a bucket has outside of slots, while its weight is there or ``away``."""

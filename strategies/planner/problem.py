@@ -57,6 +57,7 @@ class Update:
         from_master: an update on the device makes the weight from its master, and needs no weight before.
         ahead_seconds, ahead_bytes: of the CPU and its memory, for what is done of the update before the norm is known.
         disk_bytes: of state that rests on the disk: read before the update into ``window_slot``, and written after it.
+        rewritten_bytes: of a new weight that rests there: written after the update, from the place of its gradient.
     """
 
     site: Site
@@ -77,6 +78,7 @@ class Update:
     ahead_bytes: int = 0
     disk_bytes: int = 0
     window_slot: int | None = None
+    rewritten_bytes: int = 0
 
     @property
     def sends_down(self) -> bool:

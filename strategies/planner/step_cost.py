@@ -34,7 +34,7 @@ from strategies.core.layout import (
     uses,
 )
 from strategies.core.moments import slower, touched_bytes
-from strategies.core.on_disk import read_bytes
+from strategies.core.on_disk import read_bytes, rewritten_bytes
 from strategies.core.plan import Plan
 from strategies.planner.activation_policy import FULL, by_policy
 from strategies.planner.addresses import slot_numbers, weight_packing
@@ -293,11 +293,12 @@ def _update(
         arrival_slot=slots.get((bucket.name, Item.ARRIVAL)),
         parked_slot=slots.get((bucket.name, Item.PARKED)),
         visit_slot=slots.get((bucket.name, Item.VISIT)),
-        copy_slot=slots.get((bucket.name, Item.COPY)),
+        copy_slot=None if bucket.weight_on_disk else slots.get((bucket.name, Item.COPY)),
         ahead_seconds=ahead_s,
         ahead_bytes=ahead,
         disk_bytes=bucket.on_disk * bucket.state_bytes(layout.moments),
         window_slot=slots.get((bucket.name, Item.WINDOW)),
+        rewritten_bytes=rewritten_bytes(bucket),
         from_master=bucket.mixed and bucket.site is not Site.HOST,
         exchange_bytes=_sent(bucket, facts, rates),
     )

@@ -15,7 +15,8 @@ ahead       under backward the CPU makes an update as if the norm were small, on
             norm is known, what is left of that update is to round the master (``core/ahead.py``)
 weight      the new weight of a host update goes up; if the weight is away, its reload is that copy
 disk        state that rests there is read once the update is submitted and its slot in the window is free, and written
-            after the update; a frozen weight before each reload, once its slot is free. Reads and writes are queues
+            after the update; a weight before each reload, once its slot is free, and written after its update, before
+            the slot of its gradient is free. Reads and writes are queues
 visit       state comes up into one of a few slots, is updated, and goes down again
 return      a weight updated on the device goes down if it leaves at all
 exchange    of a bucket that ranks share: a reload, and a new weight, is followed by the other ranks' parts, unless it
@@ -283,9 +284,7 @@ class TaskBuilder:
             on_host = self._on_cpu(f"round {info.name}", ROUND_NUMBERS * info.link_bytes, waits)
             on_host.priority = (*need, self._problem.rank[weight])
         if info.disk_slot is not None:
-            slot = info.disk_slot
-            on_host = self._disk(f"read weight {info.name}", info.disk_bytes, 0, [self._slots.get(slot)])
-            on_host.priority = (*need, self._problem.rank[weight])
+            slot, on_host = info.disk_slot, self._read(weight, need)
         after = (ended, self._reload, on_host, *leaving)
         due = weight in self._due  # an update here of this rank's part, which the others get afterwards
         size = info.link_bytes if due else info.reload_bytes
@@ -314,16 +313,22 @@ class TaskBuilder:
             return
         if info.update.disk_bytes:
             waits.append(self._state(weight, 0, (gradient, self._slots.get(info.update.window_slot))))
-        task = self._task(Resource.CPU, f"update {info.name}", waits)
-        self._occupy(info.update.parked_slot, task)
+        made = task = self._task(Resource.CPU, f"update {info.name}", waits)
         if info.update.disk_bytes:
             self._occupy(info.update.window_slot, self._state(weight, 1, [task]))
         task.seconds, task.touched_bytes = info.update.seconds, info.update.touched_bytes
         task.priority = (self._at, info.uses[0], self._problem.rank[weight])
-        self._weight[weight] = task
+        if size := info.update.rewritten_bytes:
+            made = self._disk(f"write weight {info.name}", size, 1, [task])
+            made.priority = task.priority
+        self._occupy(info.update.parked_slot, made)
+        self._weight[weight] = made
         if weight not in self._away:
-            sent = self._copy(Resource.UP, f"new weight {info.name}", info.reload_bytes, [task])
-            sent.priority = (used_in + 1, info.uses[0], self._problem.rank[weight])
+            need = (used_in + 1, info.uses[0])
+            made = task if info.disk_slot is None else self._read(weight, need)
+            sent = self._copy(Resource.UP, f"new weight {info.name}", info.reload_bytes, [made])
+            sent.priority = (*need, self._problem.rank[weight])
+            self._occupy(info.disk_slot, sent)
             self._gate.setdefault(weight, []).append(self._gather(info, sent))
 
     def _state(self, weight: int, writes: int, after: Iterable[Task | None]) -> Task:
@@ -331,6 +336,14 @@ class TaskBuilder:
         info, label = self._problem.weights[weight], "write state" if writes else "read state"
         task = self._disk(f"{label} {info.name}", self._update(weight).disk_bytes, writes, after)
         task.priority = (self._at, info.uses[0], self._problem.rank[weight])
+        return task
+
+    def _read(self, weight: int, need: tuple[int, int]) -> Task:
+        """A weight that rests on the disk is read into its slot, for the tick ``need``."""
+        info = self._problem.weights[weight]
+        waits = (self._weight.get(weight), self._slots.get(info.disk_slot))
+        task = self._disk(f"read weight {info.name}", info.disk_bytes, 0, waits)
+        task.priority = (*need, self._problem.rank[weight])
         return task
 
     def _disk(self, label: str, num_bytes: int, writes: int, after: Iterable[Task | None]) -> Task:

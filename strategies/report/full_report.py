@@ -10,7 +10,7 @@ from pydantic_core import to_jsonable_python
 
 from strategies.core.ahead import beside_bytes, waiting
 from strategies.core.facts import Unit, UnitKind
-from strategies.core.on_disk import bytes_on_disk, disk_bytes, state_file_bytes, weights_on_disk
+from strategies.core.on_disk import disk_bytes, state_file_bytes, weight_bytes_on_disk, weights_on_disk
 from strategies.core.plan import NONE, Home, Keep, Kind, Plan
 from strategies.core.sizes import human
 from strategies.planner import gemm_routes
@@ -132,18 +132,23 @@ def disk_lines(plan: Plan, cost: StepCost | None) -> Iterator[str]:
         return
     ranks = plan.facts.machine.ranks or plan.facts.run.world_size
     of, state = f"{ranks} ranks' " if ranks > 1 else "", ranks * len(layout.disk) * state_file_bytes(layout)
-    weights = ranks * sum(bytes_on_disk(layout.buckets[index], layout) for index in weights_on_disk(layout))
+    there = [layout.buckets[index] for index in weights_on_disk(layout)]
+    frozen, new = (
+        ranks * sum(weight_bytes_on_disk(b) for b in there if (b.group is None) is is_so) for is_so in (True, False)
+    )
+    written = state + new
     parts = [f"{human(state)} of {of}optimizer state, read and written once per step"] * (state > 0)
-    parts += [f"{human(weights)} of {of}frozen weights, read in forward and in backward"] * (weights > 0)
+    parts += [f"{human(new)} of {of}weights, read in forward and in backward and written once per step"] * (new > 0)
+    parts += [f"{human(frozen)} of {of}frozen weights, read in forward and in backward"] * (frozen > 0)
     line = f"on the disk ({', '.join(layout.disk)}): {'; '.join(parts)}"
     if cost is not None and rates is not None:
         command = f"assumed; launch/doctor.py --rates --disk {' '.join(layout.disk)} measures"
-        per_hour = state / cost.seconds * 3600 / 1e12
+        per_hour = written / cost.seconds * 3600 / 1e12
         read, write = (ranks * rate / 1e9 for rate in rates.disk_bytes_per_s(len(layout.disk)))
-        if state:
+        if written:
             line += f": {per_hour:.3g} TB written per hour (a drive that is rated for {RATED_TB} TB lasts "
             line += f"{len(layout.disk) * RATED_TB / per_hour / 24:,.0f} days)"
-        line += f"; read {read:.3g} GB/s" + f", written {write:.3g}" * (state > 0) + " "
+        line += f"; read {read:.3g} GB/s" + f", written {write:.3g}" * (written > 0) + " "
         line += f"by {len(layout.disk)} drives together " if len(layout.disk) > 1 else ""
         line += f"({f'measured on {rates.disk_folder}' if rates.disk_folder else command})"
     yield line

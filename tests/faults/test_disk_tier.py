@@ -1,4 +1,4 @@
-"""Runs with optimizer state, or a frozen base, on the disk: one that is killed, or loses its file, goes on from its
+"""Runs with optimizer state, or weights, on the disk: one that is killed, or loses its file, goes on from its
 checkpoint to the same bits, and leaves nothing on the disk.
 """
 
@@ -132,9 +132,38 @@ def test_a_frozen_base(ranks: int, host: str, zero: dict[str, Any], server: Serv
     os.truncate(file_of(job, disk), 0)
     ended = job.wait()
     assert ended.code == 14, ended.text
-    assert [line for line in ended.err.splitlines() if "of frozen weights could not be read: " in line], ended.text
+    assert [line for line in ended.err.splitlines() if "of weights could not be read: " in line], ended.text
     assert "Traceback" not in ended.text and list(disk.iterdir()) == []
     found = server.run(ranks, config, lora, "training.resume_from_checkpoint=auto").check()
+    assert len(found.lines("resuming from ")) == 1
+    assert digest(config.parent / "run" / "export") == digest(plain.parent / "run" / "export")
+
+
+@pytest.mark.parametrize("how", ["killed", "its file is emptied"])
+def test_trained_weights(how: str, server: Server, tmp_path: Path) -> None:
+    """The same for weights that updates write: with the bits, in the end, of a run without a disk."""
+    (disk := tmp_path / "disk").mkdir()
+    usual: dict[str, Any] = {"model": MODEL | {"num_hidden_layers": 8}, "max_steps": 60, "max_grad_norm": 0.0}
+    plain = config_in(tmp_path / "plain", {"offload": {"site": "host", "weights": "streamed"}}, **usual)
+    server.run(1, plain).check()
+    offload = {"site": "host", "weights": "streamed", "bucket_size": "16KiB", "gradients": "passing"}
+    offload |= {"host_memory": "1900KiB", "disk": str(disk), "disk_memory": "20MiB"}
+    config = config_in(tmp_path / "one", {"offload": offload}, save_steps=4, **usual)
+    job = start(server, 1, config)
+    until(lambda: 4 in checkpoints(config), job, "saved", 120.0)
+    assert "of weights, read in forward and in backward and written once" in (
+        (config.parent / "run" / "plan.txt").read_text()
+    )
+    if how == "killed":
+        job.kill()
+    else:
+        os.truncate(file_of(job, disk), 0)
+        ended = job.wait()
+        assert ended.code == 14, ended.text
+        assert [line for line in ended.err.splitlines() if f"the disk tier in {disk}: " in line], ended.text
+        assert "Traceback" not in ended.text
+    assert list(disk.iterdir()) == [] and not (config.parent / "run" / "export").exists(), "it was over before"
+    found = server.run(1, config, "training.resume_from_checkpoint=auto").check()
     assert len(found.lines("resuming from ")) == 1
     assert digest(config.parent / "run" / "export") == digest(plain.parent / "run" / "export")
 

@@ -339,6 +339,7 @@ def plan_of(
     copies: bool = True,
     visit_slots: int = 2,
     disk: Sequence[str] = (),
+    weights_there: bool = False,
     moments_as: MomentsAs = "fp32",
     ahead: bool = False,
     rounds: bool = False,
@@ -360,7 +361,7 @@ def plan_of(
         moments_as: how moments rest; ``rounds``: weights in bf16 are their own masters.
         passing: gradients pass the host in slots.
         disk: folders, where the state of all buckets rests that are updated on the host, and frozen weights that
-            travel; two slots for each.
+            travel; two slots for each. ``weights_there``: and the weights of all these that travel.
     """
     params = groups_of(model, groups)
     size = "auto"
@@ -392,12 +393,14 @@ def plan_of(
         buckets = _in_turn(buckets, Home.HOST if park == "host" else Home.DEVICE, ranks)
     moving = _moving(buckets, made.facts, weights)
     of_blocks = _moving(buckets, made.facts, "travelling") if passing else []
-    taking = {buckets[index].name for index in of_blocks if rounds or not buckets[index].mixed}
+    taking = {buckets[index].name for index in of_blocks if rounds or weights_there or not buckets[index].mixed}
+    there = {b.name for b in buckets if disk and b.site is Site.HOST and b.state_bytes(moments) > 0}
     changes = (
         {
             "grad_split": b.grad_split and split,
             "grad_direct": (b.site, b.grad_home) == (Site.HOST, Home.HOST) if direct else b.grad_direct,
-            "on_disk": bool(disk) and (b.site is Site.NONE or (b.site is Site.HOST and b.state_bytes(moments) > 0)),
+            "on_disk": (bool(disk) and b.site is Site.NONE) or b.name in there,
+            "copy_on_disk": weights_there and b.name in there,
             "resident_ticks": (),
             "rounds": rounds and b.group is not None,
             "grad_taken": b.name in taking

@@ -12,7 +12,7 @@ from typing import Any
 class Late(Executor):
     """A thread's queue that runs, in order, only as far as a result is asked for: as late as that allows."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "") -> None:
         self._queue: deque[tuple[Future[Any], Callable[[], object]]] = deque()
         self._lock = threading.RLock()
 

@@ -39,6 +39,8 @@ from trainer.planning.plan_for import plan_for
 pytestmark = needs_scratch
 
 BF16, FP32 = torch.bfloat16, torch.float32
+THERE: dict[str, Any] = {"weights": "travelling", "weights_there": True}
+ALL: dict[str, Any] = THERE | {"in_backward": True, "passing": True}
 CASES: dict[str, tuple[torch.dtype, dict[str, Any], dict[str, Any]]] = {  # dtype, the loop, the plan
     "clipped": (FP32, {"max_norm": 0.05}, {"park": "host"}),
     "travelling": (FP32, {}, {"weights": "travelling", "bucket": "half"}),
@@ -46,6 +48,13 @@ CASES: dict[str, tuple[torch.dtype, dict[str, Any], dict[str, Any]]] = {  # dtyp
     "accumulated": (BF16, {"accumulation": 2, "max_norm": 0.05}, {"park": "host", "weights": "travelling"}),
     "masters": (BF16, {"max_norm": 0.05}, {"weights": "travelling", "bucket": "half"}),
     "masters, in backward": (BF16, {}, {"in_backward": True, "park": "host"}),
+    "weights": (BF16, {}, ALL | {"park": "host"}),
+    "weights, half blocks": (BF16, {}, ALL | {"bucket": "half", "prefetch": 1}),
+    "weights in fp32": (FP32, {"groups": 2}, ALL | {"disk": ("a", "b", "c")}),
+    "weights, accumulated": (BF16, {"accumulation": 2, "max_norm": 0.05}, THERE | {"park": "host"}),
+    "weights, their gradients accumulated on the device": (BF16, {"accumulation": 2}, ALL),
+    "weights in fp32, clipped": (FP32, {"max_norm": 0.05}, THERE | {"park": "host", "bucket": "half"}),
+    "weights, every other one": (BF16, {}, ALL | {"weights": "some", "park": "host"}),
     "masters, three drives": (BF16, {}, {"weights": "travelling", "bucket": "half", "disk": ("a", "b", "c")}),
 }
 HOST: dict[str, Any] = {"site": "host", "weights": "travelling", "bucket": "half"}

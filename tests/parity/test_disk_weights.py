@@ -217,7 +217,7 @@ def test_a_read_that_fails_ends_training(number: int, tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(os, "preadv", fails)
     for _ in range(2):  # by a slot's thread, which nobody reads from at the second
-        with pytest.raises(DiskError, match=f"the disk tier in {tmp_path}/a: .* of frozen weights could not be read: "):
+        with pytest.raises(DiskError, match=f"the disk tier in {tmp_path}/a: .* of weights could not be read: "):
             train(model, optimizer, BATCHES[1:3])
 
 
@@ -226,9 +226,9 @@ def test_a_file_that_was_emptied_is_not_read(tmp_path: Path) -> None:
     model, optimizer = stowed_on(tmp_path)
     assert optimizer.engine.disk_weights is not None
     os.truncate(f"/proc/self/fd/{optimizer.engine.disk_weights._file.on(0)._handle}", 0)
-    with pytest.raises(DiskError, match="of frozen weights could not be read: some of the file's space was taken away"):
+    with pytest.raises(DiskError, match="of weights could not be read: some of the file's space was taken away"):
         model.state_dict()
-    with pytest.raises(DiskError, match="of frozen weights could not be read: "):
+    with pytest.raises(DiskError, match="of weights could not be read: "):
         model(**BATCHES[0])
 
 
@@ -238,7 +238,7 @@ def test_a_write_that_fails_ends_the_load(tmp_path: Path, monkeypatch: pytest.Mo
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(mmap, "mmap", Broken)
-    with pytest.raises(DiskError, match="of frozen weights could not be written: Input/output error"):
+    with pytest.raises(DiskError, match="of weights could not be written: Input/output error"):
         stowed_on(tmp_path)
 
 
@@ -247,5 +247,5 @@ def test_a_folder_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(ValueError, match=r"of frozen weights are to be there, and .* are free"):
+    with pytest.raises(ValueError, match=r"of weights are to be there, and .* are free"):
         stowed_on(tmp_path)

@@ -178,7 +178,7 @@ class Fit:
         for less in (changed for name in way.strategies for changed in find(name).to_fit_inexactly):
             row = self._row(replace(way, kind=INEXACT, tree=merged(way.tree, dict(less))), self.ranks)
             if row.refused:
-                return
+                continue
             yield row
             if row.fits:
                 return

@@ -179,7 +179,7 @@ def estimated_bytes(plan: Plan, *, adapters: bool) -> int:
     weights, state = over_ranks(Kind.PARAM), over_ranks(Kind.MASTER) + over_ranks(Kind.MOMENT)
     if (layout := plan.layout) is not None:  # in a checkpoint state is in fp32, wherever it rests and however
         sizes = [(bucket, sum(bucket.sizes)) for bucket in layout.buckets]
-        numbers = [(layout.moments + b.mixed) * size for b, size in sizes if b.group is not None]
+        numbers = [(layout.moments + b.low_precision) * size for b, size in sizes if b.group is not None]
         weights = int(times * sum(ITEM_BYTES[bucket.dtype] * size for bucket, size in sizes))
         state = int(times * 4 * sum(numbers))
     return (facts.num_trainable * 4 if adapters else weights) + state + facts.run.copies * kept_bytes(facts)

@@ -98,6 +98,7 @@ class BucketState:
         self.copy = self.slot if resting is None else resting.view(dtype)[: spec.share]
         self.grad, self.arrival = flat(Item.GRAD, dtype), flat(Item.ARRIVAL, dtype)
         self.parked = self.copy if parks_in_copy(spec, layout) else flat(Item.PARKED, dtype)
+        self.new = self.parked if self.copy is None or spec.copy_on_disk else self.copy  # weight, made by the worker
         self.master = flat(Item.MASTER, torch.float32 if spec.mixed else dtype)
         moments = flat(Item.MOMENTS, MOMENT_DTYPES[layout.moments_as], layout.moments)
         self.moments = [] if moments is None else list(moments.view(layout.moments, spec.share))
@@ -385,9 +386,8 @@ class BucketState:
     def refuse_loans(self) -> None:
         """Raise RuntimeError if a parameter is on loan when an update is to begin."""
         if len(self.views.own) < len(self.params):
-            raise RuntimeError(
-                f"{self.name}: backward inside of `with optimizer.present(...)`, and the plan updates there"
-            )
+            where = "inside of `with optimizer.present(...)`"
+            raise RuntimeError(f"{self.name}: backward {where}, and the plan updates there")
 
 
 def find_overlapping(buckets: list[BucketState], arena: Arena) -> None:

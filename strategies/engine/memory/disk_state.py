@@ -36,9 +36,9 @@ from strategies.engine.memory.scratch_file import StripedFile
 from strategies.engine.memory.stretches import Stretch
 
 
-def thread() -> Executor:
-    """What does a slot's work, one after the other; test doubles do it as late as it may be."""
-    return ThreadPoolExecutor(1, "stow-disk")
+def thread(name: str = "stow-disk") -> Executor:
+    """What does a slot's work, or a drive's, one after the other; test doubles do it as late as it may be."""
+    return ThreadPoolExecutor(1, name)
 
 
 class FirstError:

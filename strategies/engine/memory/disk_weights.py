@@ -1,32 +1,45 @@
-"""Frozen weights that rest on the disk, and come to the device by way of slots on the host (COPY of the layout).
+"""Weights that rest on the disk, and come to the device by way of slots on the host (COPY of the layout).
 
 Each of them is whole in a file on one drive (``core/on_disk.py``). For its use it is read past the page cache into its
 slot, by the slot's thread, and UP copies it from there. What is needed next is ``expect``-ed: it is read ahead as soon
 as its slot is free. Everybody else, who reads or writes weights from outside, has a view of the file (``resting``).
 
+The CPU's update of a trained weight makes the new one in PARKED, over the gradient. From there it goes to its place in
+the file (``rewrite``): by a thread of the drive, behind the worker, which goes on with other updates.
+
 Ordering. Everything that concerns a slot is done by its thread, in the order in which it was given.
     copy up, then read      the thread waits for UP (``leaves``) before it reads something else into the slot
     read, then copy up      ``bring_in`` waits for the read, and the caller lets UP wait for what the host has done
-    write, then read        ``written`` waits until the file has it, and what the slot held of it is read again
+    update, then write      the drive's thread waits for the worker's update, the future that it was given
+    write, then read        a read that a slot's thread is given after ``rewrite`` waits there for the write's future.
+                            One that it was given before is done before that; what it brought is not used, for the
+                            slot ``holds`` it no more
+                            From outside: ``written`` waits until the file has it
+    write, then reuse       the bucket's update counts as done when the write is: its future is the update's. For it
+                            wait who puts the next gradient into PARKED (``gradients_down.py``), and who reads the
+                            weight from outside (``settle``)
 A wrong guess of what is needed next costs time. The first error is kept, and raised by all who come later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from strategies.core.layout import Item, Layout
-from strategies.core.on_disk import bytes_on_disk, weight_file_bytes, weights_on_disk
+from strategies.core.on_disk import weight_bytes_on_disk, weight_file_bytes, weights_on_disk
 from strategies.engine.memory import disk_state
 from strategies.engine.memory.arena import Arena
 from strategies.engine.memory.scratch_file import ScratchFile, StripedFile
 from strategies.engine.transfer.transfer import Event, Lane, Transfer
 
+Updated: TypeAlias = tuple[bool, Event]  # whether an update changed the weight, and the event after it
+WRITES = "stow-write"  # names of threads
 FORESEEN = 4  # weights of a slot that are to come; several may be brought in at once
 
 
@@ -46,17 +59,24 @@ class DiskWeights:
 
     def __init__(self, layout: Layout, arena: Arena, transfer: Transfer) -> None:
         self._transfer = transfer
-        self._file = StripedFile(layout.disk, weight_file_bytes(layout), "frozen weights")
+        self._file = StripedFile(layout.disk, weight_file_bytes(layout), "weights")
         self._first = disk_state.FirstError()
         slots = dict[int, _Slot]()  # by address
         self._places: dict[int, tuple[_Slot, Tensor, ScratchFile, int]] = {}  # slot, its memory, and where it rests
+        self._new: dict[int, tuple[Executor, Tensor]] = {}  # of those that updates write: by whom, and from where
+        self._rewrites: dict[int, Future[Updated]] = {}  # that the next read of a weight waits for
+        drives = [disk_state.thread(WRITES) for _ in layout.disk]
         for index, (drive, offset) in weights_on_disk(layout).items():
             bucket = layout.buckets[index]
             memory = arena.of(bucket.name, Item.COPY, torch.uint8)
-            assert memory is not None and memory.numel() == bytes_on_disk(bucket, layout)
+            assert memory is not None and memory.numel() == weight_bytes_on_disk(bucket)
             slot = slots.setdefault(memory.data_ptr(), _Slot())
             self._places[index] = slot, memory, self._file.on(drive), offset
-        self._slots = list(slots.values())
+            if bucket.copy_on_disk:
+                parked = arena.of(bucket.name, Item.PARKED, torch.uint8)
+                assert parked is not None and parked.numel() == memory.numel()
+                self._new[index] = drives[drive], parked
+        self._slots, self._drives = list(slots.values()), drives
 
     def resting(self, index: int) -> Tensor | None:
         """The bytes of a weight in the file, to be read and written from outside; None: it does not rest there."""
@@ -78,6 +98,16 @@ class DiskWeights:
             file.flush(memory)
             if slot.holds == index:
                 slot.holds = None
+
+    def rewrite(self, index: int, update: Future[Updated]) -> Future[Updated]:
+        """The worker was given ``update``, which may change the weight: what is done when the file has the new one."""
+        if index not in self._new:
+            return update
+        drive, slot = self._new[index][0], self._places[index][0]
+        self._rewrites[index] = written = drive.submit(self._write, index, update)
+        if slot.holds == index:
+            slot.holds = None
+        return written
 
     def expect(self, buckets: Iterable[int]) -> None:
         """These, by index and in this order, will be brought in. Others are none of ours."""
@@ -114,15 +144,29 @@ class DiskWeights:
     def _load(self, index: int) -> None:
         slot, memory, file, offset = self._places[index]
         if slot.holds != index:
-            slot.last = slot.thread.submit(self._first.run, partial(self._read, memory, file, offset, slot.left))
-            slot.holds = index
+            read = partial(self._read, memory, file, offset, slot.left, self._rewrites.pop(index, None))
+            slot.last, slot.holds = slot.thread.submit(self._first.run, read), index
 
-    def _read(self, memory: Tensor, file: ScratchFile, offset: int, left: Event | None) -> None:
+    def _read(
+        self, memory: Tensor, file: ScratchFile, offset: int, left: Event | None, rewrite: Future[Updated] | None
+    ) -> None:
+        if rewrite is not None:
+            rewrite.result()
         self._transfer.host_wait(left)
         self._transfer.uses(Lane.HOST, writes=[memory])
         file.read(memory, offset)
 
+    def _write(self, index: int, update: Future[Updated]) -> Updated:
+        changed, made = update.result()
+        if not changed:
+            return changed, made
+        (_, new), (_, _, file, offset) = self._new[index], self._places[index]
+        self._transfer.uses(Lane.HOST, reads=[new])
+        self._first.run(partial(file.write, new, offset))
+        self._first.refuse()
+        return changed, self._transfer.record(Lane.HOST)
+
     def close(self) -> None:
-        for slot in self._slots:
-            slot.thread.shutdown(wait=True)
+        for thread in (*self._drives, *(slot.thread for slot in self._slots)):
+            thread.shutdown(wait=True)
         self._file.close()

@@ -304,7 +304,7 @@ class StateAccess(Copied):
                     chunk = Chunk(index, piece.at + start, piece.at + stop, stop == piece.size)
                     flats, at_hand = moments.places(chunk), partial(moments.held, bucket, chunk)
                 state = dict(zip(names, flats, strict=True))
-                if bucket.spec.mixed:
+                if bucket.spec.low_precision:
                     assert stretch.master is not None
                     state["master"] = stretch.master[low:high]
                 yield StatePart(piece.start + start, state, at_hand)
@@ -322,7 +322,7 @@ class StateAccess(Copied):
                     flat, place = torch.as_tensor(state[name]).reshape(param.shape).view(-1), part.state[name]
                     place.copy_(flat[part.start : part.start + place.numel()])
         if "master" in state:
-            mixed = self.engine.bucket_of[id(param)][0].spec.mixed
+            mixed = self.engine.bucket_of[id(param)][0].spec.low_precision
             value = self.state_of(param)["master"] if mixed else torch.as_tensor(state["master"]).reshape(param.shape)
             self.set_weight(param, value.to(param.dtype), master=not mixed)
 

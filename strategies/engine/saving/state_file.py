@@ -135,7 +135,7 @@ class EngineState:
                 continue
             bucket, index = self._engine.bucket_of[id(param)]
             start, columns = self.within(name, 0)
-            mixed = bucket.spec.group is not None and bucket.spec.mixed
+            mixed = bucket.spec.group is not None and bucket.spec.low_precision
             if mixed and not bucket.is_shared:
                 master = self._access.state_of(param)[MASTER]
                 weights.read(name, start, master, columns)

@@ -59,7 +59,7 @@ class Gradients:
         self._layout, self._order, self._ranks = layout, order, ranks
         self._transfer, self._updates, self._total_norm = transfer, updates, total_norm
         self._complete, self._settle = complete, settle
-        self._down = GradientsDown(layout.accumulation, transfer, worker)
+        self._down = GradientsDown(layout.accumulation, transfer, worker, updates.settle)
         self._buckets = sorted({bucket.index: bucket for bucket, _ in order}.values(), key=lambda bucket: -bucket.index)
         self.window = 0  # how often all gradients were taken or discarded
         self.passes = 0  # backward passes since the last update

@@ -7,14 +7,15 @@
 Ordering. COMPUTE wrote the source (an event of COMPUTE). UP has read PARKED, or the weight's copy that the gradient
 replaces (``arrived``). The worker has added what ARRIVAL had (its future), and an addition to PARKED is done before the
 next micro-batch overwrites it (``added``). A PARKED that is a slot (``grad_taken``) is written after the worker's
-update of the bucket that had it before (``taken``). A slot on the device is written again after ``sent``
-(``updates.py``). The memory of a direct gradient, which has no slot, goes back to torch's allocator when this returns,
-and whoever gets it next writes it on COMPUTE: so COMPUTE waits for ``sent`` first.
+update of the bucket that had it before (``taken``); if that left the new weight of a resident there, it is settled, and
+UP has read it (``arrived``). A slot on the device is written again after ``sent`` (``updates.py``). The memory of a
+direct gradient, which has no slot, goes back to torch's allocator when this returns, and whoever gets it next writes it
+on COMPUTE: so COMPUTE waits for ``sent`` first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -27,10 +28,14 @@ from strategies.engine.updating.norms import norms_of
 
 
 class GradientsDown:
-    """Sends gradients to where they wait on the host; ``accumulation``: micro-batches per update."""
+    """Sends gradients to where they wait on the host; ``accumulation``: micro-batches per update; ``settle`` finishes
+    an update.
+    """
 
-    def __init__(self, accumulation: int, transfer: Transfer, worker: Worker) -> None:
-        self._accumulation, self._transfer, self._worker = accumulation, transfer, worker
+    def __init__(
+        self, accumulation: int, transfer: Transfer, worker: Worker, settle: Callable[[BucketState], None]
+    ) -> None:
+        self._accumulation, self._transfer, self._worker, self._settle = accumulation, transfer, worker, settle
         self._slots: dict[int, BucketState] = {}  # by address of PARKED: the bucket whose gradient was there last
         self._arrivals: dict[int, Future[Event]] = {}  # by address of the arrival slot: the last addition from it
 
@@ -102,6 +107,9 @@ class GradientsDown:
             return
         if former.grads.taken is not None:
             self._transfer.wait(Lane.DOWN, former.grads.taken.result()[1])
+            if former.spec.mixed and former.spec.resident:
+                self._settle(former)
+                self._transfer.wait(Lane.DOWN, former.arrived)
         elif former.grads.summed:  # and not submitted
             raise RuntimeError(
                 f"{bucket.name} needs the place of the gradients of {former.name}, of which not all have come (a "

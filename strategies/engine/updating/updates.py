@@ -18,7 +18,8 @@ Ordering, by memory that two lanes touch:
     host state   UP reads after the DOWN that wrote it (``stored``); the worker's own state is written by nobody else.
                  State on the disk is used by the host alone, inside of ``at_hand`` (``memory/disk_state.py``)
     PARKED       the worker reads after DOWN (``sent``); UP reads after the worker (its future, or ``added``); the
-                 next DOWN waits for that UP (``arrived``). As a slot, see ``gradients_down.py``
+                 next DOWN waits for that UP (``arrived``). As a slot, see ``gradients_down.py``. A new weight goes to
+                 the disk from there before the update counts as done (its future; ``memory/disk_weights.py``)
     COPY         written by DOWN (``stored``) or the worker (future), read by UP (``arrived``); as a slot, see
                  ``residency.py``
     both in one  (``parks_in_copy``) DOWN writes the gradient after UP has read the copy (``arrived``), and so after
@@ -83,7 +84,8 @@ class Updates:
         bucket.submit(job)
         if bucket.spec.site is Site.HOST:
             waits, ahead = (bucket.grads.sent, bucket.arrived), bucket.take_ahead()
-            bucket.future = self._worker.submit(bucket.index, lambda: self._on_host(bucket, job, waits, ahead))
+            made = self._worker.submit(bucket.index, lambda: self._on_host(bucket, job, waits, ahead))
+            bucket.future = self._residency.rewritten(bucket, made)
             bucket.grads.take(bucket.future)
         elif bucket.updates_in_place:
             self.settle(bucket)
@@ -244,9 +246,9 @@ class Updates:
                 if not made_ahead:
                     self._apply_on_host(bucket, job, parked, stretch)
                 if bucket.spec.mixed and not bucket.copy_passes:
-                    weight = parked if bucket.copy is None else bucket.copy
-                    transfer.uses(Lane.HOST, writes=[weight])
-                    bucket.round_stretch(weight, stretch)
+                    assert bucket.new is not None
+                    transfer.uses(Lane.HOST, writes=[bucket.new])
+                    bucket.round_stretch(bucket.new, stretch)
         return True
 
     def _apply_on_host(self, bucket: BucketState, job: Job, parked: Tensor, stretch: Stretch) -> None:

@@ -1,0 +1,85 @@
+"""What rests on the disk for want of memory: as little as lets the host have the rest, and all copies of weights.
+
+First the state of blocks, from the last one on, which the next forward needs last, and frozen weights that may leave
+the device. Then the weights of trained blocks, where that frees anything: a copy in whose place a gradient waits would
+leave the gradient. Embedding and head are last: where they have less than a piece of the window, its slots are as large
+as they are.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, Protocol, TypeAlias
+
+from strategies.core.layout import Bucket, Layout, Site
+from strategies.core.on_disk import bytes_on_disk, weight_bytes_on_disk
+from strategies.planner.placement_bytes import Sizes
+
+Placement: TypeAlias = tuple[Any, ...]  # of ``places.py``
+
+
+class Places(Protocol):
+    """What ``places.py`` knows of a placement, and of a bucket at one of its places."""
+
+    buckets: tuple[Bucket, ...]
+    of_blocks: set[int]
+
+    @property
+    def sizes(self) -> Callable[[Placement], Sizes]: ...
+
+    def may_leave(self, index: int, at: Any) -> bool: ...
+
+    def hosted(self, index: int, at: Any) -> int: ...
+
+
+def spilled(places: Places, layout: Layout, disk_bytes: int, placement: Placement, host_room: float) -> Placement:
+    """``placement`` with so much on the disk, or with as much as may be there. ``layout``: without buckets."""
+    none = tuple(at._replace(on_disk=False, copy_on_disk=False) if at.on_disk else at for at in placement)
+    if not layout.disk:
+        return none
+    may, total, largest = list[tuple[int, bool]](), 0, 0
+    for index, copy, size in _moves(places, layout, none):
+        whole = max(largest, size if copy or none[index].site is Site.NONE else 0)
+        # Weights are whole on one drive: the fullest has at most so much more than the others.
+        uneven = (len(layout.disk) - 1) * whole
+        if size and total + size + uneven <= disk_bytes and (not copy or (index, False) in may):
+            may, total, largest = [*may, (index, copy)], total + size, whole
+
+    def with_some(number: int) -> Placement:
+        now = list(none)
+        for index, copy in may[:number]:
+            now[index] = now[index]._replace(on_disk=True, copy_on_disk=copy)
+        return tuple(now)
+
+    def host(number: int) -> int:
+        sizes = places.sizes(with_some(number))
+        return sizes.host + sizes.copies
+
+    if not may or host(0) <= host_room:
+        return none
+    of_blocks = [copy for index, copy in may if index in places.of_blocks]
+    most = min(len(may), len(of_blocks), of_blocks.count(False), key=host)
+    return with_some(bisect_left(range(most), True, lo=min(1, most), key=lambda number: host(number) <= host_room))
+
+
+def _moves(places: Places, layout: Layout, none: Placement) -> Iterator[tuple[int, bool, int]]:
+    """What may go there, in order: of which bucket, whether the weight of a trained one, and its bytes there."""
+    away = [index for index, at in enumerate(none) if places.may_leave(index, at)]
+    frozen = {index for index in away if none[index].site is Site.NONE}
+    rests = [index for index, at in enumerate(none) if at.site is Site.HOST or index in frozen]
+    rests.sort(key=lambda index: (index not in places.of_blocks, index in frozen, -index))
+    for index in rests:
+        if index in places.of_blocks:
+            yield index, False, bytes_on_disk(places.buckets[index], layout)
+    for index in reversed(away):
+        if index in places.of_blocks and none[index].site is Site.HOST:
+            there = none[index]._replace(on_disk=True)
+            if places.hosted(index, there._replace(copy_on_disk=True)) < places.hosted(index, there):
+                bucket = replace(places.buckets[index], copy_on_disk=True)  # in fp32 the state has its master as well
+                more = bytes_on_disk(bucket, layout) - bytes_on_disk(places.buckets[index], layout)
+                yield index, True, more + weight_bytes_on_disk(bucket)
+    for index in rests:
+        if index not in places.of_blocks:
+            yield index, False, bytes_on_disk(places.buckets[index], layout)
