@@ -204,8 +204,10 @@ class PlacementSearch:
         """
         if self._here is None:
             return None
-        if self._here.num_bytes[Home.HOST] <= self._host_room:
-            return off_disk(self._here.layout, self._host_room)
+        if self._here.num_bytes[Home.HOST] <= self._host_room:  # and with less on the disk, if there is one
+            search = self._of(self._here.places)
+            less = search.worked_out(self._here.placement, self._device_room) if self._request.disk else None
+            return off_disk(self._here.layout, self._host_room) if less is None else less
         there = self._within_host
         return None if there is None or there.num_bytes[Home.DEVICE] > self._device_room else there.layout
 
