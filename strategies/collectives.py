@@ -34,7 +34,7 @@ from strategies.core.protocol import BITWISE, LOSSY, Idle, Parity, Phase, Refusa
 from strategies.core.sizes import human
 from strategies.planner.compressed import bucket_bytes, reserves
 from strategies.planner.pipeline_bytes import MESSAGE_BYTES
-from strategies.planner.two_level import SLICES, UNKNOWN, machines_of
+from strategies.planner.two_level import SLICES, UNKNOWN, best, machines_of, phases
 
 ADAMS = ("adamw_torch", "adamw_torch_fused")  # which 1-bit Adam knows
 ALONE = tuple(name for name in ELEMENTWISE if name not in BITSANDBYTES)  # whose state ranks save, each its own
@@ -238,7 +238,7 @@ class Collectives(Strategy):
             raise self._refusal(f"{ranks} ranks are on machines of {here}: start as many on each, or leave it out")
         slices, machines = self.slices, machines_of(facts)
         if slices == "auto":
-            slices = UNKNOWN if machines is None else machines.best(_message_bytes(facts))
+            slices = UNKNOWN if machines is None else best(machines, _message_bytes(facts))
         return replace(facts, run=replace(facts.run, two_level=slices))
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
@@ -269,11 +269,10 @@ class Collectives(Strategy):
         if machines is None:
             return f"{said}; the rate between machines is unknown"
         times = ", ".join(
-            f"{_slices(each)} {machines.phases(size, each) * 1e3:.3g} ms" for each in sorted({*SLICES, many})
+            f"{_slices(each)} {phases(machines, size, each) * 1e3:.3g} ms" for each in sorted({*SLICES, many})
         )
-        return (
-            f"{said}: all-reduce of {human(size)} in one ring {machines.flat(size) * 1e3:.3g} ms, {times} (simulated)"
-        )
+        once = machines.all_reduce_seconds(size, machines.ranks)
+        return f"{said}: all-reduce of {human(size)} of all ranks at once {once * 1e3:.3g} ms, {times} (simulated)"
 
 
 def _slices(many: int) -> str:

@@ -29,7 +29,7 @@ from strategies.core.facts import Facts, Rates, RunFacts
 from strategies.core.layout import Reduction
 from strategies.planner.hybrid.cluster import Cluster, Wire
 from strategies.planner.pipeline_bytes import MESSAGE_BYTES, boundary_bytes
-from strategies.planner.two_level import GATHERS, SUMS, Machines, machines_of
+from strategies.planner.two_level import GATHERS, SUMS, machines_of, phases
 
 SLICE_MESSAGES = 4  # of a block between ranks with slices of a row: queries, keys, values, and the result
 EPS: Mapping[str, float] = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
@@ -38,7 +38,7 @@ EPS: Mapping[str, float] = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
 def gather_rate(facts: Facts, rates: Rates) -> float:
     """Bytes per second that a rank sends in a ring, or as if it did where exchanges are two-level."""
     if (machines := _two_level(facts)) is not None:
-        return _sent(facts) / machines.phases(MESSAGE_BYTES, facts.run.two_level, GATHERS)
+        return _sent(facts) / phases(machines, MESSAGE_BYTES, facts.run.two_level, GATHERS)
     (_, here), inside, across = spread(facts), rates.exchange_bytes_per_s(), rates.net_across_bytes_per_s
     return min(inside, here * across) if across and crosses(facts) else inside
 
@@ -46,7 +46,7 @@ def gather_rate(facts: Facts, rates: Rates) -> float:
 def sums_slowdown(facts: Facts, rates: Rates, reduction: Reduction) -> float:
     """How many times as long a gradient takes to its owners as a gather of as many bytes."""
     if (machines := _two_level(facts)) is not None:
-        return gather_rate(facts, rates) * machines.phases(MESSAGE_BYTES, facts.run.two_level, SUMS) / _sent(facts)
+        return gather_rate(facts, rates) * phases(machines, MESSAGE_BYTES, facts.run.two_level, SUMS) / _sent(facts)
     (ranks, here), across = spread(facts), rates.net_across_bytes_per_s
     if reduction == "fast" or not across or not crosses(facts):
         return 1.0
@@ -70,7 +70,7 @@ def leaving(facts: Facts, reduction: Reduction) -> float:
     return (ranks - here) / ranks if reduction == "exact" else (ranks - 1) / ranks / here
 
 
-def _two_level(facts: Facts) -> Machines | None:
+def _two_level(facts: Facts) -> Cluster | None:
     return machines_of(facts) if facts.run.two_level else None
 
 

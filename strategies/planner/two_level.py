@@ -5,17 +5,16 @@ gather them, and to other machines (M-1)/M W/g each time. A slice is in one phas
 one at a time inside and one across, in the order of ``strategies/engine/ranks/two_level.py``, whose host waits for a
 phase before it issues the next one of that slice.
 
-An exchange in one ring sends 2 (N-1)/N W, of which all passes one link between each two machines. As for other
-exchanges (``exchanges.py``) one network card per rank is assumed, and rings over all cards.
+As for other exchanges (``exchanges.py``) one network card per rank is assumed, and rings over all cards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from strategies.core.facts import Facts
+from strategies.planner.hybrid.cluster import Cluster, Wire
 
 SLICES = (1, 2, 4, 8)  # that are tried
 UNKNOWN = 2  # slices where rates are unknown: the least with which anything overlaps
@@ -24,48 +23,32 @@ SUMS: tuple[Road, ...] = ("inside", "across")
 GATHERS: tuple[Road, ...] = ("across", "inside")
 
 
-@dataclass(frozen=True, slots=True)
-class Machines:
-    """``count`` machines with ``here`` ranks each; bytes per second that one rank sends, and seconds per message."""
-
-    count: int
-    here: int
-    inside: float
-    across: float
-    inside_latency: float = 0.0
-    across_latency: float = 0.0
-
-    def flat(self, num_bytes: float) -> float:
-        """Seconds of an all-reduce in one ring of all ranks."""
-        ranks = self.count * self.here
-        wire = 2 * (ranks - 1) / ranks * num_bytes / min(self.inside, self.here * self.across)
-        return wire + 2 * (ranks - 1) * self.across_latency
-
-    def phases(self, num_bytes: float, slices: int, roads: Sequence[Road] = SUMS + GATHERS) -> float:
-        """Seconds of ``roads``, one phase after the other for each slice; by default of an all-reduce."""
-        piece = {
-            "inside": (self.here - 1) / self.here * num_bytes / self.inside / slices + self.inside_latency,
-            "across": (self.count - 1) / self.count * num_bytes / self.here / self.across / slices
-            + self.across_latency,
-        }
-        free = {"inside": 0.0, "across": 0.0}
-        arrived, host = [0.0] * slices, 0.0
-        for tick in range(slices + len(roads)):
-            for number, road in enumerate(roads):
-                if 0 <= (part := tick - number) < slices:
-                    host = max(host, arrived[part])
-                    arrived[part] = free[road] = max(free[road], host) + piece[road]
-        return max(arrived)
-
-    def best(self, num_bytes: float) -> int:
-        """How many slices take the least."""
-        return min(SLICES, key=lambda slices: (self.phases(num_bytes, slices), slices))
+def phases(on: Cluster, num_bytes: float, slices: int, roads: Sequence[Road] = SUMS + GATHERS) -> float:
+    """Seconds of ``roads``, one phase after the other for each slice; by default of an all-reduce."""
+    assert on.across is not None
+    here, count = on.per_machine, on.ranks // on.per_machine
+    sent = {"inside": (here - 1) / here * num_bytes, "across": (count - 1) / count * num_bytes / here}
+    wires = {"inside": on.inside, "across": on.across}
+    piece = {road: sent[road] / slices / wire.bytes_per_s + wire.latency_s for road, wire in wires.items()}
+    free = {"inside": 0.0, "across": 0.0}
+    arrived, host = [0.0] * slices, 0.0
+    for tick in range(slices + len(roads)):
+        for number, road in enumerate(roads):
+            if 0 <= (part := tick - number) < slices:
+                host = max(host, arrived[part])
+                arrived[part] = free[road] = max(free[road], host) + piece[road]
+    return max(arrived)
 
 
-def machines_of(facts: Facts) -> Machines | None:
+def best(on: Cluster, num_bytes: float) -> int:
+    """How many slices take the least."""
+    return min(SLICES, key=lambda slices: (phases(on, num_bytes, slices), slices))
+
+
+def machines_of(facts: Facts) -> Cluster | None:
     """Those of a run, if all its ranks are on machines with as many of them, and their rates are known."""
     ranks, here, rates = facts.run.copies, facts.machine.ranks or facts.run.copies, facts.machine.rates
     if here >= ranks or ranks % here or rates is None or not rates.net_across_bytes_per_s:
         return None
-    inside, waits = rates.exchange_bytes_per_s(), (rates.net_latency_s, rates.net_across_latency_s)
-    return Machines(ranks // here, here, inside, rates.net_across_bytes_per_s, *waits)
+    inside = Wire(rates.exchange_bytes_per_s(), rates.net_latency_s)
+    return Cluster(ranks, here, inside, Wire(rates.net_across_bytes_per_s, rates.net_across_latency_s))

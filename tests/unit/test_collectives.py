@@ -14,13 +14,14 @@ from strategies.core.facts import Facts, MachineFacts
 from strategies.core.protocol import Refusal
 from strategies.core.registry import find
 from strategies.planner.exchanges import gather_rate, leaving, sums_slowdown
-from strategies.planner.two_level import GATHERS, Machines
+from strategies.planner.hybrid.cluster import Cluster, Wire
+from strategies.planner.two_level import GATHERS, best, phases
 from strategies.report import plan_table
 from tests.helpers.fakes import block, embedding, facts, run_facts
 from tests.unit.test_rates import some_rates
 
 SIZE = 1 << 24
-PAIRS = Machines(count=2, here=2, inside=4e6, across=1e6)
+PAIRS = Cluster(4, 2, Wire(4e6), Wire(1e6))
 
 
 def machines(ranks: int, here: int, across: float | None = 1e9) -> Facts:
@@ -35,15 +36,15 @@ def narrowed(known: Facts, **options: Any) -> Facts:
 
 def test_seconds_of_phases() -> None:
     inside, across = SIZE / 2 / 4e6, SIZE / 2 / 2 / 1e6
-    assert PAIRS.phases(SIZE, 1) == pytest.approx(2 * inside + 2 * across)
-    assert PAIRS.phases(SIZE, 1, GATHERS) == pytest.approx(inside + across)
-    assert PAIRS.flat(SIZE) == pytest.approx(1.5 * SIZE / 2e6)
+    assert phases(PAIRS, SIZE, 1) == pytest.approx(2 * inside + 2 * across)
+    assert phases(PAIRS, SIZE, 1, GATHERS) == pytest.approx(inside + across)
+    assert PAIRS.all_reduce_seconds(SIZE, 4) == pytest.approx(1.5 * SIZE / 2e6)
     # Two slices: the first one is inside, then always one is across, then the last one is inside.
-    assert PAIRS.phases(SIZE, 2) == pytest.approx(inside / 2 * 2 + 2 * across)
-    many = [PAIRS.phases(SIZE, slices) for slices in (1, 2, 4, 8, 64)]
+    assert phases(PAIRS, SIZE, 2) == pytest.approx(inside / 2 * 2 + 2 * across)
+    many = [phases(PAIRS, SIZE, slices) for slices in (1, 2, 4, 8, 64)]
     assert many == sorted(many, reverse=True) and many[-1] >= 2 * across
-    assert PAIRS.best(SIZE) == 8
-    assert replace(PAIRS, across_latency=SIZE / 1e6).best(SIZE) == 1
+    assert best(PAIRS, SIZE) == 8
+    assert best(replace(PAIRS, across=Wire(1e6, SIZE / 1e6)), SIZE) == 1
 
 
 def test_the_engine_is_priced_by_the_same_phases() -> None:
@@ -62,7 +63,7 @@ def test_the_plan_says_what_is_chosen_and_why() -> None:
     plan = compose({"collectives": Collectives()}, narrowed(machines(4, 2)))
     (line,) = (each.reason for each, by in plan.answers.values() if by == "collectives")
     best = plan.facts.run.two_level
-    assert best > 1 and f"then across 2, in {best} slices: all-reduce of" in line and "in one ring" in line
+    assert best > 1 and f"then across 2, in {best} slices: all-reduce of" in line and "of all ranks at once" in line
     assert line in plan_table.summary(plan)
     unknown = narrowed(machines(4, 2, across=None))
     assert unknown.run.two_level == 2
