@@ -1,9 +1,8 @@
 """Buckets: which parameters are copied together, and which of them may be offloaded.
 
 A copy over the link needs to be large to be fast, and small enough that several fit beside the activations. The block
-is the natural size: it is what forward needs at a time. If the rates of the link are known, a block is split as far as
-that shortens the copies: with U copies of each bucket per step, n buckets of C bytes at most, a latency of a and b
-bytes per second,
+is the natural size. If the rates of the link are known, it is split as far as that shortens the copies: with U copies
+of each bucket per step, n buckets of C bytes at most, a latency of a and b bytes per second,
 
     J(C) = U (n a + bytes / b) + C / b        the last term is the first copy, which compute cannot hide
 
@@ -11,8 +10,8 @@ bytes per second,
 
 A bucket holds parameters of one dtype and one optimizer group, in order of first use. Parameters that may be in use
 while units run that do not own them have buckets of their own, which never leave. A bucket takes whole blocks while
-they fit into the capacity; a block that does not fit is split. Embedding and head are not split and never share a
-bucket with a block. A tied parameter is in the bucket of its first use.
+they fit into the capacity. Embedding and head are not split and never share a bucket with a block. A tied parameter is
+in the bucket of its first use.
 
 Over ranks, a bucket is cut into spans of equal size. The norm of a parameter is a reduction over all of it, so
 parameters are whole in one span where that leaves little of a span empty: embedding and head are cut, blocks seldom.

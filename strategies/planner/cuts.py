@@ -1,16 +1,13 @@
 """Cut a model into the parts of a pipeline, and say which stage holds which parts. Pure.
 
-Problem. The slowest part decides how long a micro-batch takes, so parts should take equally long; the head of a large
-vocabulary counts for several blocks, and the embedding for nothing.
+The slowest part decides how long a micro-batch takes: the cut has the least longest part of all cuts, and of several
+it is the one whose parts are longest at the front, where fewer weights wait for the last micro-batch. The head of a
+large vocabulary counts for several blocks, and the embedding for nothing.
 
 A part is a run of blocks, with the embedding in front of the first and the head behind the last. Most schedules give
 every stage one part. ``interleaved`` and ``interleaved_zero_bubble`` give it two, in turn (0 1 0 1); ``zbv`` and
-``dualpipev`` two, there and back (0 1 1 0).
-
-Invariant. The cut has the least longest part of all cuts; of several, the one whose parts are longest at the front,
-where fewer weights wait for the last micro-batch.
-
-Refused: fewer blocks than parts, and numbers of blocks that do not add up to the model's.
+``dualpipev`` two, there and back (0 1 1 0). Refused: fewer blocks than parts, and numbers of blocks that do not add up
+to the model's.
 """
 
 from __future__ import annotations

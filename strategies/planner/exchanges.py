@@ -1,24 +1,21 @@
 """How fast ranks that share buckets exchange, on one machine and over several, and by which road. Numbers only.
 
 N ranks, R of them on each machine, exchange W bytes: a weight of which each rank has a span, or a gradient of which
-each has all and wants the sum of its span. Each rank sends (N-1)/N W. How much of that leaves its machine depends on
-the way:
+each has all and wants the sum of its span. Each rank sends (N-1)/N W. What leaves its machine depends on the way:
 
-    ring       gathers, and sums that are made on the way (``reduction: fast``). A rank sends to its neighbour only, so
-               one rank of a machine sends to another machine. Libraries lay as many rings as a machine has network
-               cards; one card per rank is assumed, and each sends (N-1)/N W/R
+    ring       gathers, and sums that are made on the way (``reduction: fast``). One rank of a machine sends to another
+               machine; libraries lay as many rings as a machine has network cards. One card per rank is assumed, and
+               each sends (N-1)/N W/R
     straight   gradients to their owners, who add them (``reduction: exact``). A rank sends each other rank its span,
                so what leaves its machine is (N-R)/N W
-
     two-level  inside machines and across in turn (``two_level.py``): a sum and a gather send (M-1)/M W/R across each
-
-Ranks that have slices of rows send 3 messages before attention and one after it, in forward and as many back
-(``strategies/sequence.py``); the heads of keys and values count as those of queries. Attention waits for them. Tensor
-ranks sum hidden states around each divided layer, and wait as well (``hybrid/cluster.py``).
 
 What a rank sends counts at the rate inside, what leaves at the rate between machines, and the slower of the two is the
 time. That is arithmetic; no network was measured. Where the rate between machines is unknown, all ranks count as if
 they were on one machine.
+
+Ranks that have slices of rows send 3 messages before attention and one after it, in forward and as many back
+(``strategies/sequence.py``); the heads of keys and values count as those of queries. Attention waits for them.
 """
 
 from __future__ import annotations

@@ -6,10 +6,9 @@ takes. There are three curves: nothing goes to the host; inputs of blocks do; an
 as if the link were free. What a byte on it really costs depends on all else that crosses it: the simulator chooses
 between curves. If the host is too small for what all blocks would send, only the first ones send.
 
-Positions on a grid over all curves are ranked by an estimate, which needs no layout. The best of them are worked out
-and simulated, then those half a step and a quarter beside the fastest. The fastest is taken; of those that are as fast
-within ``SAME`` the one that sends the least to the host, then the one that recomputes least. The whole search
-takes ten times as long as a mix (``site_search.py``): positions are compared by mixes.
+Positions on a grid over all curves are ranked by an estimate, which needs no layout. The best of them are worked out as
+mixes (``site_search.py``) and simulated, then those half a step and a quarter beside the fastest. Of those that are as
+fast within ``SAME`` the one that sends the least to the host is taken, then the one that recomputes least.
 
 With unknown rates nothing can be compared: blocks are then recomputed only as far as offloading alone does not make
 them fit, and nothing saved goes to the host.

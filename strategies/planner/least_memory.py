@@ -7,9 +7,8 @@ Device bytes of a placement with its weights on the device only at the ticks tha
 
     rest + (all weights - those of T) + the most that is used of T at one tick (+ codes, if T has any in fp8)
 
-so offloading T frees its bytes less that maximum. On the host it adds T's copies. What is freed never shrinks as T
-grows, so without a limit on the host T is all that may be offloaded; with one, T is filled from the largest on, weights
-whose copy costs nothing first. For blocks that are alike this is the best T.
+What T frees never shrinks as T grows, so without a limit on the host T is all that may be offloaded; with one, T is
+filled from the largest on, weights whose copy costs nothing first. For blocks that are alike this is the best T.
 
 Putting a bucket's state on the host and sending its gradients there never takes more of the device: its gradient was on
 the device all the time and is now in a slot, which costs at most as much (``addresses.py``). So the last placement

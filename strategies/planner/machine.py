@@ -1,8 +1,7 @@
 """The simulated machine: ready tasks in queues, running ones that share memories, and when the next one ends.
 
 Each queue runs one task at a time: compute, the CPU, and two queues of copies per direction, since saved tensors have
-streams of their own. What a task needs at full speed is known: a compute task its seconds, a copy its bytes at the rate
-of the link. Tasks that run together use the same media:
+streams of their own. Tasks that run together use the same media:
 
     link up, link down   by the copies of that direction; while bytes move in both, each has ``duplex`` of its rate.
                          Exchanges by way of the host use both
@@ -12,10 +11,10 @@ of the link. Tasks that run together use the same media:
     disk                 reads and writes of state, a part each; of both at once it does ``disk_overlap``
     cores                everything but that, where there is no accelerator
 
-If the tasks together need more of a medium than it has, all its users slow down by the same factor, so that it is used
-in full and no more. A task that uses several media has the smallest of their factors. Rates change only when a task
-begins or ends, or the latency of a copy is over. Compute by matrix products is not limited by memory, and neither is a
-batch of a few megabytes on its way up: both are left out.
+If they need more of a medium than it has, all its users slow down by the same factor, so that it is used in full; a
+task that uses several media has the smallest of their factors. Rates change only when a task begins or ends, or the
+latency of a copy, during which it disturbs nothing else, is over. Compute by matrix products is not limited by memory,
+and neither is a batch of a few megabytes on its way up: both are left out.
 """
 
 from __future__ import annotations

@@ -1,16 +1,13 @@
 """Packing: one address for each piece of memory that is alive some of the time, in the smallest arena that is found.
 
 A piece has a size and the half-open ranges of ticks at which it is alive: a bucket that leaves and comes back has two,
-and one address for both. A piece that is alive over the end of an iteration has a range at each end. The only
-constraint is that pieces that are alive together do not overlap. The bytes alive at the worst tick are a lower bound.
+and one address for both. Pieces that are alive together do not overlap. The bytes alive at the worst tick are a lower
+bound, which cannot always be met: of a known instance of eight pieces it is 4, and 5 are needed
+(``tests/unit/test_planner_packing.py``).
 
 The problem is NP-hard: a portfolio of orders {size, area, duration, start} x {first fit, best fit} is tried until the
 lower bound is met. For 200 random pieces it is 4 to 5 % above the bound. Pieces of one size with one range each meet
-the bound at once: the first order is then by start, and first fit takes the lowest free slot (left edge). This is why
-buckets have uniform sizes.
-
-The bound cannot always be met: a known instance of eight pieces has max-live 4 and needs 5
-(``tests/unit/test_planner_packing.py``).
+the bound at once: the first order is then by start, and first fit takes the lowest free slot (left edge).
 """
 
 from __future__ import annotations

@@ -2,15 +2,13 @@
 
 An iteration has ticks 0..T-1: forward of each block, then backward in reverse (with recomputation). A weight is idle
 between its uses: a *gap*. A weight used at FP_i and BP_i has two per iteration: the turn (FP_i to BP_i, long for early
-blocks, includes the peak of activations) and the boundary (BP_i to the next FP_i, long for late blocks). What is
-decided is which weight leaves in which gap, and when it comes back.
+blocks, includes the peak of activations) and the boundary (BP_i to the next FP_i, long for late blocks).
 
 Ticks are counted on into the next iteration: a gap that spans the boundary has ``before`` >= T. A weight that leaves in
-a gap and whose copy is issued at tick ``issue`` is absent at after < t < issue. Memory is counted per tick, so the
-bound holds whatever the real timing is: at each tick, what is present plus what the tick itself needs <= budget.
-
-The copy starts when tick issue - 1 has ended and the copies needed before it have arrived; the tick ``before`` waits
-for it. Eviction is free: the host has the weight, or receives it once per iteration after an update on the device.
+a gap and whose copy is issued at tick ``issue`` is absent at after < t < issue. At each tick, what is present plus what
+the tick itself needs is within the budget, whatever the real timing is. The copy starts when tick issue - 1 has ended
+and the copies needed before it have arrived; the tick ``before`` waits for it. Eviction is free: the host has the
+weight, or receives it once per iteration after an update on the device.
 """
 
 from __future__ import annotations

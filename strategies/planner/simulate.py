@@ -1,15 +1,9 @@
 """The simulator: how long one iteration of a plan takes, and why.
 
-Four resources work at the same time, and share the memories that they read and write (``machine.py``).
-
-    compute   ticks in order, and updates on the device; a tick waits for its weights
-    up        reloads, new weights from the CPU, visiting states; of those that are ready, the one needed first. Reloads
-              keep the order of need among themselves
-    down      gradients, visiting states, weights updated on the device that will leave; in the order they are made
-    CPU       updates on the host; of those that are ready, that of the lowest block: the next forward needs it first
-
-A copy has its latency, during which it disturbs nothing else, then its bytes. Time is event-driven, not slotted: a task
-starts when everything it waits for has ended and its queue is free.
+Compute, the link up and down, the CPU, the network and the disk work at the same time (``tasks.py`` says what they do,
+and what each task waits for), and share the memories that they read and write (``machine.py``). Of the copies up that
+are ready, the one needed first goes first, reloads in the order of need; of updates by the CPU that of the lowest
+block, which the next forward needs first. Time is event-driven, not slotted.
 
 The period is how much later the slowest resource finishes from one iteration to the next, once several have run: a
 resource that falls behind limits the period in the long run, even while compute does not wait for it yet. What falls
@@ -17,7 +11,7 @@ behind may not show in so few iterations, so the period is at least what each re
 tasks of one iteration.
 
 ``reload_period`` gives the same period for plans that move weights only, without a trace, in O(ticks + evictions) per
-iteration: the search calls it thousands of times. ``tasks.py`` lists the tasks of an iteration.
+iteration: the search calls it thousands of times.
 """
 
 from __future__ import annotations

@@ -7,17 +7,12 @@
 
 ``issue`` looks at an iteration from the middle, where backward begins, and twice: the first pass finds how late the
 last reload is issued, which bounds the first one of the next iteration. In 600 small instances this was the best of all
-issue vectors, and more memory never made it slower for the same gaps (40,000 budgets); other cut points do not have
-this. More memory may make the gaps that are found slower; ``placement_search.py`` compares whole layouts.
+issue vectors, and more memory never made it slower for the same gaps (40,000 budgets).
 
-What never leaves is resident; the rest gets the ticks at which it is present, and addresses are packed from these. A
-packing may need more than the bytes alive at its worst tick. Then the choice is made again with that much less, and
-with twice as much less each further time, since a budget a little smaller often has the same result; the last resort is
-the plan with every gap evicted. Activations are not part of it: the arena is allocated at the start and never shrinks,
-so every tick has the same room.
-
-Updates and saved tensors are left out: a weight that the CPU updates crosses the link once per iteration whatever is
-decided here. ``step_cost.py`` evaluates the whole layout with all of them.
+Addresses are packed from the ticks at which a weight is present. A packing may need more than the bytes alive at its
+worst tick: then the choice is made again with that much less, and with twice as much less each further time; the last
+resort is the plan with every gap evicted. Updates and saved tensors are left out: a weight that the CPU updates crosses
+the link once per iteration whatever is decided here. ``step_cost.py`` evaluates the whole layout with all of them.
 """
 
 from __future__ import annotations

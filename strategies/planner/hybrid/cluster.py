@@ -1,8 +1,7 @@
 """Ranks on machines, and what their collectives cost: a latency per hop and a rate, inside a machine and across.
 
-A group is ``size`` ranks, each ``stride`` after the one before. Tensor groups have stride 1, data groups the tensor
-degree, and stages are next to each other in blocks of tensor x data ranks; so what talks most is nearest (the order of
-Megatron-LM and of torch's device meshes).
+A group is ``size`` ranks, each ``stride`` after the one before: 1 in tensor groups, the tensor degree in data groups;
+stages are next to each other. So what talks most is nearest, as in Megatron-LM and torch's device meshes.
 
 A gather or a reduce-scatter goes around a ring, of which libraries lay one per network card; a sum that all ranks need
 goes along trees. With ``here`` of n ranks on a machine, S bytes take, at rates per rank and direction,
@@ -10,9 +9,8 @@ goes along trees. With ``here`` of n ranks on a machine, S bytes take, at rates 
     gather, scatter     (n - 1) latency + (n - 1)/n S / min(rate inside, here x rate across)
     sum                 2 log2 n latency + 2 (n - 1)/n S / the same
 
-so the achieved share of a rate falls with ranks and rises with the bytes of a message. Of networks across machines the
-latency per hop is 17 us, from 4.2 to 33, and compute hides nothing of what ZeRO 2 and 3 exchange at every micro-batch,
-or at best all of it: docs/parallel.md says from which publications.
+Of networks across machines the latency per hop is 17 us, from 4.2 to 33, and compute hides nothing of what ZeRO 2 and 3
+exchange at every micro-batch, or at best all of it: docs/parallel.md says from which publications.
 """
 
 from __future__ import annotations
