@@ -55,9 +55,7 @@ def decide(plan: Plan, request: OffloadRequest, *, brief: bool = False) -> tuple
     reason = f"with offload, {'the fastest' if search.rates else 'the least recomputation'} that fits"
     pairs = zip(keeps, search.options(position), strict=True)
     answers = [o.keep(keep.unit, reason if o.policy != NONE else "all kept") for keep, o in pairs if keep.open]
-    quick = search.quick(position) if brief and search.rates else None
-    layout = quick[0] if quick else search.found(position)
-    return answers, layout or search.refused(position)
+    return answers, search.at(position).best(brief=brief)
 
 
 def keep_costs(facts: Facts, rates: Rates | None, *, may_host: bool) -> list[KeepCosts]:
@@ -79,7 +77,7 @@ def _beside(plan: Plan) -> int:
 
 
 class _Search:
-    """Layouts and simulated times along the curves; ``rates`` are None if times cannot be compared."""
+    """Placement searches along the curves (``at``); ``rates`` are None if times cannot be compared."""
 
     def __init__(self, plan: Plan, request: OffloadRequest) -> None:
         self._plan, self._request = plan, request
@@ -88,9 +86,7 @@ class _Search:
         keeps = [plan.keep(unit.name) for unit in facts.units]
         pairs = zip(plan.units(), keeps, strict=True)
         units = [unit if keep.open else replace(unit, choices=None) for unit, keep in pairs]
-        self._kept = cache(self._keep)
-        self.found = cache(self._try)
-        self.quick = cache(self._try_quickly)
+        self.at = cache(self._at)
         here, *others = keep_costs(facts, self.rates, may_host=any(keep.may_host for keep in keeps))
         self._curves = [TradeoffCurve(units, here)]
         if others:
@@ -99,7 +95,7 @@ class _Search:
 
     def _spare_bytes(self) -> int:
         """Host bytes that are left if all blocks are recomputed; all of the budget if that does not fit."""
-        least = self.quick((0, len(self._curves[0].moves)))
+        least = self.at((0, len(self._curves[0].moves))).quick
         return self._request.host_bytes - _beside(self._plan) - (place(least[0]).num_bytes(Home.HOST) if least else 0)
 
     def options(self, position: Position) -> list[KeepOption]:
@@ -130,32 +126,23 @@ class _Search:
     def _fitting(self, positions: Sequence[Position], *, here: bool) -> Iterator[Position]:
         """The first ``TRIED`` that fit: with all saved tensors on the device, or on the other curves."""
         of_curve = (position for position in positions if (position[0] == 0) is here)
-        return islice((position for position in of_curve if self.quick(position)), TRIED)
+        return islice((position for position in of_curve if self.at(position).quick), TRIED)
 
     def first(self) -> Position:
         """The first position that fits with all saved tensors on the device; the last one if none does."""
         positions = range(len(self._curves[0].moves))
-        return (0, bisect_left(positions, True, key=lambda at: isinstance(self.found((0, at)), Layout)))
+        return (0, bisect_left(positions, True, key=lambda at: self.at((0, at)).found() is not None))
 
-    def _keep(self, position: Position) -> Plan:
+    def _at(self, position: Position) -> PlacementSearch:
         pairs = zip(self._plan.facts.units, self.options(position), strict=True)
         still_open = ((unit.name, option) for unit, option in pairs if self._plan.keep(unit.name).open)
-        return self._plan.amend((option.keep(name, "") for name, option in still_open), by="offload")
-
-    def _try(self, position: Position) -> Layout | None:
-        return _placement_search(self._kept(position), self._request).found()
-
-    def refused(self, position: Position) -> Layout:
-        """Raise the Refusal that says how much would be enough at ``position``, where nothing fits."""
-        return _placement_search(self._kept(position), self._request).best()
-
-    def _try_quickly(self, position: Position) -> tuple[Layout, float] | None:
-        return _placement_search(self._kept(position), self._request).quick()
+        kept = self._plan.amend((option.keep(name, "") for name, option in still_open), by="offload")
+        return _placement_search(kept, self._request)
 
     def _seconds(self, position: Position) -> float:
-        found = self.quick(position)
+        found = self.at(position).quick
         return found[1] if found else inf
 
     def _estimate(self, position: Position) -> float:
-        seconds = _placement_search(self._kept(position), self._request).estimated()
+        seconds = self.at(position).estimated()
         return inf if seconds is None else seconds

@@ -57,7 +57,7 @@ class PlacementSearch:
         Raises:
             Refusal: nothing fits.
         """
-        quick = self.quick() if brief and self._knows_rates else None
+        quick = self.quick if brief and self._knows_rates else None
         found = quick[0] if quick else self.found()
         if found is None:
             raise self._refusal()
@@ -89,6 +89,7 @@ class PlacementSearch:
             return layout
         return next(iter(with_updates_ahead(layout, self._host_room, 1)), layout)
 
+    @cached_property
     def quick(self) -> tuple[Layout, float] | None:
         """A layout and its simulated seconds, for comparisons: a mix, which takes a tenth of the time of ``found``. The
         rates must be known.
