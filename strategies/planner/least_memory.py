@@ -29,8 +29,8 @@ from strategies.core.facts import Home
 from strategies.core.layout import Layout
 from strategies.planner import weight_schedule
 from strategies.planner.addresses import place
-from strategies.planner.placement_bytes import Movable
-from strategies.planner.places import Placement, Places
+from strategies.planner.places import Movable, Placement, Places
+from strategies.planner.spill import spilled
 
 SAMPLE = 64  # placements up to which all are looked at
 COARSE, AROUND, CLOSER = 16, 3, 4  # of more: the first ones, the best around which it goes on, how much closer then
@@ -93,7 +93,7 @@ def _points(
     on_host = room if home is Home.DEVICE else 0.0  # of the host what there is, or as little as can be
     ladder = family.ladder()
     if home is Home.DEVICE:
-        placement = family.spilled(ladder[-1], on_host)
+        placement = spilled(family, ladder[-1], on_host)
         last = _point(family, placement, family.movable(placement))
         if last.num_bytes[Home.HOST] <= room:
             yield last
@@ -109,9 +109,9 @@ def _points(
         point = None if some is None else _point(family, placement, some)
         return point if point is not None and point.num_bytes[OTHER[home]] <= room else None
 
-    spilled = cache(lambda index: family.spilled(ladder[index], on_host))
-    yield from _best_of(len(ladder), lambda index: make(spilled(index)), order)
-    yield from _best_of(len(ladder), lambda index: make(family.streamed(spilled(index))), order)
+    there = cache(lambda index: spilled(family, ladder[index], on_host))
+    yield from _best_of(len(ladder), lambda index: make(there(index)), order)
+    yield from _best_of(len(ladder), lambda index: make(family.streamed(there(index))), order)
 
 
 def _point(family: Places, placement: Placement, some: Sequence[Movable]) -> _Point:

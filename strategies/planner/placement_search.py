@@ -27,6 +27,7 @@ from strategies.planner.least_memory import SAMPLE, Least, least_memory
 from strategies.planner.off_disk import off_disk
 from strategies.planner.places import OffloadRequest, Places
 from strategies.planner.site_search import CLOSE, SiteSearch, Timed
+from strategies.planner.spill import spilled
 from strategies.planner.updates_ahead import with_updates_ahead
 
 STEP = 4  # times: from one budget that is searched on the way to the next
@@ -113,7 +114,7 @@ class PlacementSearch:
         """What moves the least of all that fits as it is; if nothing does, with offloaded weights."""
         tried = ladder = self._usual.ladder()
         if self._request.weights != "streamed":
-            sizes = ((one, self._usual.sizes(self._usual.spilled(one, self._host_room))) for one in ladder)
+            sizes = ((one, self._usual.sizes(spilled(self._usual, one, self._host_room))) for one in ladder)
             fits = (one for one, size in sizes if size.device <= self._device_room and size.host <= self._host_room)
             tried = [*islice(fits, 1), ladder[-1], ladder[0]]
         found = (self._search.worked_out(one, self._device_room) for one in tried)

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from typing import Literal, NamedTuple, TypeAlias
 
 from strategies.core.facts import Facts, Home, UnitKind
@@ -43,8 +43,6 @@ from strategies.core.layout import (
 from strategies.core.moments import MomentsAs
 from strategies.planner.addresses import size_classes
 from strategies.planner.buckets import capacity, form, offloadable
-from strategies.planner.placement_bytes import Movable, Sizes
-from strategies.planner.spill import spilled
 
 
 class Place(NamedTuple):
@@ -104,6 +102,29 @@ class OffloadRequest:
     decided: frozenset[str] = frozenset()
 
 
+class Sizes(NamedTuple):
+    """Bytes of a placement: on the device of weights that may be offloaded (``weights``), the most of them that one
+    unit needs (``largest_unit``), what is added if any is (``codes``), and all else (``rest``); on the host while no
+    weight is offloaded (``host``, with slots for those on the disk), and what is added there if all are (``copies``),
+    but for slots."""
+
+    weights: int
+    largest_unit: int
+    codes: int
+    rest: int
+    host: int
+    copies: int
+
+    @property
+    def device(self) -> int:
+        return self.weights + self.rest
+
+    def room(self, device_room: int) -> int:
+        """What is left of so much for the weights that may be offloaded: less if one has to be."""
+        left = device_room - self.rest
+        return left if self.weights <= left else left - self.codes
+
+
 class _Cost(NamedTuple):
     """One bucket at one place: bytes that it holds all the time while its weight stays, ``copy`` bytes on the host that
     are added if its weight leaves, what of it uses slots, in bytes, the elements that use scratch, if its state is on
@@ -118,6 +139,16 @@ class _Cost(NamedTuple):
     ring: int
 
 
+@dataclass(frozen=True, slots=True)
+class Movable:
+    """A weight that may be offloaded: its bytes, what its copy takes on the host, and the ticks that use it."""
+
+    index: int
+    num_bytes: int
+    copy_bytes: int
+    ticks: tuple[int, ...]
+
+
 class Places:
     """What a request allows. ``choices``: the places of each bucket, from what moves the least; ``blocks``: buckets of
     blocks whose weights may be offloaded; ``direct``: buckets whose gradients may do without a slot.
@@ -130,7 +161,7 @@ class Places:
     def __init__(
         self, facts: Facts, request: OffloadRequest, bucket_bytes: int | None = None, *, direct: bool = False
     ) -> None:
-        self._request, self.bucket_bytes = request, bucket_bytes
+        self.request, self.bucket_bytes = request, bucket_bytes
         size = request.bucket_bytes or bucket_bytes or capacity(facts)
         self.buckets = form(facts, size, request.ways, fp8=request.fp8)
         if request.rounds:
@@ -164,7 +195,7 @@ class Places:
         self.choices = [tuple(self._choices(index)) for index in range(len(self.buckets))]
         # One more than a block has, so that its backward does not wait for the gradients of the one before.
         passing = Counter(self.buckets[index].units[0] for index in self._sendable)
-        self._empty = Layout(
+        self.empty = Layout(
             buckets=(),
             units=tuple(unit.name for unit in facts.units),
             in_backward=request.in_backward,
@@ -178,11 +209,11 @@ class Places:
             reduction=request.reduction,
             disk=request.disk,
         )
-        ticks = ticks_of(self._empty.units)
-        everything = replace(self._empty, buckets=self.buckets)
+        ticks = ticks_of(self.empty.units)
+        everything = replace(self.empty, buckets=self.buckets)
         self._received = received_bytes(everything)
         leaving = (replace(self.buckets[index], resident_ticks=((0, 1),)) for index in self._may_leave)
-        self._codes = aligned(replace(self._empty, buckets=tuple(leaving)).codes_bytes)
+        self._codes = aligned(replace(self.empty, buckets=tuple(leaving)).codes_bytes)
         self._expanded = aligned(everything.expanded_bytes, Home.HOST)
         self._weights = [aligned(bucket.weight_bytes) for bucket in self.buckets]
         self.ticks = [uses(bucket, ticks) for bucket in self.buckets]
@@ -194,14 +225,13 @@ class Places:
         self._bucket = cache(lambda index, place: replace(self.buckets[index], **place._asdict()))
         self._costs, self.nearest = cache(self._cost), cache(self._nearest)
         self.sizes, self.ladder = cache(self._sizes), cache(self._ladder)
-        self.spilled = cache(partial(spilled, self, self._empty, request.disk_bytes))
 
     def _is_frozen(self, index: int) -> bool:
         return self.buckets[index].group is None
 
     def _choices(self, index: int) -> Iterator[Place]:
         """The places of one bucket: device, host, streamed, each first with the gradient on the device."""
-        site = self._request.site
+        site = self.request.site
         if self._is_frozen(index):
             yield Place(Site.NONE)
             return
@@ -212,7 +242,7 @@ class Places:
             if site == "auto" and each is Site.STREAMED and index not in self.of_blocks:
                 continue
             sends = index in self._sendable and each is not Site.DEVICE and self._may_send
-            forced = self._request.gradients == "host" or (self._sends_early and each is Site.HOST)
+            forced = self.request.gradients == "host" or (self._sends_early and each is Site.HOST)
             taken = index in self._taken and each is Site.HOST
             if not (sends and forced):
                 yield Place(each, grad_split=index in self._split and each in ON_DEVICE, grad_taken=taken)
@@ -247,7 +277,7 @@ class Places:
 
     def offloadable(self, placement: Placement) -> list[int]:
         """Buckets whose weights may be offloaded."""
-        return [i for i in self._may_leave if placement[i].site is not Site.DEVICE or i in self._leave_anyway]
+        return [index for index in self._may_leave if self.may_leave(index, placement[index])]
 
     def may_leave(self, index: int, at: Place) -> bool:
         """Whether the weight of a bucket may be offloaded from there."""
@@ -264,7 +294,7 @@ class Places:
 
     def layout(self, placement: Placement) -> Layout:
         """All buckets as ``placement`` places them, every weight resident."""
-        return replace(self._empty, buckets=tuple(map(self._bucket, range(len(placement)), placement)))
+        return replace(self.empty, buckets=tuple(map(self._bucket, range(len(placement)), placement)))
 
     def like(self, other: Places, placement: Placement) -> Placement:
         """The places that the parameters have in ``placement`` of ``other`` buckets, as far as they may."""
@@ -306,9 +336,9 @@ class Places:
             pieces, piece_bytes = pieces + number * cost.window[0], max(piece_bytes, cost.window[1])
             for item, size in cost.passing:
                 passed[item][size] += number
-        host += min(self._empty.window_slots, pieces) * piece_bytes
+        host += min(self.empty.window_slots, pieces) * piece_bytes
         for item, sizes in passed.items():
-            slots = sum(size * number for size, number in size_classes(sizes, self._empty.slots(item)))
+            slots = sum(size * number for size, number in size_classes(sizes, self.empty.slots(item)))
             device, host = (device + slots, host) if PASSING[item] is Home.DEVICE else (device, host + slots)
         units: dict[str, int] = {}
         leaving = self.offloadable(placement)
@@ -318,7 +348,7 @@ class Places:
         weights = sum(self._weights[index] for index in leaving)
         rings = Counter(self._costs(self._like[i], placement[i]).ring for i in leaving if placement[i].on_disk)
         rings.pop(0, None)
-        host += sum(size * number for size, number in size_classes(rings, self._empty.slots(Item.COPY)))
+        host += sum(size * number for size, number in size_classes(rings, self.empty.slots(Item.COPY)))
         rest = device - weights + scratch_of([mixed]) + self._received
         copies = sum(self._costs(self._like[index], placement[index]).copy for index in leaving)
         return Sizes(weights, max(units.values(), default=0), self._codes, rest, host, copies)
@@ -326,7 +356,7 @@ class Places:
     def _cost(self, index: int, place: Place) -> _Cost:
         bucket = self._bucket(index, place)
         stays, leaves = (
-            [(need, aligned(need.num_bytes, need.home)) for need in needs(one, self._empty)]
+            [(need, aligned(need.num_bytes, need.home)) for need in needs(one, self.empty)]
             for one in (bucket, replace(bucket, resident_ticks=((0, 1),)))
         )
         host, away = (
@@ -338,6 +368,6 @@ class Places:
             copy=away - host,
             passing=tuple((need.item, size) for need, size in stays if need.passes),
             scratch=bucket.share if bucket.mixed and place.site in ON_DEVICE else 0,
-            window=self._empty.window_of(bucket) if bucket.state_on_disk else (0, 0),
+            window=self.empty.window_of(bucket) if bucket.state_on_disk else (0, 0),
             ring=sum(size for need, size in leaves if bucket.weight_on_disk and need.item is Item.COPY),
         )

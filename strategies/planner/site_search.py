@@ -29,10 +29,10 @@ from strategies.planner.estimate import Estimate
 from strategies.planner.least_memory import fewest_copies
 from strategies.planner.lower_bound import bound_of
 from strategies.planner.off_disk import off_disk
-from strategies.planner.placement_bytes import Sizes
-from strategies.planner.places import OffloadRequest, Placement, Places
+from strategies.planner.places import OffloadRequest, Placement, Places, Sizes
 from strategies.planner.problem import Tick
 from strategies.planner.simulate import simulated_period
+from strategies.planner.spill import spilled
 from strategies.planner.step_cost import evictions_of, problem_of, seconds_of, ticks_of_units
 from strategies.planner.updates_ahead import fastest, with_updates_ahead
 from strategies.planner.weight_schedule import SEARCHED, WINDOW, Alone, DoesNotFit, alone, fitted, only_while_used
@@ -75,11 +75,12 @@ class SiteSearch:
     def __init__(self, facts: Facts, request: OffloadRequest, places: Places, host_room: int) -> None:
         self._facts, self._request, self.places, self._host_room = facts, request, places, host_room
         self._mixed, self.bound = Mixer(places).placement, cache(self._bound)
+        self._spilled = cache(lambda placement: spilled(places, placement, host_room))
         self._weights_alone: dict[object, Alone] = {}  # by those that may leave, to the disk or not
 
     def worked_out(self, placement: Placement, device_room: int, searched: int = SEARCHED) -> Layout | None:
         """The layout of ``placement`` with as many weights offloaded as it takes; None if it does not fit."""
-        placement = self.places.spilled(placement, self._host_room)
+        placement = self._spilled(placement)
         sizes = self.places.sizes(placement)
         made = self._scheduled(placement, sizes, device_room, searched)
         surely = self._request.keeps_copies and sizes.host + sizes.copies <= self._host_room
@@ -145,7 +146,7 @@ class SiteSearch:
 
     def _estimated(self, device_room: int, placement: Placement) -> float:
         """Seconds; infinite if the placement certainly does not fit."""
-        placement = self.places.spilled(placement, self._host_room)
+        placement = self._spilled(placement)
         sizes = self.places.sizes(placement)
         away = sizes.weights if self._request.weights == "streamed" else sizes.weights - sizes.room(device_room)
         fits = sizes.host <= self._host_room and sizes.largest_unit <= sizes.room(device_room)

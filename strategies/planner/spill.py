@@ -9,36 +9,20 @@ as they are.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Protocol, TypeAlias
 
-from strategies.core.layout import Bucket, Layout, Site
+from strategies.core.layout import Layout, Site
 from strategies.core.on_disk import bytes_on_disk, weight_bytes_on_disk
-from strategies.planner.placement_bytes import Sizes
-
-Placement: TypeAlias = tuple[Any, ...]  # of ``places.py``
+from strategies.planner.places import Placement, Places
 
 
-class Places(Protocol):
-    """What ``places.py`` knows of a placement, and of a bucket at one of its places."""
-
-    buckets: tuple[Bucket, ...]
-    of_blocks: set[int]
-
-    @property
-    def sizes(self) -> Callable[[Placement], Sizes]: ...
-
-    def may_leave(self, index: int, at: Any) -> bool: ...
-
-    def hosted(self, index: int, at: Any) -> int: ...
-
-
-def spilled(places: Places, layout: Layout, disk_bytes: int, placement: Placement, host_room: float) -> Placement:
-    """``placement`` with so much on the disk, or with as much as may be there. ``layout``: without buckets."""
-    none = tuple(at._replace(on_disk=False, copy_on_disk=False) if at.on_disk else at for at in placement)
+def spilled(places: Places, placement: Placement, host_room: float) -> Placement:
+    """``placement`` with so much on the disk, or with as much as may be there."""
+    layout, disk_bytes = places.empty, places.request.disk_bytes
     if not layout.disk:
-        return none
+        return placement
+    none = tuple(at._replace(on_disk=False, copy_on_disk=False) if at.on_disk else at for at in placement)
     may, total, largest = list[tuple[int, bool]](), 0, 0
     for index, copy, size in _moves(places, layout, none):
         whole = max(largest, size if copy or none[index].site is Site.NONE else 0)

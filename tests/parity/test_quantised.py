@@ -14,7 +14,7 @@ from peft.optimizers import create_loraplus_optimizer
 from transformers.integrations.bitsandbytes import dequantize_bnb_weight
 
 from strategies.core.layout import Site
-from strategies.planner import site_search
+from strategies.planner import least_memory, placement_search, site_search
 from strategies.planner.places import Placement, Places
 from tests.helpers.marks import rarely, slowly, some_rarely
 from tests.helpers.releases import needs_scratch
@@ -148,11 +148,12 @@ def test_the_base_on_the_disk(
 ) -> None:
     """All of it that may leave the device; checkpoints, resumed ones and exports as without."""
 
-    def there(self: Places, placement: Placement, room: float) -> Placement:
-        frozen = (self.may_leave(index, at) and at.site is Site.NONE for index, at in enumerate(placement))
+    def there(places: Places, placement: Placement, room: float) -> Placement:
+        frozen = (places.may_leave(index, at) and at.site is Site.NONE for index, at in enumerate(placement))
         return tuple(at._replace(on_disk=is_so) for at, is_so in zip(placement, frozen, strict=True))
 
-    monkeypatch.setattr(Places, "_spilled", there)
+    for module in (site_search, placement_search, least_memory):
+        monkeypatch.setattr(module, "spilled", there)
     monkeypatch.setattr(site_search, "off_disk", lambda layout, room: layout)
     expected = trained(by_itself(config_of(base, bits)))
     offload = {**TRAVELS, "disk": str(tmp_path), "disk_memory": "64MiB"}
