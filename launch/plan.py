@@ -184,7 +184,8 @@ def show_fit(arguments: argparse.Namespace) -> None:
         config = fit.config_of(arguments.model, arguments.overrides, accelerated=machine.device_kind != "cpu")
         written = fit.unwritten(config)
     asked = fit.Fit(config, ranks_of(arguments), machine, written=written, say=say)
-    print("\n".join(asked.lines(as_given=bool(arguments.config))))
+    with config.placing():
+        print("\n".join(asked.lines(as_given=bool(arguments.config))))
 
 
 def show_search(arguments: argparse.Namespace) -> None:

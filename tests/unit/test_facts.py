@@ -312,6 +312,8 @@ def test_a_model_that_cannot_be_built_is_refused_in_one_line() -> None:
     assert refused(BLOOM, attn_implementation="sdpa") == (
         "model.attn_implementation = 'sdpa': bloom does not support it; leave it out"
     )
+    assert refused({**LLAMA, "pad_token_id": 999}).startswith("model.config: cannot be built: AssertionError: ")
+    assert refused({**LLAMA, "return_dict": False}).startswith("model: AttributeError: 'tuple' object")
     assert all("\n" not in line for line in (heads, refused({**LLAMA, "hidden_size": "x"})))
 
 

@@ -13,7 +13,7 @@ from strategies.planner.site_search import SiteSearch
 from tests.helpers.tiny import run_config
 from trainer.config.load import load
 from trainer.dist.ranks import Ranks
-from trainer.errors import TooLargeError, report
+from trainer.errors import ConfigError, TooLargeError, report
 from trainer.machine.probe import Machine
 from trainer.machine.profiles import profile
 from trainer.planning import fit
@@ -114,6 +114,19 @@ def test_state_in_fewer_bits_is_an_answer_of_its_own(monkeypatch: pytest.MonkeyP
     assert last.write[0] == "training: {max_grad_norm: 0.0, bf16: true}" and passing in last.write[1]
     small = card(5 << 20, 300 << 20)
     assert not [row for row in rows_of(small, "training.optim=sgd") if row.kind == "full (inexact)"], "of AdamW alone"
+
+
+def test_adapters_that_a_model_does_not_take_are_a_row() -> None:
+    """Nobody wrote ``model.lora``: the rest of the table is there, and the reason once, without PEFT's own layers."""
+    model = {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8, "vocab_size": 128}
+    config = run_config(model)
+    rows = Fit(config, HERE, card(1 << 30)).rows()
+    first, second = lines(rows)[:2]
+    assert first.startswith("full fine-tuning fits") and second == "LoRA is refused on 1 rank"
+    (lora,) = (row for row in rows if row.kind == "LoRA")
+    assert "incompatible with Mamba" in lora.refused and "base_layer" not in lora.refused
+    with pytest.raises(ConfigError, match="incompatible with Mamba"):
+        Fit(run_config(model, model={"lora": {"r": 4, "target_modules": "all-linear"}}), HERE, card(1 << 30)).rows()
 
 
 def test_what_is_for_one_rank_is_refused_once_in_words() -> None:
@@ -235,7 +248,10 @@ def test_a_model_that_is_not_one(capsys: pytest.CaptureFixture[str]) -> None:
     misspelt = ["model.config.model_type=llama", "model.config.hidden_sise=64"]
     for arguments, says in (
         ([], "--fit: which model? Give --config FILE, --model NAME_OR_FOLDER, or model.config.model_type=llama "),
-        (["--model", "./no/such/folder"], "model.name_or_path = './no/such/folder': there is no such folder"),
+        (
+            ["--model", "./no/such/folder"],
+            "command line: model.name_or_path = './no/such/folder': there is no such folder",
+        ),
         (misspelt, "command line: model.config.hidden_sise = 64"),
     ):
         assert main(["--fit", "--profile", "rtx4090-pcie4", *arguments]) == 2

@@ -309,13 +309,13 @@ def with_lora(model: PreTrainedModel, section: LoraSection, task: Task = LANGUAG
                 f"model.lora.modules_to_save = {section.modules_to_save!r}: {name} is quantised, and cannot be trained "
                 f"in full; name it in model.quantization_config.llm_int8_skip_modules as well"
             )
+    kinds = ("Linear", "Linear4bit", "Linear8bitLt", "Conv1D")
+    linear = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if type(module).__name__ in kinds}
     try:
         with warnings.catch_warnings():  # peft reads a name that Transformers has renamed
             warnings.simplefilter("ignore", FutureWarning)
             adapted: Any = get_peft_model(model, wanted)
     except ValueError as error:
-        kinds = ("Linear", "Linear4bit", "Linear8bitLt", "Conv1D")
-        linear = {n.rsplit(".", 1)[-1] for n, m in model.named_modules() if type(m).__name__ in kinds}
         raise ConfigError(
             f"model.lora.target_modules = {section.target_modules!r}: {str(error).splitlines()[0]} "
             f"The model's linear layers are: {', '.join(sorted(linear))}"

@@ -287,7 +287,7 @@ def _counted_forward(model: Any, call: Callable[[], Any], shape: tuple[int, int]
         return count(model, call)
     except NotCompilable as error:
         raise ConfigError(f"training.torch_compile: a block of this model cannot be compiled whole: {error}") from None
-    except NotImplementedError as error:  # of a mask or an attention that this model has not
+    except (NotImplementedError, AttributeError) as error:  # a mask that it has not; adapters in what gives no tensor
         raise ConfigError(f"model: {first_line(error).removeprefix('NotImplementedError: ')}") from None
     except (RuntimeError, IndexError) as error:
         what = f"{first_line(error)}; has it so many positions? data.max_length says how many tokens a row has"
@@ -390,7 +390,7 @@ def _meta_model(config: RunConfig) -> PreTrainedModel:
             if error.args[0] in (section.attn_implementation, named):  # and attention, by Falcon and GPT-J
                 raise ConfigError(lacking) from None
             raise ConfigError(f"model.config: Transformers knows no {error}") from None
-        except RuntimeError as error:  # sizes whose product no machine can address
+        except (RuntimeError, AssertionError) as error:  # too large for a machine, padding beyond the vocabulary
             raise ConfigError(f"model.config: cannot be built: {first_line(error)}") from None
     attention.check(config, model)
     if section.quantization_config is not None:

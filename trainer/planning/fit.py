@@ -168,8 +168,9 @@ class Fit:
                 break
             for group in ([], *([name] for name in names), names):
                 row = self._row(plain.using(group), self.ranks)
-                if not any(_alike(row, other) for other in rows):
-                    rows.append(row)
+                rows += [] if any(_alike(row, other) for other in rows) else [row]
+                if row.refused and not group:  # it cannot be trained so
+                    break
         return rows
 
     def _inexactly(self) -> Iterator[FitRow]:
@@ -218,7 +219,7 @@ class Fit:
                     break
 
     def _row(self, way: FitRow, ranks: Ranks) -> FitRow:
-        """``way`` with what its plan on ``ranks`` needs. Raises ConfigError about the model if no strategy is on."""
+        """``way`` with what its plan on ``ranks`` needs. Raises ConfigError about the model as the config trains it."""
         row = replace(way, ranks=ranks.world_size, write=changes(self.written or self.config.tree(), way.tree))
         self.say(f"planning {row.training} on {row.ranks} rank{'s' * (row.ranks > 1)}")
         try:
@@ -234,7 +235,7 @@ class Fit:
         except ValidationError as error:
             return replace(row, refused=error.errors()[0]["msg"].removeprefix("Value error, "))
         except (ConfigError, ValueError) as error:
-            if isinstance(error, ConfigError) and row.kind != "QLoRA" and not row.strategies and not row.given:
+            if isinstance(error, ConfigError) and row.kind == _kind(self.config) and not (row.strategies or row.given):
                 raise
             return replace(row, refused=str(error).splitlines()[0])
         needed, missing = {home: plan.peak(home) for home in Home}, _missing(plan)
@@ -394,4 +395,5 @@ def _answer(what: str, rows: Sequence[FitRow]) -> str:
         best = max(near, key=lambda row: (len(row.strategies), -sum(row.missing.values())))
         short = f"; nearest is {best.training}, {best.lacks}"
     more = f"; on {fitting[0].ranks} ranks {fitting[0].training} fits" if fitting else ""
-    return f"{what} does not fit on {least} rank{'s' * (least > 1)}{short}{more}"
+    no = "is refused" if all(row.refused for row in rows) else "does not fit"
+    return f"{what} {no} on {least} rank{'s' * (least > 1)}{short}{more}"
