@@ -2,9 +2,9 @@
 
 If recomputation was left open, each position on its trade-off curve (``activation_policy.py``) leaves another budget
 for weights, gradients and state; ``placement_search.py`` decides what moves then, and the simulator how long a step
-takes. There are three curves: nothing goes to the host; inputs of blocks do; and all that is recomputed on the first,
-as if the link were free. What a byte on it really costs depends on all else that crosses it: the simulator chooses
-between curves. If the host is too small for what all blocks would send, only the first ones send.
+takes. There are several curves: nothing goes to the host; inputs of blocks do; and whatever is cheaper there than
+recomputed, at some costs of a byte on the link. What it really costs depends on all else that crosses the link: the
+simulator chooses between curves. If the host is too small for what all blocks would send, only the first ones send.
 
 Positions on a grid over all curves are ranked by an estimate, which needs no layout. The best of them are worked out as
 mixes (``site_search.py``) and simulated, then those half a step and a quarter beside the fastest. Of those that are as
@@ -34,6 +34,7 @@ from strategies.planner.places import OffloadRequest
 
 GRID = 4  # positions per curve, besides the first
 TRIED = 3  # positions that are worked out: of the curve on which nothing goes to the host, and of the others
+SHARES = (0.1, 0.0)  # costs of a byte on the link: parts of the time that it takes to the host and back
 SAME = 0.005  # relative difference of simulated times that means nothing
 Position: TypeAlias = tuple[int, int]  # a curve, and a position on it
 
@@ -64,7 +65,8 @@ def keep_costs(facts: Facts, rates: Rates | None, *, may_host: bool) -> list[Kee
     if rates is None or not may_host:
         return [on_device]
     link_s = 1 / rates.up_bytes_per_s + 1 / rates.down_bytes_per_s
-    return [on_device, replace(on_device, link_s=link_s, inputs_only=True), replace(on_device, link_s=0.0)]
+    inputs = replace(on_device, link_s=link_s, inputs_only=True)
+    return [on_device, inputs, *(replace(on_device, link_s=share * link_s) for share in SHARES)]
 
 
 def _placement_search(plan: Plan, request: OffloadRequest) -> PlacementSearch:

@@ -24,10 +24,9 @@ from strategies.core.protocol import MemoryRefusal, Refusal
 from strategies.core.sizes import human, written
 from strategies.planner.buckets import PARTS, block_bytes, capacity, typical_block_bytes
 from strategies.planner.least_memory import SAMPLE, Least, least_memory
-from strategies.planner.off_disk import off_disk
 from strategies.planner.places import OffloadRequest, Places
 from strategies.planner.site_search import CLOSE, SiteSearch, Timed
-from strategies.planner.spill import spilled
+from strategies.planner.spill import off_disk, spilled
 from strategies.planner.updates_ahead import with_updates_ahead
 
 STEP = 4  # times: from one budget that is searched on the way to the next

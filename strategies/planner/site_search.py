@@ -28,11 +28,10 @@ from strategies.planner.addresses import place
 from strategies.planner.estimate import Estimate
 from strategies.planner.least_memory import fewest_copies
 from strategies.planner.lower_bound import bound_of
-from strategies.planner.off_disk import off_disk
 from strategies.planner.places import OffloadRequest, Placement, Places, Sizes
 from strategies.planner.problem import Tick
 from strategies.planner.simulate import simulated_period
-from strategies.planner.spill import spilled
+from strategies.planner.spill import off_disk, spilled
 from strategies.planner.step_cost import evictions_of, problem_of, seconds_of, ticks_of_units
 from strategies.planner.updates_ahead import fastest, with_updates_ahead
 from strategies.planner.weight_schedule import SEARCHED, WINDOW, Alone, DoesNotFit, alone, fitted, only_while_used
