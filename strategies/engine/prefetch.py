@@ -84,7 +84,8 @@ class Prefetch:
         self._residency.expect(bucket for scope in chain(scopes, after) for bucket in scope.buckets)
 
     def _start_first(self, scopes: Iterable[Scope], here: Scope | None, *, backward: bool) -> None:
-        ticks, sooner = 0, set[int]()
+        ticks = 0
+        sooner: set[int] = set()  # not set[int](), which torch 2.11 does not trace where somebody compiles the model
         for scope in scopes:
             ticks += here is not None and (here.is_block or scope.is_block)  # between blocks scopes share one tick
             here = scope
