@@ -14,11 +14,14 @@ import gc
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from errno import EISDIR, ENOENT
 from importlib import import_module
 from importlib.metadata import version
+from os import strerror
+from pathlib import Path
 from typing import TypeVar
 
-from trainer.errors import MEANINGS, ExitCode, UserError, nearest, report
+from trainer.errors import MEANINGS, ConfigError, ExitCode, UserError, nearest, report
 
 # peft imports it, and it advises a faster kernel each time, used or not. Every command imports this module first.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -82,6 +85,15 @@ def answered(work: Callable[[], int | None]) -> int:
     except UserError as error:
         report(error)
         return error.code
+
+
+def refuse_paths(**paths: Path | None) -> None:
+    """Raise ConfigError for the file of an option that cannot be written, before anything that takes time."""
+    for option, path in paths.items():
+        if path is not None and path.is_dir():
+            raise ConfigError(f"--{option} {path}: {strerror(EISDIR)}")
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"--{option} {path}: {strerror(ENOENT)}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

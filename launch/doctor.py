@@ -33,7 +33,7 @@ from launch import cli
 from strategies.core.sizes import human, human_duration
 from trainer.dist.deepspeed_ops import CPU_ADAM, FUSED_ADAM, SHM, Op, cache_folder, compiler
 from trainer.dist.ranks import Ranks, settle_environment
-from trainer.errors import ExitCode, UserError
+from trainer.errors import ConfigError, ExitCode
 from trainer.machine.probe import GIB, Memory, cores, disk_free_bytes, host_memory, probe
 from trainer.machine.profiles import COMMAND, StoredRates, known_rates, one_line, stored_at
 
@@ -181,9 +181,9 @@ def measure_rates(path: Path, disk: list[Path]) -> None:
     try:
         stored = rates.measure_and_store(path, partial(print, flush=True), disk)
     except OSError as error:
-        raise UserError(f"--out {path}: {error.strerror}") from None
+        raise ConfigError(f"--out {path}: {error.strerror}") from None
     except ValueError as error:
-        raise UserError(f"--disk {' '.join(map(str, disk))}: {error}") from None
+        raise ConfigError(f"--disk {' '.join(map(str, disk))}: {error}") from None
     print(f"\n{rates_row(stored)}\nstored in {path} after {human_duration(time.perf_counter() - began_s)}")
 
 
@@ -306,14 +306,20 @@ def main(argv: list[str] | None = None) -> int:
         return cli.answered(lambda: measure_rates(args.out or stored_at(), args.disk))
     if args.out or args.disk:
         parser.error(f"{'--out' if args.out else '--disk'} goes with --rates")
+    return cli.answered(lambda: check(args.json, build=args.build))
+
+
+def check(path: Path | None, *, build: bool) -> int:
+    """Print the rows and what they come to, and write them to ``path``; the exit code."""
+    cli.refuse_paths(json=path)
     rows = []
-    for row in examine(Path("runs"), build=args.build):
+    for row in examine(Path("runs"), build=build):
         print(row, flush=True)
         rows.append(row)
     print("\n" + "\n".join(summary(rows)))
     ready = all(row.status is not Status.FAIL for row in rows)
-    if args.json:
-        args.json.write_text(json.dumps({"ready": ready, "rows": [asdict(row) for row in rows]}, indent=2) + "\n")
+    if path is not None:
+        path.write_text(json.dumps({"ready": ready, "rows": [asdict(row) for row in rows]}, indent=2) + "\n")
     return ExitCode.FINISHED if ready else ExitCode.FAILED
 
 

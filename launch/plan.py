@@ -11,8 +11,6 @@ import gc
 import json
 import sys
 from collections.abc import Sequence
-from errno import EISDIR, ENOENT
-from os import strerror
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,19 +108,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return cli.answered(lambda: show_file(given.check))
 
     def answer() -> None:
-        refuse_paths(given)
+        cli.refuse_paths(json=given.json, plot=given.plot)
         (show_fit if given.fit else show_search if given.search else show)(given)
 
     return cli.answered(answer)
-
-
-def refuse_paths(given: argparse.Namespace) -> None:
-    """Raise ConfigError for a file that cannot be written, before anything that takes time."""
-    for option, path in (("json", given.json), ("plot", given.plot)):
-        if path is not None and path.is_dir():
-            raise ConfigError(f"--{option} {path}: {strerror(EISDIR)}")
-        if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"--{option} {path}: {strerror(ENOENT)}")
 
 
 def show(arguments: argparse.Namespace) -> None:

@@ -132,6 +132,12 @@ def test_summary() -> None:
     assert doctor.summary([warned, failed]) == ["not ready, to fix: 1", "  c: mend c", "would help:", "  b: mend b"]
 
 
+def test_a_file_that_cannot_be_written_is_said_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(["--json", str(tmp_path / "none/doctor.json")]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err == f"--json {tmp_path / 'none/doctor.json'}: No such file or directory\n"
+
+
 def test_one_real_examination(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

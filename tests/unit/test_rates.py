@@ -219,13 +219,13 @@ def test_the_disks_of_folders_are_measured_besides(
     assert found is not None and found.disk_folder == ", ".join(folders) and 1 <= found.disk_overlap <= 2
     assert found.disk_read_bytes_per_s == found.disk_write_bytes_per_s == disk_rates.PIECE / 2, "of each drive"
     assert not any(map(os.listdir, folders)), "the files are gone"
-    assert doctor.main(["--rates", "--out", str(path), "--disk", folders[0], str(tmp_path / "none")]) == ExitCode.FAILED
+    assert doctor.main(["--rates", "--out", str(path), "--disk", folders[0], str(tmp_path / "none")]) == ExitCode.CONFIG
     assert capsys.readouterr().err.rstrip().endswith(f"{tmp_path}/none: no such folder")
 
 
 def test_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
-    assert doctor.main(["--rates", "--out", str(tmp_path / "file/machine.json")]) == ExitCode.FAILED
+    assert doctor.main(["--rates", "--out", str(tmp_path / "file/machine.json")]) == ExitCode.CONFIG
     found = capsys.readouterr()
     assert found.out == "" and found.err.startswith(f"--out {tmp_path}/file/machine.json: ")
     for wrong in (["--rates", "--build"], ["--out", "x"], ["--disk", "x"]):
