@@ -2,8 +2,7 @@
 
 A recomputed block keeps its input and the outputs of some operators; an operator whose output is not kept runs again.
 Bytes and seconds simply add up, so the best options for a block are the prefixes of its operators in the order of
-seconds per byte: its *frontier*, from "keep everything" to "keep the input", without options that cost more per byte
-than a later one.
+seconds per byte: its *frontier*, without options that cost more per byte than a later one.
 
 All blocks together move along their frontiers one option at a time, the cheapest per byte first, and of equal ones that
 of the first block: its saved tensors wait longest, and while it runs again those of later blocks are gone. On that
@@ -11,9 +10,8 @@ trade-off curve bytes only fall and seconds only rise, so the first position tha
 block that moved last may use any other option that fits as well and costs less. The last block is tried both ways: its
 backward begins at once, so recomputing it frees little.
 
-With a cost per byte on the link, what a block keeps may wait on the host, only its input or all of it. What the last
-block saves is needed at once, and what the one before it sent would arrive at the same time, at the peak: these two
-send nothing.
+With a cost per byte on the link, what a block keeps may wait on the host, only its input or all of it. The last two
+blocks send nothing: what the last one saves is needed at once, and that of the one before would arrive at the peak.
 """
 
 from __future__ import annotations

@@ -1,18 +1,10 @@
 """Places: where each bucket's optimizer state rests, where its gradient waits and who updates it, and what that takes.
 
 A placement is one ``Place`` per bucket; ``Places`` knows which of them the options leave open, and counts the bytes of
-a placement without placing it. Where nothing can be compared by time, placements come in the order of ``ladder``, from
-the one that moves the least to the one that moves the most:
-
-1. optimizer state to the host, where the CPU updates it; last units first, because backward finishes them first. With
-   one micro-batch per update their gradients wait on the host as well.
-2. gradients of those buckets to the host; last units first.
-
-Where the host has no room for it, and there is a disk, what the host updates rests there, and frozen weights: as little
-as is enough, since the disk is slower (``spill.py``).
-
-Host updates of blocks may be streamed instead: the state visits the device (from "Deep Optimizer States", arXiv
-2410.21316). A bucket whose state rests on the device keeps its weight there too, unless both are forced by options.
+a placement without placing it. ``ladder`` has those that stream nothing, from the one that moves the least: first
+optimizer state goes to the host, where the CPU updates it, then gradients; last units first, because backward finishes
+them first. A bucket whose state rests on the device keeps its weight there too, unless both are forced by options.
+Streamed updates, whose state visits the device, are from "Deep Optimizer States" (arXiv 2410.21316).
 
 A gradient of embedding or head is there twice for a moment: where backward made it, and in its slot, which no block's
 gradient needs as large. Where memory is scarce it goes down from where backward made it (``direct``). That memory is

@@ -39,19 +39,19 @@ class Tick:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """How a weight is updated, once per iteration.
+    """How a weight is updated, once per iteration. Weights of the same slot use it in turn; None: its own memory.
 
     Args:
         seconds: of the CPU where ``site`` is the host, else of the device, if nothing else uses the memory.
         touched_bytes: that it reads and writes meanwhile, in the memory of the place where it is computed.
         grad_bytes: go down after the weight's last use, if its update or its gradient is on the host.
         state_bytes: come up before a streamed update and go down after it.
-        grad_slot, arrival_slot, visit_slot: the slot for its gradient on the device, for a gradient that arrives on the
-            host to be added, and for its visiting state; weights of the same slot use it in turn. None: its own memory.
-        parked_slot: the slot on the host in which its gradient is until the update has read it. None: its own memory.
+        grad_slot, arrival_slot, visit_slot: for its gradient on the device, for a gradient that arrives on the host to
+            be added, and for its visiting state.
+        parked_slot: on the host, in which its gradient is until the update has read it.
         exchange_bytes: of its gradient, that a rank sends to others.
         grad_direct: its gradient goes down from where it is made, and compute waits for that.
-        copy_slot: the slot on the host that its master is rounded into for each reload. None: the host has a copy.
+        copy_slot: on the host, that its master is rounded into for each reload. None: the host has a copy.
         from_master: an update on the device makes the weight from its master, and needs no weight before.
         ahead_seconds, ahead_bytes: of the CPU and its memory, for what is done of the update before the norm is known.
         disk_bytes: of state that rests on the disk: read before the update into ``window_slot``, and written after it.

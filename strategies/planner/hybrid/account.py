@@ -3,9 +3,9 @@
 In a pipeline, what forward saves of the other micro-batches in flight is there as well. Torch's pipeline trains plainly
 under autocast, and allocates a buffer for every micro-batch that a stage receives, activations and gradients.
 
-With offload this is an estimate, since ``strategies.offload`` places buckets and this does not: the device has weights
-(or the largest unit and two blocks twice, where they are fetched), the gradients that wait there, or two slots for the
-largest unit, and the peak of forward and backward; the host has all the rest.
+With offload this is an estimate, which places no buckets: the device has weights (or the largest unit and two blocks
+twice, where they are fetched), the gradients that wait there, or two slots for the largest unit, and the peak of
+forward and backward; the host has all the rest.
 """
 
 from __future__ import annotations

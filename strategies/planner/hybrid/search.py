@@ -1,10 +1,9 @@
 """The search over uniform degrees: every stage has the same ranks, used in the same way.
 
 The grid: stages x tensor x data x ZeRO x recompute x offload x micro-batch; and in one stage, without tensor ranks,
-sequence or experts, which no strategy takes beside the two.
-Degrees that cannot be run (``degrees.py``), that strategies refuse (``keys.py``) or that do not fit (``account.py``)
-are left out; of the rest each has a lower bound, and only those that can be among the best are priced by the clock
-(``step_seconds.py``).
+sequence or experts, which no strategy takes beside the two. What cannot be run (``degrees.py``), what strategies refuse
+(``keys.py``) and what does not fit (``account.py``) is left out; of the rest each has a lower bound, and only those
+that can be among the best are priced by the clock (``step_seconds.py``).
 """
 
 from __future__ import annotations
