@@ -11,13 +11,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any, TypeAlias
 
 from strategies.core.facts import Home
 from strategies.core.layout import Bucket, Layout, Site, aligned, needs
 from strategies.core.on_disk import bytes_on_disk, weight_bytes_on_disk
 from strategies.planner.addresses import place
-from strategies.planner.places import Placement, Places
+from strategies.planner.places import Place, Placement, Places
 
 Change: TypeAlias = tuple[int, Any]  # of a bucket, by index: fields
 COPY: Any = {"copy_on_disk": False}
@@ -29,19 +30,21 @@ def spilled(places: Places, placement: Placement, host_room: float) -> Placement
     layout, disk_bytes = places.empty, places.request.disk_bytes
     if not layout.disk:
         return placement
-    none = tuple(at._replace(on_disk=False, copy_on_disk=False) if at.on_disk else at for at in placement)
-    may, total, largest = list[tuple[int, bool]](), 0, 0
+    none = tuple(_resting(at, state=False, copy=False) if at.on_disk else at for at in placement)
+    may, states, total, largest = list[tuple[int, bool]](), set[int](), 0, 0
     for index, copy, size in _moves(places, layout, none):
         whole = max(largest, size if copy or none[index].site is Site.NONE else 0)
         # Weights are whole on one drive: the fullest has at most so much more than the others.
         uneven = (len(layout.disk) - 1) * whole
-        if size and total + size + uneven <= disk_bytes and (not copy or (index, False) in may):
-            may, total, largest = [*may, (index, copy)], total + size, whole
+        if size and total + size + uneven <= disk_bytes and (not copy or index in states):
+            may.append((index, copy))
+            states.add(index)
+            total, largest = total + size, whole
 
     def with_some(number: int) -> Placement:
         now = list(none)
         for index, copy in may[:number]:
-            now[index] = now[index]._replace(on_disk=True, copy_on_disk=copy)
+            now[index] = _resting(none[index], state=True, copy=copy)
         return tuple(now)
 
     def host(number: int) -> int:
@@ -55,6 +58,12 @@ def spilled(places: Places, placement: Placement, host_room: float) -> Placement
     return with_some(bisect_left(range(most), True, lo=min(1, most), key=lambda number: host(number) <= host_room))
 
 
+@cache
+def _resting(at: Place, *, state: bool, copy: bool) -> Place:
+    """``at``, with its state, or a frozen weight, on the disk, and a trained weight."""
+    return at._replace(on_disk=state, copy_on_disk=copy)
+
+
 def _moves(places: Places, layout: Layout, none: Placement) -> Iterator[tuple[int, bool, int]]:
     """What may go there, in order: of which bucket, whether the weight of a trained one, and its bytes there."""
     away = [index for index, at in enumerate(none) if places.may_leave(index, at)]
@@ -66,8 +75,8 @@ def _moves(places: Places, layout: Layout, none: Placement) -> Iterator[tuple[in
             yield index, False, bytes_on_disk(places.buckets[index], layout)
     for index in reversed(away):
         if index in places.of_blocks and none[index].site is Site.HOST:
-            there = none[index]._replace(on_disk=True)
-            if places.hosted(index, there._replace(copy_on_disk=True)) < places.hosted(index, there):
+            alone, both = (places.hosted(index, _resting(none[index], state=True, copy=copy)) for copy in (False, True))
+            if both < alone:
                 bucket = replace(places.buckets[index], copy_on_disk=True)  # in fp32 the state has its master as well
                 more = bytes_on_disk(bucket, layout) - bytes_on_disk(places.buckets[index], layout)
                 yield index, True, more + weight_bytes_on_disk(bucket)

@@ -8,9 +8,9 @@ import pytest
 
 from strategies.core.compose import compose, in_order
 from strategies.core.compression import Compression
-from strategies.core.facts import NO_WORK, Choices, Facts, Home, Operator, Param, Rates, UnitKind, Work
+from strategies.core.facts import NO_WORK, Choices, Facts, Home, Operator, Param, Precision, Rates, UnitKind, Work
 from strategies.core.layout import Item, Site
-from strategies.core.on_disk import disk_bytes
+from strategies.core.on_disk import disk_bytes, rewritten_bytes
 from strategies.core.plan import Plan
 from strategies.core.protocol import MemoryRefusal
 from strategies.core.registry import find
@@ -20,7 +20,7 @@ from strategies.planner.estimate import _together
 from strategies.planner.exchanges import gather_rate, leaving, sums_slowdown
 from strategies.planner.problem import Link, Problem, Tick, Weight
 from strategies.planner.step_cost import evictions_of, plan_cost, problem_of, unit_flops, unit_seconds
-from strategies.planner.tasks import Resource
+from strategies.planner.tasks import Resource, build_tasks
 from strategies.planner.weight_schedule import ASSUMED
 from strategies.report import full_report
 from tests.helpers.fakes import GPU
@@ -184,6 +184,29 @@ def test_a_frozen_base_is_read_twice_per_pass() -> None:
         assert "optimizer state" not in line and "written" not in line
     with pytest.raises(MemoryRefusal):
         planned(about, disk="/fast", disk_memory="1MiB", **given)
+
+
+def test_trained_weights_are_written_once_and_read_after_that() -> None:
+    """In forward and in backward, but for those that are there when backward begins."""
+    names = ("embedding", *(f"layers.{index}" for index in range(16)), "head")
+    params = [Param(name, name, BLOCK, "bfloat16", 0) for name in names]
+    machine = replace(GPU, rates=FAST)
+    about = facts_of(*params, machine=machine, forward_flops=10**9, max_grad_norm=0.0, precision=Precision.BF16)
+    given = {"gpu_memory": "24MiB", "host_memory": "52MiB", "weights": "streamed", "site": "host"}
+    plan = planned(about, disk="/fast", disk_memory="1GiB", gradients="passing", **given)
+    assert plan.layout is not None
+    there = [bucket for bucket in plan.layout.buckets if rewritten_bytes(bucket)]
+    problem = problem_of(plan.facts, plan.layout, FAST)
+    tasks = build_tasks(problem, list(evictions_of(problem, plan.layout)), 4)
+    writes = [task for task in tasks if task.label.startswith("write weight ") and task.iteration == 2]
+    reads = [task for task in tasks if task.label.startswith("read weight ") and task.iteration == 2]
+    size = sum(task.num_bytes for task in writes)
+    assert size == sum(bucket.weight_bytes for bucket in there) > 16 << 20
+    assert 0 <= 2 * size - sum(task.num_bytes for task in reads) <= 3 * there[0].weight_bytes
+    for task in writes:
+        assert task.label.replace("write", "read") in [later.label for later in task.then]
+    (line,) = full_report.disk_lines(plan, plan_cost(plan))
+    assert "MiB of weights, read in forward and in backward and written once per step: " in line
 
 
 def test_a_checkpoint_has_state_in_fp32_wherever_it_rests() -> None:
