@@ -17,6 +17,7 @@ WRONG: dict[str, tuple[str | None, dict[str, Any] | None, str]] = {
     "one of two": ("cosine_with_min_lr", {}, "One of min_lr or min_lr_rate"),
     "of another one": (None, {"num_cycles": 2}, "lr_scheduler_type linear: .*'num_cycles'"),
     "of a rate": ("polynomial", {"lr_end": 1}, "must be smaller than initial lr"),
+    "of the last step": ("polynomial", {"power": -3}, "cannot be raised to a negative power at step [1-9]"),
     "would be ignored": ("constant", {"num_cycles": 2}, "constant takes no options; leave it out"),
 }
 
