@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.helpers.engine import DECAY, LR, STEPS, differences, plain, plan_of, 
 from tests.helpers.grid import BF16, FORBIDDEN, FP32, batches_on, both, noise, title
 from tests.helpers.models import build, on, tokens
 from tests.helpers.pairwise import Row, Table
+from tests.helpers.releases import needs_scratch
 from tests.helpers.sides import both_sides, train, training
 from tests.parity.test_zoo import MODELS, NORM, TRAVEL, clipped
 
@@ -39,6 +41,17 @@ def test_bits_of_the_table_of_cases(row: Row) -> None:
     case: dict[str, Any] = {name: level for name, level in row.items() if name != "dtype"}
     dtype: Any = row["dtype"]
     assert differences(*both(case, dtype, DEVICE, AcceleratorTransfer(torch.device(DEVICE)))) == []
+
+
+@needs_scratch
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_trained_weights_on_the_disk(dtype: torch.dtype, tmp_path: Path) -> None:
+    """The worker updates beside the device, and drives write behind it; every other block stays on the device."""
+    batches, model = batches_on(DEVICE, "llama", STEPS), build("llama", dtype=dtype)
+    wished: Any = {"weights_there": True, "passing": True, "in_backward": True, "park": "host", "bucket": "half"}
+    plan = plan_of(model, site="host", weights="some", disk=[str(tmp_path)], prefetch=1, **wished)
+    found = stowed(model, plan, batches, device=DEVICE, transfer=AcceleratorTransfer(torch.device(DEVICE)))
+    assert differences(plain(on(DEVICE, build("llama", dtype=dtype)), batches), found) == []
 
 
 def test_plain_training_repeats_itself() -> None:
