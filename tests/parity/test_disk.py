@@ -28,7 +28,7 @@ from strategies.engine.transfer.transfer import Transfer
 from strategies.planner import places
 from tests.helpers.doubles import Delayed, RaceDetector
 from tests.helpers.engine import LR, differences, plain, plan_of, planned, stowed
-from tests.helpers.late import Late
+from tests.helpers.late import Early, Late
 from tests.helpers.marks import in_turns
 from tests.helpers.models import build, tokens
 from tests.helpers.releases import needs_scratch
@@ -111,6 +111,30 @@ def test_what_is_expected_waits_until_its_slot_is_free(tmp_path: Path) -> None:
         assert stretch.moments[0].eq(1 + first).all()
     with other.at_hand():
         assert other.moments[0].eq(1 + second).all()
+    disk.close()
+
+
+def test_each_piece_is_read_once_though_another_update_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In backward the bucket before is complete while this one is updated, and would be the first to be read."""
+    monkeypatch.setattr(disk_state, "thread", Early)
+    plan = plan_of(build("llama"), disk=[str(tmp_path)], **HOST)
+    disk = disk_state.DiskState(plan.layout, Arena(plan.place.addresses, torch.device("cpu")))
+    earlier, later = [index for index, pieces in disk.stretches.items() if len(pieces) > 2 * plan.layout.window_slots][
+        :2
+    ]
+    pieces = [*disk.stretches[later], *disk.stretches[earlier]]
+    for stretch in pieces:
+        with stretch.at_hand(writes=True, behind=True):
+            pass
+    read: list[int] = []
+    once = scratch_file.StripedFile.read
+    monkeypatch.setattr(scratch_file.StripedFile, "read", lambda file, *to: (read.append(to[1]), once(file, *to)))
+    disk.expect([later])
+    for stretch in pieces:
+        with stretch.at_hand(writes=True, behind=True):
+            if stretch is pieces[0]:
+                disk.expect([earlier])
+    assert len(read) == len(set(read)) >= len(pieces) - plan.layout.window_slots
     disk.close()
 
 

@@ -2,7 +2,6 @@
 
 import errno
 import os
-from concurrent.futures import Executor, Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from strategies.engine.memory.disk_weights import WRITES
 from strategies.engine.memory.scratch_file import DiskError
 from strategies.planner import places
 from tests.helpers.engine import differences, plain, plan_of, planned, stowed
-from tests.helpers.late import Late
+from tests.helpers.late import Early, Late
 from tests.helpers.models import build, tokens
 from tests.helpers.releases import needs_scratch
 from tests.helpers.sides import BATCHES, everything, train, unequal
@@ -31,15 +30,6 @@ from trainer.planning.plan_for import plan_for
 pytestmark = needs_scratch
 BF16, FP32 = torch.bfloat16, torch.float32
 HOST: dict[str, Any] = {"site": "host", "weights": "travelling", "bucket": "half"}
-
-
-class Early(Executor):
-    """A thread's queue that is always empty: what it is given is done at once."""
-
-    def submit(self, work: Any, /, *given: Any, **named: Any) -> Future[Any]:
-        done = Future[Any]()
-        done.set_result(work(*given, **named))
-        return done
 
 
 @pytest.mark.parametrize("loop", [{}, {"accumulation": 2}], ids=["passing", "accumulated"])

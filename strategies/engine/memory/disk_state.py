@@ -3,7 +3,8 @@
 The state of each bucket that is ``on_disk`` is cut into pieces (``core/on_disk.py``). Each has a place in the files,
 and one slot of the window, which pieces of all buckets pass in turn: WINDOW of the layout. A slot has a thread, which
 moves state between the two. What will be updated is ``expect``-ed: it is read ahead as soon as its slot is free, and
-written behind when it was updated, while others are read and updated.
+written behind when it was updated, while others are read and updated. Updates that wait run in the order of buckets, so
+pieces are read in that order; but those of an update that has begun are first: in backward earlier buckets come later.
 
 Ordering. Everything that concerns a piece happens in its one slot, whose thread does what it is given in that order.
     read, then use          ``held`` waits for all that the slot's thread was given, before it shows the state
@@ -19,11 +20,11 @@ The first error is kept, and raised by all who come later: what was to be writte
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from heapq import heappush
 
 import torch
 from torch import Tensor
@@ -69,7 +70,7 @@ class _Slot:
         self.holds: int | None = None
         self.changed = False  # it differs from the file
         self.users = 0
-        self.expected: list[int] = []  # a heap: updates run in the order of buckets, and so of pieces
+        self.expected: list[int] = []  # sorted
 
 
 class DiskState:
@@ -82,7 +83,8 @@ class DiskState:
         self._closed = False
         self._written = set[int]()  # pieces of which there is something in the file
         self._places: list[tuple[_Slot, Tensor, int]] = []  # of each piece: slot, memory, offset in the file
-        self._pieces: dict[int, list[int]] = {}  # of each bucket, by index
+        self._pieces: dict[int, range] = {}  # of each bucket, by index
+        self._begun = range(0)  # those of the update that has begun
         self.stretches: dict[int, list[Stretch]] = {}  # likewise
         self._slots = [_Slot() for _ in range(layout.window_slots)]
         window = arena.of("", Item.WINDOW, torch.uint8)
@@ -92,10 +94,10 @@ class DiskState:
             numbers, count = layout.moments + layout.buckets[index].mixed, piece.stop - piece.start
             memory = window[piece.slot * size :][: aligned(4 * numbers * count, Home.HOST)]
             self._places.append((self._slots[piece.slot], memory, piece.offset))
-            self._pieces.setdefault(index, []).append(number)
+            self._pieces[index] = range(self._pieces[index].start if index in self._pieces else number, number + 1)
             state = list(memory.view(torch.float32)[: numbers * count].view(numbers, count))
             master = state.pop(0) if layout.buckets[index].mixed else None
-            held = Stretch(piece.start, piece.stop, master, state, partial(self.held, number))
+            held = Stretch(piece.start, piece.stop, master, state, partial(self.held, index, number))
             self.stretches.setdefault(index, []).append(held)
 
     def expect(self, buckets: Iterable[int]) -> None:
@@ -103,14 +105,14 @@ class DiskState:
         with self._issuing:
             for index in buckets:
                 for number in self._pieces.get(index, ()):
-                    heappush(self._places[number][0].expected, number)
+                    insort(self._places[number][0].expected, number)
             for slot in self._slots:
                 self._read_ahead(slot)
 
     @contextmanager
-    def held(self, number: int, *, writes: bool = False, behind: bool = False) -> Iterator[None]:
-        """Piece ``number`` is in its slot, and nobody else uses that. ``writes``: it may be changed
-        meanwhile; ``behind``: and goes to the file at once, not only when the slot is needed.
+    def held(self, index: int, number: int, *, writes: bool = False, behind: bool = False) -> Iterator[None]:
+        """Piece ``number``, of bucket ``index``, is in its slot, and nobody else uses that. ``writes``: it may be
+        changed meanwhile; ``behind``: and goes to the file at once, not only when the slot is needed.
         """
         if self._closed:
             raise RuntimeError("optimizer state on the disk ends with close(); save it, or read it, before")
@@ -120,8 +122,8 @@ class DiskState:
                 assert not slot.users or slot.holds == number, "two pieces of one slot are wanted at the same time"
                 slot.users += 1
                 if number in slot.expected:
-                    slot.expected.remove(number)  # in the order of updates it is the first one, and a heap stays
-                    slot.expected.sort()
+                    slot.expected.remove(number)
+                    self._begun = self._pieces[index]
                 self._load(slot, number)
                 last = slot.last
             try:
@@ -139,7 +141,9 @@ class DiskState:
 
     def _read_ahead(self, slot: _Slot) -> None:
         if slot.expected and not slot.users:
-            self._load(slot, slot.expected[0])
+            first = bisect_left(slot.expected, self._begun.start)
+            begun = [number for number in slot.expected[first : first + 1] if number in self._begun]
+            self._load(slot, (begun or slot.expected)[0])
 
     def _load(self, slot: _Slot, number: int) -> None:
         if slot.holds == number:
