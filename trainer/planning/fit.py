@@ -161,14 +161,14 @@ class Fit:
             given = FitRow(kind=_kind(config), tree=config.tree(), given=True)
             rows.append(self._row(given, self.ranks))
         names = [name for name in _saving() if not find(name).needs_ranks]
-        plainly = _plain(config)
-        own = [plain.kind for plain in plainly].index(_kind(config))
-        for number, plain in enumerate(plainly):
+        own = [plain.kind for plain in _plain(config)].index(_kind(config))
+        for number, plain in enumerate(_plain(config)):
             if self.short and number > own and any(row.fits for row in rows):
                 break
             for group in ([], *([name] for name in names), names):
                 row = self._row(plain.using(group), self.ranks)
-                rows += [] if any(_alike(row, other) for other in rows) else [row]
+                if not any(_alike(row, other) for other in rows):
+                    rows.append(row)
                 if row.refused and not group:  # it cannot be trained so
                     break
         return rows

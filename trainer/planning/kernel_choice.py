@@ -40,7 +40,8 @@ def _candidates(config: RunConfig, *, here: bool) -> Iterator[tuple[str, str]]:
     for name in attention.installed_flash() if here else ():
         yield name, "which is installed"
     mask = config.model.attention_mask
-    if config.data.packing if mask is None else mask.strided is None and mask.random is None:
+    takes_mask = mask is None or (mask.strided is None and mask.random is None)
+    if takes_mask and (config.data.packing or mask is not None):
         yield attention.VARLEN, "which needs no mask for every pair of tokens"
 
 

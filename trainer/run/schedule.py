@@ -16,7 +16,7 @@ KEY = "training.lr_scheduler_kwargs"
 
 def refuse(config: RunConfig) -> None:
     """Raise ConfigError for options that the scheduler does not take, without which it cannot be made, or that give a
-    rate that is none where the course begins, in its middle or where it ends.
+    rate that is negative or no number where the course begins, in its middle or where it ends.
     """
     import torch
     from torch.optim.lr_scheduler import LambdaLR

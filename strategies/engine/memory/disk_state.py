@@ -70,7 +70,7 @@ class _Slot:
         self.holds: int | None = None
         self.changed = False  # it differs from the file
         self.users = 0
-        self.expected: list[int] = []  # sorted
+        self.expected: list[int] = []  # what is to come, sorted
 
 
 class DiskState:
