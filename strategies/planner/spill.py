@@ -20,9 +20,9 @@ from strategies.core.on_disk import bytes_on_disk, weight_bytes_on_disk
 from strategies.planner.addresses import place
 from strategies.planner.places import Place, Placement, Places
 
-Change: TypeAlias = tuple[int, Any]  # of a bucket, by index: fields
-COPY: Any = {"copy_on_disk": False}
-ALL: Any = {"on_disk": False}
+Change: TypeAlias = tuple[int, Any]  # the fields of a bucket, by index, that become others
+COPY: Any = {"copy_on_disk": False}  # a trained weight leaves the disk
+ALL: Any = {"on_disk": False}  # state, or a frozen weight, does
 
 
 def spilled(places: Places, placement: Placement, host_room: float) -> Placement:
@@ -94,7 +94,7 @@ def off_disk(layout: Layout, host_room: int) -> Layout:
         return layout
     copies = [(index, COPY) for index in there if layout.buckets[index].copy_on_disk]
     changes = copies + [(index, ALL) for index in sorted(there, key=lambda index: layout.buckets[index].state_on_disk)]
-    for some in (changes, copies):  # and their slots
+    for some in (changes, copies):  # all of them: then the host needs no slots for them, either
         if some and place(less := _changed(layout, some)).num_bytes(Home.HOST) <= host_room:
             layout = less
             break

@@ -119,9 +119,8 @@ def test_each_piece_is_read_once_though_another_update_waits(tmp_path: Path, mon
     monkeypatch.setattr(disk_state, "thread", Early)
     plan = plan_of(build("llama"), disk=[str(tmp_path)], **HOST)
     disk = disk_state.DiskState(plan.layout, Arena(plan.place.addresses, torch.device("cpu")))
-    earlier, later = [index for index, pieces in disk.stretches.items() if len(pieces) > 2 * plan.layout.window_slots][
-        :2
-    ]
+    many = 2 * plan.layout.window_slots
+    earlier, later, *_ = (index for index, pieces in disk.stretches.items() if len(pieces) > many)
     pieces = [*disk.stretches[later], *disk.stretches[earlier]]
     for stretch in pieces:
         with stretch.at_hand(writes=True, behind=True):
