@@ -24,7 +24,7 @@ BENCHMARKS = sorted(
 EVERYWHERE = [*FILES, *BENCHMARKS, Path("deepstow.py")]
 STRATEGIES = [path for path in FILES if path.parent == Path("strategies") and path.stem != "__init__"]
 PURE = [path for path in FILES if path.parts[:2] in {("strategies", name) for name in ("core", "planner", "report")}]
-MOST_LINES, MOST_FUNCTION_LINES = 400, 70
+MOST_LINES, MOST_FUNCTION_LINES = 600, 70
 
 # The rooms, each behind those that may import it. A strategy is a file of its own, directly in `strategies`.
 ROOMS = (
