@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from tests.e2e.commands import MODEL, Server, digest, metrics, write_config, write_jsonl
 from tests.e2e.interrupted import checkpoints, config_in, ended, ranks_of, start, until
 from tests.helpers.releases import HIGHEST_STAGE, needs
+from trainer.run.checkpoint import read
 
 pytestmark = pytest.mark.ranks
 
@@ -90,6 +91,7 @@ def test_killed_and_resumed(
     server.run(num_ranks, config, *more).check().quiet()
     history, expected = history_of(folder), digest(folder / "export")
     assert [step for step, *_ in history] == list(range(1, STEPS + 1))
+    assert read(folder / f"checkpoint-{STEPS}")[1].run.threads == 1
     if "offload" in strategies and "pipeline" not in strategies:  # of stages neither tensors nor blocks are measured
         predicted_is_measured(folder)
     if killed:

@@ -5,10 +5,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import TrainerState
 
+from strategies.core.sealed import seal
+from tests.helpers.checkpoints import about, make
 from tests.helpers.tiny import LLAMA, run_config
+from trainer.dist.ranks import Ranks
 from trainer.run import resuming
+from trainer.run.checkpoint import KIND, Manifest
 
 
 def after(folder: Path, best: str | None, said_other: str) -> tuple[TrainerState, list[str]]:
@@ -57,3 +62,16 @@ def test_whose_the_best_one_is(inside: bool, saved: dict[str, Any], why: str, tm
     resumed.changed = frozenset({"data.eval_path"})
     assert resuming.other(resumed, config) == (why or "was one of other data")
     assert resuming.other(None, config) == ""
+
+
+@pytest.mark.parametrize("more", [0, 1, None])
+def test_another_number_of_threads_is_said(more: int | None, tmp_path: Path) -> None:
+    """A checkpoint of a release that wrote no number is not said to have had another."""
+    saved = None if more is None else torch.get_num_threads() + more
+    run = about(run_config(LLAMA, output_dir=tmp_path).tree()).model_copy(update={"threads": saved})
+    folder = make(tmp_path, 4, marked=False)
+    seal(folder, KIND, Manifest(step=4, finite=True, run=run).model_dump(mode="json", exclude_none=saved is None))
+    resumed = resuming.decide(run_config(LLAMA, output_dir=tmp_path, resume_from_checkpoint="auto"), Ranks())
+    assert resumed is not None
+    said = [line for line in resumed.said if "thread" in line]
+    assert len(said) == bool(more) and all(line.endswith(f"OMP_NUM_THREADS={saved} keeps it") for line in said)

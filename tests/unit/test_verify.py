@@ -17,6 +17,7 @@ from strategies.planner.memory_rows import UPDATES
 from tests.helpers.tiny import GPT2, LLAMA, run_config
 from trainer.config.sections import RunConfig
 from trainer.dist.ranks import Ranks
+from trainer.dist.spawn import run_world
 from trainer.errors import ExitCode
 from trainer.machine.probe import probe
 from trainer.model.shrink import TRAVEL, features, moves, moving
@@ -193,3 +194,24 @@ def test_in_bf16_the_engine_is_compared_with_itself_first(monkeypatch: pytest.Mo
     num = len(checked.copies)
     assert found == [("the engine with all on the device", 0.0)] * num + [("plain training", 2e-2)]
     assert runs[0] == (verify.RESIDENT, True) and runs[num + 1] == (None, False) and not runs[-1][1]
+
+
+@pytest.mark.ranks
+def test_both_sides_have_the_same_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process beside four ranks, each with the threads of a quarter of the cores; real processes obey."""
+    monkeypatch.setattr(verify.os, "sched_getaffinity", lambda _: range(12))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    started = []
+
+    def run(num_ranks: int, *_: Any, threads: int) -> dict[str, Any]:
+        started.append((num_ranks, threads))
+        return {"weights": {}}
+
+    monkeypatch.setattr(verify, "run_world", run)
+    assert verify.verify(run_config(strategies={"pipeline": {"stages": 4}}), 4, 1) == []
+    assert {ranks for ranks, _ in started} == {1, 4} and {threads for _, threads in started} == {3}
+    assert run_world(1, threads_here, threads=3, deepspeed=False) == 3
+
+
+def threads_here(ranks: Ranks) -> int:
+    return torch.get_num_threads()

@@ -27,7 +27,12 @@ class WorldError(RuntimeError):
 
 
 def run_world(
-    num_ranks: int, work: Callable[..., Any], *args: Any, timeout_s: float = 300.0, deepspeed: bool = True
+    num_ranks: int,
+    work: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 300.0,
+    deepspeed: bool = True,
+    threads: int | None = None,
 ) -> Any:
     """Run ``work(ranks, *args)`` in ``num_ranks`` processes with one process group; returns rank 0's result.
     Raise WorldError if a rank ended with an error, by a signal, or not in time.
@@ -35,6 +40,7 @@ def run_world(
     Args:
         work: a module-level function; ``torch.save`` must be able to write its result.
         deepspeed: open DeepSpeed's communication as well, which on CPUs compiles an extension at first use.
+        threads: of torch in each rank; by default what a run of ``launch/train.py`` has.
     """
     accelerated = accelerator.kind() is not None
     if not accelerated:
@@ -47,7 +53,8 @@ def run_world(
         port = describe(Ranks())["MASTER_PORT"]
         processes = [
             context.Process(
-                target=_rank, args=(Ranks(rank, rank, num_ranks, num_ranks), port, folder, work, args, deepspeed)
+                target=_rank,
+                args=(Ranks(rank, rank, num_ranks, num_ranks), port, folder, work, args, deepspeed, threads),
             )
             for rank in range(num_ranks)
         ]
@@ -82,13 +89,21 @@ def _report(folder: Path, codes: Sequence[int | None]) -> str:
 
 
 def _rank(
-    ranks: Ranks, port: str, folder: Path, work: Callable[..., Any], args: tuple[Any, ...], deepspeed: bool
+    ranks: Ranks,
+    port: str,
+    folder: Path,
+    work: Callable[..., Any],
+    args: tuple[Any, ...],
+    deepspeed: bool,
+    threads: int | None,
 ) -> None:
     """The main function of a rank: output goes to a file, work runs inside a group, the result goes to a file."""
     log = os.open(folder / f"log-{ranks.rank}", os.O_CREAT | os.O_WRONLY)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update({**describe(ranks), "MASTER_PORT": port})
+    if threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
     settle_environment(ranks, len(os.sched_getaffinity(0)))
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     quiet_libraries()

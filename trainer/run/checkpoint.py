@@ -79,6 +79,7 @@ class About(_Part):
     config_sha256: str
     versions: dict[str, str]
     world_size: int = Field(ge=1)
+    threads: int | None = Field(default=None, ge=1, description="Of torch in each rank; releases before wrote none.")
     data: DataFacts
     model: ModelFacts
 

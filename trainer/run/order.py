@@ -376,6 +376,7 @@ def about(run: Run, model: PreTrainedModel) -> About:
         config_sha256=digest_of(tree),
         versions=checkpoint.versions(),
         world_size=run.ranks.world_size,
+        threads=torch.get_num_threads(),
         data=DataFacts(**hashes, rows=rows, teacher=run.lesson.teacher if run.lesson else ""),
         model=ModelFacts(config=checkpoint.plain_config(as_loaded), shapes=shapes),
     )

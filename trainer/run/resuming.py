@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import TrainerCallback, TrainerState
 
 from strategies.core.protocol import Axis
@@ -89,7 +90,7 @@ def decide(config: RunConfig, ranks: Ranks) -> Resumed | None:
     if ranks.is_first:
         for line in said:
             write_line(line)
-    resumed = Resumed(found, frozenset(), _versions(found))
+    resumed = Resumed(found, frozenset(), _versions(found) + _threads(found))
     resumed._take(config, compare(config, ranks.world_size, found))
     return resumed
 
@@ -123,6 +124,15 @@ def _versions(found: Found) -> list[str]:
     then, now = found.manifest.run.versions, checkpoint.versions()
     other = [f"{name} {now[name]} (was {then[name]})" for name in now if name in then and then[name] != now[name]]
     return [f"resumed with other versions than the checkpoint's: {', '.join(other)}"] if other else []
+
+
+def _threads(found: Found) -> list[str]:
+    """A line if each rank has another number of threads than the ranks that saved."""
+    then, now = found.manifest.run.threads, torch.get_num_threads()
+    if then is None or then == now:
+        return []
+    what = f"resumed with {now} thread{'s' if now > 1 else ''} in each rank (was {then})"
+    return [f"{what}: a CPU may add up matrix products in another order; OMP_NUM_THREADS={then} keeps it"]
 
 
 def set_aside(config: RunConfig, ranks: Ranks, resumed: Resumed | None) -> str:

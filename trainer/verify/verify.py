@@ -2,7 +2,7 @@
 
 The copy keeps what could break equality (architecture, grouped heads, tied weights, activation function, dropout,
 optimizer, clipping, accumulation, precision) and shrinks what only costs time (layers, widths, vocabulary). Both runs
-use the same code as ``launch/train.py``, on real ranks, with the same seed and the same random tokens. *Plain* training
+use the same code as ``launch/train.py``, on real ranks, with the same seed, threads and random tokens. *Plain* training
 means the same ranks and torch's own data parallelism. On an accelerator, where some sums are made in any order, both
 ask for deterministic kernels, and plain training is compared with itself first.
 
@@ -200,13 +200,22 @@ def verify(config: RunConfig, num_ranks: int, steps: int) -> list[Difference]:
     with tempfile.TemporaryDirectory(prefix="deepstow-verify-") as name:
         small = shrink(config, Path(name), steps)
         copies = facts.run_facts(small, num_ranks).replicas  # of the model; plain training has one on each rank
-        plain = repeatable(lambda: _trained(copies, without_strategies(small)))
-        return compare(plain["weights"], _trained(num_ranks, small)["weights"])
+        threads = threads_of_each(num_ranks)
+        plain = repeatable(lambda: _trained(copies, without_strategies(small), threads))
+        return compare(plain["weights"], _trained(num_ranks, small, threads)["weights"])
 
 
-def _trained(num_ranks: int, config: RunConfig) -> dict[str, Any]:
-    """Train on real ranks; what rank 0 returns. UserError: it was refused."""
-    found: dict[str, Any] = run_world(num_ranks, train_or_refuse, config)
+def threads_of_each(num_ranks: int) -> int:
+    """Threads of each rank, on both sides of a comparison: another number adds up products in another order. A side
+    with fewer ranks leaves cores idle.
+    """
+    given = os.environ.get("OMP_NUM_THREADS")
+    return int(given) if given else max(1, len(os.sched_getaffinity(0)) // num_ranks)
+
+
+def _trained(num_ranks: int, config: RunConfig, threads: int) -> dict[str, Any]:
+    """Train on real ranks with so many ``threads`` each; what rank 0 returns. UserError: it was refused."""
+    found: dict[str, Any] = run_world(num_ranks, train_or_refuse, config, threads=threads)
     if "lines" in found:
         raise {kind.code: kind for kind in (ConfigError, DataError)}.get(found["code"], UserError)(found["lines"])
     return found
@@ -280,14 +289,15 @@ class Offloaded:
         """Train the copy with other ``options`` of offload; None: plainly."""
         with tempfile.TemporaryDirectory(prefix="deepstow-verify-") as name:
             small = self._small(Path(name), keep_optimizer=keep_optimizer)
+            threads = threads_of_each(self._num_ranks)
             if options is None:
-                return _trained(facts.run_facts(small, self._num_ranks).replicas, without_strategies(small))
+                return _trained(facts.run_facts(small, self._num_ranks).replicas, without_strategies(small), threads)
             name, addresses = copies_of.layout_strategy(self._real), self._real.decided_by((Place.__name__, RUN))
             given = small.strategies[name]
             changed = type(given).model_validate({**given.model_dump(), **options})
             checked = find(addresses).model_validate({"debug": True})
             strategies = {**small.strategies, name: changed, addresses: checked}
-            return _trained(self._num_ranks, small.model_copy(update={"strategies": strategies}))
+            return _trained(self._num_ranks, small.model_copy(update={"strategies": strategies}), threads)
 
 
 # --- comparing -------------------------------------------------------------------------------------------------------
