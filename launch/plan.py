@@ -122,6 +122,7 @@ def show(arguments: argparse.Namespace) -> None:
     from strategies.backends import deepspeed
     from strategies.planner.step_cost import plan_cost
     from strategies.report import full_report
+    from trainer.planning import evaluation
     from trainer.planning.fit import explained
     from trainer.planning.from_config import advice, measure, plans_of, refuse_impossible
     from trainer.planning.positions import beyond
@@ -137,6 +138,9 @@ def show(arguments: argparse.Namespace) -> None:
         from trainer.run.teaching import priced
 
         before = priced(config, plan, machine)
+    if evaluation.asked(config):
+        _, line = evaluation.rows(config, plan)
+        before += [line] if line else []
     print(full_report.text(plan, cost, advice(config, plan), plans, before))
     for line in beyond(config, plan.facts.run.positions):
         say(line)

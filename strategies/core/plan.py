@@ -307,6 +307,18 @@ class Plan:
         """Bytes of parameters, gradients, masters and moments that rest at ``home``."""
         return sum(self.total(kind, home) for kind in Kind)
 
+    def _standing(self, home: Home) -> int:
+        """Bytes that are at ``home`` all along where nothing is placed: states but gradients, and what is reserved."""
+        always = sum(reserve.num_bytes for reserve in self.reserves(home) if reserve.when is When.ALWAYS)
+        return sum(self.total(kind, home) for kind in Kind if kind is not Kind.GRAD) + always
+
+    def beside(self) -> int:
+        """Bytes of the device that are taken between two steps: by the arena, or by states without gradients."""
+        if self.addresses is None:
+            return self._standing(Home.DEVICE)
+        received = sum(reserve.num_bytes for reserve in self.reserves(Home.DEVICE) if reserve.in_passes)
+        return self.addresses.num_bytes(Home.DEVICE) + received
+
     def peak(self, home: Home) -> int:
         """Predicted peak on one rank, in bytes. See the module docstring for what is alive when."""
         if self.addresses is not None:
@@ -318,8 +330,7 @@ class Plan:
 
     def peak_with(self, home: Home) -> Callable[[Sequence[Saved]], int]:
         """A function from the bytes that units save to the predicted peak; all else as in this plan, unplaced."""
-        always = sum(reserve.num_bytes for reserve in self.reserves(home) if reserve.when is When.ALWAYS)
-        standing = sum(self.total(kind, home) for kind in Kind if kind is not Kind.GRAD) + always
+        standing = self._standing(home)
         if home is Home.HOST:
             standing += self.facts.machine.runtime_host_bytes + self.hosted_bytes()
         at_step = sum(reserve.num_bytes for reserve in self.reserves(home) if reserve.when is When.STEP)

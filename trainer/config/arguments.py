@@ -173,7 +173,9 @@ class TrainingSection(Section):
     eval_steps: Steps | None = option("Optimizer steps between two evaluations; not set means logging_steps.")
     eval_delay: NonNegative | None = option("Epochs or steps, as eval_strategy, before the first evaluation.")
     eval_on_start: bool | None = option("Evaluate before the first step.")
-    per_device_eval_batch_size: Count | None = option("Samples per device and evaluation pass.")
+    per_device_eval_batch_size: Count | None = option(
+        "Samples per device and evaluation pass; not set: 8, or as many as the plan has room for."
+    )
     eval_accumulation_steps: Count | None = option("Evaluation batches between two moves of results to the host.")
     save_strategy: Literal["no", "steps", "epoch", "best"] = option("When to write a checkpoint.", "steps")
     save_steps: Steps = option("Optimizer steps between two checkpoints.", 500)

@@ -32,7 +32,7 @@ COUNTING = ("trainer/model", "trainer/tasks", "strategies/engine/forward")
 SOURCES = (
     *(path for folder in COUNTING for path in sorted((ROOT / folder).glob("*.py"))),
     *(ROOT / f"strategies/core/{name}.py" for name in ("facts", "linears")),
-    *(ROOT / f"trainer/planning/{name}.py" for name in ("facts", "positions")),
+    *(ROOT / f"trainer/planning/{name}.py" for name in ("evaluation", "facts", "positions")),
     *(ROOT / f"strategies/backends/{name}.py" for name in ("autotp", "scattered", "sparse_mask", "ulysses", "varlen")),
 )
 PACKAGES = ("torch", "transformers", "peft", "trl")

@@ -58,6 +58,30 @@ def count(model: nn.Module, call: Call, weights: Mapping[str, Tensor] | None = N
         return _count(model, call, weights, ())
 
 
+def peak_of(model: nn.Module, call: Call) -> int:
+    """The most bytes that ``call`` has at once: a forward of ``model`` without gradients, on fake tensors."""
+    like = {name: names[1] for names in find_alike(model) for name in names[2:-1]}
+    materialise(model, list(like))
+    try:
+        return _peak_of(model, call, like)
+    except Exception as error:  # as in ``count``
+        if not like:
+            raise
+        logger.info("an evaluation is counted on all blocks: %s", error)
+    materialise(model)
+    return _peak_of(model, call, {})
+
+
+def _peak_of(model: nn.Module, call: Call, like: Mapping[str, str]) -> int:
+    counted = Counter(model, None, like)
+    with counted:
+        call()
+    live = _Live()
+    with stubs(model, like, lambda name: counted.outputs[like[name]]), live:
+        call()
+    return max(forward for forward, *_ in live.highest.values())
+
+
 def _count(model: nn.Module, call: Call, weights: Mapping[str, Tensor] | None, alike: Sequence[list[str]]) -> Counter:
     """Count, with stubs for most of those ``alike``. Raise ValueError if they were not alike."""
     found = Counter(model, weights, {name: names[1] for names in alike for name in names[2:-1]})

@@ -206,6 +206,38 @@ def counted(config: RunConfig, *, masked: bool = True) -> ModelCount:
     return cached(config, ModelCount, lambda: count_model(config, masked=masked), what=what)
 
 
+def meta_model(config: RunConfig) -> Any:
+    """The configured model on the meta device; one rank's part of it, where tensor ranks divide layers."""
+    from trainer.model import liger, qat, tensor_share
+
+    model: Any = liger.counted(qat.counted(_meta_model(config), config), config)
+    positions.refuse(config, model)
+    if _divided(config):
+        of_ranks = run_facts(config, 1)
+        tensor_share.divide(model, of_ranks.tensor, in_slices=of_ranks.in_slices)
+    return model
+
+
+def cast_weights(config: RunConfig, model: Any) -> None:
+    """Give ``model`` the dtype in which an engine computes, if one has copies of the weights in it."""
+    import torch
+
+    if casts(config.strategies, precision_of(config)):
+        # As DeepSpeed does, adapters and buffers included; our engine leaves buffers, which are small.
+        torch.nn.Module.to(model, _half(config))
+
+
+def autocast_of(config: RunConfig) -> Any:
+    """The dtype in which Accelerate has operators compute; None: in that of the weights."""
+    return None if casts(config.strategies, precision_of(config)) else _half(config)
+
+
+def _half(config: RunConfig) -> Any:
+    import torch
+
+    return {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(precision_of(config))
+
+
 def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
     """Build the configured model from fake tensors, run it forward, and backward where blocks differ, and count all
     that any strategy may require. ``masked``: rows are padded or packed, so that attention needs a mask; flash
@@ -215,26 +247,18 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
 
     from strategies.engine.forward.compiled import compile_blocks
     from strategies.engine.tensors import quantised
-    from trainer.model import liger, qat, student, tensor_share
+    from trainer.model import student, tensor_share
     from trainer.model.stubs import fake_tensors
 
     precision, task = precision_of(config), TASKS[config.task]
-    compute = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(precision)
-    casted = casts(config.strategies, precision)
-    autocast = None if casted else compute
-    model: Any = liger.counted(qat.counted(_meta_model(config), config), config)
-    positions.refuse(config, model)
+    autocast = autocast_of(config)
+    model: Any = meta_model(config)
     whole = _whole(config)
-    if whole is not None:
-        of_ranks = run_facts(config, 1)
-        tensor_share.divide(model, of_ranks.tensor, in_slices=of_ranks.in_slices)
     sizes = {False: 0, True: 0}  # the largest, if some of the trained ones have another dtype
     for param in model.parameters():
         sizes[param.requires_grad] = max(sizes[param.requires_grad], param.element_size())
     scales = quantised.scales_bytes(model)
-    if casted:
-        # As DeepSpeed does, adapters and buffers included; our engine leaves buffers, which are small.
-        torch.nn.Module.to(model, compute)
+    cast_weights(config, model)
     with fake_tensors(), quantised.counted_with(model, lambda meta: torch.empty_like(meta, device="cpu")):
         if run_facts(config, 1).recomputes:
             # Release 5.23 renamed it and warns about the old name; the releases before know the old one only.
@@ -243,7 +267,7 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
             compile_blocks(model, backend)
         model.train()
         shape, slices = (run_facts(config, 1).micro_batch, config.data.max_length), run_facts(config, 1).slices
-        inputs = _inputs(config, model, shape, masked=masked)
+        inputs = inputs_of(config, model, shape, masked=masked)
         if config.distill is not None:
             text = model.config.get_text_config()
             how = student.comparison(config, text.vocab_size, student.width_of(text))
@@ -294,7 +318,7 @@ def _counted_forward(model: Any, call: Callable[[], Any], shape: tuple[int, int]
         raise ConfigError(f"model: its forward fails on {shape[0]} x {shape[1]} tokens: {what}") from None
 
 
-def _inputs(config: RunConfig, model: Any, shape: tuple[int, int], *, masked: bool) -> dict[str, Any]:
+def inputs_of(config: RunConfig, model: Any, shape: tuple[int, int], *, masked: bool) -> dict[str, Any]:
     """What forward is given of rows of this shape, or of one rank's slice of them; inside of ``fake_tensors()``."""
     import torch
 
@@ -326,11 +350,16 @@ def _numbers(model: Any) -> dict[str, Any]:
     return found | {"positions": positions.made_for(model.config)}
 
 
+def _divided(config: RunConfig) -> bool:
+    """Whether tensor ranks divide the model's layers."""
+    return any(Axis.TENSOR in each.divides() for each in config.strategies.values())
+
+
 def _whole(config: RunConfig) -> ModelCount | None:
     """The count of the whole model, where tensor ranks divide its layers."""
-    undivided = {name: each for name, each in config.strategies.items() if Axis.TENSOR not in each.divides()}
-    if len(undivided) == len(config.strategies):
+    if not _divided(config):
         return None
+    undivided = {name: each for name, each in config.strategies.items() if Axis.TENSOR not in each.divides()}
     return counted(config.model_copy(update={"strategies": undivided}))
 
 

@@ -47,7 +47,7 @@ from trainer.machine.probe import Machine, probe
 from trainer.machine.profiles import known_rates
 from trainer.model import attention, build, mapped, parts, student
 from trainer.model.structured import config_of
-from trainer.planning import facts, positions
+from trainer.planning import evaluation, facts, positions
 from trainer.planning.fit import explained
 from trainer.planning.from_config import advice, plans_of, refuse_impossible
 from trainer.run import changes, checkpoint, further, machines, metrics, resuming, structured, teaching, trackers
@@ -83,6 +83,7 @@ class Run:
     stage: Stage | None = None
     lesson: teacher.Lesson | None = None  # what a teacher is asked before training
     smaller: Smaller | None = None  # what becomes of the model before training
+    eval_rows: int | None = None  # at a time, on each device
     source: RunConfig | None = None  # names the model whose weights are loaded, if it is not the one of ``config``
     pour: Callable[[StowOptimizer], None] | None = None  # gives the stowed model its values
 
@@ -113,6 +114,9 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
     refuse_under_zero(config, deepspeed.stage(plan))
     run = Run(config, ranks, folder, tokenizer, prepared, machine, plan, resumed, form)
     before = teaching.priced(config, plan, machine)
+    if prepared.eval is not None:
+        run.eval_rows, line = evaluation.rows(config, plan)
+        before += [line] if line else []
     if ranks.is_first:
         show_plan(run, plans, before)
     with explained(config, ranks, machine):
@@ -204,6 +208,8 @@ def make_arguments(run: Run) -> TrainingArguments:
     given: dict[str, Any] = dict(run.config.training.arguments())
     if run.prepared.eval is None:
         given["eval_strategy"] = "no"
+    if run.eval_rows is not None:
+        given["per_device_eval_batch_size"] = run.eval_rows
     if deepspeed.clips_itself(run.plan):
         given["max_grad_norm"] = 0.0
     if run.plan.layout is not None:
@@ -321,6 +327,7 @@ def make_trainer(run: Run) -> Trainer:
         plan_check=plan_check,
         describe=partial(describe, run),
         lr_ratio=run.config.model.lr_ratio,
+        scores_alone=task.language and run.lesson is None,
         callbacks=[
             ProgressLine(whole=training.compute_metrics is not None),
             file,

@@ -40,6 +40,7 @@ from trainer.run.nonfinite import DEEPSPEED_SAYS, NonFinite, StopNonFinite, firs
 from trainer.run.pipeline_trainer import PipelineTrainer
 from trainer.run.sequence_trainer import SequenceTrainer
 from trainer.run.stowed_trainer import StowedTrainer
+from trainer.tasks.task import scores
 
 if TYPE_CHECKING:
     from strategies.core.plan import Plan
@@ -54,6 +55,7 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
         pour: gives the stowed model its values; None: it has them.
         describe: what every checkpoint says about the run of a model.
         lr_ratio: of LoRA+; None: adapters are trained without it.
+        scores_alone: an evaluation needs the model's logits, and no loss of its own.
     """
 
     plan: Plan
@@ -67,10 +69,12 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
         pour: Callable[[StowOptimizer], None] | None = None,
         describe: Callable[[Any], checkpoint.About],
         lr_ratio: float | None = None,
+        scores_alone: bool = False,
         **kwargs: Any,
     ) -> None:
         self.meter, self.plan_check, self.plan, self._describe = meter, plan_check, plan, describe
         self.lr_ratio, self._pour = lr_ratio, pour
+        self.scores_alone = scores_alone
         self._saving: saving.Save | None = None
         self._resumed: str | None = None
         self._trained = False
@@ -181,6 +185,12 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
         return self.last_loss
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *rest: Any, **more: Any) -> Any:
+        """As Hugging Face's. In an evaluation the losses of tokens are taken from the logits, in less memory than the
+        model's own loss needs, which is then not computed.
+        """
+        if more.get("return_outputs") and self.scores_alone:
+            outputs = model(**{key: value for key, value in inputs.items() if key != "labels"})
+            return scores(outputs).new_zeros(()), outputs
         with self.plan_check.counting(model, self.state.global_step) if self.plan_check else nullcontext():
             return super().compute_loss(model, inputs, *rest, **more)
 

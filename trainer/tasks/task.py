@@ -167,11 +167,16 @@ def scores(outputs: Any) -> Tensor:
 
 
 def losses_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Per sequence: summed negative log-likelihood and number of tokens. [B, S, V], [B, S] -> [B, 2]"""
+    """Per sequence: summed negative log-likelihood and number of tokens. [B, S, V], [B, S] -> [B, 2]
+
+    Logits are cast to fp32 by chunks of rows: they are the largest tensor of an evaluation.
+    """
     import torch
 
-    losses = torch.nn.functional.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none")
-    return torch.stack([losses.sum(dim=1), targets.ne(MASKED).sum(dim=1).float()], dim=1)
+    from strategies.engine.forward.chunked_loss import losses_of_rows
+
+    losses = torch.stack([losses_of_rows(*each, MASKED).sum() for each in zip(logits, targets, strict=True)])
+    return torch.stack([losses, targets.ne(MASKED).sum(dim=1).float()], dim=1)
 
 
 def mean_over_tokens(prediction: EvalPrediction) -> dict[str, float]:

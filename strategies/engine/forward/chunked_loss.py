@@ -63,11 +63,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, reduction: int, ignored: int) -> Tensor:
-        losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-        for part in _parts(logits):
-            losses[part] = nll_loss(
-                _log_probabilities(logits[part]), target[part], ignore_index=ignored, reduction="none"
-            )
+        losses = losses_of_rows(logits, target, ignored)
         first = torch.where(target == ignored, NO_ROW, 0)  # not ``ignored``, which may be 0
         loss: Tensor
         loss, weight = aten.nll_loss_forward(losses.neg_().unsqueeze(1), first, None, reduction, NO_ROW)
@@ -91,6 +87,16 @@ class _CrossEntropy(torch.autograd.Function):
             of_found = aten.nll_loss_backward(grad, found, target[part], None, ctx.reduction, ctx.ignored, weight)
             into[part] = aten._log_softmax_backward_data(of_found, found, 1, torch.float32)
         return into, None, None, None
+
+
+def losses_of_rows(logits: Tensor, target: Tensor, ignored: int = -100) -> Tensor:
+    """The cross-entropy of each row of ``logits`` [rows, words] in fp32, 0 where ``target`` [rows] is ``ignored``. Only
+    a chunk of rows is ever cast to fp32.
+    """
+    losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    for part in _parts(logits):
+        losses[part] = nll_loss(_log_probabilities(logits[part]), target[part], ignore_index=ignored, reduction="none")
+    return losses
 
 
 def _log_probabilities(logits: Tensor) -> Tensor:

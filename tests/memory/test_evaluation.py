@@ -1,0 +1,86 @@
+"""What an evaluation takes at once, predicted and measured; how many rows it takes at a time within a budget."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strategies.core.plan import Plan
+from tests.helpers.live import Live
+from tests.helpers.moves import made
+from tests.helpers.tiny import LLAMA, MIXTRAL, VOCAB, run_config
+from trainer.config.sections import RunConfig
+from trainer.dist.ranks import Ranks
+from trainer.dist.spawn import run_world
+from trainer.errors import ConfigError
+from trainer.machine.profiles import profile
+from trainer.planning import evaluation
+from trainer.planning.from_config import plan_of
+
+WORDS, LENGTH, ROWS = 4096, 64, 3
+ON_HOST: Mapping[str, Any] = {"offload": {"site": "host", "weights": "streamed"}}
+CASES: Mapping[str, Mapping[str, Any]] = {
+    "plain": {},
+    "autocast": {"bf16": True},
+    "stowed in bf16": {"bf16": True, "strategies": ON_HOST},
+    "experts": {"config": MIXTRAL},
+    "smoothed labels": {"label_smoothing_factor": 0.1},
+}
+
+
+def measured(ranks: Ranks, config: RunConfig) -> int:
+    """The most bytes that were alive at once of what an evaluation of one batch has made."""
+    ids = [1 + place % (VOCAB - 1) for place in range(LENGTH)]
+    trainer = made(ranks, config, [{"input_ids": ids, "labels": ids}] * ROWS)
+    trainer.evaluate()  # the first one prepares
+    with Live() as live:
+        trainer.evaluate()
+    trainer.accelerator.free_memory()
+    return live.peak
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", CASES)
+def test_what_it_takes_is_what_is_planned(case: str, tmp_path: Path) -> None:
+    given = dict(CASES[case])
+    model = {**given.pop("config", LLAMA), "vocab_size": WORDS}
+    given |= {"output_dir": tmp_path, "eval_strategy": "epoch", "per_device_eval_batch_size": ROWS}
+    config = run_config(model, data={"eval_fraction": 0.5, "max_length": LENGTH}, **given)
+    found = run_world(1, measured, config, deepspeed=False)
+    assert found == pytest.approx(evaluation.count(config, ROWS).of(ROWS), rel=0.05)
+    assert found < 6.5 * ROWS * LENGTH * WORDS, "logits, under autocast in fp32 as well, and a chunk of them"
+
+
+def within(budget: str, rows: int | None, **training: Any) -> tuple[RunConfig, Plan]:
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 8, "max_position_embeddings": 1024}
+    config = run_config(
+        {**LLAMA, **sizes, "vocab_size": 32_000}, bf16=True, data={"max_length": 512, "eval_fraction": 0.1},
+        per_device_train_batch_size=1, per_device_eval_batch_size=rows, strategies={"offload": {"gpu_memory": budget}},
+        **training,
+    )  # fmt: skip
+    return config, plan_of(config, Ranks(), profile("rtx4090-pcie4"))
+
+
+def test_rows_that_nobody_set_are_lowered_until_they_fit() -> None:
+    config, plan = within("400MiB", None)
+    rows, line = evaluation.rows(config, plan)
+    counted = evaluation.count(config, evaluation.DEFAULT)
+    assert 1 < rows < evaluation.DEFAULT and line.startswith(f"evaluation: {rows} rows at a time, since 8 take ")
+    room = (400 << 20) - plan.beside()
+    assert counted.of(rows) <= room < counted.of(rows + 1)
+    assert evaluation.rows(*within("2GiB", None)) == (evaluation.DEFAULT, "")
+
+
+def test_rows_that_the_config_sets_are_refused_with_the_most_that_fit() -> None:
+    most, _ = evaluation.rows(*within("400MiB", None))
+    assert evaluation.rows(*within("400MiB", most)) == (most, "")
+    with pytest.raises(ConfigError, match=f"per_device_eval_batch_size = {most + 1}: .* that fits is {most}$"):
+        evaluation.rows(*within("400MiB", most + 1))
+
+
+def test_a_row_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training by chunks of rows may take less than the logits of one row to evaluate."""
+    monkeypatch.setattr(evaluation, "room_of", lambda *_: 1 << 20)
+    with pytest.raises(ConfigError, match=r"^evaluation: one row of 512 tokens takes .*; lower data.max_length, "):
+        evaluation.rows(*within("400MiB", None))

@@ -1,0 +1,124 @@
+"""How many rows an evaluation takes at a time, so that it stays within the memory that training was planned for.
+
+An evaluation keeps nothing for backward, and its rows may be more than those of a micro-batch: Hugging Face takes 8 by
+default. What one row of full length needs at once, and what all need, is counted on fake tensors, as for training. A
+number between lies below the line through both, since what is alive at each moment grows by the row. Between two steps
+the arena, or the states, are on the device; the rest of the budget is the evaluation's, and at least as much as forward
+and backward take.
+
+A number of rows that the config does not set is lowered until it fits. One that it sets is refused if it does not fit.
+Not counted: metrics of one's own, generated samples, and evaluations of a pipeline, whose stages have parts of a model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from strategies.core.compose import in_order
+from strategies.core.sizes import human
+from trainer.errors import ConfigError, first_line
+from trainer.model.count_cache import cached
+from trainer.planning import facts
+from trainer.tasks.table import TASKS
+
+if TYPE_CHECKING:
+    from strategies.core.plan import Plan
+    from trainer.config.sections import RunConfig
+
+KEY = "training.per_device_eval_batch_size"
+DEFAULT = 8  # Hugging Face's
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Bytes of the device that a forward of one row of full length takes, and that each further row adds at most."""
+
+    first: int
+    more: int
+
+    def of(self, rows: int) -> int:
+        """Bytes of so many rows at a time."""
+        return self.first + (rows - 1) * self.more
+
+    def fitting(self, room: int) -> int:
+        """The most rows that ``room`` bytes hold; 0: not even one."""
+        return 0 if room < self.first else 1 + (room - self.first) // max(1, self.more)
+
+
+def asked(config: RunConfig) -> bool:
+    """Whether the config has rows to evaluate."""
+    return any((config.data.eval_path, config.data.eval_split, config.data.eval_fraction))
+
+
+def rows(config: RunConfig, plan: Plan) -> tuple[int, str]:
+    """How many rows an evaluation takes at a time, and a line where they are fewer than Hugging Face's; empty if not.
+    Raise ConfigError if those of the config do not fit, or not even one does.
+    """
+    given = config.training.per_device_eval_batch_size
+    wanted = given or DEFAULT
+    if plan.facts.run.stages > 1:
+        return wanted, ""
+    try:
+        counted = cached(config, Evaluation, lambda: count(config, wanted), what=f"evaluation of {wanted}")
+    except Exception as error:  # forward without labels may do what the one that was counted for training does not
+        return wanted, f"evaluation: its memory is not counted: {first_line(error)}"
+    room = room_of(config, plan)
+    most = counted.fitting(room)
+    if wanted <= most:
+        return wanted, ""
+    what = f"{human(counted.of(wanted))} on the device, where the plan leaves {human(room)}"
+    if most == 0:
+        cure = "lower data.max_length, give training more memory, or leave the held-out rows out"
+        raise ConfigError(f"evaluation: one row of {config.data.max_length} tokens takes {what}; {cure}")
+    if given is not None:
+        raise config.error(KEY, given, f"an evaluation of so many rows takes {what}; the largest that fits is {most}")
+    return most, f"evaluation: {most} row{'s' if most > 1 else ''} at a time, since {DEFAULT} take {what}"
+
+
+def room_of(config: RunConfig, plan: Plan) -> int:
+    """Bytes of the device that an evaluation may take."""
+    allowed = (each.budget(plan.facts) for each in in_order(config.strategies).values())
+    budget = min([plan.facts.machine.device_bytes, *(each for each in allowed if each is not None)])
+    return max(budget - plan.beside(), plan.saved_peak())
+
+
+def count(config: RunConfig, rows: int) -> Evaluation:
+    """Run one row and so many ``rows`` forward on fake tensors, without gradients, with the losses of tokens."""
+    import torch
+
+    from strategies.engine.tensors import quantised
+    from trainer.model.stubs import fake_tensors
+    from trainer.model.temporaries import peak_of
+
+    task = TASKS[config.task]
+    model = facts.meta_model(config)
+    facts.cast_weights(config, model)
+    with fake_tensors(), quantised.counted_with(model, lambda meta: torch.empty_like(meta, device="cpu")):
+        model.eval()
+        model.config.use_cache = False
+        peaks = []
+        for number in (1, rows):
+            shape = (number * task.sequences(config), config.data.max_length)
+            inputs = facts.inputs_of(config, model, shape, masked=True)
+            peaks.append(peak_of(model, lambda: _forward(config, model, inputs)))  # noqa: B023
+    first, last = peaks
+    return Evaluation(first, -(-(last - first) // max(1, rows - 1)))
+
+
+def _forward(config: RunConfig, model: Any, inputs: dict[str, Any]) -> Any:
+    """One step of an evaluation, as the Trainer makes it."""
+    import torch
+    from accelerate.utils import convert_to_fp32
+
+    from trainer.tasks.task import losses_of, scores
+
+    task, autocast = TASKS[config.task], facts.autocast_of(config)
+    given, labels = dict(inputs), None
+    if task.language and config.distill is None:
+        labels = given.pop("labels")
+        labels = given.pop("shift_labels", labels)  # of a slice of a row
+    with torch.no_grad(), torch.autocast("cpu", autocast, enabled=autocast is not None):
+        found = task.forward(model, config)(**given)
+    found = found if autocast is None else convert_to_fp32(found)
+    return found if labels is None else losses_of(scores(found), labels)  # not shifted: as many, but for one
