@@ -5,14 +5,15 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from strategies.core.facts import Home, Precision, RunFacts
 from strategies.core.layout import Item, Site, needs
 from strategies.core.moments import MomentsAs
 from strategies.offload import Offload
+from tests.helpers.engine import adamw
 from tests.helpers.layouts import bucket, layout
-from tests.helpers.moments import OneParameter
+from tests.helpers.moments import OneParameter, rounding_adamw
 
 KINDS = get_args(MomentsAs)[1:]
 
@@ -22,6 +23,11 @@ def numbers(size: int, scale: float = 1.0, seed: int = 1) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     first, second = torch.randn(2, size, generator=generator) * torch.randn(2, size, generator=generator).mul(3).exp()
     return [scale * first, (scale * second).square()]
+
+
+def between(values: Tensor, unit: Tensor) -> Tensor:
+    """How far the neighbours among the squares of whole numbers are apart, around ``values``, at most."""
+    return 2 * (values.abs() * unit).sqrt() + unit
 
 
 def alike(first: list[Tensor], second: list[Tensor]) -> bool:
@@ -46,21 +52,24 @@ def test_what_was_expanded_is_compressed_to_what_it_was(kind: MomentsAs, size: i
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rounding_is_stochastic_and_without_bias(kind: MomentsAs) -> None:
-    """Of many roundings the mean is the number itself; to the nearest it would be off by half a step, each time."""
+    """Of many roundings the mean is the number itself, but for a quarter of a unit at most where roots are rounded; to
+    the nearest it would be off by half a step, each time.
+    """
     values, times, copies = numbers(512), 8, 64
     one, found = OneParameter(kind, "a", 512 * copies), list[Tensor]()
     for count in range(times):
         one.put([value.repeat(copies) for value in values], count)
         found += torch.stack(one.get()).view(2, copies, 512).unbind(1)
     every, exact = torch.stack(found).double(), torch.stack(values).double()
-    spread, mean, step = every.std(0), every.mean(0), exact.abs() / 128
+    spread, mean, step, bias = every.std(0), every.mean(0), exact.abs() / 128, torch.zeros(2, 512)
     if kind == "int8":
         largest = exact.abs().view(2, -1, 256).amax(2, keepdim=True).expand(2, -1, 256).reshape(2, -1)
-        step = torch.stack([largest[0] / 127, exact[1] / 8])
+        unit = largest[0] / 127**2
+        step, bias[0] = torch.stack([between(exact[0], unit), exact[1] / 8]), unit / 4 + exact[0].abs() * 2.0**-10
         # What is far below its block is lifted to the least that there is.
         exact[1] = torch.where(exact[1] < largest[1] * 2.0**-31, mean[1], exact[1])
     # The noise leaves out 1/256 at either end, which moves a mean by no more than that part of a step.
-    assert ((mean - exact).abs() <= 6 * (spread + step / 16) / (times * copies) ** 0.5 + step / 256).all()
+    assert ((mean - exact).abs() <= 6 * (spread + step / 16) / (times * copies) ** 0.5 + step / 256 + bias).all()
     assert (spread > 0).double().mean() > 0.8
     alone = OneParameter(kind, "a", 512)
     alone.put(values, times - 1)
@@ -82,7 +91,7 @@ def test_errors_in_int8_are_bounded_by_the_block() -> None:
     largest, largest_square = (
         torch.cat([part.abs().max().expand(part.numel()) for part in moment.split(256)]) for moment in (first, second)
     )
-    assert ((rounded - first).abs() <= largest / 127 * 1.001).all()
+    assert ((rounded - first).abs() <= between(first, largest / 127**2) + first.abs() * 2.0**-10).all()
     assert ((square - second).abs() <= second / 8 + largest_square * 2.0**-31).all()
     assert (square[256:512] == 0).all() and (square[512:] > 0).all()
 
@@ -105,6 +114,38 @@ def test_errors_in_int8_beside_those_of_bitsandbytes(spread: float) -> None:
         of_update = (lambda x: x) if signed else torch.sqrt
         errors = [(of_update(other) - of_update(value)).norm() for other in (ours, theirs)]
         assert errors[0] < 4 * errors[1], (signed, errors)
+
+
+@pytest.mark.parametrize("times", [1, 100, 1000])
+def test_an_input_that_is_much_larger_than_the_others(times: int) -> None:
+    """One feature of 256 is so many times larger, so each block of the gradients has one such number. What 300 updates
+    did to the weights differs from fp32's by a part of it: 0.08, 0.12 and up to 0.74 in benchmarks/records, where
+    multiples of a step in the place of squares have 0.09, 0.5 and 2.3.
+    """
+    exact, start = trained_on(times, None)
+    found, _ = trained_on(times, "int8")
+    moved = torch.cat([(one - other).flatten() for one, other in zip(exact, start, strict=True)]).norm()
+    apart = torch.cat([(one - other).flatten() for one, other in zip(exact, found, strict=True)]).norm()
+    assert apart < {1: 0.1, 100: 0.2, 1000: 0.9}[times] * moved
+
+
+def trained_on(times: int, kind: MomentsAs | None) -> tuple[list[Tensor], list[Tensor]]:
+    """Weights of a net of two layers after 300 updates, and before."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(256, 64), nn.Tanh(), nn.Linear(64, 1))
+    names, params = zip(*net.named_parameters(), strict=True)
+    start = [param.detach().clone() for param in params]
+    rows = torch.randn(4096, 256)
+    wanted = (rows[:, :16] @ torch.randn(16, 1)).tanh()
+    rows[:, 3] *= times
+    groups = [{"params": list(params), "lr": 1e-3, "weight_decay": 0.0}]
+    optimizer = adamw(groups) if kind is None else rounding_adamw(kind, names, groups)
+    for step in range(300):
+        some = torch.randint(0, 4096, (64,), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        (net(rows[some]) - wanted[some]).square().mean().backward()
+        optimizer.step()
+    return [param.detach() for param in params], start
 
 
 # --- bytes -----------------------------------------------------------------------------------------------------------

@@ -4,13 +4,16 @@ the weights themselves. Training is not exact then.
 A chunk's moments are expanded into scratch memory, updated there by the same rule as ever, and compressed again:
 
     bf16   the upper half of fp32; so are masters, whatever moments are
-    int8   first moment: whole multiples, -127 to 127, of a step, which each block of BLOCK elements has; it is
-           the block's largest size / 127, rounded up to 17 bits, so that all multiples of it are exact in fp32
+    int8   first moment: the square of a whole number, -127 to 127, with its sign, times a step, which each block of
+           BLOCK elements has; it is the block's largest size / 127^2, rounded to 10 bits, so that all its multiples
+           are exact in fp32. Squares keep what is small beside the largest: an input feature 100 times larger than the
+           others makes gradients 100 times larger in every row of a matrix, and so in every block
            second moment: 5 bits of exponent and 3 of mantissa, counted down from the block's largest: 2^-32 of that is
            the least that there is. Without zero: an update divides by its root, and must not meet one that was rounded
            away. A block that is all zero stays so
 
-All round stochastically: up as often as what is rounded is near to the upper neighbour. A second moment changes by
+All round stochastically: up as often as what is rounded is near to the upper neighbour; of a first moment in int8 the
+root is rounded so, which adds a quarter of a step at most to the mean. A second moment changes by
 1 - beta2 of itself per update, far less than two neighbours differ, and a weight by the learning rate; rounded to the
 nearest one they would never change.
 
@@ -23,7 +26,8 @@ that comes from rounded numbers this takes noise that leaves out both ends (``_M
 it, is next to a whole number. So checkpoints have moments in fp32, and resuming from them changes no bit.
 
 bitsandbytes' 8-bit map is another one, of tens: to quantise takes a search per element, five times the time of all
-that is done here (benchmarks/records/2026-11-27_moments_2-core).
+that is done here (benchmarks/records/2026-11-27_moments_2-core). Squares are as near to fp32 as its map is, and our
+second moments nearer (tests/unit/test_moments.py).
 """
 
 from __future__ import annotations
@@ -43,8 +47,9 @@ from strategies.engine.updating.chunks import Chunk
 
 _BITS = {"bf16": 16, "int8": 20}  # of noise: those that rounding drops
 _MARGIN = 1 << 12
-_LEAST = 2.0**-100  # steps below it are none: moments that no update in fp32 can feel
-_SIGNIFICANT = 127  # the last 7 bits of an fp32 number, which a step does not have
+_LEAST = 2.0**-80  # of the largest of a block; below it all are zero, moments that no update in fp32 can feel
+_LARGEST = 127**2  # in steps
+_DROPPED = 14  # the last bits of an fp32 number, which a step does not have
 
 
 class Moments:
@@ -75,8 +80,15 @@ class Moments:
                     continue
                 for at, part, scales in self._blocks(bucket, number, chunk, view):
                     rows = codes[at : at + part.numel()].view(part.shape)
-                    _expand_second(rows, scales, part) if number else _expand_first(rows, scales, part)
+                    if number:
+                        _expand_second(rows, scales, part)
+                    else:
+                        _expand_first(rows, scales, part, self._spare(part))
         return found
+
+    def _spare(self, part: Tensor) -> Tensor:
+        """Memory of the second moments for as many numbers as ``part`` of the first ones, while they are not in it."""
+        return self._expanded[1, : part.numel()].view(part.shape)
 
     def compress(
         self,
@@ -88,14 +100,17 @@ class Moments:
         """Take in what ``expand`` gave and an update has changed, of which ``counts`` are the numbers. Spoils it."""
         for chunk, count, *views in zip(call, counts, *moments, strict=True):
             starts = self._starts(bucket, chunk, int(count), len(bucket.moments))
-            for number, (start, view) in enumerate(zip(starts, views, strict=True)):
+            for number, (start, view) in reversed(list(enumerate(zip(starts, views, strict=True)))):
                 codes, noise = bucket.moments[number][chunk.start : chunk.stop], self._noise[start:]
                 if not self._int8:
                     _upper_half(view, noise[: view.numel()], codes)
                     continue
                 for at, part, scales in self._blocks(bucket, number, chunk, view):
                     rows, some = (flat[at : at + part.numel()].view(part.shape) for flat in (codes, noise))
-                    _compress_second(part, some, rows, scales) if number else _compress_first(part, some, rows, scales)
+                    if number:
+                        _compress_second(part, some, rows, scales)
+                    else:
+                        _compress_first(part, some, rows, scales, self._spare(part))
 
     def expand_masters(self, masters: Sequence[Tensor]) -> list[Tensor]:
         """The masters of a call's chunks, which are in bf16, in fp32, in scratch memory."""
@@ -155,15 +170,18 @@ def _upper_half(values: Tensor, noise: Tensor, into: Tensor) -> None:
     into.view(torch.int16).copy_(values.view(torch.int32).add_(noise).bitwise_right_shift_(16))
 
 
-def _expand_first(codes: Tensor, steps: Tensor, into: Tensor) -> None:
-    into.copy_(codes).mul_(steps)
+def _expand_first(codes: Tensor, steps: Tensor, into: Tensor, spare: Tensor) -> None:
+    into.copy_(codes)
+    into.mul_(torch.abs(into, out=spare)).mul_(steps)
 
 
-def _compress_first(values: Tensor, noise: Tensor, codes: Tensor, steps: Tensor) -> None:
-    largest = torch.maximum(values.amax(1, keepdim=True), values.amin(1, keepdim=True).neg_())
-    steps.copy_(largest.div_(127))
-    steps.view(torch.int32).add_(_SIGNIFICANT).bitwise_and_(~_SIGNIFICANT)
-    values.mul_(torch.where(steps > _LEAST, (1 << 20) / steps, 0.0))
+def _compress_first(values: Tensor, noise: Tensor, codes: Tensor, steps: Tensor, spare: Tensor) -> None:
+    largest = torch.abs(values, out=spare).amax(1, keepdim=True)
+    steps.copy_(largest / _LARGEST)
+    steps.view(torch.int32).add_(1 << (_DROPPED - 1)).bitwise_right_shift_(_DROPPED).bitwise_left_shift_(_DROPPED)
+    # The root with 20 bits behind the point.
+    spare.mul_(torch.where(largest > _LEAST, _LARGEST * 2.0**40 / largest, 0.0)).sqrt_()
+    torch.copysign(spare, values, out=values)
     whole = values.view(torch.int32).copy_(values)
     codes.copy_(whole.add_(noise).bitwise_right_shift_(20))
 
