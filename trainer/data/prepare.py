@@ -19,8 +19,9 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -55,18 +56,40 @@ _LATER = {"excess_length_strategy", "datasets", "limit", "max_target_length", "r
 _NOT_CONTENT = {"path", "eval_path", "num_proc", "chat_template", "chat_template_path"}
 
 
+class Contents(NamedTuple):
+    """Hashes of what rows are made of, wherever it is: training and evaluation data that has a source of its own (or
+    empty), tokenizer, the text of the chat template (or empty); and of all that decides rows, with options and seed.
+    """
+
+    sources: str = ""
+    evaluation: str = ""
+    tokenizer: str = ""
+    template: str = ""
+    fingerprint: str = ""
+
+
+Opened = Callable[[Contents, Callable[[], Contents]], None]  # what is read now; and as former releases identified it
+
+
+def opened_by_nobody(contents: Contents, former: Callable[[], Contents]) -> None:
+    """Of a run that resumes none."""
+
+
 @dataclass(frozen=True)
 class Prepared:
-    """Rows ready for the Collator. ``sources`` and ``tokenizer`` are hashes of the contents that they were made of."""
+    """Rows ready for the Collator, and what they were made of."""
 
     train: Dataset | IterableDataset | Stream
     eval: Dataset | None
-    fingerprint: str
     format: str
-    sources: str = ""
-    tokenizer: str = ""
+    contents: Contents
     chat_template: str | None = None  # that the config names; the tokenizer is exported with it
     report: Mapping[str, Any] | None = None  # what became of the rows; None where nothing was read ahead
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits that differ for different rows."""
+        return self.contents.fingerprint
 
 
 def cache(otherwise: Path) -> Path:
@@ -86,14 +109,14 @@ def prepare(
     seed: int,
     folder: Path,
     say: Say,
-    opened: Callable[[str, str, str], None] = lambda sources, tokenizer, fingerprint: None,
+    opened: Opened = opened_by_nobody,
     *,
     compares: bool = True,
 ) -> Prepared:
     """The run's data: opened if it is in ``folder``, otherwise prepared and saved there.
 
-    ``seed`` is that of the split. ``opened`` is called with the hashes of sources and tokenizer and the fingerprint
-    before any row is made, and may refuse. ``compares``: with its manifest; a machine's first rank does so for all.
+    ``seed`` is that of the split. ``opened`` is called with what will be read before any row is made, and may refuse.
+    ``compares``: with its manifest; a machine's first rank does so for all.
     DataError has one line per problem, naming file, row and field.
     """
     sources, held_out = list(open_train(section)), open_eval(section)
@@ -104,10 +127,19 @@ def prepare(
     ]
     encoder = train[0].encoder
     evaluation = [Part(held_out, make_encoder(section, held_out, tokenizer, vocab_size))] if held_out else []
-    marks = [part.source.identity(not section.streaming) for part in [*train, *evaluation]]
-    of_train = digest_of(marks[0] if len(train) == 1 else marks[: len(train)])
-    key, made_of = fingerprint(train, seed, marks), (of_train, digest_of(tokenizer_content(tokenizer)))
-    opened(*made_of, key)
+
+    def contents(*, former: bool = False) -> Contents:
+        found = [part.source.former if former else part.source.identity for part in [*train, *evaluation]]
+        marks = [identity(not section.streaming) for identity in found]
+        own, held = marks[: len(train)], marks[len(train) :]
+        text = digest_of(encoder.template.text) if encoder.template else ""
+        words = digest_of(tokenizer_content(tokenizer))
+        of_train = digest_of(own[0] if len(own) == 1 else own)
+        return Contents(of_train, digest_of(held) if held else "", words, text, fingerprint(train, seed, marks))
+
+    made_of = contents()
+    opened(made_of, partial(contents, former=True))
+    key = made_of.fingerprint
     for part in (*train, *evaluation):
         part.source.say_unread(part.encoder.columns.values(), say)
     home, names = folder / key, ", ".join(source.name for source in sources)
@@ -126,7 +158,7 @@ def prepare(
     template = encoder.template.text if encoder.template and named else None
     found = json.loads((home / REPORT).read_text()) if (home / REPORT).exists() else None
     formats = " + ".join(dict.fromkeys(part.encoder.format.name for part in train))
-    return Prepared(rows, held, key, formats, *made_of, template, found)
+    return Prepared(rows, held, formats, made_of, template, found)
 
 
 def is_whole(home: Path, say: Say, kind: str = KIND) -> bool:
