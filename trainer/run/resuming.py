@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,8 +50,8 @@ class Resumed:
     found: Found
     changed: frozenset[str]
     said: list[str]
-    places: dict[str, tuple[object, object]]
-    weights: str | None
+    places: dict[str, tuple[object, object]] = field(default_factory=dict)
+    weights: str | None = None
 
     @property
     def path(self) -> Path:
