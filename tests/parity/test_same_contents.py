@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from strategies.core.sealed import read, seal
 from tests.e2e.commands import write_jsonl
+from tests.e2e.test_exports import with_its_own_code
 from tests.helpers.small_runs import make_rows_and_model, tree_of
 from trainer.config.load import load_tree
 from trainer.data.prepare import Contents
@@ -151,6 +152,12 @@ def other_file(name: str, content: str) -> Callable[[Path], None]:
     return lambda home: ((home / name).write_text((home / name).read_text() + content), None)[1]
 
 
+def own_code(home: Path) -> dict[str, Any]:
+    """A model with a vocabulary that is large enough, and its own code."""
+    names = {"name_or_path": str(with_its_own_code(home / "own")), "tokenizer": str(home / "model")}
+    return {"model": names | {"trust_remote_code": True}}
+
+
 HELD = json.dumps({"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}) + "\n"
 LONGER = {"allow_change": ["max_length"]}  # makes other rows of the same contents
 Options = Callable[[Path], dict[str, Any]]
@@ -180,6 +187,9 @@ EXCHANGED: list[Any] = [
     pytest.param(
         lambda home: {"distill": {"teacher": str(shutil.copytree(home / "model", home / "teacher"))}},
         lambda home: exchange(home / "teacher/model.safetensors"), "distill.teacher", "files", {}, id="teacher",
+    ),
+    pytest.param(
+        own_code, other_file("own/mixing.py", "# other\n"), "model.name_or_path", "Python code", {}, id="code",
     ),
 ]  # fmt: skip
 
