@@ -135,7 +135,11 @@ class _Content(NamedTuple):
 
 
 _CONTENTS: Mapping[str, _Content] = {
-    "tokenizer": _Content("model.tokenizer", "", "it is not the one that {} was saved with"),
+    "tokenizer": _Content(
+        "model.tokenizer",
+        "",
+        "it is not the one that {} was saved with, and the model has learned that one's tokens",
+    ),
     "sources": _Content("data.path", "data", "the rows made of it are not those that {} was trained on"),
     "evaluation": _Content("data.eval_path", "data", "the rows made of it are not those that {} was evaluated on"),
     "template": _Content("data.chat_template", "data", "its text is not the one that {} was trained with"),
@@ -300,7 +304,8 @@ def compare_content(
         what = f"{name} was saved with {_where(old)}; {content.what.format(name)}; write that{cure}"
         changes.refused.append(Line(content.key if key == "distill" else key, _where(new), what))
     if not where:
-        changes.refused.append(Line(content.key, None, f"{content.what.format(name)}; bring that back{cure}"))
+        back = "those" if " those " in content.what else "that"
+        changes.refused.append(Line(content.key, None, f"{content.what.format(name)}; bring {back} back{cure}"))
 
 
 def _where(value: Any) -> str:
