@@ -12,10 +12,12 @@ when it is read.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,6 +44,7 @@ from trainer.data.report import Say, Tally
 from trainer.data.sources import Row, Source, open_source
 from trainer.data.stream import Stream, stream
 from trainer.errors import DataError
+from trainer.model.hashes import hashes
 
 if TYPE_CHECKING:
     from trainer.config.sections import DataSection
@@ -133,10 +136,12 @@ def prepare(
         marks = [identity(not section.streaming) for identity in found]
         own, held = marks[: len(train)], marks[len(train) :]
         text = digest_of(encoder.template.text) if encoder.template else ""
-        words = digest_of(tokenizer_content(tokenizer))
-        of_train = digest_of(own[0] if len(own) == 1 else own)
-        return Contents(of_train, digest_of(held) if held else "", words, text, fingerprint(train, seed, marks))
+        words = tokenizer_content(tokenizer, former=former)
+        of_train, of_held = digest_of(own[0] if len(own) == 1 else own), digest_of(held) if held else ""
+        return Contents(of_train, of_held, digest_of(words), text, fingerprint(train, seed, marks, words))
 
+    written = [part.source for part in (evaluation if section.streaming else [*train, *evaluation])]
+    before = [source.identity(False) for source in written]
     made_of = contents()
     opened(made_of, partial(contents, former=True))
     key = made_of.fingerprint
@@ -151,6 +156,7 @@ def prepare(
             if not section.streaming:
                 made.append(_write("train", train, draft, say, section.eval_fraction, seed))
             (draft / REPORT).write_text(json.dumps(report.content(section.max_length, made)))
+            refuse_changed(written, before)
             seal(draft, KIND, {"fingerprint": key})
     rows = stream(train[0].source, encoder, say) if section.streaming else _open(home / "train.arrow")
     held = _open(home / "eval.arrow") if (home / "eval.arrow").exists() else None
@@ -159,6 +165,15 @@ def prepare(
     found = json.loads((home / REPORT).read_text()) if (home / REPORT).exists() else None
     formats = " + ".join(dict.fromkeys(part.encoder.format.name for part in train))
     return Prepared(rows, held, formats, made_of, template, found)
+
+
+def refuse_changed(sources: Iterable[Source], before: Iterable[list[str]]) -> None:
+    """Raise DataError if a file is not of the size or time that it was ``before``: its rows would be kept, under the
+    hash of what it was then.
+    """
+    for source, known in zip(sources, before, strict=True):
+        if source.identity(False) != known:
+            raise DataError(f"{source.name}: it has changed while it was read; start again when nobody writes to it")
 
 
 def is_whole(home: Path, say: Say, kind: str = KIND) -> bool:
@@ -218,14 +233,16 @@ def strings_in(value: Any) -> Iterator[str]:
             yield text
 
 
-def fingerprint(parts: Sequence[Part], seed: int, marks: Sequence[list[str]]) -> str:
-    """16 hex digits that differ for different rows; ``marks`` are the identity of each source."""
+def fingerprint(parts: Sequence[Part], seed: int, marks: Sequence[list[str]], words: list[Any]) -> str:
+    """16 hex digits that differ for different rows; ``marks`` are the identity of each source, ``words`` the content
+    of the tokenizer.
+    """
     encoder = parts[0].encoder
     content = {
         "layout": _LAYOUT,
         "options": _options(encoder),
         "template": encoder.template and encoder.template.text,
-        "tokenizer": tokenizer_content(encoder.tokenizer),
+        "tokenizer": words,
         "vocab_size": encoder.vocab_size,
         "seed": seed,
         "sources": list(marks),
@@ -240,13 +257,23 @@ def _options(encoder: Encoder) -> dict[str, Any]:
     return {key: it for key, it in options if key not in _NOT_CONTENT and not (it is None and key in _LATER)}
 
 
-def tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-    """All that decides what a tokenizer makes of a text."""
+def tokenizer_content(tokenizer: PreTrainedTokenizerBase, *, former: bool = False) -> list[Any]:
+    """All that decides what a tokenizer makes of a text; of one that Python computes its own files, and its class where
+    that came with it. ``former`` releases knew the tokens alone of such a one.
+    """
     special = sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items())
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         return [backend.to_str(), special]
-    return [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), special]
+    found = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), special]
+    if former:
+        return found
+    with tempfile.TemporaryDirectory() as folder, suppress(NotImplementedError):
+        tokenizer.save_vocabulary(folder)
+        found.append(hashes(sorted(path for path in Path(folder).rglob("*") if path.is_file())))
+    if type(tokenizer).__module__.startswith("transformers_modules."):
+        found.append(inspect.getsource(type(tokenizer)))
+    return found
 
 
 def _write(

@@ -32,6 +32,7 @@ from trainer.data.prepare import (
     is_whole,
     open_eval,
     open_train,
+    refuse_changed,
     strings,
     strings_in,
     tokenizer_content,
@@ -66,7 +67,6 @@ def prepare(
         tokenizer.chat_template = find_template(data, tokenizer).text
     sources, held = {"train": next(open_train(data))}, open_eval(data)
     sources |= {"eval": held} if held else {}
-    words = digest_of(tokenizer_content(tokenizer))
     options = {"task": task.name, "labels": model.label2id, "template": tokenizer.chat_template}
     options |= {"problem": model.problem_type} if model.problem_type else {}
     options |= {"columns": data.columns, "limit": data.limit, "lengths": lengths(data)}
@@ -74,9 +74,11 @@ def prepare(
     def contents(*, former: bool = False) -> Contents:
         marks = [digest_of((one.former if former else one.identity)(True)) for one in sources.values()]
         text = digest_of(tokenizer.chat_template) if tokenizer.chat_template else ""
+        words = digest_of(tokenizer_content(tokenizer, former=former))
         key = digest_of([options, data.eval_fraction, seed, marks, words])[:16]
         return Contents(marks[0], marks[1] if held else "", words, text, key)
 
+    before = [source.identity(False) for source in sources.values()]
     made_of = contents()
     opened(made_of, partial(contents, former=True))
     key = made_of.fingerprint
@@ -90,6 +92,7 @@ def prepare(
             for side, source in sources.items():
                 made = _made(task, source, data, tokenizer, model, say)
                 _write(draft, side, made, data.eval_fraction if side == "train" else 0.0, seed, say)
+            refuse_changed(sources.values(), before)
             seal(draft, KIND, {"fingerprint": key})
     train, evaluation = (_open(home, folder / f"{key}.used", side) for side in ("train", "eval"))
     assert train is not None

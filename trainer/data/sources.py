@@ -341,6 +341,7 @@ def _saved(folder: Path, split: str, key: str) -> Source:
 def _hub(path: str, name: str | None, split: str, streaming: bool, key: str) -> Source:
     from datasets import config, load_dataset
     from datasets.naming import camelcase_to_snakecase
+    from huggingface_hub import HfApi
 
     owner, _, last = path.rpartition("/")
     cached = Path(config.HF_DATASETS_CACHE, f"{owner}___{camelcase_to_snakecase(last)}").is_dir() and not streaming
@@ -348,15 +349,18 @@ def _hub(path: str, name: str | None, split: str, streaming: bool, key: str) -> 
         what = "is neither here nor in the cache of Hugging Face datasets, and the hub cannot be reached"
         raise DataError(f"{key}path: {path} {what} ({why})")
     try:
+        commit = HfApi().dataset_info(path).sha if streaming else None  # else a stream names none
         if cached and hub.unreachable():
             data = _cached(path, name, split)
         else:
-            data = load_dataset(path, name, split=split, streaming=streaming)
+            revision = {"revision": commit} if commit else {}
+            data = load_dataset(path, name, split=split, streaming=streaming, **revision)
     except Exception as error:  # the hub client raises many unrelated types
         raise DataError(f"{key}path: hub data set {path} cannot be loaded: {first_line(error)}") from None
     # Download addresses contain the commit, so they identify the content.
     urls = sorted(map(str, getattr(data.info, "download_checksums", None) or ()))
-    return _arrow(f"{path}[{split}]", data, [path, str(name), split, *urls])
+    marks = [path, str(name), split, *urls]
+    return _arrow(f"{path}[{split}]", data, [*marks, commit] if commit else marks, lambda exact: marks)
 
 
 def _cached(path: str, name: str | None, split: str) -> Any:
