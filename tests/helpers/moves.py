@@ -156,11 +156,13 @@ def made_run(ranks: Ranks, config: RunConfig, some: Sequence[Mapping[str, Any]] 
     """A run on ``some`` rows, which are evaluated on as well if the config evaluates."""
     from datasets import Dataset
 
-    from trainer.data.prepare import Prepared
+    from trainer.data.prepare import Contents, Prepared
     from trainer.verify.verify import run_on
 
     rows = Dataset.from_list([dict(row) for row in some])
-    prepared = Prepared(rows, rows if config.training.eval_strategy != "no" else None, "test", "input_ids")
+    prepared = Prepared(
+        rows, rows if config.training.eval_strategy != "no" else None, "input_ids", Contents(fingerprint="test")
+    )
     return run_on(prepared, config, ranks)
 
 

@@ -21,7 +21,7 @@ from tests.helpers.releases import needs_scratch
 from tests.helpers.tiny import LLAMA, run_config
 from trainer.config.sections import RunConfig
 from trainer.data.collate import Collator
-from trainer.data.prepare import Prepared
+from trainer.data.prepare import Contents, Prepared
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
 from trainer.model.adapters import OURS
@@ -61,7 +61,7 @@ def config_of(base: Path, bits: str | None, lora: Mapping[str, Any] = LORA, **re
 def run_of(config: RunConfig, ranks: Ranks = ALONE) -> order.Run:
     ids = [[1 + (7 * row + place * place) % 100 for place in range(16)] for row in range(16)]
     rows = Dataset.from_dict({"input_ids": ids, "labels": ids})
-    return run_on(Prepared(rows, None, "rows", "input_ids"), config, ranks)
+    return run_on(Prepared(rows, None, "input_ids", Contents(fingerprint="rows")), config, ranks)
 
 
 def adapted(config: RunConfig) -> Any:

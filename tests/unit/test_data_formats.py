@@ -4,18 +4,24 @@ import csv
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
+from transformers import CTRLTokenizer
 
 from trainer.config.sections import DataSection
 from trainer.data import prepare as preparing
 from trainer.data import sample, stream
 from trainer.data import tokenizer as tokenizers
+from trainer.data.formats import Encoder
 from trainer.data.packing import MASKED
+from trainer.data.prepare import tokenizer_content
+from trainer.data.sources import open_source
+from trainer.errors import DataError
 
 VOCAB = 400
 Rows = list[dict[str, Any]]
@@ -126,11 +132,12 @@ def test_saved_and_hub_data_sets(streaming: bool, tokenizer: Any, monkeypatch: p
     saved = DatasetDict(train=Dataset.from_list(ROWS["text"]), validation=Dataset.from_list(ROWS["text"][:1]))
     saved.save_to_disk("saved")
 
-    def load(path: str, name: str | None, split: str, streaming: bool) -> Any:
-        assert (path, name) == ("owner/name", "en")
+    def load(path: str, name: str | None, split: str, streaming: bool, revision: str = "") -> Any:
+        assert (path, name, revision) == ("owner/name", "en", "commit" if streaming else "")
         return saved[split].to_iterable_dataset() if streaming else saved[split]
 
     monkeypatch.setattr("trainer.model.hub.unreachable", lambda: "")
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda self, name: SimpleNamespace(sha="commit"))
     monkeypatch.setattr("datasets.load_dataset", load)
     for options in ({"path": "saved"}, {"path": "owner/name", "name": "en"}):
         prepared = prepare(tokenizer, **options, streaming=streaming, eval_split="validation")
@@ -338,6 +345,47 @@ def test_fingerprint_changes_with_data_options_and_tokenizer(tokenizer: Any) -> 
     Path(path).write_text(Path(path).read_text().replace("document 1 ", "document 9 "))
     found.append(prepare(tokenizer, path).fingerprint)
     assert len(set(found)) == len(found)
+
+
+def test_a_file_that_changes_while_it_is_read(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows are not kept under the hash of what it was."""
+    path = write("d.jsonl", documents(5))
+    encode = Encoder.encode
+
+    def encoded(self: Encoder, rows: Any) -> Any:
+        write(path, documents(6))
+        return encode(self, rows)
+
+    with (
+        monkeypatch.context() as inside,
+        pytest.raises(DataError, match=r"^d\.jsonl: it has changed while it was read"),
+    ):
+        inside.setattr(Encoder, "encode", encoded)
+        prepare(tokenizer, path)
+    assert list(Path("prepared").iterdir()) == []
+
+
+def test_a_tokenizer_in_python_is_more_than_its_tokens() -> None:
+    vocabulary = {"a": 0, "b": 1, "ab</w>": 2, "<unk>": 3, "a@@": 4, "b</w>": 5}
+    found = []
+    for number, merges in enumerate(("a b</w>", "b a</w>", "a b</w>")):
+        folder = Path(str(number))
+        folder.mkdir()
+        (folder / "vocab.json").write_text(json.dumps(vocabulary))
+        (folder / "merges.txt").write_text(f"#version\n{merges}\n")
+        words = CTRLTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
+        found.append((tokenizer_content(words), tokenizer_content(words, former=True), words.tokenize("ab")))
+    one, other, again = found
+    assert one == again and one[2] != other[2] and one[0] != other[0] and one[1] == other[1]
+
+
+def test_a_stream_from_the_hub_is_of_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, commits = Dataset.from_list(ROWS["text"]).to_iterable_dataset(), ["1", "2"]
+    monkeypatch.setattr("trainer.model.hub.unreachable", lambda: "")
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda self, name: SimpleNamespace(sha=commits.pop()))
+    monkeypatch.setattr("datasets.load_dataset", lambda *names, **more: data)
+    first, second = (open_source("owner/name", None, "train", True) for _ in range(2))
+    assert first.identity(True) != second.identity(True) and first.former(True) == second.former(True)
 
 
 def test_fingerprint_ignores_where_and_when(tokenizer: Any) -> None:

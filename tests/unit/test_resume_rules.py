@@ -1,7 +1,7 @@
 """What may differ on resume: every key of the config has a rule, and each kind of change does what its rule says."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +28,7 @@ from trainer.run.resume_rules import (
     SILENT,
     compare,
     compare_contents,
+    moved,
     rule_of,
 )
 from trainer.run.same_rows import Known
@@ -83,7 +84,7 @@ def test_honoured_and_said(now: dict[str, Any], line: str) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"data": {"path": "other"}}, "data.path", "data"),
+    ({"data": {"split": "other"}}, "data.split", "data"),
     ({"data_seed": 1}, "training.data_seed", "seed"),
     ({"config": {**LLAMA, "attention_dropout": 0.1}}, "model.config.attention_dropout", "dropout"),
     ({"config": {**LLAMA, "rms_norm_eps": 0.1}}, "model.config.rms_norm_eps", "model"),
@@ -253,13 +254,22 @@ def test_an_unknown_strategy_key_moves_and_an_unknown_key_is_refused() -> None:
 
 
 SAVED: dict[str, Any] = {
-    "sources": "s", "tokenizer": "t", "fingerprint": "f",
+    "sources": "s", "evaluation": "e", "tokenizer": "t", "template": "c", "fingerprint": "f", "code": "p",
     "config": {"hidden_size": 8, "rope": {"theta": 1.0}, "attn_pdrop": 0},
 }  # fmt: skip
+Places = dict[str, tuple[object, object]]
 
 
-def contents(now: dict[str, Any], allowed: tuple[str, ...] = (), changed: tuple[str, ...] = ()) -> Any:
-    return compare_contents(SAVED, {**SAVED, **now}, allowed, changed, "c")
+def contents(
+    now: dict[str, Any],
+    allowed: Sequence[str] = (),
+    changed: tuple[str, ...] = (),
+    *,
+    places: Places | None = None,
+    lacks: tuple[str, ...] = (),
+) -> Any:
+    saved = SAVED | dict.fromkeys(lacks)
+    return compare_contents(saved, {**SAVED, **now}, allowed, changed, "c", places or {})
 
 
 def test_contents() -> None:
@@ -273,12 +283,110 @@ def test_contents() -> None:
     assert [line.key for line in contents({"tokenizer": "x"}, ALLOWABLE).refused] == ["model.tokenizer"]
 
 
+@pytest.mark.parametrize(
+    ("fact", "key", "group"),
+    [
+        ("sources", "data.path", "data"),
+        ("evaluation", "data.eval_path", "data"),
+        ("template", "data.chat_template", "data"),
+        ("code", "model.name_or_path", "model"),
+    ],
+)
+def test_each_content_alone(fact: str, key: str, group: str) -> None:
+    """Also beside a change that is allowed and makes other rows, and with it another fingerprint."""
+    for now, changed in (({}, ()), ({"fingerprint": "x"}, ("data.max_length",))):
+        (line,) = contents({**now, fact: "x"}, changed=changed).refused
+        assert line.key == key and f"training.allow_change: [{group}]" in line.what
+        others = [name for name in ALLOWABLE if name != group]
+        assert contents({**now, fact: "x"}, others, changed).refused == [line]
+        allowed = contents({**now, fact: "x"}, (group,), changed)
+        assert (allowed.keys, allowed.said, allowed.refused) == (
+            {key}, [f"{key}: other contents than the checkpoint's"], [],
+        )  # fmt: skip
+
+
 def test_rows_that_are_made_otherwise_of_the_same_files() -> None:
-    """By another chat template or release; not because of a key that is allowed to change."""
+    """By another release; not because of a key that is allowed to change."""
     assert [line.key for line in contents({"fingerprint": "x"}).refused] == ["data.path"]
     assert contents({"fingerprint": "x"}, changed=("data.max_length",)).refused == []
     assert contents({"fingerprint": "x"}, changed=("training.seed",)).refused == []
     assert contents({"fingerprint": "x"}, ("data",)).keys == {"data.path"}
+
+
+def sets(*paths: str, **options: Any) -> dict[str, Any]:
+    return {"data": {"path": None, "datasets": [{"path": path, **options} for path in paths]}}
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "keys"),
+    [
+        ({"data": {"path": "a"}}, {"data": {"path": "b"}}, {"data.path"}),
+        ({"data": {"eval_path": "a"}}, {"data": {"eval_path": "b"}}, {"data.eval_path"}),
+        (
+            {"data": {"chat_template": "chatml"}},
+            {"data": {"chat_template_path": "b.jinja"}},
+            {"data.chat_template", "data.chat_template_path"},
+        ),
+        (sets("a", "b"), sets("c", "b"), {"data.datasets"}),
+        (
+            {"config": None, "model": {"name_or_path": "a"}},
+            {"config": None, "model": {"name_or_path": "b"}},
+            {"model.name_or_path"},
+        ),
+        ({"model": {"tokenizer": "a"}}, {"model": {"tokenizer": "b"}}, {"model.tokenizer"}),
+    ],
+)
+def test_another_place_is_compared_when_it_is_open(saved: Any, now: Any, keys: set[str]) -> None:
+    trees = run_config(**saved).tree(), run_config(**now).tree()
+    assert compare(*trees, (1, 1), "c") == (set(), [], []) and moved(*trees).keys() == keys
+
+
+@pytest.mark.parametrize(
+    ("saved", "now"),
+    [
+        ({}, {"data": {"eval_path": "b"}}),
+        (sets("a", "b"), sets("c", "b", weight=2.0)),
+        (sets("a", "b"), sets("a")),
+        ({"data": {"path": "a"}}, sets("a")),
+    ],
+)
+def test_a_place_with_another_meaning_is_refused_at_once(saved: Any, now: Any) -> None:
+    trees = run_config(**saved).tree(), run_config(**now).tree()
+    assert compare(*trees, (1, 1), "c").refused and not moved(*trees)
+
+
+def test_what_a_checkpoint_has_no_hash_of_has_not_moved() -> None:
+    trees = [run_config(None, model={"name_or_path": name}).tree() for name in ("a", "b")]
+    known = Known(3, {}, ["weights"])
+    assert moved(*trees, known) == {}
+    assert [line.key for line in compare(*trees, (1, 1), "c", known).refused] == ["model.name_or_path"]
+
+
+MOVED: Places = {"data.path": ("a", "b"), "data.eval_path": ("c", "d")}
+
+
+def test_other_places() -> None:
+    assert contents({}, places=MOVED) == (
+        set(),
+        ["data.path = b (was a): the same contents", "data.eval_path = d (was c): the same contents"],
+        [],
+    )
+    (line,) = contents({"sources": "x", "fingerprint": "x"}, places=MOVED).refused
+    assert (line.key, line.value) == ("data.path", "b") and "c was saved with a; " in line.what
+    allowed = contents({"sources": "x", "fingerprint": "x"}, ("data",), places=MOVED)
+    assert (
+        allowed.keys == {"data.path"}
+        and allowed.said[0] == "data.path = b (was a): other contents than the checkpoint's"
+    )
+
+
+def test_a_checkpoint_with_fewer_hashes() -> None:
+    """The fingerprint has evaluation data and template in it; where that differs for another reason, nobody knows."""
+    lacks = ("evaluation", "template", "code")
+    assert contents({"evaluation": "x", "template": "x", "code": "x"}, lacks=lacks) == (set(), [], [])
+    assert contents({"evaluation": "x"}, lacks=lacks, places=MOVED).refused == []
+    rows = contents({"fingerprint": "x"}, changed=("data.max_length",), lacks=lacks, places=MOVED)
+    assert [line.key for line in rows.refused] == ["data.eval_path"]
 
 
 def test_a_refusal_names_file_line_and_key(tmp_path: Path) -> None:

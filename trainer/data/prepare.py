@@ -12,15 +12,18 @@ when it is read.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -41,6 +44,7 @@ from trainer.data.report import Say, Tally
 from trainer.data.sources import Row, Source, open_source
 from trainer.data.stream import Stream, stream
 from trainer.errors import DataError
+from trainer.model.hashes import hashes
 
 if TYPE_CHECKING:
     from trainer.config.sections import DataSection
@@ -55,18 +59,40 @@ _LATER = {"excess_length_strategy", "datasets", "limit", "max_target_length", "r
 _NOT_CONTENT = {"path", "eval_path", "num_proc", "chat_template", "chat_template_path"}
 
 
+class Contents(NamedTuple):
+    """Hashes of what rows are made of, wherever it is: training and evaluation data that has a source of its own (or
+    empty), tokenizer, the text of the chat template (or empty); and of all that decides rows, with options and seed.
+    """
+
+    sources: str = ""
+    evaluation: str = ""
+    tokenizer: str = ""
+    template: str = ""
+    fingerprint: str = ""
+
+
+Opened = Callable[[Contents, Callable[[], Contents]], None]  # what is read now; and as former releases identified it
+
+
+def opened_by_nobody(contents: Contents, former: Callable[[], Contents]) -> None:
+    """Of a run that resumes none."""
+
+
 @dataclass(frozen=True)
 class Prepared:
-    """Rows ready for the Collator. ``sources`` and ``tokenizer`` are hashes of the contents that they were made of."""
+    """Rows ready for the Collator, and what they were made of."""
 
     train: Dataset | IterableDataset | Stream
     eval: Dataset | None
-    fingerprint: str
     format: str
-    sources: str = ""
-    tokenizer: str = ""
+    contents: Contents
     chat_template: str | None = None  # that the config names; the tokenizer is exported with it
     report: Mapping[str, Any] | None = None  # what became of the rows; None where nothing was read ahead
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits that differ for different rows."""
+        return self.contents.fingerprint
 
 
 def cache(otherwise: Path) -> Path:
@@ -86,14 +112,14 @@ def prepare(
     seed: int,
     folder: Path,
     say: Say,
-    opened: Callable[[str, str, str], None] = lambda sources, tokenizer, fingerprint: None,
+    opened: Opened = opened_by_nobody,
     *,
     compares: bool = True,
 ) -> Prepared:
     """The run's data: opened if it is in ``folder``, otherwise prepared and saved there.
 
-    ``seed`` is that of the split. ``opened`` is called with the hashes of sources and tokenizer and the fingerprint
-    before any row is made, and may refuse. ``compares``: with its manifest; a machine's first rank does so for all.
+    ``seed`` is that of the split. ``opened`` is called with what will be read before any row is made, and may refuse.
+    ``compares``: with its manifest; a machine's first rank does so for all.
     DataError has one line per problem, naming file, row and field.
     """
     sources, held_out = list(open_train(section)), open_eval(section)
@@ -104,10 +130,21 @@ def prepare(
     ]
     encoder = train[0].encoder
     evaluation = [Part(held_out, make_encoder(section, held_out, tokenizer, vocab_size))] if held_out else []
-    marks = [part.source.identity(not section.streaming) for part in [*train, *evaluation]]
-    of_train = digest_of(marks[0] if len(train) == 1 else marks[: len(train)])
-    key, made_of = fingerprint(train, seed, marks), (of_train, digest_of(tokenizer_content(tokenizer)))
-    opened(*made_of, key)
+
+    def contents(*, former: bool = False) -> Contents:
+        found = [part.source.former if former else part.source.identity for part in [*train, *evaluation]]
+        marks = [identity(not section.streaming) for identity in found]
+        own, held = marks[: len(train)], marks[len(train) :]
+        text = digest_of(encoder.template.text) if encoder.template else ""
+        words = tokenizer_content(tokenizer, former=former)
+        of_train, of_held = digest_of(own[0] if len(own) == 1 else own), digest_of(held) if held else ""
+        return Contents(of_train, of_held, digest_of(words), text, fingerprint(train, seed, marks, words))
+
+    written = [part.source for part in (evaluation if section.streaming else [*train, *evaluation])]
+    before = [source.identity(False) for source in written]
+    made_of = contents()
+    opened(made_of, partial(contents, former=True))
+    key = made_of.fingerprint
     for part in (*train, *evaluation):
         part.source.say_unread(part.encoder.columns.values(), say)
     home, names = folder / key, ", ".join(source.name for source in sources)
@@ -119,6 +156,7 @@ def prepare(
             if not section.streaming:
                 made.append(_write("train", train, draft, say, section.eval_fraction, seed))
             (draft / REPORT).write_text(json.dumps(report.content(section.max_length, made)))
+            refuse_changed(written, before)
             seal(draft, KIND, {"fingerprint": key})
     rows = stream(train[0].source, encoder, say) if section.streaming else _open(home / "train.arrow")
     held = _open(home / "eval.arrow") if (home / "eval.arrow").exists() else None
@@ -126,7 +164,16 @@ def prepare(
     template = encoder.template.text if encoder.template and named else None
     found = json.loads((home / REPORT).read_text()) if (home / REPORT).exists() else None
     formats = " + ".join(dict.fromkeys(part.encoder.format.name for part in train))
-    return Prepared(rows, held, key, formats, *made_of, template, found)
+    return Prepared(rows, held, formats, made_of, template, found)
+
+
+def refuse_changed(sources: Iterable[Source], before: Iterable[list[str]]) -> None:
+    """Raise DataError if a file is not of the size or time that it was ``before``: its rows would be kept, under the
+    hash of what it was then.
+    """
+    for source, known in zip(sources, before, strict=True):
+        if source.identity(False) != known:
+            raise DataError(f"{source.name}: it has changed while it was read; start again when nobody writes to it")
 
 
 def is_whole(home: Path, say: Say, kind: str = KIND) -> bool:
@@ -186,14 +233,16 @@ def strings_in(value: Any) -> Iterator[str]:
             yield text
 
 
-def fingerprint(parts: Sequence[Part], seed: int, marks: Sequence[list[str]]) -> str:
-    """16 hex digits that differ for different rows; ``marks`` are the identity of each source."""
+def fingerprint(parts: Sequence[Part], seed: int, marks: Sequence[list[str]], words: list[Any]) -> str:
+    """16 hex digits that differ for different rows; ``marks`` are the identity of each source, ``words`` the content
+    of the tokenizer.
+    """
     encoder = parts[0].encoder
     content = {
         "layout": _LAYOUT,
         "options": _options(encoder),
         "template": encoder.template and encoder.template.text,
-        "tokenizer": tokenizer_content(encoder.tokenizer),
+        "tokenizer": words,
         "vocab_size": encoder.vocab_size,
         "seed": seed,
         "sources": list(marks),
@@ -208,13 +257,23 @@ def _options(encoder: Encoder) -> dict[str, Any]:
     return {key: it for key, it in options if key not in _NOT_CONTENT and not (it is None and key in _LATER)}
 
 
-def tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-    """All that decides what a tokenizer makes of a text."""
+def tokenizer_content(tokenizer: PreTrainedTokenizerBase, *, former: bool = False) -> list[Any]:
+    """All that decides what a tokenizer makes of a text; of one that Python computes its own files, and its class where
+    that came with it. ``former`` releases knew the tokens alone of such a one.
+    """
     special = sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items())
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         return [backend.to_str(), special]
-    return [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), special]
+    found = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), special]
+    if former:
+        return found
+    with tempfile.TemporaryDirectory() as folder, suppress(NotImplementedError):
+        tokenizer.save_vocabulary(folder)
+        found.append(hashes(sorted(path for path in Path(folder).rglob("*") if path.is_file())))
+    if type(tokenizer).__module__.startswith("transformers_modules."):
+        found.append(inspect.getsource(type(tokenizer)))
+    return found
 
 
 def _write(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,14 +24,24 @@ from strategies.core.sealed import digest_of, seal
 from trainer.data import packing
 from trainer.data.chats import NO_TEXT, SURROGATE, find_template
 from trainer.data.encoding import batched
-from trainer.data.prepare import KIND, Prepared, is_whole, open_eval, open_train, strings, strings_in, tokenizer_content
+from trainer.data.prepare import (
+    KIND,
+    Contents,
+    Opened,
+    Prepared,
+    is_whole,
+    open_eval,
+    open_train,
+    refuse_changed,
+    strings,
+    strings_in,
+    tokenizer_content,
+)
 from trainer.data.report import PATIENCE, Say, by_cause
 from trainer.data.sources import Row, Source
 from trainer.errors import DataError, kind, nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from trainer.config.sections import DataSection, RunConfig
@@ -46,7 +57,7 @@ def prepare(
     model: PretrainedConfig,
     folder: Path,
     say: Say,
-    opened: Callable[[str, str, str], None],
+    opened: Opened,
     *,
     compares: bool,
 ) -> Prepared:
@@ -56,13 +67,21 @@ def prepare(
         tokenizer.chat_template = find_template(data, tokenizer).text
     sources, held = {"train": next(open_train(data))}, open_eval(data)
     sources |= {"eval": held} if held else {}
-    marks = [digest_of(source.identity(True)) for source in sources.values()]
-    words = digest_of(tokenizer_content(tokenizer))
     options = {"task": task.name, "labels": model.label2id, "template": tokenizer.chat_template}
     options |= {"problem": model.problem_type} if model.problem_type else {}
     options |= {"columns": data.columns, "limit": data.limit, "lengths": lengths(data)}
-    key = digest_of([options, data.eval_fraction, seed, marks, words])[:16]
-    opened(marks[0], words, key)
+
+    def contents(*, former: bool = False) -> Contents:
+        marks = [digest_of((one.former if former else one.identity)(True)) for one in sources.values()]
+        text = digest_of(tokenizer.chat_template) if tokenizer.chat_template else ""
+        words = digest_of(tokenizer_content(tokenizer, former=former))
+        key = digest_of([options, data.eval_fraction, seed, marks, words])[:16]
+        return Contents(marks[0], marks[1] if held else "", words, text, key)
+
+    before = [source.identity(False) for source in sources.values()]
+    made_of = contents()
+    opened(made_of, partial(contents, former=True))
+    key = made_of.fingerprint
     for source in sources.values():
         source.say_unread(columns_of(task, data, source).values(), say)
     home = folder / key
@@ -73,10 +92,11 @@ def prepare(
             for side, source in sources.items():
                 made = _made(task, source, data, tokenizer, model, say)
                 _write(draft, side, made, data.eval_fraction if side == "train" else 0.0, seed, say)
+            refuse_changed(sources.values(), before)
             seal(draft, KIND, {"fingerprint": key})
     train, evaluation = (_open(home, folder / f"{key}.used", side) for side in ("train", "eval"))
     assert train is not None
-    return Prepared(train, evaluation, key, task.name, marks[0], words, tokenizer.chat_template if named else None)
+    return Prepared(train, evaluation, task.name, made_of, tokenizer.chat_template if named else None)
 
 
 def lengths(data: DataSection) -> tuple[int, int | None]:

@@ -21,12 +21,14 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from strategies.core.sealed import size_and_hash
+from strategies.core.sealed import digest_of
 from trainer.data import pydoc_rows
 from trainer.errors import DataError, first_line, kind, nearest, nearest_file
 from trainer.model import hub
+from trainer.model.hashes import hashes
 
 _INFO = "dataset_info.json"  # of Hugging Face's saved data, beside state.json; LLaMA-Factory's list of data sets, alone
+_STATE = "state.json"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _SPLIT_WORD = re.compile(r"(?:^|/)(train|training|test|validation|valid|val|dev|eval)(?:[-_./0-9]|$)")
 _SPLIT_ALIASES = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation"}
@@ -181,7 +183,8 @@ class Source:
 
     name: str
     tables: tuple[Table, ...]
-    identity: Callable[[bool], list[str]]  # the content, wherever it is: exactly, or by size and time
+    identity: Callable[[bool], list[str]]  # the content in its order, wherever it is: exactly, or by size and time
+    former: Callable[[bool], list[str]]  # the same as releases identified it whose manifests have names of files in it
     count: Callable[[], int | None] = lambda: None  # how many rows, as far as that can be known at once
 
     def say_unread(self, columns: Collection[str], say: Callable[[str], None]) -> None:
@@ -209,7 +212,8 @@ def _files(root: Path, paths: Sequence[Path]) -> Source:
                 break
         else:
             raise DataError(broken[:5] or f"{path}: the file is empty; it has no rows")
-    return Source(str(root), tuple(tables), partial(_marks, root, paths), partial(_count, paths))
+    former = partial(_former_marks, root, paths)
+    return Source(str(root), tuple(tables), partial(_marks, paths), former, partial(_count, paths))
 
 
 def _count(paths: Sequence[Path]) -> int | None:
@@ -220,24 +224,35 @@ def _count(paths: Sequence[Path]) -> int | None:
     return None
 
 
-def _marks(root: Path, paths: Sequence[Path], exact: bool) -> list[str]:
-    stats = [path.stat() for path in paths]
-    marks = [size_and_hash(path)[1] for path in paths] if exact else [f"{s.st_size} {s.st_mtime_ns}" for s in stats]
-    return [f"{path.relative_to(root.parent)} {mark}" for path, mark in zip(paths, marks, strict=True)]
+def _marks(paths: Sequence[Path], exact: bool) -> list[str]:
+    """Of files in their order; what reads them is known by the suffix, and other parts of their names say nothing."""
+    return [f"{path.suffix.lower()} {mark}" for path, mark in zip(paths, _contents(paths, exact), strict=True)]
+
+
+def _former_marks(root: Path, paths: Sequence[Path], exact: bool) -> list[str]:
+    return [
+        f"{path.relative_to(root.parent)} {mark}" for path, mark in zip(paths, _contents(paths, exact), strict=True)
+    ]
+
+
+def _contents(paths: Sequence[Path], exact: bool) -> list[str]:
+    return hashes(paths) if exact else [f"{s.st_size} {s.st_mtime_ns}" for s in (path.stat() for path in paths)]
 
 
 def _pydoc(name: str) -> Source:
     columns, read = pydoc_rows.COLUMNS[name], partial(_read_pydoc, name)
     content = repr([values for _, values in read(())])
     marks = ["pydoc", hashlib.sha256(content.encode()).hexdigest()]
-    return Source("pydoc", (Table("pydoc", columns, read),), partial(_known, marks))
+    known = partial(_known, marks)
+    return Source("pydoc", (Table("pydoc", columns, read),), known, known)
 
 
-def _arrow(name: str, dataset: Any, marks: list[str]) -> Source:
+def _arrow(name: str, dataset: Any, marks: list[str], former: Callable[[bool], list[str]] | None = None) -> Source:
     """A ``datasets.Dataset`` or ``IterableDataset``: from the hub, or a folder written by ``save_to_disk``."""
     columns = dataset.column_names or next((list(row) for row in islice(dataset, 1)), [])
     table = Table(name, tuple(columns), partial(_read_arrow, dataset))
-    return Source(name, (table,), partial(_known, marks), lambda: getattr(dataset, "num_rows", None))
+    known = partial(_known, marks)
+    return Source(name, (table,), known, former or known, lambda: getattr(dataset, "num_rows", None))
 
 
 def _known(marks: list[str], exact: bool) -> list[str]:
@@ -271,8 +286,13 @@ def open_source(path: str, name: str | None, split: str, streaming: bool, key: s
     return _files(local, [local])
 
 
+def is_saved(folder: Path) -> bool:
+    """Whether ``save_to_disk`` of Hugging Face has written it."""
+    return (folder / "dataset_dict.json").is_file() or all((folder / name).is_file() for name in (_INFO, _STATE))
+
+
 def _folder(folder: Path, split: str, key: str) -> Source:
-    if (folder / "dataset_dict.json").is_file() or all((folder / name).is_file() for name in (_INFO, "state.json")):
+    if is_saved(folder):
         return _saved(folder, split, key)
     files = sorted(path for path in folder.rglob("[!.]*") if path.suffix.lower() in _READERS and path.is_file())
     files = [path for path in files if path.name != _INFO]
@@ -301,17 +321,27 @@ def _saved(folder: Path, split: str, key: str) -> Source:
         data = load_from_disk(str(folder))
     except Exception as error:  # of whatever is missing or damaged
         raise DataError(f"{folder}: saved data that cannot be loaded: {first_line(error)}") from None
+    home = folder
     if isinstance(data, DatasetDict):
         if split not in data:
             raise DataError(f"{key}split: {split!r} is not in {folder}; found: {', '.join(data)}")
-        data = data[split]
-    arrows = sorted(folder.rglob("*.arrow"))
-    return _arrow(str(folder), data, [split, *(size_and_hash(path)[1] for path in arrows)])
+        data, home = data[split], folder / split
+    # Rows are those of the files that the state lists, in that order; and columns and values are as it says besides.
+    state = json.loads((home / _STATE).read_bytes())
+    shards = hashes(home / each["filename"] for each in state.pop("_data_files"))
+    read_as = {name: value for name, value in state.items() if name not in ("_fingerprint", "_split")}
+    marks = [digest_of([read_as, data.features.to_dict()]), *shards]
+
+    def former(exact: bool) -> list[str]:
+        return [split, *hashes(sorted(folder.rglob("*.arrow")))]
+
+    return _arrow(str(folder), data, marks, former)
 
 
 def _hub(path: str, name: str | None, split: str, streaming: bool, key: str) -> Source:
     from datasets import config, load_dataset
     from datasets.naming import camelcase_to_snakecase
+    from huggingface_hub import HfApi
 
     owner, _, last = path.rpartition("/")
     cached = Path(config.HF_DATASETS_CACHE, f"{owner}___{camelcase_to_snakecase(last)}").is_dir() and not streaming
@@ -319,15 +349,18 @@ def _hub(path: str, name: str | None, split: str, streaming: bool, key: str) -> 
         what = "is neither here nor in the cache of Hugging Face datasets, and the hub cannot be reached"
         raise DataError(f"{key}path: {path} {what} ({why})")
     try:
+        commit = HfApi().dataset_info(path).sha if streaming else None  # else a stream names none
         if cached and hub.unreachable():
             data = _cached(path, name, split)
         else:
-            data = load_dataset(path, name, split=split, streaming=streaming)
+            revision = {"revision": commit} if commit else {}
+            data = load_dataset(path, name, split=split, streaming=streaming, **revision)
     except Exception as error:  # the hub client raises many unrelated types
         raise DataError(f"{key}path: hub data set {path} cannot be loaded: {first_line(error)}") from None
     # Download addresses contain the commit, so they identify the content.
     urls = sorted(map(str, getattr(data.info, "download_checksums", None) or ()))
-    return _arrow(f"{path}[{split}]", data, [path, str(name), split, *urls])
+    marks = [path, str(name), split, *urls]
+    return _arrow(f"{path}[{split}]", data, [*marks, commit] if commit else marks, lambda exact: marks)
 
 
 def _cached(path: str, name: str | None, split: str) -> Any:

@@ -33,7 +33,7 @@ from datasets import Dataset, concatenate_datasets
 from tqdm import tqdm
 
 from strategies.core.commit import remove, replace_file, sync
-from strategies.core.sealed import digest_of, seal, size_and_hash
+from strategies.core.sealed import digest_of, seal
 from strategies.core.sizes import human
 from strategies.engine.forward.distilled_loss import TEACHER, Distillation, answers, keep_state
 from trainer.config.sections import ModelSection, QuantizationSection
@@ -44,6 +44,7 @@ from trainer.data.prepare import is_whole
 from trainer.errors import ConfigError, DataError
 from trainer.machine.probe import disk_free_bytes
 from trainer.model import build, quantise
+from trainer.model.contents import contents
 from trainer.model.student import comparison, width_of
 from trainer.planning import facts
 from trainer.planning.streamed import placed, plan_within, weights_of
@@ -100,7 +101,7 @@ def check(
     configuration; ``folder``: where answers are kept.
     """
     assert config.distill is not None
-    configs, shares = configs_of(config), config.distill.teachers
+    configs = configs_of(config)
     sections, called = sections_of(config), config.model.name_or_path or "the student"
     for name, hf_config in configs.items():
         with _named(config, name):
@@ -112,8 +113,7 @@ def check(
             raise config.error("distill.teacher", name, what)
     words = min(each.get_text_config().vocab_size for each in (student, *configs.values()))
     how = comparison(config, words, width_of(student))
-    marks = [contents(name, hf_config) for name, hf_config in configs.items()]
-    mark = marks[0] if len(marks) == 1 else digest_of([marks, list(shares.values())])
+    mark = mark_of(config)
     decide = [prepared.fingerprint, mark, next(iter(sections.values())).dtype, how.temperature, how.top_k, how.words]
     decide += [config.distill.on] if how.hidden else []
     decide += [config.distill.teacher_dtype] if config.distill.teacher_dtype else []
@@ -135,6 +135,13 @@ def check(
     said = "; ".join(f"{name}, {each}" for name, each in zip(configs, where, strict=True))
     say(f"teacher: {said}; {count:,} answers of {human(4 * how.width)}: {human(needed)} in {folder}")
     return Lesson(how, mark, key, budget, in_part)
+
+
+def mark_of(config: RunConfig) -> str:
+    """A hash of the contents of the teachers, with their shares. ConfigError: there is none."""
+    assert config.distill is not None
+    marks = [contents(name, hf_config) for name, hf_config in configs_of(config).items()]
+    return marks[0] if len(marks) == 1 else digest_of([marks, list(config.distill.teachers.values())])
 
 
 def configs_of(config: RunConfig) -> dict[str, Any]:
@@ -208,14 +215,6 @@ def unlike(teacher: PreTrainedTokenizerBase, student: PreTrainedTokenizerBase, n
     number = theirs.get(other)
     has = "has none" if number is None else f"has number {number}"
     return f"its tokenizer {has} for {other!r}, and that of {name} has number {ours[other]}"
-
-
-def contents(name: str, hf_config: Any) -> str:
-    """A hash of a saved model: of its files, or of the commit that the hub's cache has."""
-    if not Path(name).is_dir():
-        return digest_of([name, getattr(hf_config, "_commit_hash", None)])
-    files = [path for path in sorted(Path(name).iterdir()) if path.suffix in (".json", ".safetensors", ".bin", ".py")]
-    return digest_of([[path.name, *size_and_hash(path)] for path in files])
 
 
 def num_answers(rows: Dataset) -> int:

@@ -56,20 +56,32 @@ class _Part(BaseModel):
 
 
 class DataFacts(_Part):
-    """Which rows were trained on: ``sources`` and ``tokenizer`` are hashes of contents, whatever their paths."""
+    """Which rows were trained on: hashes of contents, whatever their paths (``trainer/data/prepare.py``).
+
+    ``evaluation`` and ``template`` are None in a manifest of a release that did not have them; names of files are in
+    ``sources`` and ``fingerprint`` there, and the order of the shards of saved data is not.
+    """
 
     fingerprint: str
     sources: str
     tokenizer: str
     rows: int | None = Field(description="None for a stream.")
     teacher: str = ""  # a hash of its contents, if there is one
+    evaluation: str | None = None
+    template: str | None = None
 
 
 class ModelFacts(_Part):
-    """Hugging Face's config of the model, and a hash of the names and shapes of its parameters."""
+    """Hugging Face's config of the model, and a hash of the names and shapes of its parameters.
+
+    ``weights``: of those that training began with, ``code``: of the Python files that came with it
+    (``trainer/model/contents.py``). None in a manifest of a release that did not have them.
+    """
 
     config: dict[str, Any]
     shapes: str
+    weights: str | None = None
+    code: str | None = None
 
 
 class About(_Part):

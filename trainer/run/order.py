@@ -45,12 +45,23 @@ from trainer.errors import ConfigError, write_line, write_nothing
 from trainer.machine import block_timing
 from trainer.machine.probe import Machine, probe
 from trainer.machine.profiles import known_rates
-from trainer.model import attention, build, mapped, parts, student
+from trainer.model import attention, build, contents, mapped, parts, student
 from trainer.model.structured import config_of
 from trainer.planning import evaluation, facts, positions
 from trainer.planning.fit import explained
 from trainer.planning.from_config import advice, plans_of, refuse_impossible
-from trainer.run import changes, checkpoint, further, machines, metrics, resuming, structured, teaching, trackers
+from trainer.run import (
+    changes,
+    checkpoint,
+    further,
+    inputs,
+    machines,
+    metrics,
+    resuming,
+    structured,
+    teaching,
+    trackers,
+)
 from trainer.run.callbacks import EarlyStopping, Meter, MetricsFile, ProgressLine, SampleText, StepSeen, sample_prompt
 from trainer.run.checkpoint import About, DataFacts, ModelFacts
 from trainer.run.plan_check import PlanCheck
@@ -101,7 +112,7 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
         facts.check_model(config, config_of(config))
     form = form_of_stages(config) if known else None
     machines.refuse(config, ranks)
-    tokenizer, prepared = first_then_all(ranks, lambda: read_data(config, ranks, resumed, quiet=not ranks.is_first))
+    tokenizer, prepared = opened(config, ranks, resumed)
     machine = machines.agreed(ranks, probe())
     with explained(config, ranks, machine):
         plans = plans_of(config, ranks, machine, resumes=resumed is not None, tune=True, say=write_line)
@@ -123,7 +134,7 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
         for each in plans:
             refuse_impossible(each)
     machines.refuse_without_room(config, ranks, plan, run.say)
-    run.lesson = teaching.check(config, ranks, tokenizer, prepared, plan, resumed)
+    run.lesson = teaching.check(config, ranks, tokenizer, prepared, plan)
     run.smaller = structured.check(config, ranks, prepared, plan, machine)
     # Only after the last refusal, so that a refused run leaves the checkpoints of an earlier one in place.
     for line in filter(None, [resuming.set_aside(config, ranks, resumed), *(resumed.said if resumed else ())]):
@@ -140,6 +151,16 @@ def refuse_under_zero(config: RunConfig, stage: int | None) -> None:
         why = f"not with strategies.zero.stage {stage}, whose optimizer does not know the first rate"
         cure = f"write min_lr_rate: {lowest / config.training.learning_rate:.6g}"
         raise config.error("training.lr_scheduler_kwargs.min_lr", lowest, f"{why}; {cure}")
+
+
+def opened(config: RunConfig, ranks: Ranks, resumed: Resumed | None) -> tuple[PreTrainedTokenizerBase, Prepared]:
+    """Tokenizer and data. A run that is resumed is refused here, with ConfigError, if it would read other contents than
+    the checkpoint's. A collective.
+    """
+    found = first_then_all(ranks, lambda: read_data(config, ranks, resumed, quiet=not ranks.is_first))
+    if resumed is not None:
+        inputs.compare(config, ranks, resumed)
+    return found
 
 
 def read_data(
@@ -162,7 +183,9 @@ def read_data(
         cure = f"raise model.config.vocab_size from {rows}, or leave it out" if section.config else saved
         raise ConfigError(f"model: has {rows} tokens, and the tokenizer has {len(words)}; {cure}")
     say = write_nothing if quiet else write_line
-    opened = partial(resumed.compare_contents, config, hf_config) if resumed else (lambda *hashes: None)
+    opened = preparing.opened_by_nobody
+    if resumed is not None:
+        opened = partial(resumed.compare_contents, config, hf_config, contents.code(section, hf_config))
     seed, home, compares = config.training.seed, preparing.cache(folder / "data"), ranks.is_first_local
     if not task.language:
         return words, task_rows.prepare(task, config, words, hf_config, home, say, opened, compares=compares)
@@ -377,15 +400,15 @@ def about(run: Run, model: PreTrainedModel) -> About:
     as_loaded = config_of(run.config)  # the run may change its copy
     tree, data = json.loads(json.dumps(run.config.tree()), parse_constant=str), run.prepared
     rows = None if run.config.data.streaming else len(data.train)  # type: ignore[arg-type]
-    hashes = {"fingerprint": data.fingerprint, "sources": data.sources, "tokenizer": data.tokenizer}
+    weights, code = inputs.recorded(run.config, run.ranks, run.resumed), contents.code(run.config.model, as_loaded)
     return About(
         config=tree,
         config_sha256=digest_of(tree),
         versions=checkpoint.versions(),
         world_size=run.ranks.world_size,
         threads=torch.get_num_threads(),
-        data=DataFacts(**hashes, rows=rows, teacher=run.lesson.teacher if run.lesson else ""),
-        model=ModelFacts(config=checkpoint.plain_config(as_loaded), shapes=shapes),
+        data=DataFacts(**data.contents._asdict(), rows=rows, teacher=run.lesson.teacher if run.lesson else ""),
+        model=ModelFacts(config=checkpoint.plain_config(as_loaded), shapes=shapes, weights=weights, code=code),
     )
 
 

@@ -12,6 +12,9 @@ Strategies may change: they decide where state rests and who holds it (``MOVES``
 their own, as of compressed exchanges, other options or another number of ranks are ``compression``; state in fewer
 bits is ``moments``. Ranks and accumulation may change together, if updates keep their rows (``same_rows.py``). A key
 that is in no rule is refused, and a test compares the table with the sections of the config.
+
+Some keys say where something is, as ``data.path`` does. Values that differ in nothing else (``moved``) are neither
+refused nor allowed by themselves: once it is open, what is there is compared with the hashes of the checkpoint.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import shorten
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from strategies.core.registry import available, find
@@ -113,6 +118,37 @@ def unset() -> dict[str, object]:
     return {key: value for key, value in defaults.items() if key != "training.use_cpu"}
 
 
+# Keys that say where something is, and the hash of a manifest that what is there is compared with.
+PLACES: Mapping[str, str] = {
+    "data.path": "sources", "data.datasets": "sources", "data.eval_path": "evaluation",
+    "data.chat_template": "template", "data.chat_template_path": "template", "model.tokenizer": "tokenizer",
+    "model.name_or_path": "weights", "distill": "teacher",
+}  # fmt: skip
+
+
+class _Content(NamedTuple):
+    """A hash of a manifest: the key that it is about, the name that allows another one, what a refusal says of it."""
+
+    key: str
+    group: str
+    what: str
+
+
+_CONTENTS: Mapping[str, _Content] = {
+    "tokenizer": _Content(
+        "model.tokenizer",
+        "",
+        "it is not the one that {} was saved with, and the model has learned that one's tokens",
+    ),
+    "sources": _Content("data.path", "data", "the rows made of it are not those that {} was trained on"),
+    "evaluation": _Content("data.eval_path", "data", "the rows made of it are not those that {} was evaluated on"),
+    "template": _Content("data.chat_template", "data", "its text is not the one that {} was trained with"),
+    "code": _Content("model.name_or_path", "model", "its Python code is not the one that {} was trained with"),
+    "weights": _Content("model.name_or_path", "model", "its weights are not those that {} was trained on"),
+    "seed": _Content("training.seed", "model", "it draws other random weights than those that {} was trained on"),
+    "teacher": _Content("distill.teacher", "loss", "its files are not those that {} was trained with"),
+}
+
 # Keys of Hugging Face's model configs on which names or shapes of parameters depend, or how a head is cut out of them.
 _SHAPES = """
     model_type vocab_size hidden_size n_embd d_model dim intermediate_size n_inner ffn_dim d_ff num_hidden_layers
@@ -148,8 +184,8 @@ def compare(
     """Compare two configs as trees; ``ranks`` that saved and that resume, as copies of the model, the ``name`` of the
     checkpoint, and what is ``known`` of it.
     """
-    allowed = now.get("training", {}).get("allow_change", ())
-    found = [(key, rule_of(key), old, new) for key, old, new in differences(saved, now)]
+    allowed, places = now.get("training", {}).get("allow_change", ()), moved(saved, now, known)
+    found = [(key, rule_of(key), old, new) for key, old, new in differences(saved, now) if key not in places]
     found += _of_strategies(saved, now, ranks)
     if (old := _rounded(saved)) != (new := _rounded(now)):
         found.append(("quantize.qat", QAT, old, new))
@@ -157,7 +193,8 @@ def compare(
     other_rows = ""
     if ranks[0] != ranks[1]:
         found.append((RANKS, RANKS, *ranks))
-        if any(key.startswith("data.") and rule != SILENT for key, rule, *_ in found):
+        others = [key for key, rule, *_ in found if rule != SILENT] + [key for key in places if "data" in allowed]
+        if any(key.startswith("data.") for key in others):
             known = known._replace(rows=None)
         other_rows = same_rows.why_not(saved, now, ranks, known)
         if not other_rows:
@@ -167,8 +204,8 @@ def compare(
     for key, rule, old, new in found:
         schedule = now.get("training", {}).get("lr_scheduler_type")
         rule = NEVER if key in _FOLLOWED and schedule in FOLLOWS_LOSS else rule
-        if rule == SILENT or (key == "model.tokenizer" and not any(isinstance(value, Mapping) for value in (old, new))):
-            continue  # tokenizers that are named are compared when they are open
+        if rule == SILENT:
+            continue
         if why := _cannot(key, rule, old, new, schedule):
             refused.append(Line(key, new, f"{name} was saved with {_shown(old)}, {why}"))
         elif rule in (SAID, MOVES) or rule in allowed:
@@ -182,29 +219,102 @@ def compare(
     return changes
 
 
+def moved(
+    saved: Mapping[str, Any], now: Mapping[str, Any], known: Known = NOT_KNOWN
+) -> dict[str, tuple[object, object]]:
+    """Keys of two configs that differ in where something is alone, each with both values, if it can be compared."""
+    found = {key: (old, new) for key, old, new in differences(saved, now) if _is_moved(key, old, new)}
+    return {key: both for key, both in found.items() if PLACES[key] not in known.lacks}
+
+
+def _is_moved(key: str, old: Any, new: Any) -> bool:
+    if key in ("data.datasets", "distill"):
+        return type(old) is type(new) and old and new and _without_places(old) == _without_places(new)
+    if key in ("data.path", "data.eval_path", "model.name_or_path"):
+        return isinstance(old, str) and isinstance(new, str)
+    return key in PLACES and not any(isinstance(value, Mapping) for value in (old, new))
+
+
+def _without_places(value: Any) -> Any:
+    """Of data sets the options, of a teacher, or several, the weights and what is learned."""
+    if isinstance(value, Mapping):
+        teacher = value["teacher"]
+        return {**value, "teacher": [1] if isinstance(teacher, str) else list(teacher.values())}
+    return [{**each, "path": ""} for each in value]
+
+
 def compare_contents(
-    saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequence[str], changed: Collection[str], name: str
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    allowed: Sequence[str],
+    changed: Collection[str],
+    name: str,
+    places: Mapping[str, tuple[object, object]] = MappingProxyType({}),
 ) -> Changes:
-    """Compare what is known after data, tokenizer and model config were opened: ``sources`` and ``tokenizer`` (hashes),
-    ``fingerprint`` of the rows, ``config`` of the model. ``changed``: keys of the run's config that differ and may.
+    """Compare what is known after data, tokenizer and model config were opened: hashes of ``_CONTENTS``, None where a
+    release did not have it; ``fingerprint`` of the rows, ``config`` of the model. ``changed``: keys of the run's config
+    that differ and may; ``places``: those that were ``moved``.
     """
     # Releases of Transformers add keys, so only what both have is compared.
     both = saved["config"].keys() & now["config"].keys()
     trees = [{"model": {"config": {key: tree["config"][key] for key in both}}} for tree in (saved, now)]
     changes = compare(trees[0], {**trees[1], "training": {"allow_change": list(allowed)}}, (1, 1), name)
-    expected = any(key.startswith("data.") or key == "training.seed" for key in changed)
-    other_rows = saved["fingerprint"] != now["fingerprint"] and not expected
-    if saved["tokenizer"] != now["tokenizer"]:
-        what = f"it is not the one that {name} was saved with, and the model has learned that one's tokens; use that"
-        changes.refused.append(Line("model.tokenizer", None, what))
-    elif saved["sources"] != now["sources"] or other_rows:
-        if "data" in allowed:
-            changes.keys.add("data.path")
-            changes.said.append("other rows of data.path than the checkpoint's")
+    same_rows = saved["fingerprint"] == now["fingerprint"]
+    of_data = Changes(set(), [], [])
+    for fact in ("sources", "evaluation", "template"):
+        if saved[fact] is None:  # the fingerprint knows it as well, but not it alone
+            known = (
+                (now[fact] if same_rows else "not known") if any(PLACES[key] == fact for key in places) else now[fact]
+            )
         else:
-            what = f"the rows made of it are not those that {name} was trained on; bring those back, or allow it with"
-            changes.refused.append(Line("data.path", None, f"{what} training.allow_change: [data]"))
-    return changes
+            known = saved[fact]
+        if _CONTENTS[fact].key not in changed:
+            compare_content(fact, known, now[fact], allowed, name, places, of_data)
+    compare_content("tokenizer", saved["tokenizer"], now["tokenizer"], allowed, name, places, changes)
+    if saved["code"] is not None:
+        compare_content("code", saved["code"], now["code"], allowed, name, places, changes)
+    expected = any(key.startswith("data.") or key == "training.seed" for key in changed)
+    if not (same_rows or expected or of_data.keys or of_data.refused or changes.refused):
+        compare_content("sources", "", "other", allowed, name, {}, of_data)
+    return Changes(changes.keys | of_data.keys, changes.said + of_data.said, changes.refused + of_data.refused)
+
+
+def compare_content(
+    fact: str,
+    saved: str,
+    now: str,
+    allowed: Sequence[str],
+    name: str,
+    places: Mapping[str, tuple[object, object]],
+    changes: Changes,
+) -> None:
+    """Add to ``changes`` what a hash, a ``fact`` of ``_CONTENTS``, says of its key, or of those among ``places``."""
+    content, where = _CONTENTS[fact], {key: both for key, both in places.items() if PLACES[key] == fact}
+    if saved == now:
+        for key, (old, new) in where.items():
+            changes.said.append(f"{key} = {_where(new)} (was {_where(old)}): the same contents")
+        return
+    if content.group and content.group in allowed:
+        changes.keys.update(where or [content.key])
+        shown = [f"{key} = {_where(new)} (was {_where(old)})" for key, (old, new) in where.items()] or [content.key]
+        changes.said.extend(f"{each}: other contents than the checkpoint's" for each in shown)
+        return
+    cure = f", or allow it with training.allow_change: [{content.group}]" if content.group else ""
+    for key, (old, new) in where.items():
+        what = f"{name} was saved with {_where(old)}; {content.what.format(name)}; write that{cure}"
+        changes.refused.append(Line(content.key if key == "distill" else key, _where(new), what))
+    if not where:
+        back = "those" if " those " in content.what else "that"
+        changes.refused.append(Line(content.key, None, f"{content.what.format(name)}; bring {back} back{cure}"))
+
+
+def _where(value: Any) -> str:
+    """The places in a value of ``PLACES``, in one line; a chat template may be there in full."""
+    if isinstance(value, Mapping):
+        value = value["teacher"]
+    if isinstance(value, list | dict):
+        value = ", ".join(each["path"] if isinstance(each, Mapping) else each for each in value)
+    return shorten(_shown(value), 200)
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

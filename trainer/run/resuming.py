@@ -3,7 +3,8 @@
 The first rank puts away what a kill has left, compares
 the checkpoint with its manifest and tells the others: two ranks that do not see the same folder would go on from
 different steps. Then every rank compares the manifest with its config, by the table in ``resume_rules.py``: first the
-config alone, before any data is read; then what was opened. A refusal names each key with its file and line.
+config alone, before any data is read; then what was opened. A refusal names each key with its file and line. What a
+checkpoint of an earlier release has no hash of is named in one line, and not compared.
 
 Hugging Face restores its whole state: how often is logged, evaluated and saved, and the path of the best checkpoint.
 Here intervals are those of the config. What was best so far stays the bar if the run goes on in its own folder with the
@@ -13,8 +14,8 @@ same metric; the best checkpoint is the one of that name there, wherever the fol
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +23,12 @@ import torch
 from transformers import TrainerCallback, TrainerState
 
 from strategies.core.protocol import Axis
+from trainer.data.prepare import Contents
 from trainer.dist.agreement import DAY_S, agreement
 from trainer.errors import ConfigError, write_line
 from trainer.run import checkpoint, resume_rules
 from trainer.run.checkpoint import Found
+from trainer.run.resume_rules import Changes
 from trainer.run.same_rows import Known
 
 if TYPE_CHECKING:
@@ -33,33 +36,52 @@ if TYPE_CHECKING:
 
     from trainer.config.sections import RunConfig
     from trainer.dist.ranks import Ranks
-    from trainer.run.resume_rules import Changes
 
 METRIC = ("metric_for_best_model", "greater_is_better")
 
 
 @dataclass(slots=True)
 class Resumed:
-    """The checkpoint that a run goes on from, the keys that it takes from its config instead, and what to log."""
+    """The checkpoint that a run goes on from, the keys that it takes from its config instead, and what to log.
+
+    ``places``: keys that say another place than the checkpoint's, with both values, as long as what is there has not
+    been compared. ``weights``: the hash of those that training began with; None where nobody knows.
+    """
 
     found: Found
     changed: frozenset[str]
     said: list[str]
+    places: dict[str, tuple[object, object]] = field(default_factory=dict)
+    weights: str | None = None
 
     @property
     def path(self) -> Path:
         return self.found.path
 
     def compare_contents(
-        self, config: RunConfig, hf_config: PretrainedConfig, sources: str, tokenizer: str, fingerprint: str
+        self, config: RunConfig, hf_config: PretrainedConfig, code: str, now: Contents, former: Callable[[], Contents]
     ) -> None:
-        """Raise ConfigError if data, tokenizer or model differ and may not, once they are opened."""
+        """Raise ConfigError if data, tokenizer or model differ and may not, once they are opened. ``former``: the
+        hashes as the releases have them that had fewer.
+        """
         run = self.found.manifest.run
-        saved = {**run.data.model_dump(), "config": run.model.config}
-        hashes = {"sources": sources, "tokenizer": tokenizer, "fingerprint": fingerprint}
-        now = {**hashes, "config": checkpoint.plain_config(hf_config)}
-        allowed = config.training.allow_change
-        self._take(config, resume_rules.compare_contents(saved, now, allowed, self.changed, str(self.path)))
+        saved = {**run.data.model_dump(), "config": run.model.config, "code": run.model.code}
+        has = former() if run.data.evaluation is None else now
+        opened = {**has._asdict(), "config": checkpoint.plain_config(hf_config), "code": code}
+        allowed, name = config.training.allow_change, str(self.path)
+        self._take(config, resume_rules.compare_contents(saved, opened, allowed, self.changed, name, self.places))
+        self._compared({*Contents._fields})
+
+    def compare_content(self, config: RunConfig, fact: str, saved: str, now: str) -> None:
+        """Raise ConfigError if the content that is a ``fact`` of the manifest differs, and may not."""
+        changes = Changes(set(), [], [])
+        allowed, name = config.training.allow_change, str(self.path)
+        resume_rules.compare_content(fact, saved, now, allowed, name, self.places, changes)
+        self._take(config, changes)
+        self._compared({fact})
+
+    def _compared(self, facts: set[str]) -> None:
+        self.places = {key: both for key, both in self.places.items() if resume_rules.PLACES[key] not in facts}
 
     def compare_shapes(self, shapes: str) -> None:
         """Raise ConfigError if the model, once it is built, has parameters of other names or shapes, by their hash."""
@@ -90,7 +112,9 @@ def decide(config: RunConfig, ranks: Ranks) -> Resumed | None:
     if ranks.is_first:
         for line in said:
             write_line(line)
-    resumed = Resumed(found, frozenset(), _versions(found) + _threads(found))
+    places = resume_rules.moved(found.manifest.run.config, config.tree(), _known(found))
+    said = _versions(found) + _threads(found)
+    resumed = Resumed(found, frozenset(), said, places, found.manifest.run.model.weights)
     resumed._take(config, compare(config, ranks.world_size, found))
     return resumed
 
@@ -99,8 +123,13 @@ def compare(config: RunConfig, world_size: int, found: Found) -> Changes:
     """The run that saved a checkpoint and this one on so many ranks, by their configs."""
     run, tree = found.manifest.run, config.tree()
     copies = _copies(run.config, run.world_size), _copies(tree, world_size)
-    known = Known(run.data.rows, run.model.config)
-    return resume_rules.compare(run.config, tree, copies, str(found.path), known)
+    return resume_rules.compare(run.config, tree, copies, str(found.path), _known(found))
+
+
+def _known(found: Found) -> Known:
+    run = found.manifest.run
+    hashed = {"weights": run.model.weights, "teacher": run.data.teacher}
+    return Known(run.data.rows, run.model.config, [fact for fact, value in hashed.items() if not value])
 
 
 def _look(config: RunConfig) -> tuple[Found | None, list[str]]:

@@ -238,6 +238,8 @@ def _whole(config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | Non
         over = together.on_first(ranks.rank, lambda: None if step is None else export.finished_before(config, step))
         left = over is not None and together.on_first(ranks.rank, lambda: further.missing(config))
         if over is not None and not left:
+            if resumed is not None and resumed.places:  # what is there may be another run's
+                order.opened(config, ranks, resumed)
             if ranks.is_first:
                 write_line(over)
                 publish(config)

@@ -13,7 +13,7 @@ evaluations, whose batches are others; streams, and data that was allowed to cha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 ACCUMULATION, RANKS = "training.gradient_accumulation_steps", "ranks"
@@ -23,10 +23,13 @@ FOLLOWS_LOSS = ("reduce_lr_on_plateau", "greedy")  # schedules
 
 
 class Known(NamedTuple):
-    """Of the checkpoint: rows of an epoch (None: not known), and Hugging Face's config of the model."""
+    """Of the checkpoint: rows of an epoch (None: not known), Hugging Face's config of the model, and which hashes of
+    contents it ``lacks``.
+    """
 
     rows: int | None = None
     model: Mapping[str, Any] = {}
+    lacks: Collection[str] = ()
 
 
 NOT_KNOWN = Known()

@@ -32,11 +32,11 @@ from strategies.core.sizes import human
 from strategies.engine.forward.blocks import find_blocks
 from strategies.engine.memory.accelerator import device_of
 from strategies.engine.pruning import smallest
-from trainer.data.teacher import contents
 from trainer.dist.agreement import DAY_S, WEEK_S, agreement
 from trainer.errors import write_line
 from trainer.machine.probe import disk_free_bytes
 from trainer.model import build
+from trainer.model.contents import contents
 from trainer.model.structured import Kept, Sizes, config_of, cut, sizes_of
 from trainer.planning.streamed import placed, plan_within, weights_of
 from trainer.run.teaching import budget_of

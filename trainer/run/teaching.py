@@ -1,7 +1,7 @@
 """What a run does with a teacher: checked before anything is loaded, asked before the student exists.
 
 A checkpoint names the contents of the teacher. A run that is resumed with another one, under the same name, would learn
-from two; it is refused unless ``training.allow_change`` has ``loss``, as other keys of ``distill``.
+from two; it is refused (``inputs.py``) unless ``training.allow_change`` has ``loss``, as other keys of ``distill``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from trainer.data.prepare import Prepared
     from trainer.dist.ranks import Ranks
     from trainer.machine.probe import Machine
-    from trainer.run.resuming import Resumed
 
 
 def refuse(config: RunConfig) -> None:
@@ -43,15 +42,10 @@ def refuse(config: RunConfig) -> None:
 
 
 def check(
-    config: RunConfig,
-    ranks: Ranks,
-    tokenizer: PreTrainedTokenizerBase,
-    prepared: Prepared,
-    plan: Plan,
-    resumed: Resumed | None,
+    config: RunConfig, ranks: Ranks, tokenizer: PreTrainedTokenizerBase, prepared: Prepared, plan: Plan
 ) -> Lesson | None:
     """What the teacher will be asked; None without one. A collective. ConfigError: it cannot be this student's, or has
-    no room, or is not the one of the checkpoint.
+    no room.
     """
     if config.distill is None:
         return None
@@ -64,10 +58,6 @@ def check(
         )
     for section in teacher.sections_of(config).values():
         check_packing(config.model_copy(update={"model": section}))
-    before = lesson.teacher if resumed is None else resumed.found.manifest.run.data.teacher
-    if before not in ("", lesson.teacher) and "loss" not in config.training.allow_change:
-        what = "its files are not those that the checkpoint was trained with; bring those back, or allow it with"
-        raise config.error("distill.teacher", config.distill.teacher, f"{what} training.allow_change: [loss]")
     return lesson
 
 

@@ -99,7 +99,7 @@ class Dpo(Preference):
     name = "dpo"
     fields = PAIR
     trainer, arguments = "trl.DPOTrainer", "trl.DPOConfig"
-    fused = True
+    fused = has_reference = True
 
     def complete(self, given: dict[str, Any], config: RunConfig) -> dict[str, Any]:
         given = super().complete(given, config)
@@ -112,7 +112,7 @@ class Kto(Preference):
     name = "kto"
     fields = (Field("prompt", ANSWER), Field("completion", ANSWER), Field("label", (bool,)))
     trainer, arguments = "trl.KTOTrainer", "trl.KTOConfig"
-    fused = True
+    fused = has_reference = True
 
 
 class Reward(Preference):

@@ -49,6 +49,7 @@ class Task:
         model_class, trainer, arguments: dotted names of classes.
         adapters: peft's name of the task.
         adds_adapters: the Trainer wraps the model in adapters, and not the run.
+        has_reference: the loss compares the model with what it was before training.
         drops_columns: the Trainer leaves out what rows have and forward does not take.
         pipeline_tag: of the model card.
     """
@@ -60,6 +61,7 @@ class Task:
     arguments = "transformers.TrainingArguments"
     adapters = "CAUSAL_LM"
     adds_adapters = False
+    has_reference = False
     drops_columns = False  # the collator takes what it needs
     pipeline_tag = "text-generation"
 

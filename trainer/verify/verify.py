@@ -33,7 +33,7 @@ from strategies.core.registry import find
 from strategies.engine.memory import accelerator
 from strategies.planner.memory_rows import UPDATES
 from trainer.config.sections import RunConfig
-from trainer.data.prepare import Prepared
+from trainer.data.prepare import Contents, Prepared
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
 from trainer.errors import ConfigError, DataError, UserError
@@ -167,7 +167,11 @@ def random_run(config: RunConfig, ranks: Ranks) -> order.Run:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, min(VOCAB, rows), (ROWS, LENGTH), generator=generator).tolist()
     return run_on(
-        Prepared(Dataset.from_dict({"input_ids": ids, "labels": ids}), None, "random", "input_ids"), config, ranks
+        Prepared(
+            Dataset.from_dict({"input_ids": ids, "labels": ids}), None, "input_ids", Contents(fingerprint="random")
+        ),
+        config,
+        ranks,
     )
 
 

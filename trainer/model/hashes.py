@@ -1,0 +1,60 @@
+"""SHA-256 of files, each read once on this machine: those of large files are kept in ``~/.cache/deepstow/hashes``.
+
+What is kept counts as long as the file has the same path, inode, size, time of modification and time of change, both
+in nanoseconds. No program sets the time of change, so a file whose bytes were exchanged is read again, also if its
+size and its time of modification were brought back. Kept is nothing that has changed less than ``SETTLED_S`` ago, or
+while it was read: a second change may leave it the same times.
+
+Believed is the file system, which has to give a file that is written another time of change.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from strategies.core.commit import replace_file
+from strategies.core.sealed import WAITING, Damaged, digest_of, read_signed, signed, size_and_hash
+
+LARGE = 16 << 20  # bytes; to hash fewer takes no longer than to look for what is kept
+SETTLED_S = 2.0
+
+
+class _Kept(BaseModel):
+    file: list[int]
+    sha256: str
+
+
+def hashes(paths: Iterable[Path]) -> list[str]:
+    """The SHA-256 of each file, in their order; several are read at a time. May raise OSError."""
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)) + WAITING, "hash") as pool:
+        return list(pool.map(_hash, paths))
+
+
+def _hash(path: Path) -> str:
+    before = _file(path)
+    if before[1] < LARGE:
+        return size_and_hash(path)[1]
+    place = Path.home() / f".cache/deepstow/hashes/{digest_of(str(path.absolute()))[:32]}.json"
+    with suppress(OSError, Damaged):
+        kept = read_signed(place, _Kept)
+        if kept.file == before:
+            return kept.sha256
+    found = size_and_hash(path)[1]
+    settled = time.time_ns() - max(before[2:]) > SETTLED_S * 1e9
+    if settled and _file(path) == before:
+        with suppress(OSError):  # it is read again the next time
+            place.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(place, signed(_Kept(file=before, sha256=found).model_dump()))
+    return found
+
+
+def _file(path: Path) -> list[int]:
+    seen = path.stat()
+    return [seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns]

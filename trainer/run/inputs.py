@@ -1,0 +1,83 @@
+"""What a run reads beside its data: where a resumed run reads it again, it has to be what the checkpoint was made of.
+
+A checkpoint has the weights that are trained. It has not those that stay as they were: under adapters the base, and
+for dpo and kto what the model says before training, which is asked again at each start. Parts are taken out of a model
+by its weights, too. With any of these a run that is resumed compares the weights with the checkpoint's hash, before
+anything of an earlier run is moved; one rank of each machine reads the files, since each may have a disk of its own.
+
+All other runs have their weights from the checkpoint. They compare only where ``model.name_or_path`` is another one
+than before, since the checkpoints to come name it as what training began with. What a run began with is hashed once,
+by the first rank, when the model has been loaded, and is in all of its checkpoints.
+
+What a checkpoint of an earlier release has no hash of is said, and not compared.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.data import teacher
+from trainer.data.sources import is_saved
+from trainer.dist.agreement import WEEK_S, agreement
+from trainer.model import build, contents
+from trainer.tasks.table import TASKS
+
+if TYPE_CHECKING:
+    from trainer.config.sections import RunConfig
+    from trainer.dist.ranks import Ranks
+    from trainer.run.checkpoint import About
+    from trainer.run.resuming import Resumed
+
+PLACE = "model.name_or_path"
+
+
+def is_read_again(config: RunConfig) -> bool:
+    """Whether the bits of a resumed run depend on the weights that training began with."""
+    structured = config.prune is not None and config.prune.is_structured
+    return config.model.lora is not None or TASKS[config.task].has_reference or structured
+
+
+def compare(config: RunConfig, ranks: Ranks, resumed: Resumed) -> None:
+    """Raise ConfigError if weights or teacher are not those of the checkpoint, and have to be; a collective."""
+    run = resumed.found.manifest.run
+    resumed.said += _unknown(config, run, str(resumed.path))
+    weights, moved = run.model.weights, PLACE in resumed.places
+    with agreement(ranks, WEEK_S) as together:
+        if weights is not None and (moved or is_read_again(config)):
+            found = together.by_some(ranks.is_first_local, partial(_hash, config))
+            resumed.weights = next((each for each in found if each != weights), weights)
+            fact = "seed" if config.model.name_or_path is None else "weights"
+            resumed.compare_content(config, fact, weights, resumed.weights)
+        if config.distill is not None and run.data.teacher:
+            now = together.on_first(ranks.rank, lambda: teacher.mark_of(config))
+            resumed.compare_content(config, "teacher", run.data.teacher, now)
+    assert not resumed.places, f"{sorted(resumed.places)} have not been compared"
+
+
+def _unknown(config: RunConfig, run: About, name: str) -> list[str]:
+    """A line about what cannot be compared; none if all can."""
+    saved = any(is_saved(Path(part.path).expanduser()) for part in config.data.parts() if part.path)
+    lacks = {
+        "the weights that training began with": run.model.weights is None and is_read_again(config),
+        "the model's Python code": run.model.code is None and config.model.trust_remote_code,
+        "the order of shards in data of save_to_disk": run.data.evaluation is None and saved,
+    }
+    if not any(lacks.values()):
+        return []
+    what = " and ".join(each for each, lacking in lacks.items() if lacking)
+    return [f"{name} is of a release that kept no hash of {what}: not compared; checkpoints from here on have it"]
+
+
+def recorded(config: RunConfig, ranks: Ranks, resumed: Resumed | None) -> str | None:
+    """What checkpoints of this run say of the weights; the first rank writes them. None: nobody knows any more."""
+    if resumed is not None and (resumed.weights is not None or not is_read_again(config)):
+        return resumed.weights
+    return _hash(config) if ranks.is_first else None
+
+
+def _hash(config: RunConfig) -> str:
+    section = config.model
+    hf_config = build.load_config(section) if section.name_or_path is not None else None
+    return contents.weights(section, hf_config, config.training.seed)
