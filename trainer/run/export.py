@@ -10,8 +10,8 @@ not the one that training sets. Python files that came with the model are in the
 ``model.trust_remote_code`` allowed that for the run. The live model is not changed, unless adapters are merged.
 
 Nothing that a run has finished is replaced. A restart script starts a run once more after it has ended: resumed at its
-last step, with a whole export of that step, it ends at once. If only the export is missing or damaged it is made again,
-without a step of training; what was there moves to ``earlier-N``.
+last step, with a whole export of that checkpoint (``finished.py``), it ends at once. If only the export is missing or
+damaged it is made again, without a step of training; what was there moves to ``earlier-N``.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_h
 
 from strategies.backends.tensor_shards import whole_shape
 from strategies.core.commit import replaced_folder, same_modes
-from strategies.core.sealed import intact, seal
+from strategies.core.sealed import seal
 from strategies.engine.tensors.quantised import keep_packing
-from trainer.errors import write_line
 from trainer.model import apart, attention, build, qat, quantise
 from trainer.model.adapters import merged, round_base
 from trainer.model.mapped import Spilled
 from trainer.run import structured
 from trainer.run.callbacks import of_best, perplexity
-from trainer.run.checkpoint import move_aside, versions
+from trainer.run.checkpoint import versions
+from trainer.run.finished import KIND, NAME
 from trainer.run.nonfinite import NonFinite
 from trainer.run.resume_rules import RULES, SILENT
 from trainer.run.trainer import Trainer
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from strategies.core.protocol import Parity
     from trainer.config.sections import RunConfig
 
-KIND = "export"  # in its manifest
 PROBE_TOKENS = 32
 # Of the largest logit. The same kernels give the same bits; another device or 16-bit compute rounds differently.
 # Evaluated layers with 8-bit weights round their inputs to 8 bits as well, and merged ones do not.
@@ -75,9 +74,12 @@ class ExportError(RuntimeError):
     """The export is not the trained model."""
 
 
-def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> Receipt | None:
-    """Write the model, with a card, and check it; a collective. Only the first rank gets a receipt. Raise NonFinite if
-    a weight is not finite, ExportError if a name, a shape, a value or a logit differs after reloading.
+def export(
+    trainer: Trainer, tokenizer: PreTrainedTokenizerBase, config: RunConfig, about: Mapping[str, Any] | None = None
+) -> Receipt | None:
+    """Write the model, with a card, and check it; a collective. Only the first rank gets a receipt. ``about``: what the
+    manifest says of it. Raise NonFinite if a weight is not finite, ExportError if a name, a shape, a value or a logit
+    differs after reloading.
     """
     section, merge = config.model, config.model.merges
     model: Any = trainer.accelerator.unwrap_model(trainer.whole, keep_torch_compile=False)
@@ -107,7 +109,7 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, config: RunConf
     refuse_not_finite(model, state)
     rounds = trainer.args.bf16 or trainer.args.fp16 or model.dtype is not torch.float32
     tolerance = EIGHT_TOLERANCE if eight and merge else HALF_TOLERANCE if rounds else FP32_TOLERANCE
-    with replaced_folder(Path(config.training.output_dir) / "export") as draft:
+    with replaced_folder(Path(config.training.output_dir) / NAME) as draft:
         taken_apart, folder = False, Path(config.training.output_dir)
         with config_as_it_came(model):
             if spilled.num_bytes:
@@ -134,7 +136,7 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, config: RunConf
         )
         card.save(draft / "README.md")
         same_modes(draft)
-        seal(draft, KIND, about(config, trainer.state.global_step))
+        seal(draft, KIND, about or {})
         num_bytes = sum(path.stat().st_size for path in draft.glob("*.safetensors"))
         return Receipt(len(reloaded.state_dict()), num_bytes, difference)
 
@@ -365,35 +367,3 @@ def _strategies(config: RunConfig) -> str:
         options = [f"{key} {value}" for key, value in strategy.model_dump(exclude_unset=True).items()]
         found.append(f"{name} ({', '.join(options)})" if options else name)
     return ", ".join(found) or "none"
-
-
-# --- a run that is over ----------------------------------------------------------------------------------------------
-
-
-def about(config: RunConfig, step: int) -> dict[str, Any]:
-    """What an export says about itself: its step, and what decided that it is the last one."""
-    training = config.training
-    return {
-        "step": step,
-        "max_steps": training.max_steps,
-        "num_train_epochs": training.num_train_epochs,
-        "load_best_model_at_end": bool(training.load_best_model_at_end),
-    }
-
-
-def finished_before(config: RunConfig, step: int) -> str | None:
-    """The line of a run that is over at ``step``, its export whole; None if something is left to do."""
-    folder = Path(config.training.output_dir) / "export"
-    if not intact(folder, KIND, about(config, step)):
-        return None
-    return f"finished before, at step {step}: {folder} is whole and of that step; nothing was changed"
-
-
-def make_room(config: RunConfig, step: int) -> str | None:
-    """``finished_before``; if it says nothing, an export that is there moves aside. OSError: it cannot be moved."""
-    line = finished_before(config, step)
-    folder = Path(config.training.output_dir)
-    earlier = None if line else move_aside([folder / "export"], folder, overwrite=config.training.overwrite)
-    if earlier is not None:
-        write_line(f"the export of before is now in {earlier}")
-    return line
