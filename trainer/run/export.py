@@ -17,8 +17,6 @@ damaged it is made again, without a step of training; what was there moves to ``
 from __future__ import annotations
 
 import logging
-import shlex
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -37,7 +35,8 @@ from strategies.backends.tensor_shards import whole_shape
 from strategies.core.commit import replaced_folder, same_modes
 from strategies.core.sealed import seal
 from strategies.engine.tensors.quantised import keep_packing
-from trainer.model import apart, attention, build, qat, quantise
+from trainer.data.sources import is_on_hub
+from trainer.model import apart, attention, build, hub, qat, quantise
 from trainer.model.adapters import merged, round_base
 from trainer.model.mapped import Spilled
 from trainer.run import structured
@@ -97,7 +96,7 @@ def export(
         return None
     spilled.settle()
     parities = {name: strategy.parity(trainer.plan.facts.run) for name, strategy in config.strategies.items()}
-    card = model_card(config, model.config, trainer.state, sys.argv, trainer.args.world_size, parities)
+    card = model_card(config, model.config, trainer.state, trainer.args.world_size, parities)
     eight = any(parameter.dtype is torch.int8 for parameter in model.parameters())
     if has_adapters and merge:
         named = dict(model.named_parameters())
@@ -265,23 +264,24 @@ def _by_parts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-# --- the card, of the config, the log and the command line alone; whoever publishes adds a licence -------------------
+# --- the card: what a reader needs, and nothing of this machine; whoever publishes adds a licence ---------------------
 
 
 def model_card(
     config: RunConfig,
     hf_config: PretrainedConfig,
     state: TrainerState,
-    argv: Sequence[str],
     num_ranks: int,
     parities: Mapping[str, Parity],
 ) -> ModelCard:
-    """The card of the trained model; ``argv`` is the command, ``state`` has the log, and each strategy a parity."""
+    """The card of the trained model; ``state`` has the log, and each strategy a parity. Bases and data are called by
+    their names on the hub, others by nothing that says where they are.
+    """
     base, brings_code = config.model.name_or_path, bool(getattr(hf_config, "auto_map", None))
     adapters = config.model.lora is not None and not config.model.merges
     tags = ["deepstow", *(["lora"] if adapters else []), *(["custom_code"] if brings_code else [])]
     header = ModelCardData(
-        base_model=base,
+        base_model=base if base and hub.is_name(base) else None,
         library_name="peft" if adapters else "transformers",
         pipeline_tag=TASKS[config.task].pipeline_tag,
         tags=tags,
@@ -290,7 +290,7 @@ def model_card(
     if config.model.lora is None:
         used.pop("peft", None)
     said = (attention.sentence(config.model), structured.sentence(config), qat.sentence(config))
-    source = ", ".join(f"`{one.path}` ({one.name})" if one.name else f"`{one.path}`" for one in data.parts())
+    source = ", ".join(dict.fromkeys(_source(one.path, one.name) for one in data.parts()))
     parts = [
         f"# {Path(config.training.output_dir).name}",
         " ".join(filter(None, (_origin(config, hf_config.model_type), *said))),
@@ -298,9 +298,8 @@ def model_card(
         + of_best(config, state, "These are {}. ")
         + " ".join(_results(state.log_history, odds=TASKS[config.task].language)),
         f"Settings: {', '.join(_settings(config))}.",
-        f"Strategies: {_strategies(config)}. {_exactness(parities)}"
-        f"The command, on {num_ranks} process{'es' if num_ranks > 1 else ''}:",
-        f"```\n{shlex.join(argv)}\n```",
+        f"Strategies, on {num_ranks} process{'es' if num_ranks > 1 else ''}: {_strategies(config)}. "
+        f"{_exactness(parities)}".strip(),
         f"Versions: {', '.join(f'{name} {number}' for name, number in used.items())}.",
     ]
     if brings_code:
@@ -314,8 +313,14 @@ def after(folder: Path, said: str) -> ModelCard:
     return ModelCard(f"---\n{card.data.to_yaml()}\n---\n\n{said}\n\n{card.text.lstrip()}")
 
 
+def _source(path: str, name: str | None) -> str:
+    if path != "pydoc" and not is_on_hub(path):
+        return "local files"
+    return f"`{path}` ({name})" if name else f"`{path}`"
+
+
 def _origin(config: RunConfig, model_type: str) -> str:
-    lora, base = config.model.lora, config.model.name_or_path
+    lora, base = config.model.lora, config.model.name_or_path and hub.shown(config.model.name_or_path)
     if lora is not None and not config.model.merges:
         return f"Low-rank adapters (rank {lora.r}) for `{base}`, trained with DeepStow. The base is not included."
     how = f"; what was trained are low-rank adapters (rank {lora.r}), merged into it" if lora is not None else ""
@@ -343,7 +348,12 @@ def _settings(config: RunConfig) -> Iterator[str]:
     """The keys of ``training`` on which the result depends, as they were set or by default."""
     for key, value in config.training.model_dump().items():
         if value is not None and value is not False and RULES.get(f"training.{key}", SILENT) != SILENT:
-            yield f"{key} {value}"
+            yield f"{key} {_shown(value)}"
+
+
+def _shown(value: Any) -> str:
+    """A value of the config, unless it is a place on this machine."""
+    return "(a local path)" if any(mark in str(value) for mark in "/\\~") else str(value)
 
 
 def _exactness(parities: Mapping[str, Parity]) -> str:
@@ -364,6 +374,6 @@ def _strategies(config: RunConfig) -> str:
     """Each strategy with the options that the config sets."""
     found = []
     for name, strategy in config.strategies.items():
-        options = [f"{key} {value}" for key, value in strategy.model_dump(exclude_unset=True).items()]
+        options = [f"{key} {_shown(value)}" for key, value in strategy.model_dump(exclude_unset=True).items()]
         found.append(f"{name} ({', '.join(options)})" if options else name)
     return ", ".join(found) or "none"
