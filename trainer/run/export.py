@@ -74,11 +74,15 @@ class ExportError(RuntimeError):
 
 
 def export(
-    trainer: Trainer, tokenizer: PreTrainedTokenizerBase, config: RunConfig, about: Mapping[str, Any] | None = None
+    trainer: Trainer,
+    tokenizer: PreTrainedTokenizerBase,
+    config: RunConfig,
+    about: Mapping[str, Any] | None = None,
+    smaller: Path | None = None,
 ) -> Receipt | None:
     """Write the model, with a card, and check it; a collective. Only the first rank gets a receipt. ``about``: what the
-    manifest says of it. Raise NonFinite if a weight is not finite, ExportError if a name, a shape, a value or a logit
-    differs after reloading.
+    manifest says of it; ``smaller``: the folder of the model whose parts were taken out before training. Raise
+    NonFinite if a weight is not finite, ExportError if a name, a shape, a value or a logit differs after reloading.
     """
     section, merge = config.model, config.model.merges
     model: Any = trainer.accelerator.unwrap_model(trainer.whole, keep_torch_compile=False)
@@ -96,7 +100,7 @@ def export(
         return None
     spilled.settle()
     parities = {name: strategy.parity(trainer.plan.facts.run) for name, strategy in config.strategies.items()}
-    card = model_card(config, model.config, trainer.state, trainer.args.world_size, parities)
+    card = model_card(config, model.config, trainer.state, trainer.args.world_size, parities, smaller)
     eight = any(parameter.dtype is torch.int8 for parameter in model.parameters())
     if has_adapters and merge:
         named = dict(model.named_parameters())
@@ -273,6 +277,7 @@ def model_card(
     state: TrainerState,
     num_ranks: int,
     parities: Mapping[str, Parity],
+    smaller: Path | None = None,
 ) -> ModelCard:
     """The card of the trained model; ``state`` has the log, and each strategy a parity. Bases and data are called by
     their names on the hub, others by nothing that says where they are.
@@ -289,7 +294,7 @@ def model_card(
     data, used = config.data, {name: number for name, number in versions().items() if number != "not installed"}
     if config.model.lora is None:
         used.pop("peft", None)
-    said = (attention.sentence(config.model), structured.sentence(config), qat.sentence(config))
+    said = (attention.sentence(config.model), structured.sentence(smaller), qat.sentence(config))
     source = ", ".join(dict.fromkeys(_source(one.path, one.name) for one in data.parts()))
     parts = [
         f"# {Path(config.training.output_dir).name}",

@@ -330,7 +330,8 @@ def finish(run: Run, trainer: Trainer, together: Agreement) -> None:
         about = finished.about(run.config, step, *trainer.origin()) if run.ranks.is_first else {}
         if run.ranks.is_first:
             make_room(run.config)
-        receipt = export.export(trainer, run.tokenizer, run.config, about)
+        smaller = run.smaller.folder if run.smaller is not None else None
+        receipt = export.export(trainer, run.tokenizer, run.config, about, smaller)
     except (OSError, SafetensorError) as error:
         if not is_full(error):
             raise
