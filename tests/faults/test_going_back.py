@@ -163,7 +163,7 @@ def test_an_export_of_a_release_that_named_no_checkpoint(
     start(home, folder, AUTO)
     out = capsys.readouterr().out
     aside = folder / "earlier-1"
-    assert f"export: made of no checkpoint that is known, so made anew; now in {aside}\n" in out
+    assert f"export: not known to be made of checkpoint-6, so not kept in place; now in {aside}\n" in out
     assert "train_loss" not in out and digest(folder / "export") == digest(aside / "export")
     assert origin(folder) == checkpoint.digest(folder / "checkpoint-6") and losses(folder) == losses(home / "run")
 

@@ -12,7 +12,7 @@ import pytest
 from strategies.core.sealed import MANIFEST, seal, size_and_hash
 from tests.helpers.checkpoints import make
 from tests.helpers.tiny import LLAMA, run_config
-from trainer.run import checkpoint, earlier, finished, resuming
+from trainer.run import checkpoint, earlier, finished
 from trainer.run.checkpoint import complete, verified
 
 HISTORY = [{"loss": 4.5, "step": 5}, {"loss": 3.5, "step": 10}]
@@ -20,8 +20,7 @@ HISTORY = [{"loss": 4.5, "step": 5}, {"loss": 3.5, "step": 10}]
 
 def set_aside(output_dir: Path, after: Path | None = None, **training: object) -> list[str]:
     found = checkpoint.verified(after) if after else None
-    going_on = resuming.Resumed(found, frozenset(), []) if found else None
-    return list(earlier.set_aside(run_config(LLAMA, output_dir=output_dir, **training), going_on))
+    return list(earlier.set_aside(run_config(LLAMA, output_dir=output_dir, **training), found))
 
 
 def names(folder: Path) -> set[str]:
@@ -102,7 +101,7 @@ def test_a_run_that_goes_on_moves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["elsewhere", "copied into the folder"])
 def test_of_another_runs_checkpoint_all_of_this_folder_is_another_history(how: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    other = make(tmp_path / "other", 10, history=[{"loss": 4.5, "step": 5}, {"loss": 3.25, "step": 10}])
+    other = make(tmp_path / "other", 10, history=[{"loss": 4.25, "step": 5}, {"loss": 3.5, "step": 10}])
     given = [make(folder, step, history=HISTORY) for step in (5, 20)]
     record(folder, *HISTORY)
     export(folder, 5, given[0])
@@ -117,10 +116,11 @@ def test_of_another_runs_checkpoint_all_of_this_folder_is_another_history(how: s
 
 
 def test_losses_that_are_no_numbers_are_a_history_too(tmp_path: Path) -> None:
-    found = verified(make(tmp_path, 10, history=[{"loss": float("nan"), "step": 10}]))
-    record(tmp_path, {"loss": "nan", "step": 10})
+    """And one that is logged after the save of its step, as at the end of an epoch, is no other history."""
+    found = verified(make(tmp_path, 10, history=[{"loss": float("nan"), "step": 5}]))
+    record(tmp_path, {"loss": "nan", "step": 5}, {"loss": 1.5, "step": 10})
     assert earlier.is_of(tmp_path, found)
-    record(tmp_path, {"loss": "inf", "step": 10})
+    record(tmp_path, {"loss": "inf", "step": 5})
     assert not earlier.is_of(tmp_path, found)
 
 
@@ -132,7 +132,7 @@ def test_an_export_that_names_no_checkpoint_moves_alone(tmp_path: Path) -> None:
     seal(made, finished.KIND, {"step": 20, "max_steps": 20})
     further(tmp_path, "int8")
     assert set_aside(tmp_path, last) == [
-        f"export, export-int8: made of no checkpoint that is known, so made anew; now in {tmp_path / 'earlier-1'}"
+        f"export, export-int8: not known to be made of checkpoint-20, so not kept in place; now in {tmp_path}/earlier-1"
     ]
     assert names(tmp_path / "earlier-1") == {"export", "export-int8"}
     export(tmp_path, 20, last)
@@ -216,44 +216,40 @@ def test_a_list_of_names_that_leads_out_of_the_folder_moves_nothing(tmp_path: Pa
 # Whether a run is over
 
 
-def resume(path: Path, changed: frozenset[str] = frozenset()) -> resuming.Resumed:
-    return resuming.Resumed(checkpoint.verified(path), changed, [])
-
-
 def test_a_run_is_over_where_its_export_is_whole_and_of_the_checkpoint(tmp_path: Path) -> None:
     last, other = make(tmp_path, 6, history=HISTORY), make(tmp_path / "other", 6)
     config = run_config(LLAMA, output_dir=tmp_path, max_steps=6)
-    assert finished.before(config, resume(last)) is None, "there is none"
+    assert finished.before(config, verified(last)) is None, "there is none"
     made = export(tmp_path, 6, last, max_steps=6)
     line = f"finished before, at step 6: {tmp_path}/export is whole and of that step; nothing was changed"
-    assert finished.before(config, resume(last)) == line
-    assert finished.before(config, resume(other)) is None, "the same step with other weights"
+    assert finished.before(config, verified(last)) == line
+    assert finished.before(config, verified(other)) is None, "the same step with other weights"
     often: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
     often["data"] = {"eval_fraction": 0.5}
-    assert finished.before(run_config(LLAMA, output_dir=tmp_path, max_steps=6, **often), resume(last)) == line
+    assert finished.before(run_config(LLAMA, output_dir=tmp_path, max_steps=6, **often), verified(last)) == line
     for key, value in (
         ("max_steps", 8), ("num_train_epochs", 2), ("early_stopping_patience", 3), ("load_best_model_at_end", True),
     ):  # fmt: skip
         changed = {"max_steps": 6, **often, key: value}
-        assert finished.before(run_config(LLAMA, output_dir=tmp_path, **changed), resume(last)) is None, key
+        assert finished.before(run_config(LLAMA, output_dir=tmp_path, **changed), verified(last)) is None, key
     (made / "model.safetensors").write_bytes(b"weighty")
-    assert finished.before(config, resume(last)) is None
+    assert finished.before(config, verified(last)) is None
 
 
 def test_an_export_without_a_checkpoint_is_nobodys(tmp_path: Path) -> None:
     last = make(tmp_path, 6)
     made = export(tmp_path, 6, None, max_steps=6)
     config = run_config(LLAMA, output_dir=tmp_path, max_steps=6)
-    assert finished.before(config, resume(last)) is None
+    assert finished.before(config, verified(last)) is None
     seal(made, finished.KIND, {key: value for key, value in finished.about(config, 6).items() if key != finished.OF})
-    assert finished.before(config, resume(last)) is None
+    assert finished.before(config, verified(last)) is None
 
 
 def test_epochs_of_other_batches_have_other_steps(tmp_path: Path) -> None:
     last = make(tmp_path, 6)
     export(tmp_path, 6, last)
     config, key = run_config(LLAMA, output_dir=tmp_path), "training.per_device_train_batch_size"
-    assert finished.before(config, resume(last)) and finished.before(
-        config, resume(last, frozenset({"training.learning_rate"}))
+    assert finished.before(config, verified(last)) and finished.before(
+        config, verified(last), ["training.learning_rate"]
     )
-    assert finished.before(config, resume(last, frozenset({key}))) is None
+    assert finished.before(config, verified(last), [key]) is None

@@ -43,7 +43,7 @@ class Begin(TrainerCallback):
         run = self._run
         try:
             checkpoint.clear(run.folder)
-            lines = list(earlier.set_aside(run.config, run.resumed))
+            lines = list(earlier.set_aside(run.config, run.resumed.found if run.resumed else None))
             for name, content in (run.files or {}).items():
                 replace_file(run.folder / name, content)
             block_timing.store(run.folder, run.plan.facts)

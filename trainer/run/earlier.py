@@ -9,8 +9,8 @@
     data, tokenizer, pruned           made of inputs that their manifests name: they stay
 
 A fresh run that finds neither checkpoint nor export, and a run that goes on from the newest checkpoint after a kill,
-move nothing. An export that names no checkpoint (``finished.py``) moves alone. Of a run that goes on in its own folder
-nothing is deleted, whatever ``training.overwrite`` says.
+move nothing. An export that names no checkpoint (``finished.py``) moves alone. A run that resumes deletes nothing of
+this, whatever ``training.overwrite`` says.
 
 Invariant. All that moves goes together. Copies and the list of names are on the disk before the folder has its name
 ``earlier-N``; from then on a start completes what a kill has left undone. So no run ever goes on from a checkpoint of
@@ -36,7 +36,6 @@ from trainer.run.history import records
 
 if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
-    from trainer.run.resuming import Resumed
 
 METRICS = "metrics.jsonl"
 SETTINGS = ("config.yaml", "plan.json", "plan.txt", "ds_config.json", "facts.json")  # written anew by each start
@@ -45,36 +44,36 @@ DRAFT, MOVING = "earlier.writing", "moving.json"
 FURTHER = "further export"  # in the manifests of what was made of an export
 
 
-def set_aside(config: RunConfig, resumed: Resumed | None) -> Iterator[str]:
-    """Move what the run does not go on with; yields lines to print. May raise OSError."""
+def set_aside(config: RunConfig, found: Found | None) -> Iterator[str]:
+    """Move what a run that resumes ``found`` does not go on with; yields lines to print. May raise OSError."""
     folder, overwrite = Path(config.training.output_dir), config.training.overwrite
     remove(folder / DRAFT)
     given = [*checkpoint.folders(folder), *exports(folder)]
     pictures, settings = ([folder / name for name in names] for names in (PICTURES, SETTINGS))
-    if resumed is None:
+    if found is None:
         things = [*given, *pictures, folder / METRICS] if given else []
         aside = move_aside(things, folder, copies=settings, overwrite=overwrite)
         if aside:
             yield f"a fresh run: the checkpoints and the export of the earlier one are now in {aside}"
         return
-    if not is_of(folder, resumed.found):
-        others = [path for path in given if path.resolve() != resumed.path.resolve()]
+    if not is_of(folder, found):
+        others = [path for path in given if path.resolve() != found.path.resolve()]
         things = [*others, *pictures, folder / METRICS]
         aside = move_aside(things, folder, copies=settings, overwrite=False)
         if aside:
-            yield f"{resumed.path} is another run's: what was in {folder} before is now in {aside}"
+            yield f"{found.path} is another run's: what was in {folder} before is now in {aside}"
         return
-    undone = list(_undone(folder, resumed.found))
+    undone = list(_undone(folder, found))
     alone = [path for path in _unnamed(folder) if path not in undone]
     things = [*undone, *alone, *(pictures if undone else ())]
     copies = [*settings, folder / METRICS] if undone else []
     aside = move_aside(things, folder, copies=copies, overwrite=False)
     if undone:
         names = ", ".join(path.name for path in undone)
-        yield f"gone back to {resumed.path.name}: what came after it ({names}) is now in {aside}"
+        yield f"gone back to {found.path.name}: what came after it ({names}) is now in {aside}"
     if alone:
         names = ", ".join(path.name for path in alone)
-        yield f"{names}: made of no checkpoint that is known, so made anew; now in {aside}"
+        yield f"{names}: not known to be made of {found.path.name}, so not kept in place; now in {aside}"
 
 
 def exports(folder: Path) -> list[Path]:
@@ -83,8 +82,8 @@ def exports(folder: Path) -> list[Path]:
 
 
 def is_of(folder: Path, found: Found) -> bool:
-    """Whether a checkpoint is of the run whose records are in ``folder``: it is in it, and its history has the losses
-    that are recorded there, as far as the records go.
+    """Whether a checkpoint is of the run whose records are in ``folder``: it is in it, and its history has all losses
+    that are recorded there for steps before it. One of its own step may have been logged after the save.
     """
     if found.path.parent.resolve() != folder.resolve():
         return False
@@ -95,7 +94,7 @@ def is_of(folder: Path, found: Found) -> bool:
     state = json.loads((found.path / TRAINER_STATE).read_bytes())
     known = {(record["step"], _shown(record["loss"])) for record in state["log_history"] if "loss" in record}
     logged = {(each["step"], _shown(each["loss"])) for each in records(lines) if "loss" in each}
-    return {pair for pair in logged if pair[0] <= found.step} <= known
+    return {pair for pair in logged if pair[0] < found.step} <= known
 
 
 def _shown(loss: Any) -> Any:

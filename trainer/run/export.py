@@ -318,8 +318,8 @@ def after(folder: Path, said: str) -> ModelCard:
     return ModelCard(f"---\n{card.data.to_yaml()}\n---\n\n{said}\n\n{card.text.lstrip()}")
 
 
-def _source(path: str, name: str | None) -> str:
-    if path != "pydoc" and not is_on_hub(path):
+def _source(path: str | None, name: str | None) -> str:
+    if path is None or (path != "pydoc" and not is_on_hub(path)):
         return "local files"
     return f"`{path}` ({name})" if name else f"`{path}`"
 

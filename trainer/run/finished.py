@@ -8,7 +8,7 @@ is never taken for that of another run; nor is one of a release that named no ch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from trainer.run.resume_rules import MOVES, SAID, rule_of
 
 if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
-    from trainer.run.resuming import Resumed
+    from trainer.run.checkpoint import Found
 
 KIND, NAME = "export", "export"  # in its manifest, and its folder
 OF, BEST = "checkpoint", "best"  # the digests in its manifest
@@ -53,15 +53,15 @@ def said_by(export: Path) -> Mapping[str, Any]:
         return {}
 
 
-def before(config: RunConfig, resumed: Resumed) -> str | None:
+def before(config: RunConfig, found: Found, changed: Collection[str] = ()) -> str | None:
     """The line of a run that is over at the checkpoint that it resumes, its export whole; None if something is left to
-    do. May take as long as reading the export.
+    do. ``changed``: keys of its config that differ from the checkpoint's. Takes as long as reading the export.
     """
-    folder, step = Path(config.training.output_dir) / NAME, resumed.found.step
+    folder, step = Path(config.training.output_dir) / NAME, found.step
     # How many steps an epoch has follows from rows and batches. What is honoured otherwise needs a step to be seen.
-    if config.training.max_steps <= 0 and any(rule_of(key) not in (SAID, MOVES) for key in resumed.changed):
+    if config.training.max_steps <= 0 and any(rule_of(key) not in (SAID, MOVES) for key in changed):
         return None
-    wanted = about(config, step, resumed.path)
+    wanted = about(config, step, found.path)
     del wanted[BEST]  # it follows from the evaluations, which the checkpoint has
     if wanted[OF] is None or not intact(folder, KIND, wanted):
         return None

@@ -16,7 +16,7 @@ from strategies.core.commit import replaced_folder, same_modes
 from strategies.core.sealed import MANIFEST, intact, seal, size_and_hash
 from trainer.errors import write_line
 from trainer.run import earlier, exported, quantized
-from trainer.run.earlier import FURTHER as KIND
+from trainer.run.earlier import FURTHER
 from trainer.run.export import ExportError
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from trainer.config.sections import RunConfig
 
+KIND = FURTHER
 PROGRAMS = {"torch": "torch_export", "onnx": "onnx", "gguf": "gguf"}  # by the end of the folder's name
 
 

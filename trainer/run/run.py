@@ -237,7 +237,9 @@ def _whole(config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | Non
         together.on_first(ranks.rank, take_lock)
         stop.ended.owns = True
         resumed = resuming.decide(config, ranks)
-        over = together.on_first(ranks.rank, lambda: finished.before(config, resumed) if resumed else None)
+        over = together.on_first(
+            ranks.rank, lambda: finished.before(config, resumed.found, resumed.changed) if resumed else None
+        )
         left = over is not None and together.on_first(ranks.rank, lambda: further.missing(config))
         if over is not None and not left:
             if ranks.is_first:
