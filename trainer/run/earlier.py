@@ -21,10 +21,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,14 +91,13 @@ def is_of(folder: Path, found: Found) -> bool:
     except FileNotFoundError:
         return True
     state = json.loads((found.path / TRAINER_STATE).read_bytes())
-    known = {(record["step"], _shown(record["loss"])) for record in state["log_history"] if "loss" in record}
-    logged = {(each["step"], _shown(each["loss"])) for each in records(lines) if "loss" in each}
-    return {pair for pair in logged if pair[0] < found.step} <= known
+    logged = {pair for pair in _losses(records(lines)) if pair[0] < found.step}
+    return logged <= {*_losses(state["log_history"])}
 
 
-def _shown(loss: Any) -> Any:
-    """A loss as a record has it: JSON has no number for those that are not finite."""
-    return str(loss) if isinstance(loss, float) and not math.isfinite(loss) else loss
+def _losses(history: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, str]]:
+    """Steps and losses, as text: JSON has no number for those that are not finite."""
+    return ((record["step"], str(record["loss"])) for record in history if "loss" in record)
 
 
 def _undone(folder: Path, found: Found) -> Iterator[Path]:
