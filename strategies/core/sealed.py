@@ -82,6 +82,11 @@ def read(folder: Path, kind: str) -> Sealed:
     return sealed
 
 
+def identity(folder: Path, kind: str) -> str:
+    """A hash of all that the manifest of ``folder`` says, and so of every byte that was sealed. Raise Damaged."""
+    return digest_of(read(folder, kind).model_dump())
+
+
 def damage(folder: Path, sealed: Sealed) -> list[str]:
     """One line, without the folder's name, for every file that is not what was sealed. Reads every byte."""
     lines = [f"{name!r}: not a name inside the folder" for name in sealed.files if not _is_inside(name)]

@@ -1,12 +1,16 @@
 """``training.push_to_hub`` of the real command, by the hub's real client, to a server on this machine."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from strategies.core.sealed import damage, read
 from tests.e2e.commands import Result, Server, digest, write_config
-from tests.helpers.hub import LOST, Hub
+from tests.helpers.hub import LOST, TOKEN, Hub
+from tests.helpers.small_runs import make_rows_and_model
+from trainer.run import finished
 
 pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 AGAIN = "training.resume_from_checkpoint=auto"
@@ -70,3 +74,52 @@ def test_what_arrives_is_the_export(hub: Hub, told: Server, tmp_path: Path) -> N
     arrived = {path.name: path.read_bytes() for path in export.iterdir()}
     assert hub.files == {"me/mine": {"main": {}, "v1": arrived}}
     assert b"Settings: learning_rate 0.01, " in arrived["README.md"] and "model.safetensors" in arrived
+
+
+def test_a_run_that_has_gone_back_uploads_its_own_weights(hub: Hub, told: Server, tmp_path: Path) -> None:
+    config, run = config_in(tmp_path), tmp_path / "run"
+    saving = ["training.save_strategy=steps", "training.save_steps=2", "training.hub_model_id=back"]
+    pushed(config, told, *saving).check()
+    before = hub.files["me/back"]["v1"]["model.safetensors"]
+    back = [f"training.resume_from_checkpoint={run / 'checkpoint-2'}", "training.learning_rate=0.1"]
+    found = pushed(config, told, *saving, *back).check()
+    assert f"uploaded:   {run / 'export'}, as me/back\n" in found.out
+    after = hub.files["me/back"]["v1"]["model.safetensors"]
+    assert before != after == (run / "export" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["of all weights", "adapters"])
+def test_what_is_uploaded_says_nothing_of_this_machine(adapters: bool, hub: Hub, told: Server, tmp_path: Path) -> None:
+    """No path, no command, no secret; and what arrives is whole by its own manifest, and the base is at home."""
+    home = tmp_path / "of-the-user"
+    home.mkdir()
+    make_rows_and_model(home)
+    kept = json.loads((home / "model" / "config.json").read_text())
+    (home / "model" / "config.json").write_text(json.dumps({**kept, "made_of": str(home / "corpus")}))
+    name, secrets = f"clean-{adapters}", {"WANDB_API_KEY": "of-wandb", "MLFLOW_TRACKING_URI": "http://me:of-flow@x"}
+    lora = {"lora": {"r": 4}} if adapters else {}
+    config = write_config(
+        home,
+        model={"config": None, "tokenizer": None, "name_or_path": str(home / "model"), **lora},
+        data={"path": str(home / "rows.jsonl"), "max_length": 24},
+        training={"push_to_hub": True, "hub_model_id": name, "max_steps": 1},
+        strategies={"linear": {"cache": str(home / "linear.json"), "budget_s": 0.1}},
+    )
+    overrides = ["training.run_name=of-nobody-else", "training.seed=8"]
+    found = pushed(config, told, *overrides, **secrets).check()
+    export, files = home / "run" / "export", hub.files[f"me/{name}"]["main"]
+    hidden = [str(tmp_path), home.name, TOKEN, "of-wandb", "of-flow", "of-nobody-else", "launch/train.py", "seed=8"]
+    leaks = [(file, word) for file, content in files.items() for word in hidden if word.encode() in content]
+    assert leaks == [] and {*files} == {path.name for path in export.iterdir()}
+    card = files["README.md"].decode()
+    assert "`model`" in card and "trained on local files" in card and "seed 8" in card and "(a local path)" in card
+    arrived = tmp_path / "arrived"
+    arrived.mkdir()
+    for file, content in files.items():
+        (arrived / file).write_bytes(content)
+    assert damage(arrived, read(arrived, finished.KIND)) == []
+    changed = "adapter_config.json" if adapters else "config.json"
+    assert f"; without the folders in {changed}, of which names were sent alone\n" in found.out
+    if adapters:
+        assert json.loads(files[changed])["base_model_name_or_path"] == "model"
+        assert json.loads((export / changed).read_text())["base_model_name_or_path"] == str(home / "model")

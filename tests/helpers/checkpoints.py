@@ -1,7 +1,7 @@
 """Checkpoints without training: folders with a manifest."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,20 @@ def about(config: Mapping[str, Any] | None = None, ranks: int = 1) -> About:
     )
 
 
-def make(output_dir: Path, step: int, *, marked: bool = True, finite: bool = True) -> Path:
-    """``checkpoint-<step>`` with a few files; without a manifest if it is not ``marked``."""
+def make(
+    output_dir: Path,
+    step: int,
+    *,
+    marked: bool = True,
+    finite: bool = True,
+    history: Sequence[Mapping[str, Any]] | None = None,
+) -> Path:
+    """``checkpoint-<step>`` with a few files; without a manifest if it is not ``marked``, and a log of ``history``."""
     folder = output_dir / f"checkpoint-{step}"
     for name, content in CONTENT.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content + str(step).encode() if content else b"")
-    (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": step, "log_history": history or []}))
     if marked:
         seal(folder, KIND, Manifest(step=step, finite=finite, run=about()).model_dump(mode="json"))
     return folder

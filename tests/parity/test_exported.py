@@ -77,6 +77,9 @@ def test_the_program_is_the_model_without_transformers(program: Path) -> None:
     torch.testing.assert_close(torch.load(program / "logits.pt")[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-5)
     card = (program / "README.md").read_text()
     assert card.startswith("---\ntags:") and 'torch.export.load("model.pt2")' in card and card.endswith("# Exact\n")
+    sources = (str(Path(exported.__file__)), transformers.__path__[0], torch.__path__[0])
+    content = (program / "model.pt2").read_bytes()
+    assert [each for each in sources if each.encode() in content] == [], "nothing says where it was made"
 
 
 def test_another_program_is_not_kept(tmp_path: Path, program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,3 +170,7 @@ def test_a_run_leaves_one(tmp_path: Path) -> None:
         assert exported.largest_difference(torch.export.load(program).module(), model) < 1e-6
     assert further.missing(config) == [] and (tmp_path / "metrics.jsonl").read_text() == before
     assert json.loads((tmp_path / "export-torch" / "manifest.json").read_text())["content"]["kind"] == further.KIND
+    assert {path.name for path in (tmp_path / "earlier-1").iterdir()} == {"export-torch"}
+    longer = config.model_copy(update={"training": config.training.model_copy(update={"max_steps": 4})})
+    assert runs.run(longer, Ranks(), Stop()) == 0 and further.missing(longer) == []
+    assert {path.name for path in (tmp_path / "earlier-2").iterdir()} == {"export", "export-torch"}, "both of step 2"

@@ -11,9 +11,8 @@ from strategies.core import commit
 from strategies.core.sealed import MANIFEST, Damaged
 from tests.helpers.checkpoints import make
 from tests.helpers.tiny import LLAMA, run_config
-from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError
-from trainer.run import checkpoint, resuming
+from trainer.run import checkpoint
 from trainer.run.checkpoint import DELETED, FORMER_MARK, WRITING, clear, complete, prune, verified
 
 
@@ -157,9 +156,6 @@ def test_of_a_link_nothing_is_deleted(tmp_path: Path) -> None:
     assert "checkpoint-10: a symbolic link, so it is kept though training.save_total_limit = 1" in line
     assert verified(elsewhere).step == 10
     assert resumed(tmp_path / "run", str(tmp_path / "run/checkpoint-10"))[0] == tmp_path / "run/checkpoint-10"
-    assert set_aside(tmp_path / "run")
-    moved = tmp_path / "run/earlier-1/checkpoint-10"
-    assert verified(moved).step == 10, "a relative link is moved and still leads there"
 
 
 def test_what_a_kill_has_left_is_put_away(tmp_path: Path) -> None:
@@ -240,41 +236,3 @@ def test_checkpoints_of_earlier_releases_say_how_to_go_on(tmp_path: Path) -> Non
     )
     assert refused(tmp_path, str(folder)) == line
     assert refused(tmp_path, "auto") == f"{folder}: {line}"
-
-
-# Setting aside
-
-
-def set_aside(output_dir: Path, after: Path | None = None, **training: object) -> str:
-    found = checkpoint.verified(after) if after else None
-    going_on = resuming.Resumed(found, frozenset(), []) if found else None
-    return resuming.set_aside(run_config(LLAMA, output_dir=output_dir, **training), Ranks(), going_on)
-
-
-def test_a_fresh_run_sets_the_earlier_one_aside_and_deletes_nothing_unless_that_was_said(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text("of a run that saved nothing")
-    assert set_aside(tmp_path) == "" and (tmp_path / "metrics.jsonl").exists()
-    for expected in ("earlier-1", "earlier-2"):
-        make(tmp_path, 4)
-        (tmp_path / "metrics.jsonl").write_text("{}\n")
-        (tmp_path / "export").mkdir()
-        assert set_aside(tmp_path).endswith(f" are now in {tmp_path / expected}")
-        assert verified(tmp_path / expected / "checkpoint-4").step == 4
-        assert {path.name for path in (tmp_path / expected).iterdir()} == {"checkpoint-4", "metrics.jsonl", "export"}
-        assert complete(tmp_path) == []
-    (tmp_path / "export").mkdir()
-    assert set_aside(tmp_path, overwrite=True) == ""
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["earlier-1", "earlier-2"]
-
-
-def test_a_run_that_goes_back_sets_later_checkpoints_aside(tmp_path: Path) -> None:
-    first, *_ = (make(tmp_path, step) for step in (10, 20, 30))
-    damage(tmp_path / "checkpoint-30")
-    (tmp_path / "metrics.jsonl").write_text("{}\n")
-    assert set_aside(tmp_path, first) == f"checkpoints after checkpoint-10 are now in {tmp_path / 'earlier-1'}"
-    assert steps(tmp_path) == [10] and (tmp_path / "metrics.jsonl").exists()
-    assert sorted(path.name for path in (tmp_path / "earlier-1").iterdir()) == ["checkpoint-20", "checkpoint-30"]
-    assert set_aside(tmp_path, first) == ""
-    other = make(tmp_path / "other", 5)
-    assert set_aside(tmp_path, other), "of another run's checkpoint all of this folder's are later"
-    assert steps(tmp_path) == [] and other.is_dir()

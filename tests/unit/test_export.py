@@ -201,23 +201,23 @@ def test_the_card_says_what_the_run_knows(tmp_path: Path) -> None:
         model={"config": None, "name_or_path": "owner/base", "lora": {**LORA, "r": 5}},
     )  # fmt: skip
     parities = {"zero": BITWISE, "recompute": BITWISE, "tensor": Parity(1e-5, "sums of parts")}
-    card = model_card(config, LlamaConfig(), state, ["launch/train.py", "--config", "my file.yaml"], 2, parities)
+    card = model_card(config, LlamaConfig(), state, 2, parities)
     assert len(str(card).splitlines()) <= 30
     header = card.data.to_dict()
     assert header["base_model"] == "owner/base" and header["library_name"] == "peft" and "license" not in header
     text = card.text
     for part in (
-        "adapters (rank 5) for `owner/base`", "on `my.jsonl`", "for 14 steps",
+        "adapters (rank 5) for `owner/base`", "trained on local files in sequences", "for 14 steps",
         "training loss, at step 14, was 1.5000 (perplexity 4.5)",
         "evaluation loss, at step 7, was 2.0000 (perplexity 7.4)",
         "Settings: learning_rate 0.003, per_device_train_batch_size 8, ", "optim adamw_torch_fused, seed 42, bf16 True",
         "zero, recompute bit for bit; tensor to 1e-05 of the largest weight (sums of parts). ",
-        "zero (stage 2)", "on 2 processes", "launch/train.py --config 'my file.yaml'", f"torch {version('torch')}",
+        "Strategies, on 2 processes: zero (stage 2)", f"torch {version('torch')}",
     ):  # fmt: skip
         assert part in text
     assert "output_dir" not in text and "fp16" not in text and "weight_decay" not in text  # of no effect, or not set
 
-    unlogged = model_card(run_config(LLAMA), LlamaConfig(), TrainerState(), ["train.py"], 1, {})
+    unlogged = model_card(run_config(LLAMA), LlamaConfig(), TrainerState(), 1, {})
     assert unlogged.data.to_dict()["library_name"] == "transformers" and "base_model" not in unlogged.data.to_dict()
     assert "type llama" in unlogged.text and "random weights" in unlogged.text and "Strategies: none" in unlogged.text
     assert "loss" not in unlogged.text and "equals plain" not in unlogged.text

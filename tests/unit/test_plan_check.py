@@ -34,8 +34,7 @@ class Square(torch.nn.Module):
 
 def check_of(folder: Path, *, recomputes: bool = False) -> PlanCheck:
     plan = Plan.baseline(facts(block("model.layers.0", 8, saved_bytes=64)))
-    (folder / "plan.json").write_text(json.dumps({"rows": []}))
-    return PlanCheck(plan, folder, recomputes=recomputes)
+    return PlanCheck(plan, folder, json.dumps({"rows": []}), recomputes=recomputes)
 
 
 def saved(check: PlanCheck) -> list[Comparison]:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from strategies.core.commit import same_modes
 from trainer.dist.ranks import LOOPBACK, Ranks, listening, loopback_interface
 from trainer.errors import ConfigError
-from trainer.run import export, saving
+from trainer.run import saving
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -70,20 +70,3 @@ def test_a_port_in_use_is_one_line() -> None:
     with socket.socket(fileno=handle) as bound:
         assert bound.getsockname()[0] == LOOPBACK
     assert loopback_interface() is not None and Ranks().world_size == 1
-
-
-def test_an_export_says_of_which_step_it_is(tmp_path: Path) -> None:
-    from strategies.core.sealed import seal
-    from tests.helpers.tiny import LLAMA, run_config
-
-    config, longer = (run_config(LLAMA, output_dir=tmp_path, max_steps=steps) for steps in (6, 8))
-    (tmp_path / "export").mkdir()
-    (tmp_path / "export" / "model.safetensors").write_bytes(b"weights")
-    assert export.finished_before(config, 6) is None, "it is not sealed"
-    seal(tmp_path / "export", export.KIND, export.about(config, 6))
-    line = f"finished before, at step 6: {tmp_path}/export is whole and of that step; nothing was changed"
-    assert export.finished_before(config, 6) == export.make_room(config, 6) == line
-    assert export.finished_before(config, 5) is None, "another checkpoint is resumed"
-    assert export.finished_before(longer, 6) is None
-    (tmp_path / "export" / "model.safetensors").write_bytes(b"weighty")
-    assert export.finished_before(config, 6) is None

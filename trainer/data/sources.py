@@ -29,7 +29,6 @@ from trainer.model.hashes import hashes
 
 _INFO = "dataset_info.json"  # of Hugging Face's saved data, beside state.json; LLaMA-Factory's list of data sets, alone
 _STATE = "state.json"
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _SPLIT_WORD = re.compile(r"(?:^|/)(train|training|test|validation|valid|val|dev|eval)(?:[-_./0-9]|$)")
 _SPLIT_ALIASES = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation"}
 
@@ -259,6 +258,11 @@ def _known(marks: list[str], exact: bool) -> list[str]:
     return marks
 
 
+def is_on_hub(path: str) -> bool:
+    """Whether ``path`` is looked for on the hub, which has names with an owner alone."""
+    return "/" in path and Path(path).suffix.lower() not in _READERS and hub.is_name(path)
+
+
 def open_source(path: str, name: str | None, split: str, streaming: bool, key: str = "data.") -> Source:
     """The source that ``path`` names: a file, a folder, ``pydoc`` (``name``: see ``pydoc_rows.py``), or a hub name
     ``owner/name`` (``name``: its subset). Raises DataError if nothing is there, or it cannot be read; ``key`` is the
@@ -268,8 +272,7 @@ def open_source(path: str, name: str | None, split: str, streaming: bool, key: s
     suffix = local.suffix.lower()
     if path == "pydoc":
         return _pydoc(name or "text")
-    # `corpus/train` is a misspelt path and not a hub name if there is a folder `corpus`.
-    if not (local.exists() or suffix in _READERS or Path(path).parent.is_dir()) and _HUB_NAME.fullmatch(path):
+    if is_on_hub(path):
         return _hub(path, name, split, streaming, key)
     if name is not None and local.exists():
         raise DataError(f"{key}name: {name!r} is a hub subset, but {path} is a local path; remove it")

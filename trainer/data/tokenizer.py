@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from strategies.core.commit import added_folder
-from strategies.core.sealed import intact, seal
+from strategies.core.sealed import Damaged, intact, read, seal
 from trainer.data.templates import CHATML
 from trainer.errors import ConfigError, DataError, first_line
 from trainer.model import hub
@@ -62,8 +63,13 @@ def load(
 
 
 def trained(vocab_size: int, folder: Path, texts: Iterable[str]) -> PreTrainedTokenizerBase:
-    """The tokenizer in ``folder/tokenizer``; trained first if there is none of this size, or smaller on small data."""
+    """The tokenizer in ``folder/tokenizer``; trained first if there is none of this size, or smaller on small data. One
+    of another size is an earlier run's, and stays.
+    """
     home, asked = folder / "tokenizer", {"vocab_size": vocab_size}
+    with suppress(Damaged):
+        if read(home, KIND).about != asked:
+            home = folder / f"tokenizer-{vocab_size}"
     if not intact(home, KIND, asked):
         made = _train(vocab_size, texts)
         if home.exists() and not intact(home, KIND, asked):  # another rank may have finished meanwhile

@@ -7,11 +7,13 @@ and a name that is not in it is refused at once.
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from threading import Thread
 
 LOOK_S = 3.0
+NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[\w.-]+")
 
 
 @cache
@@ -32,6 +34,19 @@ def unreachable() -> str | None:
     thread.start()
     thread.join(LOOK_S)
     return found[0] if found else f"no answer within {LOOK_S:g} s"
+
+
+def is_name(name: str) -> bool:
+    """Whether ``name`` is one of the hub's, and no file or folder here. ``corpus/train`` is a misspelt path and no name
+    of the hub if there is a folder ``corpus``.
+    """
+    here = Path(name).expanduser().exists() or ("/" in name and Path(name).parent.is_dir())
+    return not here and NAME.fullmatch(name) is not None
+
+
+def shown(name: str) -> str:
+    """How a saved model is called where others read it: by its name on the hub, or by the last part of its path."""
+    return name if is_name(name) else Path(name).absolute().name
 
 
 def options(name: str) -> dict[str, bool]:

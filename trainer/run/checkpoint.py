@@ -14,11 +14,8 @@ the config does not name: two runs that are the same have the same one at the sa
 
 from __future__ import annotations
 
-import itertools
 import json
-import os
 import re
-from collections.abc import Iterable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from strategies.core import sealed
-from strategies.core.commit import EARLIER, remove, restore_earlier, sync
+from strategies.core.commit import EARLIER, remove, restore_earlier
 from strategies.core.sealed import MANIFEST, Damaged
 
 if TYPE_CHECKING:
@@ -165,6 +162,11 @@ def read(path: Path) -> tuple[sealed.Sealed, Manifest]:
     return found, about
 
 
+def digest(path: Path) -> str:
+    """What a checkpoint is called by its content: equal runs have equal ones at the same step. Raise Damaged."""
+    return sealed.identity(path, KIND)
+
+
 def verified(path: Path) -> Found:
     """The checkpoint in ``path``. Raise Damaged, in one line, if a byte of it is not what its manifest says."""
     seal, about = read(path)
@@ -187,7 +189,7 @@ def damage(path: Path, seal: sealed.Sealed, about: Manifest) -> list[str]:
     return [] if step == about.step else [f"{TRAINER_STATE} is of step {step}, its manifest of step {about.step}"]
 
 
-# --- deleting, and moving out of the way -----------------------------------------------------------------------------
+# --- deleting --------------------------------------------------------------------------------------------------------
 
 
 def prune(output_dir: Path, keep: int, written: int, best: Path | None) -> list[str]:
@@ -210,38 +212,19 @@ def prune(output_dir: Path, keep: int, written: int, best: Path | None) -> list[
     return lines
 
 
-def clear(output_dir: Path) -> None:
-    """Put away what a kill has left: drafts, half-deleted checkpoints, earlier ones. May raise OSError."""
-    remove(output_dir / WRITING)
-    with suppress(OSError):  # what cannot be deleted now is in nobody's way
-        remove(output_dir / DELETED)
+def restore(output_dir: Path) -> None:
+    """Give checkpoints their names back that a kill has caught between two renames. May raise OSError."""
     for path in output_dir.glob(f"checkpoint-*{EARLIER}"):
         if FOLDER.fullmatch(name := path.name.removesuffix(EARLIER)):
             restore_earlier(output_dir / name)
 
 
-def move_aside(things: Iterable[Path], output_dir: Path, *, overwrite: bool) -> Path | None:
-    """Move what exists of ``things`` into a new ``earlier-N``, which is returned; delete it with ``overwrite``.
-
-    Each is renamed in one step, so after a kill it is in one of both places, whole. Of a symbolic link the link moves,
-    and nothing is deleted through it. May raise OSError.
-    """
-    there = [path for path in things if os.path.lexists(path)]
-    if not there:
-        return None
-    numbered = (output_dir / f"earlier-{number}" for number in itertools.count(1))
-    folder = next(each for each in numbered if not each.exists())
-    folder.mkdir()
-    for path in there:
-        if path.is_symlink():  # it may be relative
-            (folder / path.name).symlink_to(path.resolve())
-            path.unlink()
-        else:
-            path.rename(folder / path.name)
-    sync(output_dir)
-    if overwrite:
-        remove(folder)
-    return None if overwrite else folder
+def clear(output_dir: Path) -> None:
+    """``restore``, and delete the rest that a kill has left: drafts, half-deleted checkpoints. May raise OSError."""
+    remove(output_dir / WRITING)
+    with suppress(OSError):  # what cannot be deleted now is in nobody's way
+        remove(output_dir / DELETED)
+    restore(output_dir)
 
 
 # --- resuming --------------------------------------------------------------------------------------------------------

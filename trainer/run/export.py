@@ -10,15 +10,13 @@ not the one that training sets. Python files that came with the model are in the
 ``model.trust_remote_code`` allowed that for the run. The live model is not changed, unless adapters are merged.
 
 Nothing that a run has finished is replaced. A restart script starts a run once more after it has ended: resumed at its
-last step, with a whole export of that step, it ends at once. If only the export is missing or damaged it is made again,
-without a step of training; what was there moves to ``earlier-N``.
+last step, with a whole export of that checkpoint (``finished.py``), it ends at once. If only the export is missing or
+damaged it is made again, without a step of training; what was there moves to ``earlier-N``.
 """
 
 from __future__ import annotations
 
 import logging
-import shlex
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -35,15 +33,16 @@ from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_h
 
 from strategies.backends.tensor_shards import whole_shape
 from strategies.core.commit import replaced_folder, same_modes
-from strategies.core.sealed import intact, seal
+from strategies.core.sealed import seal
 from strategies.engine.tensors.quantised import keep_packing
-from trainer.errors import write_line
-from trainer.model import apart, attention, build, qat, quantise
+from trainer.data.sources import is_on_hub
+from trainer.model import apart, attention, build, hub, qat, quantise
 from trainer.model.adapters import merged, round_base
 from trainer.model.mapped import Spilled
 from trainer.run import structured
 from trainer.run.callbacks import of_best, perplexity
-from trainer.run.checkpoint import move_aside, versions
+from trainer.run.checkpoint import versions
+from trainer.run.finished import KIND, NAME
 from trainer.run.nonfinite import NonFinite
 from trainer.run.resume_rules import RULES, SILENT
 from trainer.run.trainer import Trainer
@@ -56,7 +55,6 @@ if TYPE_CHECKING:
     from strategies.core.protocol import Parity
     from trainer.config.sections import RunConfig
 
-KIND = "export"  # in its manifest
 PROBE_TOKENS = 32
 # Of the largest logit. The same kernels give the same bits; another device or 16-bit compute rounds differently.
 # Evaluated layers with 8-bit weights round their inputs to 8 bits as well, and merged ones do not.
@@ -75,9 +73,16 @@ class ExportError(RuntimeError):
     """The export is not the trained model."""
 
 
-def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> Receipt | None:
-    """Write the model, with a card, and check it; a collective. Only the first rank gets a receipt. Raise NonFinite if
-    a weight is not finite, ExportError if a name, a shape, a value or a logit differs after reloading.
+def export(
+    trainer: Trainer,
+    tokenizer: PreTrainedTokenizerBase,
+    config: RunConfig,
+    about: Mapping[str, Any] | None = None,
+    smaller: Path | None = None,
+) -> Receipt | None:
+    """Write the model, with a card, and check it; a collective. Only the first rank gets a receipt. ``about``: what the
+    manifest says of it; ``smaller``: the folder of the model whose parts were taken out before training. Raise
+    NonFinite if a weight is not finite, ExportError if a name, a shape, a value or a logit differs after reloading.
     """
     section, merge = config.model, config.model.merges
     model: Any = trainer.accelerator.unwrap_model(trainer.whole, keep_torch_compile=False)
@@ -95,7 +100,7 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, config: RunConf
         return None
     spilled.settle()
     parities = {name: strategy.parity(trainer.plan.facts.run) for name, strategy in config.strategies.items()}
-    card = model_card(config, model.config, trainer.state, sys.argv, trainer.args.world_size, parities)
+    card = model_card(config, model.config, trainer.state, trainer.args.world_size, parities, smaller)
     eight = any(parameter.dtype is torch.int8 for parameter in model.parameters())
     if has_adapters and merge:
         named = dict(model.named_parameters())
@@ -107,7 +112,7 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, config: RunConf
     refuse_not_finite(model, state)
     rounds = trainer.args.bf16 or trainer.args.fp16 or model.dtype is not torch.float32
     tolerance = EIGHT_TOLERANCE if eight and merge else HALF_TOLERANCE if rounds else FP32_TOLERANCE
-    with replaced_folder(Path(config.training.output_dir) / "export") as draft:
+    with replaced_folder(Path(config.training.output_dir) / NAME) as draft:
         taken_apart, folder = False, Path(config.training.output_dir)
         with config_as_it_came(model):
             if spilled.num_bytes:
@@ -134,7 +139,7 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, config: RunConf
         )
         card.save(draft / "README.md")
         same_modes(draft)
-        seal(draft, KIND, about(config, trainer.state.global_step))
+        seal(draft, KIND, about or {})
         num_bytes = sum(path.stat().st_size for path in draft.glob("*.safetensors"))
         return Receipt(len(reloaded.state_dict()), num_bytes, difference)
 
@@ -263,23 +268,25 @@ def _by_parts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-# --- the card, of the config, the log and the command line alone; whoever publishes adds a licence -------------------
+# --- the card: what a reader needs, and nothing of this machine; whoever publishes adds a licence ---------------------
 
 
 def model_card(
     config: RunConfig,
     hf_config: PretrainedConfig,
     state: TrainerState,
-    argv: Sequence[str],
     num_ranks: int,
     parities: Mapping[str, Parity],
+    smaller: Path | None = None,
 ) -> ModelCard:
-    """The card of the trained model; ``argv`` is the command, ``state`` has the log, and each strategy a parity."""
+    """The card of the trained model; ``state`` has the log, and each strategy a parity. Bases and data are called by
+    their names on the hub, others by nothing that says where they are.
+    """
     base, brings_code = config.model.name_or_path, bool(getattr(hf_config, "auto_map", None))
     adapters = config.model.lora is not None and not config.model.merges
     tags = ["deepstow", *(["lora"] if adapters else []), *(["custom_code"] if brings_code else [])]
     header = ModelCardData(
-        base_model=base,
+        base_model=base if base and hub.is_name(base) else None,
         library_name="peft" if adapters else "transformers",
         pipeline_tag=TASKS[config.task].pipeline_tag,
         tags=tags,
@@ -287,8 +294,8 @@ def model_card(
     data, used = config.data, {name: number for name, number in versions().items() if number != "not installed"}
     if config.model.lora is None:
         used.pop("peft", None)
-    said = (attention.sentence(config.model), structured.sentence(config), qat.sentence(config))
-    source = ", ".join(f"`{one.path}` ({one.name})" if one.name else f"`{one.path}`" for one in data.parts())
+    said = (attention.sentence(config.model), structured.sentence(smaller), qat.sentence(config))
+    source = ", ".join(dict.fromkeys(_source(one.path, one.name) for one in data.parts()))
     parts = [
         f"# {Path(config.training.output_dir).name}",
         " ".join(filter(None, (_origin(config, hf_config.model_type), *said))),
@@ -296,9 +303,8 @@ def model_card(
         + of_best(config, state, "These are {}. ")
         + " ".join(_results(state.log_history, odds=TASKS[config.task].language)),
         f"Settings: {', '.join(_settings(config))}.",
-        f"Strategies: {_strategies(config)}. {_exactness(parities)}"
-        f"The command, on {num_ranks} process{'es' if num_ranks > 1 else ''}:",
-        f"```\n{shlex.join(argv)}\n```",
+        f"Strategies, on {num_ranks} process{'es' if num_ranks > 1 else ''}: {_strategies(config)}. "
+        f"{_exactness(parities)}".strip(),
         f"Versions: {', '.join(f'{name} {number}' for name, number in used.items())}.",
     ]
     if brings_code:
@@ -312,8 +318,14 @@ def after(folder: Path, said: str) -> ModelCard:
     return ModelCard(f"---\n{card.data.to_yaml()}\n---\n\n{said}\n\n{card.text.lstrip()}")
 
 
+def _source(path: str | None, name: str | None) -> str:
+    if path is None or (path != "pydoc" and not is_on_hub(path)):
+        return "local files"
+    return f"`{path}` ({name})" if name else f"`{path}`"
+
+
 def _origin(config: RunConfig, model_type: str) -> str:
-    lora, base = config.model.lora, config.model.name_or_path
+    lora, base = config.model.lora, config.model.name_or_path and hub.shown(config.model.name_or_path)
     if lora is not None and not config.model.merges:
         return f"Low-rank adapters (rank {lora.r}) for `{base}`, trained with DeepStow. The base is not included."
     how = f"; what was trained are low-rank adapters (rank {lora.r}), merged into it" if lora is not None else ""
@@ -341,7 +353,12 @@ def _settings(config: RunConfig) -> Iterator[str]:
     """The keys of ``training`` on which the result depends, as they were set or by default."""
     for key, value in config.training.model_dump().items():
         if value is not None and value is not False and RULES.get(f"training.{key}", SILENT) != SILENT:
-            yield f"{key} {value}"
+            yield f"{key} {_shown(value)}"
+
+
+def _shown(value: Any) -> str:
+    """A value of the config, unless it is a place on this machine."""
+    return "(a local path)" if any(mark in str(value) for mark in "/\\~") else str(value)
 
 
 def _exactness(parities: Mapping[str, Parity]) -> str:
@@ -362,38 +379,6 @@ def _strategies(config: RunConfig) -> str:
     """Each strategy with the options that the config sets."""
     found = []
     for name, strategy in config.strategies.items():
-        options = [f"{key} {value}" for key, value in strategy.model_dump(exclude_unset=True).items()]
+        options = [f"{key} {_shown(value)}" for key, value in strategy.model_dump(exclude_unset=True).items()]
         found.append(f"{name} ({', '.join(options)})" if options else name)
     return ", ".join(found) or "none"
-
-
-# --- a run that is over ----------------------------------------------------------------------------------------------
-
-
-def about(config: RunConfig, step: int) -> dict[str, Any]:
-    """What an export says about itself: its step, and what decided that it is the last one."""
-    training = config.training
-    return {
-        "step": step,
-        "max_steps": training.max_steps,
-        "num_train_epochs": training.num_train_epochs,
-        "load_best_model_at_end": bool(training.load_best_model_at_end),
-    }
-
-
-def finished_before(config: RunConfig, step: int) -> str | None:
-    """The line of a run that is over at ``step``, its export whole; None if something is left to do."""
-    folder = Path(config.training.output_dir) / "export"
-    if not intact(folder, KIND, about(config, step)):
-        return None
-    return f"finished before, at step {step}: {folder} is whole and of that step; nothing was changed"
-
-
-def make_room(config: RunConfig, step: int) -> str | None:
-    """``finished_before``; if it says nothing, an export that is there moves aside. OSError: it cannot be moved."""
-    line = finished_before(config, step)
-    folder = Path(config.training.output_dir)
-    earlier = None if line else move_aside([folder / "export"], folder, overwrite=config.training.overwrite)
-    if earlier is not None:
-        write_line(f"the export of before is now in {earlier}")
-    return line

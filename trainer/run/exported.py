@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
+from torch.fx import GraphModule
 from transformers import AutoModelForCausalLM
 
 from trainer.errors import first_line, write_line
@@ -61,9 +62,13 @@ def program_of(model: Any) -> ExportedProgram:
     axes = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC(max=most) if most else Dim.DYNAMIC}
     inputs = (torch.zeros(TRACED, dtype=torch.int64), torch.ones(TRACED, dtype=torch.int64))
     with torch.no_grad():
-        return torch.export.export(
+        found = torch.export.export(
             Logits(model.eval()), inputs, dynamic_shapes={"input_ids": axes, "attention_mask": axes}
         )
+    for part in found.graph_module.modules():
+        for node in part.graph.nodes if isinstance(part, GraphModule) else ():
+            node.meta.pop("stack_trace", None)  # which names files of this machine, and would be saved
+    return found
 
 
 def saved(model: Any, form: str, folder: Path) -> Callable[[Tensor, Tensor], Tensor]:

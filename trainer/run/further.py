@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from strategies.core.commit import replaced_folder, same_modes
 from strategies.core.sealed import MANIFEST, intact, seal, size_and_hash
 from trainer.errors import write_line
-from trainer.run import exported, quantized
+from trainer.run import earlier, exported, quantized
+from trainer.run.earlier import FURTHER
 from trainer.run.export import ExportError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from trainer.config.sections import RunConfig
 
-KIND = "further export"
+KIND = FURTHER
 PROGRAMS = {"torch": "torch_export", "onnx": "onnx", "gguf": "gguf"}  # by the end of the folder's name
 
 
@@ -81,6 +82,9 @@ def make(config: RunConfig, tokenizer: PreTrainedTokenizerBase, rows: Dataset | 
         if name not in PROGRAMS and report is None:
             assert rows is not None
             report = quantized.Report(config, exact, tokenizer, rows, budget)
+        folder = Path(config.training.output_dir)
+        if aside := earlier.move_aside([folder_of(config, name)], folder, overwrite=config.training.overwrite):
+            write_line(f"the {folder_of(config, name).name} of before is now in {aside}")
         with replaced_folder(folder_of(config, name)) as draft:
             about: dict[str, Any] = {}
             if name == "gguf":

@@ -7,7 +7,7 @@ or not. A line that is being written just now is left out.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -56,10 +56,11 @@ def read(folder: Path) -> History:
         config = yaml.safe_load(files[1].read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise DataError(f"{folder}: no run's folder, with config.yaml and metrics.jsonl: {error}") from None
-    return History(folder, config if isinstance(config, dict) else {}, list(_records(lines)))
+    return History(folder, config if isinstance(config, dict) else {}, list(records(lines)))
 
 
-def _records(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
+def records(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The records in lines of ``metrics.jsonl``; one that a kill has cut is left out."""
     for line in lines:
         try:
             record = json.loads(line)

@@ -1,17 +1,18 @@
 """The order in which a run is set up, from a config to a trainer. Read it top to bottom.
 
-    data (first rank of each machine, the others wait) -> facts -> plan, shown and written -> arguments
-    -> weights -> trainer -> train -> finish
+    data (first rank of each machine, the others wait) -> facts -> plan, shown -> arguments
+    -> weights -> trainer -> the folder (``begin.py``) -> train -> finish
 
-Everything before ``arguments`` uses no device memory, so a run that cannot work ends there. The data comes first
-because it decides the size of the vocabulary. Arguments come before weights because Hugging Face must know of ZeRO
-stage 3, or each rank would build the whole model.
+Everything before ``arguments`` uses no device memory, so a run that cannot work ends there. Whatever refuses a run does
+it before the folder of the run is touched; prepared data, which is kept by content, is no part of that. The data comes
+first because it decides the size of the vocabulary. Arguments come before weights because Hugging Face must know of
+ZeRO stage 3, or each rank would build the whole model.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,6 @@ from transformers.trainer_callback import PrinterCallback
 from strategies.backends import deepspeed, stages
 from strategies.backends.stages import Form, Stage
 from strategies.backends.tensor_shards import whole_shape
-from strategies.core.commit import replace_file
 from strategies.core.compose import degrees
 from strategies.core.plan import Plan
 from strategies.core.protocol import Axis
@@ -42,7 +42,6 @@ from trainer.data.prepare import Prepared
 from trainer.dist.agreement import WEEK_S, agreement
 from trainer.dist.ranks import Ranks, name_device
 from trainer.errors import ConfigError, write_line, write_nothing
-from trainer.machine import block_timing
 from trainer.machine.probe import Machine, probe
 from trainer.machine.profiles import known_rates
 from trainer.model import attention, build, contents, mapped, parts, student
@@ -90,6 +89,8 @@ class Run:
     machine: Machine
     plan: Plan
     resumed: Resumed | None = None
+    over: str | None = None  # the line of a run of which only further exports are missing
+    files: Mapping[str, str] | None = None  # of a plan that was shown, by name, on the first rank; not written yet
     form: Form | None = None  # of the architecture's forward, where the model is cut into stages
     stage: Stage | None = None
     lesson: teacher.Lesson | None = None  # what a teacher is asked before training
@@ -123,21 +124,19 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
     check_batch(config, prepared.train, plan.facts.run.replicas)
     form = form or form_of_stages(config)
     refuse_under_zero(config, deepspeed.stage(plan))
-    run = Run(config, ranks, folder, tokenizer, prepared, machine, plan, resumed, form)
+    run = Run(config, ranks, folder, tokenizer, prepared, machine, plan, resumed, form=form)
     before = teaching.priced(config, plan, machine)
     if prepared.eval is not None:
         run.eval_rows, line = evaluation.rows(config, plan)
         before += [line] if line else []
-    if ranks.is_first:
-        show_plan(run, plans, before)
+    run.files = show_plan(run, plans, before)
     with explained(config, ranks, machine):
         for each in plans:
             refuse_impossible(each)
     machines.refuse_without_room(config, ranks, plan, run.say)
     run.lesson = teaching.check(config, ranks, tokenizer, prepared, plan)
     run.smaller = structured.check(config, ranks, prepared, plan, machine)
-    # Only after the last refusal, so that a refused run leaves the checkpoints of an earlier one in place.
-    for line in filter(None, [resuming.set_aside(config, ranks, resumed), *(resumed.said if resumed else ())]):
+    for line in resumed.said if resumed else ():
         run.say(line)
     return run
 
@@ -209,21 +208,25 @@ def first_then_all(ranks: Ranks, work: Callable[[], T]) -> T:
     return made[0] if made else work()
 
 
-def show_plan(run: Run, plans: Sequence[Plan], before: Sequence[str] = ()) -> None:
-    """Print the plan; write it (as text and as JSON), config and DeepSpeed config into the run's folder."""
+def show_plan(run: Run, plans: Sequence[Plan], before: Sequence[str] = ()) -> dict[str, str]:
+    """Print the plan on the first rank. Returns the files that the run's folder will have of it: the plan as text and
+    as JSON, the config, and DeepSpeed's config.
+    """
+    if not run.ranks.is_first:
+        return {}
     cost = plan_cost(run.plan)
     text = full_report.text(run.plan, cost, advice(run.config, run.plan), plans, before)
-    run.folder.mkdir(parents=True, exist_ok=True)
-    replace_file(run.folder / "config.yaml", run.config.dump())
-    replace_file(run.folder / "plan.json", json.dumps(full_report.to_json(run.plan, cost), indent=1))
-    replace_file(run.folder / "plan.txt", text + "\n")
-    replace_file(run.folder / "ds_config.json", json.dumps(deepspeed.ds_config(run.plan), indent=1))
-    block_timing.store(run.folder, run.plan.facts)
     other_mask = attention.trained_otherwise(run.config.model, config_of(run.config))
     remarks = [known_rates(run.machine).ignored, other_mask]
     remarks += positions.beyond(run.config, run.plan.facts.run.positions)
     for line in [*filter(None, remarks), f"\n{text}\n"]:
         write_line(line)
+    return {
+        "config.yaml": run.config.dump(),
+        "plan.json": json.dumps(full_report.to_json(run.plan, cost), indent=1),
+        "plan.txt": text + "\n",
+        "ds_config.json": json.dumps(deepspeed.ds_config(run.plan), indent=1),
+    }
 
 
 def make_arguments(run: Run) -> TrainingArguments:
@@ -332,8 +335,10 @@ def make_trainer(run: Run) -> Trainer:
     patience, threshold = training.early_stopping_patience, training.early_stopping_threshold
     # Nothing can be counted in a process where Liger's kernels are applied.
     without_mask = dict if training.use_liger_kernel else partial(facts.saved_without_mask, run.config)
-    check = PlanCheck(run.plan, run.folder, recomputes=training.recomputes, without_mask=without_mask)
-    plan_check = check if (run.folder / "plan.json").is_file() else None
+    plan_check = None
+    if run.files is not None:
+        shown = run.files.get("plan.json", "")
+        plan_check = PlanCheck(run.plan, run.folder, shown, recomputes=training.recomputes, without_mask=without_mask)
     model: Any = make_model(run)
     if run.config.model.quantization_config is not None and run.plan.layout is None:
         model.to(arguments.device)  # Hugging Face leaves quantised models where they are

@@ -106,14 +106,21 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
     until its end. On an accelerator each border of a timed step waits for it.
 
     Args:
+        shown: what ``plan.json`` has, on the first rank.
         recomputes: Hugging Face's checkpointing is on.
         without_mask: counts the bytes that each unit saves of full rows of one document each.
     """
 
     def __init__(
-        self, plan: Plan, folder: Path, *, recomputes: bool, without_mask: Callable[[], Mapping[str, int]] = dict
+        self,
+        plan: Plan,
+        folder: Path,
+        shown: str,
+        *,
+        recomputes: bool,
+        without_mask: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
-        self._plan, self._folder, self._without_mask = plan, folder, without_mask
+        self._plan, self._folder, self._shown, self._without_mask = plan, folder, shown, without_mask
         self._countable = not recomputes and deepspeed.stage(plan) != 3
         self._storages: dict[int, int] = {}
         self._masked, self._tokens = True, 0  # of the micro-batch that is counted: it needs a mask; tokens in a row
@@ -178,11 +185,10 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
         write_line(f"plan against run, {when}")
         for line in table(HEADER, (each.cells() for each in rows), HEADER[1:]):
             write_line(f"  {line}")
-        file = self._folder / "plan.json"
-        written = json.loads(file.read_text())
-        written["measured"] = [{**asdict(each), "error": each.error} for each in self._rows]
+        measured = [{**asdict(each), "error": each.error} for each in self._rows]
         with suppress(OSError):  # of a full disk; it has been printed
-            replace_file(file, json.dumps(written, indent=1))
+            content = json.dumps({**json.loads(self._shown), "measured": measured}, indent=1)
+            replace_file(self._folder / "plan.json", content)
 
     def _now(self) -> float:
         if self._plan.facts.machine.has_accelerator:

@@ -1,6 +1,6 @@
 """Which checkpoint a run goes on from, decided by one rank for all; what it takes over, and what not.
 
-The first rank puts away what a kill has left, compares
+The first rank completes what a kill has cut short, compares
 the checkpoint with its manifest and tells the others: two ranks that do not see the same folder would go on from
 different steps. Then every rank compares the manifest with its config, by the table in ``resume_rules.py``: first the
 config alone, before any data is read; then what was opened. A refusal names each key with its file and line. What a
@@ -26,7 +26,7 @@ from strategies.core.protocol import Axis
 from trainer.data.prepare import Contents
 from trainer.dist.agreement import DAY_S, agreement
 from trainer.errors import ConfigError, write_line
-from trainer.run import checkpoint, resume_rules
+from trainer.run import checkpoint, earlier, resume_rules
 from trainer.run.checkpoint import Found
 from trainer.run.resume_rules import Changes
 from trainer.run.same_rows import Known
@@ -135,9 +135,10 @@ def _known(found: Found) -> Known:
 def _look(config: RunConfig) -> tuple[Found | None, list[str]]:
     folder = Path(config.training.output_dir)
     try:
-        checkpoint.clear(folder)
-    except OSError as error:
-        what = f"what an earlier run was saving when it ended cannot be put away: {error}"
+        checkpoint.restore(folder)
+        earlier.complete(folder)
+    except (OSError, ValueError) as error:
+        what = f"what an earlier run was moving when it ended cannot be put away: {error}"
         raise config.error("training.output_dir", str(folder), what) from None
     return checkpoint.to_resume(config)
 
@@ -162,27 +163,6 @@ def _threads(found: Found) -> list[str]:
         return []
     what = f"resumed with {now} thread{'s' if now > 1 else ''} in each rank (was {then})"
     return [f"{what}: a CPU may add up matrix products in another order; OMP_NUM_THREADS={then} keeps it"]
-
-
-def set_aside(config: RunConfig, ranks: Ranks, resumed: Resumed | None) -> str:
-    """Move checkpoints, metrics and export of an earlier run out of the way; returns the line to log.
-
-    Otherwise the old checkpoints, with their higher steps, would be resumed after the first kill of the new run. A run
-    that goes back moves the checkpoints of later steps alone.
-    """
-    folder = Path(config.training.output_dir)
-    if not ranks.is_first:
-        return ""
-    old = checkpoint.folders(folder)
-    if resumed is None:
-        old += [folder / "export", *sorted(folder.glob("export-*"))]
-        old += [folder / "metrics.jsonl"] if any(path.exists() for path in old) else []
-        aside = checkpoint.move_aside(old, folder, overwrite=config.training.overwrite)
-        return f"a fresh run: the checkpoints and the export of the earlier one are now in {aside}" if aside else ""
-    inside = resumed.path.parent.resolve() == folder.resolve()
-    later = [path for path in old if not inside or checkpoint.step_of(path) > resumed.found.step]
-    aside = checkpoint.move_aside(later, folder, overwrite=False)
-    return f"checkpoints after {resumed.path.name} are now in {aside}" if aside else ""
 
 
 class TakenOver(TrainerCallback):

@@ -44,7 +44,9 @@ from trainer.errors import ConfigError, ExitCode, UserError, first_line, report,
 from trainer.model import attention
 from trainer.planning.from_config import check_options, refuse_folder
 from trainer.run import (
+    earlier,
     export,
+    finished,
     further,
     live,
     lock,
@@ -58,6 +60,7 @@ from trainer.run import (
     trackers,
     upload,
 )
+from trainer.run.begin import Begin
 from trainer.run.callbacks import SAID, Watched, of_best, perplexity
 from trainer.run.checkpoint import complete
 from trainer.run.order import Run
@@ -234,8 +237,9 @@ def _whole(config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | Non
         together.on_first(ranks.rank, take_lock)
         stop.ended.owns = True
         resumed = resuming.decide(config, ranks)
-        step = resumed.found.step if resumed else None
-        over = together.on_first(ranks.rank, lambda: None if step is None else export.finished_before(config, step))
+        over = together.on_first(
+            ranks.rank, lambda: finished.before(config, resumed.found, resumed.changed) if resumed else None
+        )
         left = over is not None and together.on_first(ranks.rank, lambda: further.missing(config))
         if over is not None and not left:
             if resumed is not None and resumed.places:  # what is there may be another run's
@@ -245,6 +249,7 @@ def _whole(config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | Non
                 publish(config)
             return
         seen.append(order.prepare(config, ranks, resumed))
+        seen[0].over = over
         train(seen[0], stop, together, watchdog)
         export_further(seen[0])
 
@@ -278,6 +283,7 @@ def train(run: Run, stop: Stop, together: Agreement, watchdog: Watchdog | None) 
     together.on_first(run.ranks.rank, lambda: upload.repository(run.config))
     trainer = order.make_trainer(run)
     trainer.add_callback(SaveAndStop(stop, trainer, together))
+    trainer.callback_handler.callbacks.insert(0, Begin(run, together))  # before TensorBoard's, which makes files
     for view in live.view(run.config, run.ranks, stop.ended):
         trainer.add_callback(view)
     if watchdog is not None:
@@ -318,14 +324,18 @@ def finish(run: Run, trainer: Trainer, together: Agreement) -> None:
         trainer.evaluate()
     with_exchange = trainer.loss_with_exchange() if run.prepared.eval is not None else None
     folder = run.folder
-    if over := together.on_first(run.ranks.rank, lambda: export.make_room(run.config, step)):
-        run.say(over)
+    if run.over is not None:
+        run.say(run.over)
         if run.ranks.is_first:
             publish(run.config)
         return
     exact_again(trainer.model, run.config)
     try:
-        receipt = export.export(trainer, run.tokenizer, run.config)
+        about = finished.about(run.config, step, *trainer.origin()) if run.ranks.is_first else {}
+        if run.ranks.is_first:
+            make_room(run.config)
+        smaller = run.smaller.folder if run.smaller is not None else None
+        receipt = export.export(trainer, run.tokenizer, run.config, about, smaller)
     except (OSError, SafetensorError) as error:
         if not is_full(error):
             raise
@@ -359,6 +369,14 @@ def finish(run: Run, trainer: Trainer, together: Agreement) -> None:
     publish(run.config)
     if folder == Path("runs/quickstart"):
         write_line("next:       make finetune")
+
+
+def make_room(config: RunConfig) -> None:
+    """Move an export that is there aside, with all that was made of it. May raise OSError."""
+    folder = Path(config.training.output_dir)
+    aside = earlier.move_aside(earlier.exports(folder), folder, overwrite=config.training.overwrite)
+    if aside is not None:
+        write_line(f"the export of before is now in {aside}")
 
 
 def export_further(run: Run) -> None:

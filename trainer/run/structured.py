@@ -6,9 +6,10 @@ tokens; of layers how far they turn it, 1 - cos(input, output), as a mean over t
 go, of equal ones the first. If the model does not fit into what the run may use of the device, the memory engine
 streams its weights, once for each row.
 
-The smaller model is in ``<output_dir>/pruned``, sealed under a hash of the contents of model and rows and of all that
-decides what goes. A run that is resumed or started again finds it there. All ranks load it as they load a saved model,
-so what follows, healing, checkpoints, the export, is an ordinary run of it. The plan is of the smaller model.
+The smaller model is in ``<output_dir>/pruned``, or beside that of an earlier run, sealed under a hash of the contents
+of model and rows and of all that decides what goes. A run that is resumed or started again finds it there. All ranks
+load it as they load a saved model, so what follows, healing, checkpoints, the export, is an ordinary run of it. The
+plan is of the smaller model.
 
 Refused, before a weight is loaded: too little room in host memory or on the disk. After: activations that are not
 finite.
@@ -17,7 +18,7 @@ finite.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.core.commit import replaced_folder, same_modes
-from strategies.core.sealed import digest_of, intact, read, seal
+from strategies.core.sealed import Damaged, digest_of, intact, read, seal
 from strategies.core.sizes import human
 from strategies.engine.forward.blocks import find_blocks
 from strategies.engine.memory.accelerator import device_of
@@ -79,8 +80,11 @@ def _check(config: RunConfig, prepared: Prepared, budget: int, host_bytes: int) 
     large, small = build.load_config(config.model), config_of(config)
     by = section.sparsity, section.parts, section.calibration_rows
     decide = [contents(base, large), prepared.fingerprint, config.model.dtype, *by]
-    folder = Path(config.training.output_dir) / KIND
-    asked = Smaller(folder, digest_of(decide)[:16], budget)
+    folder, key = Path(config.training.output_dir) / KIND, digest_of(decide)[:16]
+    with suppress(Damaged):
+        if read(folder, KIND).about["key"] != key:  # an earlier run's, which stays
+            folder = folder.with_name(f"{KIND}-{key}")
+    asked = Smaller(folder, key, budget)
     if _is_whole(asked):
         write_line(f"prune: {_said(folder)}: in {folder} already")
         return asked
@@ -115,11 +119,9 @@ def _said(folder: Path) -> str:
     return str(read(folder, KIND).about["said"])
 
 
-def sentence(config: RunConfig) -> str:
-    """What the model's card says; empty if nothing was taken out."""
-    if config.prune is None or not config.prune.is_structured:
-        return ""
-    return f"Before training parts of it were taken out: {_said(Path(config.training.output_dir) / KIND)}."
+def sentence(folder: Path | None) -> str:
+    """What the card says of a model that was made smaller, in ``folder``; empty if nothing was taken out."""
+    return "" if folder is None else f"Before training parts of it were taken out: {_said(folder)}."
 
 
 def _place(config: RunConfig, asked: Smaller, model: PreTrainedModel) -> tuple[Plan | None, str]:

@@ -78,6 +78,7 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
         self._saving: saving.Save | None = None
         self._resumed: str | None = None
         self._trained = False
+        self._best_loaded: Path | None = None  # the checkpoint whose weights were taken at the end
         self._followed: Any = None  # the optimizer whose steps exchange
         super().__init__(*args, **kwargs)
         # Hugging Face deletes no checkpoints: it does so before the new one is on the disk, and at the end the newest.
@@ -254,8 +255,17 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
                 key = "training.load_best_model_at_end = true"
                 raise ConfigError(f"{key}: {best} cannot be loaded: damaged: {damaged}") from None
             training_state.load_weights(self, best)
+            self._best_loaded = best
             if self.accelerator.compressed is not None:
                 self.accelerator.compressed.resumed()
+
+    def origin(self) -> tuple[Path | None, Path | None]:
+        """Where the weights are saved as they are now: the checkpoint of the last step, which this run has saved or
+        resumed, and the one of the best step, if its weights were taken; None: there is none. Settled before.
+        """
+        own = self.output_dir / self.newest if self.newest == f"checkpoint-{self.state.global_step}" else None
+        resumed = Path(self._resumed) if self._resumed and not self._trained else None
+        return own or resumed, self._best_loaded
 
     # --- saving one --------------------------------------------------------------------------------------------------
 

@@ -4,20 +4,35 @@ Hugging Face's Trainer would upload the run's folder at each save: weights that 
 tokenised data. Here it is told nothing of the hub. What is uploaded was reloaded and compared (``export.py``), with the
 card that says how it was made.
 
+Invariant. Nothing that is uploaded says where it was made: the card has no paths, and of a path in a configuration only
+the last part is sent. Adapters on a base in a local folder keep its path at home, so that they can be loaded there; who
+loads them from the hub gives the base. The manifest that is sent is of the files as they are sent.
+
 Refused: a hub that is not there, or that does not know the user, before data is read; a repository that the user may
 not write, before a weight exists. If the upload itself fails the export stays, and starting the run again uploads it.
 """
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
+from strategies.core.sealed import MANIFEST, File, read, signed, size_and_hash
 from trainer.errors import UserError, first_line
+from trainer.model import hub
 from trainer.model.hub import unreachable
+from trainer.run import finished
 
 if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
+
+
+TOKENS = re.compile(r"tokens?$|tokens_decoder$")  # keys whose values are words of a tokenizer
 
 
 class NotUploaded(UserError):
@@ -69,16 +84,61 @@ def upload(config: RunConfig) -> str | None:
         return None
     folder = _folder(config)
     try:
-        HfApi().upload_folder(
-            repo_id=name,
-            folder_path=folder,
-            revision=config.training.hub_revision,
-            commit_message="Trained with DeepStow",
-        )
+        with without_places(folder) as (sent, others):
+            HfApi().upload_folder(
+                repo_id=name,
+                folder_path=sent,
+                revision=config.training.hub_revision,
+                commit_message="Trained with DeepStow",
+            )
     except Exception as error:
         line = f"{folder} is whole, and was not uploaded to {name}: {first_line(error)}"
         raise NotUploaded(f"{line}; start the run again, or: {_command(config)}") from None
-    return f"uploaded:   {folder}, as {name}"
+    more = f"; without the folders in {', '.join(others)}, of which names were sent alone" if others else ""
+    return f"uploaded:   {folder}, as {name}{more}"
+
+
+@contextmanager
+def without_places(export: Path) -> Iterator[tuple[Path, list[str]]]:
+    """The folder to upload, and the names of files in it that are others than those of the ``export``."""
+    changed = {path: content for path in export.rglob("*config.json") if (content := _elsewhere(path)) is not None}
+    if not changed:
+        yield export, []
+        return
+    with TemporaryDirectory(prefix="deepstow-upload-") as made:
+        folder = Path(made)
+        manifest = read(export, finished.KIND)
+        for name in manifest.files:
+            place = folder / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            if (content := changed.get(export / name)) is None:
+                place.symlink_to((export / name).absolute())
+            else:
+                place.write_text(content)
+                num_bytes, sha256 = size_and_hash(place)
+                manifest.files[name] = File(bytes=num_bytes, sha256=sha256)
+        (folder / MANIFEST).write_text(signed(manifest.model_dump()))
+        yield folder, sorted(path.name for path in changed)
+
+
+def _elsewhere(path: Path) -> str | None:
+    """A configuration as others get it; None: as it is."""
+    tree = json.loads(path.read_bytes())
+    found = _named(tree)
+    return None if found == tree else json.dumps(found, indent=2) + "\n"
+
+
+def _named(value: Any, key: str = "") -> Any:
+    """``value`` with the last part of each path to a file or folder of this machine; tokens may look like paths."""
+    if isinstance(value, dict):
+        return {name: each if TOKENS.search(name) else _named(each, name) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_named(each, key) for each in value]
+    if not isinstance(value, str):
+        return value
+    is_base = key == "base_model_name_or_path" and not hub.is_name(value)
+    is_path = value.startswith(("/", "~/")) and len(Path(value).parts) > 2 and len(value.splitlines()) == 1
+    return Path(value).absolute().name if is_base or is_path else value
 
 
 def _name(config: RunConfig) -> str:
