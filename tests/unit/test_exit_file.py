@@ -11,6 +11,8 @@ from strategies.core.processes import started_at
 from trainer.dist.exit_file import ExitFile
 from trainer.errors import ConfigError, ExitCode
 
+HELD = '{"pid": 1}'  # in the run's lock
+
 
 def said(folder: Path) -> int | None:
     path = folder / "exit.json"
@@ -19,7 +21,7 @@ def said(folder: Path) -> int | None:
 
 def rank(folder: Path, number: int, owns: bool = True) -> ExitFile:
     made = ExitFile(number, 2)
-    made.folder, made.owns = folder, owns
+    made.folder, made.lock = folder, HELD if owns else None
     return made
 
 

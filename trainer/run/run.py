@@ -1,12 +1,17 @@
 """A whole run: prepare, train, finish. Returns an exit code and closes every process group.
 
-A run that was asked to stop saves at the end of the step, on all ranks together, and ends with exit code 10. A signal
+A run that was asked to stop saves at the end of the step, on all ranks together, and ends with exit code 10, or 130 if
+it was Ctrl-C. A signal
 reaches one rank, or several at different moments, and a rank that saved on its own would wait for the others in the
 collectives of saving. So the ranks agree at the end of every step, and after what takes long, an evaluation or a save.
 
 Invariant. ``Stopped`` is raised on all ranks or on none, after every rank has left the save. The checkpoint is an
 ordinary one, so the resumed run ends with the bits of one that nobody stopped; an evaluation that is due at this step
 is made before.
+
+Exit code 0 is for a run whose exports are there, under their names and uploaded where the config says so. The first
+rank makes them, and the others wait for it with their watchdogs, in a group that is open since the beginning: of a rank
+that dies, or ends with an error, they know at once.
 """
 
 from __future__ import annotations
@@ -36,9 +41,9 @@ from strategies.engine.memory.scratch_file import DiskError
 from trainer.data import report as data_report
 from trainer.data import sample
 from trainer.dist import deepspeed_ops
-from trainer.dist.agreement import WEEK_S, Agreement, agreement
+from trainer.dist.agreement import Agreement, agreement
 from trainer.dist.ranks import GRACE_S, Ranks, collectives_of, process_group, quiet_libraries
-from trainer.dist.stopping import Phase, Stop, Stopped
+from trainer.dist.stopping import KEYBOARD, Phase, Stop, Stopped, code_of
 from trainer.dist.watchdog import Watchdog
 from trainer.errors import ConfigError, ExitCode, UserError, first_line, report, write_line
 from trainer.model import attention
@@ -106,14 +111,14 @@ class SaveAndStop(TrainerCallback):
         if not self._agreed:
             return
         reasons, step = self._together.gathered(self._stop.reason), state.global_step
-        rank = next(rank for rank, reason in enumerate(reasons) if reason is not None)
+        asked = [rank for rank, reason in enumerate(reasons) if reason is not None]
+        rank = next((each for each in asked if reasons[each] == KEYBOARD), asked[0])
         why = f"{reasons[rank]}{f' on rank {rank}' if len(set(reasons)) > 1 else ''}"
         self._trainer.settle()
         if self._trainer.newest != f"checkpoint-{step}":
             raise StoppedUnsaved(f"{why}: ended at step {step}, which could not be saved")
-        raise Stopped(
-            f"{why}: step {step} is saved, the run ends; training.resume_from_checkpoint=auto goes on from there"
-        )
+        line = f"{why}: step {step} is saved, the run ends; training.resume_from_checkpoint=auto goes on from there"
+        raise Stopped(line, code_of(reasons[rank]))
 
 
 def refuse_unbuildable(config: RunConfig, ranks: Ranks) -> None:
@@ -168,7 +173,7 @@ def _guarded(config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | N
         with config.placing():
             _whole(config, ranks, stop, watchdog, seen)
         return ExitCode.FINISHED
-    except (UserError, Stopped, KeyboardInterrupt) as error:
+    except (UserError, Stopped) as error:
         stop.leave()
         code = _ended(error, ranks, stop)
         traceback.clear_frames(error.__traceback__)
@@ -177,19 +182,16 @@ def _guarded(config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | N
         return _failed(config, seen, stop, watchdog, error)
 
 
-def _ended(error: UserError | Stopped | KeyboardInterrupt, ranks: Ranks, stop: Stop) -> ExitCode:
+def _ended(error: UserError | Stopped, ranks: Ranks, stop: Stop) -> ExitCode:
     """The exit code of an end that somebody has asked for or can mend, after it was said."""
     if isinstance(error, UserError):
         if ranks.is_first:
             report(error)
         elif error.says_more:  # a launcher ends all ranks when one has ended, and the first one still reports
             time.sleep(REPORT_S)
-        return error.code
-    line = "interrupted; training.resume_from_checkpoint=auto goes on from the last checkpoint"
-    line, code = (error.line, error.code) if isinstance(error, Stopped) else (line, ExitCode.INTERRUPTED)
-    if ranks.is_first or (isinstance(error, Stopped) and stop.phase is not Phase.TRAINING):
-        write_line(line, sys.stderr)
-    return code
+    elif ranks.is_first or (stop.phase is not Phase.TRAINING and error.code is not ExitCode.INTERRUPTED):
+        write_line(error.line, sys.stderr)  # Ctrl-C comes to all of a terminal
+    return error.code
 
 
 def _failed(config: RunConfig, seen: list[Run], stop: Stop, watchdog: Watchdog | None, error: Exception) -> ExitCode:
@@ -211,6 +213,10 @@ def _failed(config: RunConfig, seen: list[Run], stop: Stop, watchdog: Watchdog |
         # The rank that failed first reports why, and the launcher ends this one, unless that rank was killed.
         stop.wait(GRACE_S)
         code, shown = ExitCode.PEER_DIED, asked_before or not stop.is_asked
+        if shown and stop.phase is Phase.ENDING:
+            line = f"rank {stop.ended.rank}: another rank has ended before the run was over; start it again"
+            write_line(line, sys.stderr)
+            shown = False
     stop.leave()
     if shown:
         traceback.print_exception(error)
@@ -225,26 +231,27 @@ def _whole(config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | Non
     with agreement(ranks, timeout_s(config)) as together, ExitStack() as held:
         together.refuse_different(leaves(config.tree()))
 
-        def take_lock() -> None:
+        def take_lock() -> str:
             refuse_folder(config)
             upload.refuse(config)
-            held.enter_context(lock.held(config))
+            holder = held.enter_context(lock.held(config))
             stop.ended.clear()
+            return holder
 
-        together.on_first(ranks.rank, take_lock)
-        stop.ended.owns = True
+        stop.ended.lock = together.on_first(ranks.rank, take_lock)
         resumed = resuming.decide(config, ranks)
         step = resumed.found.step if resumed else None
         over = together.on_first(ranks.rank, lambda: None if step is None else export.finished_before(config, step))
         left = over is not None and together.on_first(ranks.rank, lambda: further.missing(config))
         if over is not None and not left:
+            together.be_patient()
             if ranks.is_first:
                 write_line(over)
-                publish(config)
-            return
-        seen.append(order.prepare(config, ranks, resumed))
-        train(seen[0], stop, together, watchdog)
-        export_further(seen[0])
+        else:
+            seen.append(order.prepare(config, ranks, resumed))
+            train(seen[0], stop, together, watchdog)
+            export_further(seen[0], together)
+        together.on_first(ranks.rank, lambda: publish(config))  # where all ranks meet, before any says that it is over
 
 
 def show_sample(config: RunConfig) -> None:
@@ -290,6 +297,7 @@ def train(run: Run, stop: Stop, together: Agreement, watchdog: Watchdog | None) 
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
         stop.phase = Phase.ENDING
+        together.be_patient()
         finish(run, trainer, together)
     finally:
         stop.ended.before()
@@ -318,8 +326,6 @@ def finish(run: Run, trainer: Trainer, together: Agreement) -> None:
     folder = run.folder
     if over := together.on_first(run.ranks.rank, lambda: export.make_room(run.config, step)):
         run.say(over)
-        if run.ranks.is_first:
-            publish(run.config)
         return
     exact_again(trainer.model, run.config)
     try:
@@ -354,19 +360,17 @@ def finish(run: Run, trainer: Trainer, together: Agreement) -> None:
     write_line(f"run folder: {folder} (plan.txt, metrics.jsonl, config.yaml, checkpoints)")
     if "tensorboard" in run.config.training.report_to:
         write_line(f"curves:     tensorboard --logdir {folder}")
-    publish(run.config)
     if folder == Path("runs/quickstart"):
         write_line("next:       make finetune")
 
 
-def export_further(run: Run) -> None:
+def export_further(run: Run, together: Agreement) -> None:
     """Make what else the config exports, on the first rank, once training has left the device."""
     if run.config.quantize is None and run.config.export is None:
         return
     budget = teaching.budget_of(run.config, run.plan)
-    with agreement(run.ranks, WEEK_S) as together:
-        work = partial(further.make, run.config, run.tokenizer, run.prepared.eval, budget)
-        together.on_first(run.ranks.rank, work)
+    work = partial(further.make, run.config, run.tokenizer, run.prepared.eval, budget)
+    together.on_first(run.ranks.rank, work)
 
 
 def publish(config: RunConfig) -> None:
