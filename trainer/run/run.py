@@ -52,6 +52,7 @@ from trainer.run import (
     export,
     further,
     live,
+    loading,
     lock,
     metrics,
     oom,
@@ -197,7 +198,11 @@ def _ended(error: UserError | Stopped, ranks: Ranks, stop: Stop) -> ExitCode:
 def _failed(config: RunConfig, seen: list[Run], stop: Stop, watchdog: Watchdog | None, error: Exception) -> ExitCode:
     """The exit code of an error that is not the user's, after it was printed."""
     code, shown, asked_before = ExitCode.FAILED, True, stop.is_asked
-    if isinstance(error, DiskError):
+    if (loads := loading.explained(error)) is not None:
+        code, shown = loads[0], False
+        write_line(loads[1], sys.stderr)
+        loading.end_all()
+    elif isinstance(error, DiskError):
         write_line(f"{error}; training.resume_from_checkpoint=auto goes on from the last checkpoint", sys.stderr)
         code, shown = ExitCode.DISK, False
     elif isinstance(error, OSError) and is_full(error):
@@ -230,6 +235,8 @@ def _whole(config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | Non
     """
     with agreement(ranks, timeout_s(config)) as together, ExitStack() as held:
         together.refuse_different(leaves(config.tree()))
+        if ranks.is_first and (line := loading.shortage(config)):
+            write_line(line)
 
         def take_lock() -> str:
             refuse_folder(config)
