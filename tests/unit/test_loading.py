@@ -75,10 +75,11 @@ def test_nothing_is_waited_for_without_end(does: Callable[[], None], code: ExitC
     found = loading.explained(caught.value)
     assert found is not None and found[0] == code and said in found[1] and found[1].count("\n") == 0
     assert found[1].startswith("training.dataloader_num_workers: ") and "dataloader_num_workers: 0 loads" in found[1]
-    former = signal.getsignal(signal.SIGCHLD)
+    former, left = signal.getsignal(signal.SIGCHLD), multiprocessing.active_children()
     loading.end_all()
-    del batches, caught
-    assert not multiprocessing.active_children()
+    for each in left:
+        each.join(20.0)
+    assert not multiprocessing.active_children(), "a process that is stopped keeps the run from ending"
     signal.signal(signal.SIGCHLD, former)
 
 
