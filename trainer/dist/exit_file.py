@@ -31,6 +31,7 @@ from strategies.core.processes import lives
 from trainer.errors import MEANINGS, ConfigError, ExitCode
 
 NAME, LOCK = "exit.json", "run.lock"
+ROOM, ROOM_BYTES = ".exit.json", 1024  # on the disk since the run began, for one whose disk is full at its end
 FOLLOWS = (ExitCode.WATCHDOG, ExitCode.PEER_DIED)
 TOGETHER = (ExitCode.FINISHED, ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
 
@@ -48,11 +49,13 @@ class ExitFile:
         self.before: Callable[[], None] = lambda: None
 
     def clear(self) -> None:
-        """Remove the file of an earlier run. Raise ConfigError if that cannot be done."""
+        """Remove the file of an earlier run, and keep room for ours. Raise ConfigError if that cannot be done."""
         if self.folder is None:
             return
         try:
             (self.folder / NAME).unlink(missing_ok=True)
+            with suppress(OSError):  # the disk is full, which is said where it matters
+                (self.folder / ROOM).write_text(" " * ROOM_BYTES)
         except OSError as error:
             raise ConfigError(f"{self.folder / NAME}: cannot be removed ({error.strerror}); remove it") from None
 
@@ -76,12 +79,18 @@ class ExitFile:
             "pid": os.getpid(),
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        path, draft = folder / NAME, folder / f".{NAME}-{secrets.token_hex(4)}"
-        with suppress(OSError):
-            draft.write_text(json.dumps(about, indent=1) + "\n")
-            _put(draft, path, code)
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
+        said, drafts = json.dumps(about, indent=1) + "\n", [folder / f".{NAME}-{secrets.token_hex(4)}"]
+        if code not in FOLLOWS:
+            drafts.append(folder / ROOM)
+        for draft in drafts:
+            with suppress(OSError):
+                with open(os.open(draft, os.O_WRONLY | os.O_CREAT, 0o666), "w", encoding="utf-8") as file:
+                    file.write(said)
+                _put(draft, folder / NAME, code)
+                break
+        for draft in drafts:
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
 
 
 def code_in(folder: Path) -> int | None:
