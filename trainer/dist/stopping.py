@@ -202,8 +202,7 @@ class Stop:
                 gone = True
                 self._launcher_is_gone()
             if self.is_asked and self.phase is Phase.PREPARING and time.monotonic() - self._asked_s > STUCK_S:
-                write_line(self._unsaved(), sys.stderr)
-                self._exit(code_of(self.reason))
+                self.end(self._unsaved(), code_of(self.reason))
 
     def _request(self, number: signal.Signals) -> None:
         if number is signal.SIGHUP:
@@ -216,8 +215,7 @@ class Stop:
         if self.reason is None or self._asked_s == 0.0:
             self.reason, self._asked_s = self.reason or number.name, now_s
         elif now_s - self._asked_s > ECHO_S:
-            write_line(f"{number.name} a second time: ended at once", sys.stderr)
-            self._exit(128 + number)
+            self.end(f"{number.name} a second time: ended at once", 128 + number)
         if number is signal.SIGINT:
             self.reason = KEYBOARD
         if self.phase is Phase.ENDING:
@@ -227,7 +225,10 @@ class Stop:
             line = f"the step is finished and saved first; Ctrl-C once more, after {ECHO_S:.0f} s, ends the run at once"
             write_line(f"{number.name}: {line}", sys.stderr)
 
-    def _exit(self, code: int) -> None:
+    def end(self, line: str, code: int) -> None:
+        """Say why, and end this process at once; from any thread."""
+        self.ended.before()
+        write_line(line, sys.stderr)
         self.ended.write(code)
         os._exit(code)
 

@@ -11,7 +11,8 @@ The file can be removed by hand, and then a second run would make another one. S
 and is inherited over a fork, so every process that is forked gives its copy back at once. Where a file system knows no
 such lock, as NFS, which has record locks in its place, the file is all there is.
 
-A run whose folder was moved away says so, and goes on: what it writes comes under the old name. TODO
+A run writes by the folder's name. If that is another folder by now, or none, it ends: it would make a new one there,
+that it has not locked.
 
 Invariant. Of two starters exactly one gets the lock; the other one is refused before any data is read. A symbolic link
 in the place of the file is not followed.
@@ -27,7 +28,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -42,6 +43,7 @@ NAME = "run.lock"
 KEY = "training.output_dir"
 UNSUPPORTED = frozenset([errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL])
 TOUCHED_S = 10.0  # between two touches of the holder
+LOOKS = 2  # of the holder's in which the folder is another one, before it believes that
 WATCHED_S = 90.0  # network file systems show a new time up to a minute later
 
 
@@ -59,9 +61,9 @@ class Holder(NamedTuple):
 
 
 @contextmanager
-def held(config: RunConfig) -> Iterator[str]:
+def held(config: RunConfig, lost: Callable[[str], None]) -> Iterator[str]:
     """Inside, this process alone runs in the config's folder; gives what is in the lock's file. Raise ConfigError if
-    that cannot be.
+    that cannot be. ``lost`` ends the run with a line, from another thread, if the folder goes.
     """
     folder = Path(config.training.output_dir)
     path = folder / NAME
@@ -69,11 +71,12 @@ def held(config: RunConfig) -> Iterator[str]:
         made = [each for each in (folder.absolute(), *folder.absolute().parents) if not each.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         handle, content = _take(config, path)
+        own = folder.stat()
     except OSError as error:
         what = f"cannot be written ({error.strerror}); name another folder"
         raise config.error(KEY, config.training.output_dir, what) from None
     over = threading.Event()
-    thread = threading.Thread(target=_touch, args=(handle, over), name="lock", daemon=True)
+    thread = threading.Thread(target=_watch, args=(handle, folder, own, over, lost), name="lock", daemon=True)
     thread.start()
     try:
         with _folder_held(config):
@@ -118,10 +121,27 @@ def _folder_held(config: RunConfig) -> Iterator[None]:
         close()
 
 
-def _touch(handle: int, over: threading.Event) -> None:
+def _watch(
+    handle: int, folder: Path, own: os.stat_result, over: threading.Event, lost: Callable[[str], None]
+) -> None:
+    """Touch the file, and look whether the folder is the one that is locked."""
+    missed = 0
     while not over.wait(TOUCHED_S):
         with suppress(OSError):
             os.utime(handle)
+        missed = 0 if _is_there(folder, own) else missed + 1
+        if missed == LOOKS:
+            lost(f"{folder}: was moved or replaced while this run is in it, which ends; move it back, and start again")
+
+
+def _is_there(folder: Path, own: os.stat_result) -> bool:
+    """Whether the folder is ours, as far as that can be known."""
+    try:
+        return os.path.samestat(folder.stat(), own)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
 
 
 def _is_touched(handle: int) -> bool:

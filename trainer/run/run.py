@@ -241,7 +241,7 @@ def _whole(config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | Non
         def take_lock() -> str:
             refuse_folder(config)
             upload.refuse(config)
-            holder = held.enter_context(lock.held(config))
+            holder = held.enter_context(lock.held(config, partial(stop.end, code=ExitCode.DISK)))
             stop.ended.clear()
             return holder
 
