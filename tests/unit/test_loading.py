@@ -42,9 +42,9 @@ def shared_memory_is_full() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
 
-def terminal_signals_then_full() -> None:
-    """A closed terminal and Ctrl-C come to loading processes, too."""
-    for number in (signal.SIGHUP, signal.SIGINT):
+def signals_then_full() -> None:
+    """A closed terminal, Ctrl-C, and what DeepSpeed's launcher sends come to loading processes, too."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         os.kill(os.getpid(), number)
     shared_memory_is_full()
 
@@ -53,11 +53,11 @@ def terminal_signals_then_full() -> None:
     ("does", "code", "said"),
     [
         (shared_memory_is_full, ExitCode.DISK, "/dev/shm, through which batches come, is full (RuntimeError: unable to"),
-        (terminal_signals_then_full, ExitCode.DISK, " is full ("),
+        (signals_then_full, ExitCode.DISK, " is full ("),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), ExitCode.PEER_DIED, "has died, out of memory? (DataLoader worker"),
         (lambda: os.kill(os.getpid(), signal.SIGSTOP), ExitCode.WATCHDOG, "gave no sign of life (DataLoader timed out"),
     ],
-    ids=["full", "signals of a terminal", "killed", "stopped"],
+    ids=["full", "signals", "killed", "stopped"],
 )  # fmt: skip
 def test_nothing_is_waited_for_without_end(does: Callable[[], None], code: ExitCode, said: str) -> None:
     rows: Any = Rows(does)

@@ -82,8 +82,10 @@ def guard(loader: DataLoader[Any], timeout_s: float) -> None:
 
 
 def _begin(then: Callable[[int], None] | None, number: int) -> None:
-    """In a loading process. A terminal's signals go to all, and without its loaders a run cannot finish the step."""
-    for each in (signal.SIGHUP, signal.SIGINT):
+    """In a loading process. A terminal's signals go to all, and so does the SIGTERM of DeepSpeed's launcher; without its
+    loaders a run cannot finish the step. They end with it: torch asks them to, or they see that it is gone.
+    """
+    for each in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
     if then is not None:
         then(number)
@@ -105,8 +107,9 @@ def shortage(config: RunConfig) -> str | None:
 
 def end_all() -> None:
     """Kill the loading processes that are left: one that is stopped would keep this one from ending."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error, wherever this process is
-    for each in multiprocessing.active_children():
+    if left := multiprocessing.active_children():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error, wherever this process is
+    for each in left:
         each.kill()
 
 

@@ -121,9 +121,7 @@ def _folder_held(config: RunConfig) -> Iterator[None]:
         close()
 
 
-def _watch(
-    handle: int, folder: Path, own: os.stat_result, over: threading.Event, lost: Callable[[str], None]
-) -> None:
+def _watch(handle: int, folder: Path, own: os.stat_result, over: threading.Event, lost: Callable[[str], None]) -> None:
     """Touch the file, and look whether the folder is the one that is locked."""
     missed = 0
     while not over.wait(TOUCHED_S):

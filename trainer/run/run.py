@@ -156,6 +156,8 @@ def run(config: RunConfig, ranks: Ranks, stop: Stop) -> int:
     except torch.distributed.DistError as error:
         write_line(f"rank {ranks.rank}: another rank has ended while the ranks met: {first_line(error)}", sys.stderr)
         return ExitCode.PEER_DIED
+    finally:
+        loading.end_all()
 
 
 def timeout_s(config: RunConfig) -> int:
@@ -173,14 +175,22 @@ def _guarded(config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | N
     try:
         with config.placing():
             _whole(config, ranks, stop, watchdog, seen)
+        _say_end(ExitCode.FINISHED, stop)
         return ExitCode.FINISHED
     except (UserError, Stopped) as error:
+        _say_end(error.code, stop)
         stop.leave()
         code = _ended(error, ranks, stop)
         traceback.clear_frames(error.__traceback__)
         return code
     except Exception as error:
         return _failed(config, seen, stop, watchdog, error)
+
+
+def _say_end(code: int, stop: Stop) -> None:
+    """Tell those who wait for it how the run has ended, at once: a launcher may kill while the groups are closed."""
+    stop.ended.write(code)
+    trackers.end(code)
 
 
 def _ended(error: UserError | Stopped, ranks: Ranks, stop: Stop) -> ExitCode:
@@ -201,7 +211,6 @@ def _failed(config: RunConfig, seen: list[Run], stop: Stop, watchdog: Watchdog |
     if (loads := loading.explained(error)) is not None:
         code, shown = loads[0], False
         write_line(loads[1], sys.stderr)
-        loading.end_all()
     elif isinstance(error, DiskError):
         write_line(f"{error}; training.resume_from_checkpoint=auto goes on from the last checkpoint", sys.stderr)
         code, shown = ExitCode.DISK, False
@@ -222,6 +231,7 @@ def _failed(config: RunConfig, seen: list[Run], stop: Stop, watchdog: Watchdog |
             line = f"rank {stop.ended.rank}: another rank has ended before the run was over; start it again"
             write_line(line, sys.stderr)
             shown = False
+    _say_end(code, stop)
     stop.leave()
     if shown:
         traceback.print_exception(error)
