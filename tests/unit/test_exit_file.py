@@ -50,7 +50,7 @@ def test_the_cause_stays(
 
 def full(path: Any, flags: int, mode: int = 0o777, opened: Any = os.open) -> int:
     """``os.open`` where nothing new can be made."""
-    if flags & os.O_CREAT and not os.path.exists(path):
+    if flags & os.O_CREAT and not Path(path).exists():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return int(opened(path, flags, mode))
 

@@ -52,9 +52,9 @@ def signals_then_full() -> None:
 @pytest.mark.parametrize(
     ("does", "code", "said"),
     [
-        (shared_memory_is_full, ExitCode.DISK, "/dev/shm, through which batches come, is full (RuntimeError: unable to"),
+        (shared_memory_is_full, ExitCode.DISK, "/dev/shm, through which batches come, is full (RuntimeError: una"),
         (signals_then_full, ExitCode.DISK, " is full ("),
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), ExitCode.PEER_DIED, "has died, out of memory? (DataLoader worker"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), ExitCode.PEER_DIED, "has died, out of memory? (DataLoader w"),
         (lambda: os.kill(os.getpid(), signal.SIGSTOP), ExitCode.WATCHDOG, "gave no sign of life (DataLoader timed out"),
     ],
     ids=["full", "signals", "killed", "stopped"],

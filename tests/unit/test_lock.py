@@ -21,7 +21,6 @@ from trainer.planning.from_config import WRITTEN
 from trainer.run import lock
 from trainer.run.lock import NAME
 
-
 held = partial(lock.held, lost=print)
 
 

@@ -84,7 +84,7 @@ class ExitFile:
             drafts.append(folder / ROOM)
         for draft in drafts:
             with suppress(OSError):
-                with open(os.open(draft, os.O_WRONLY | os.O_CREAT, 0o666), "w", encoding="utf-8") as file:
+                with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT, 0o666), "w", encoding="utf-8") as file:
                     file.write(said)
                 _put(draft, folder / NAME, code)
                 break

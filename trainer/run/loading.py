@@ -1,4 +1,4 @@
-"""Processes that load batches (``training.dataloader_num_workers``): what goes wrong with them ends the run in one line.
+"""Processes that load batches (``training.dataloader_num_workers``): what goes wrong there ends the run in one line.
 
 Batches come through ``/dev/shm``. Torch moves them there in a thread of the loading process that nobody hears of: where
 there is no room the batch is lost, and the run waits for it without end. So our collator moves them, in the place where
@@ -82,7 +82,7 @@ def guard(loader: DataLoader[Any], timeout_s: float) -> None:
 
 
 def _begin(then: Callable[[int], None] | None, number: int) -> None:
-    """In a loading process. A terminal's signals go to all, and so does the SIGTERM of DeepSpeed's launcher; without its
+    """In a loading process. A terminal's signals go to all, and so does SIGTERM from DeepSpeed's launcher; without its
     loaders a run cannot finish the step. They end with it: torch asks them to, or they see that it is gone.
     """
     for each in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):

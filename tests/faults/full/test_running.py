@@ -4,13 +4,11 @@ Each case ends in the same two questions: did everything end that had to, in bou
 more, the bits of one that nobody disturbed?
 """
 
-import fcntl
 import os
 import random
 import shlex
 import signal
 import subprocess
-import termios
 import time
 from pathlib import Path
 from typing import Any
@@ -136,9 +134,9 @@ def test_ctrl_c_in_a_terminal(name: str, tmp_path: Path) -> None:
     command = [*launcher(name, 1 if name in ("python", "accelerate") else 2), TRAIN, "--config", str(config)]
     terminal = Terminal(40, 200)
     shell = subprocess.Popen(  # which stays, as a person's does: a terminal whose shell ends sends SIGHUP to all
-        ["sh", "-c", f"trap : INT; {shlex.join(command)}; echo prompt; read line"],
-        stdin=terminal.end, stdout=terminal.end, stderr=terminal.end, cwd=REPO, start_new_session=True,
-        env=environment(OMP_NUM_THREADS="1"), preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        ["setsid", "--ctty", "sh", "-c", f"trap : INT; {shlex.join(command)}; echo prompt; read line"],
+        stdin=terminal.end, stdout=terminal.end, stderr=terminal.end, cwd=REPO,
+        env=environment(OMP_NUM_THREADS="1"),
     )  # fmt: skip
     deadline_s = time.monotonic() + 240.0
     try:
@@ -184,7 +182,7 @@ def test_shared_memory_that_is_full(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_loading_process_that_is_stopped(rank: int, server: Server, tmp_path: Path) -> None:
-    """It ends the run as a stopped rank does, and does not outlive it. (One that has loaded its last batch ends none.)"""
+    """It ends the run as a stopped rank does, and does not outlive it. One that has loaded its last batch ends none."""
     config = config_in(tmp_path, max_steps=LONG, ddp_timeout=5, dataloader_num_workers=1)
     many = write_text_data(tmp_path / "many.jsonl", num_rows=20_000)
     job = start(server, 1 + rank, config, f"data.path={many}")
