@@ -19,7 +19,7 @@ from launch import cli
 from trainer.config.load import json_schema, load
 from trainer.dist.exit_file import ExitFile
 from trainer.dist.ranks import GRACE_S, Ranks, from_environment, settle_environment
-from trainer.dist.stopping import Stop, Stopped
+from trainer.dist.stopping import Phase, Stop, Stopped
 from trainer.errors import ExitCode, UserError, report, write_line
 from trainer.machine.probe import cores
 
@@ -69,7 +69,8 @@ def listening(arguments: argparse.Namespace, ranks: Ranks, listener: Stop) -> in
     except KeyboardInterrupt:  # before the run begins to look for it, or when it is over
         if code is None:
             if ranks.is_first:
-                write_line("interrupted before training began", sys.stderr)
+                began = listener.phase is not Phase.PREPARING
+                write_line(f"interrupted {'while the run ended' if began else 'before training began'}", sys.stderr)
             return ExitCode.INTERRUPTED
     assert code is not None
     return code

@@ -43,10 +43,11 @@ MEANINGS: dict[int, str] = {
     ExitCode.PREEMPTED: "asked to stop, and saved where there was something to save",
     ExitCode.OUT_OF_MEMORY: "out of memory",
     ExitCode.NON_FINITE: "gradients or loss are not finite any more",
-    ExitCode.WATCHDOG: "a rank gave no sign of life",
-    ExitCode.DISK: "the disk: asked to stop and could not save, the disk tier failed, or no room to begin or to export",
-    ExitCode.PEER_DIED: "another rank has died",
-    ExitCode.INTERRUPTED: "interrupted from the keyboard",
+    ExitCode.WATCHDOG: "a rank, or a process that loads its batches, gave no sign of life",
+    ExitCode.DISK: "the disk: asked to stop and could not save, the disk tier failed, no room to begin, to load or to "
+    "export, or the folder was moved",
+    ExitCode.PEER_DIED: "another rank, or a process that loads batches, has died",
+    ExitCode.INTERRUPTED: "interrupted from the keyboard, and saved where there was something to save",
 }
 
 

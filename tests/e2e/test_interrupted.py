@@ -32,6 +32,26 @@ def whole(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return config
 
 
+def test_ctrl_c_saves_at_the_end_of_the_step(whole: Path, server: Server, tmp_path: Path) -> None:
+    """A terminal sends it to all processes, those that load batches too, and a key may be pressed twice."""
+    config = config_in(tmp_path / "run")
+    overrides = ["training.dataloader_num_workers=2"]
+    job = start(server, 1, config, *overrides)
+    at_step(job, config, 2)
+    (pid,) = ranks_of(job)
+    loaders = [child.pid for child in psutil.Process(pid).children()]
+    assert len(loaders) == 2
+    for each in (*loaders, pid, pid):
+        os.kill(each, signal.SIGINT)
+    result = job.wait().check(130).quiet()
+    (step,) = checkpoints(config)
+    said = "SIGINT: the step is finished and saved first; Ctrl-C once more, after 2 s, ends the run at once"
+    assert said in result.err and f"SIGINT: step {step} is saved, the run ends" in result.err
+    assert 2 <= step < STEPS and ended(config) == (130, step)
+    server.run(1, config, *overrides).check()
+    same_end(config, whole)
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "to", "number", "strategies"),
     [(1, 0, signal.SIGHUP, {}), (2, 1, signal.SIGUSR1, ZERO)],

@@ -42,7 +42,7 @@ OURS = [
     r"  counted rows have .* tokens; the plan is for the longest, .*",
     r"(zero|recompute|linear|offload): model\..* \(2\): .*",  # an effect, as it is applied
     r"eval at step \d: loss .*  perplexity .*",
-    r"finished at step 4: mean loss .*",
+    r"trained to step 4: mean loss .*",
     r"sample at step 4, the prompt in brackets:",
     r"    .*",
     r"perplexity .* at step 0 -> .* at step 4",

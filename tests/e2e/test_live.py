@@ -15,7 +15,7 @@ pytestmark = pytest.mark.ranks
 
 ENDS = {
     "at its end": "checkpoints)",  # of the run folder, the last line where nothing draws curves
-    "Ctrl-C": "interrupted; training.resume_from_checkpoint=auto goes on from the last checkpoint",
+    "Ctrl-C": "is saved, the run ends; training.resume_from_checkpoint=auto goes on from there",
     "an error of another rank": "RuntimeError: on purpose",
 }
 

@@ -52,7 +52,7 @@ def test_progress_line_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
         "device 3.1 GiB  host 1.9 GiB  eta 1m12s",
         "step 41/200  20%  loss nan  grad 2.50",
         "eval at step 200: loss 3.91  perplexity 49.9",
-        "finished at step 200: mean loss 4.100  in 3m12s",
+        "trained to step 200: mean loss 4.100  in 3m12s",
         "step 7  loss 1.000",
         "eval wiki at step 7: loss 1.00e+09  f1 0.500",
     ]

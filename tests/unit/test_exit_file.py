@@ -1,15 +1,19 @@
 """What ``exit.json`` says when several ranks end, each with its own code, in any order."""
 
+import errno
 import json
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from strategies.core.processes import started_at
 from trainer.dist.exit_file import ExitFile
 from trainer.errors import ConfigError, ExitCode
+
+HELD = '{"pid": 1}'  # in the run's lock
 
 
 def said(folder: Path) -> int | None:
@@ -19,19 +23,63 @@ def said(folder: Path) -> int | None:
 
 def rank(folder: Path, number: int, owns: bool = True) -> ExitFile:
     made = ExitFile(number, 2)
-    made.folder, made.owns = folder, owns
+    made.folder, made.lock = folder, HELD if owns else None
     return made
 
 
 @pytest.mark.parametrize(
     ("codes", "code"),
-    [((1, 15), 1), ((15, 1), 1), ((13, 13), 13), ((15, 13), 15), ((0, 11), 11), ((12, 0), 12), ((10, 10), 10)],
-)
-def test_the_cause_stays(codes: tuple[int, int], code: int, tmp_path: Path) -> None:
+    [
+        ((1, 15), 1), ((15, 1), 1), ((13, 13), 13), ((15, 13), 15), ((0, 11), 11), ((12, 0), 12), ((10, 10), 10),
+        ((15, 130), 130), ((13, 10), 10), ((15, 0), 0), ((130, 15), 130), ((14, 130), 14), ((10, 130), 10),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("has_links", [True, False])
+def test_the_cause_stays(
+    codes: tuple[int, int], code: int, has_links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_links:
+        monkeypatch.setattr(os, "link", lambda *args, **kwargs: os.open(tmp_path / "none", 0))
+    rank(tmp_path, 0).clear()
     for number, each in enumerate(codes):
         rank(tmp_path, number).write(each)
     assert said(tmp_path) == code
+    follow = max(codes) <= 15 and min(codes) >= 13 and 14 not in codes
+    assert {path.name for path in tmp_path.iterdir()} == {"exit.json"} | ({".exit.json"} if follow else set())
+
+
+def full(path: Any, flags: int, mode: int = 0o777, opened: Any = os.open) -> int:
+    """``os.open`` where nothing new can be made."""
+    if flags & os.O_CREAT and not Path(path).exists():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return int(opened(path, flags, mode))
+
+
+@pytest.mark.parametrize("codes", [(15, 14), (14, 15)])
+def test_a_disk_that_is_full_at_the_end(
+    codes: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is room for the cause, which the first rank has kept, and for nothing that follows from it."""
+    rank(tmp_path, 0).clear()
+    monkeypatch.setattr(os, "open", full)
+    for number, each in enumerate(codes):
+        rank(tmp_path, 1 - number).write(each)
+    assert said(tmp_path) == 14
     assert [path.name for path in tmp_path.iterdir()] == ["exit.json"]
+
+
+def test_what_is_another_runs_by_now(tmp_path: Path) -> None:
+    """A rank that ends late writes nothing into the folder of the next run; a lock that was removed is nobody's."""
+    late = rank(tmp_path, 1)
+    (tmp_path / "run.lock").write_text("{}")
+    late.write(15)
+    assert said(tmp_path) is None
+    (tmp_path / "run.lock").write_text(HELD)
+    late.write(15)
+    assert said(tmp_path) == 15
+    (tmp_path / "run.lock").unlink()
+    late.write(1)
+    assert said(tmp_path) == 1
 
 
 def test_every_code_has_a_meaning(tmp_path: Path) -> None:

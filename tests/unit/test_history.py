@@ -46,6 +46,9 @@ def test_a_run_on_one_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         "  link up, step 2: 768.0 KiB per step, 1.0 MiB foretold",
     ]
     assert watch.main([str(run(tmp_path / "over", [8.0], over=True))]) == 0
+    assert "step 30  training is over" in capsys.readouterr().out, "and nobody knows of an export"
+    (tmp_path / "over" / "exit.json").write_text(json.dumps({"code": 0}))
+    assert watch.main([str(tmp_path / "over")]) == 0
     assert "step 30  finished" in capsys.readouterr().out
 
 

@@ -1,10 +1,14 @@
 """One run in a folder: who gets the lock, who is refused and how, and what a killed run leaves."""
 
+import errno
+import fcntl
 import json
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,9 @@ from tests.helpers.tiny import LLAMA, run_config
 from trainer.errors import ConfigError, ExitCode
 from trainer.planning.from_config import WRITTEN
 from trainer.run import lock
-from trainer.run.lock import NAME, held
+from trainer.run.lock import NAME
+
+held = partial(lock.held, lost=print)
 
 
 def in_child(work: Callable[[], None]) -> int:
@@ -99,6 +105,90 @@ def test_the_line_names_the_holder_and_a_killed_holder_is_forgotten(tmp_path: Pa
     with held(config):
         assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
     assert [*tmp_path.iterdir()] == []
+
+
+def holder(config: Any, *, forks: bool = False) -> tuple[int, int]:
+    """Pids of a process that holds the lock, and of one that it has forked, as a loader is (else 0)."""
+    ready_read, ready_write = os.pipe()
+
+    def holds() -> None:
+        with held(config):
+            loader = in_child(signal.pause) if forks else 0
+            os.write(ready_write, str(loader).encode())
+            signal.pause()
+
+    pid = in_child(holds)
+    os.close(ready_write)
+    loader = int(os.read(ready_read, 20))
+    os.close(ready_read)
+    return pid, loader
+
+
+def test_the_folder_is_held_though_the_file_was_removed(tmp_path: Path) -> None:
+    """Under any name; the one that is refused leaves no file that names it. What was forked holds nothing."""
+    config, moved = (run_config(LLAMA, output_dir=tmp_path / name) for name in ("run", "moved"))
+    pid, loader = holder(config, forks=True)
+    try:
+        (tmp_path / "run" / NAME).unlink()
+        what = "in use by another run, whose run.lock was removed; wait for it, or name another folder"
+        assert refused(config).endswith(f": {what}") and not (tmp_path / "run" / NAME).exists()
+        (tmp_path / "run").rename(tmp_path / "moved")
+        assert refused(moved).endswith(f": {what}")
+        os.kill(pid, signal.SIGKILL)
+        assert code_of(pid) == -signal.SIGKILL
+        with held(moved):
+            os.kill(loader, 0)  # it lives
+            assert code_of(in_child(lambda: refused(moved))) == 0
+    finally:
+        os.kill(loader, signal.SIGKILL)
+
+
+def test_a_loader_that_outlives_its_run_does_not_hold_the_folder(tmp_path: Path) -> None:
+    config = run_config(LLAMA, output_dir=tmp_path)
+    with held(config):
+        loader = in_child(signal.pause)
+    try:
+        with held(config):
+            pass
+    finally:
+        os.kill(loader, signal.SIGKILL)
+        code_of(loader)
+
+
+def test_without_locks_of_folders_the_file_is_what_protects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on NFS, where they are locks of a range, which need a descriptor that can write."""
+
+    def none(handle: int, how: int) -> None:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    config = run_config(LLAMA, output_dir=tmp_path)
+    pid, _ = holder(config)
+    try:
+        assert f"in use by another run: process {pid} on " in refused(config)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        code_of(pid)
+    with held(config):
+        pass
+
+
+def test_a_folder_that_goes_ends_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would write into another one. A file that goes does not."""
+    monkeypatch.setattr(lock, "TOUCHED_S", 0.02)
+    lines = list[str]()
+    with lock.held(run_config(LLAMA, output_dir=tmp_path / "run"), lines.append):
+        (tmp_path / "run" / NAME).unlink()
+        time.sleep(0.2)
+        assert lines == []
+        (tmp_path / "run").rename(tmp_path / "moved")
+        (tmp_path / "run").mkdir()
+        deadline_s = time.monotonic() + 20.0
+        while not lines:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+    said = "was moved or replaced while this run is in it, which ends; move it back, and start again"
+    assert lines == [f"{tmp_path / 'run'}: {said}"]
 
 
 def test_a_lock_of_another_host_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

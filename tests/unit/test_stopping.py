@@ -18,10 +18,10 @@ from strategies.core.processes import started_at
 from tests.helpers.tiny import LLAMA, run_config
 from trainer.dist import stopping
 from trainer.dist.ranks import Ranks
-from trainer.dist.stopping import LAUNCHER, Phase, Stop, Stopped, is_launcher, launchers, one_is_gone
+from trainer.dist.stopping import LAUNCHER, Phase, Stop, Stopped, code_of, is_launcher, launchers, one_is_gone
 from trainer.errors import ConfigError, ExitCode, write_line
 
-TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
+TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
 
 
 class Child:
@@ -104,13 +104,66 @@ def test_what_a_launcher_repeats_is_one_request_and_a_second_one_ends_at_once() 
     assert child.end() == (143, "SIGTERM a second time: ended at once\n")
 
 
+def test_ctrl_c_while_preparing_ends_the_run_with_its_own_code() -> None:
+    """Once: what a launcher sends with it does not interrupt what is put in order then."""
+
+    def orders(stop: Stop) -> int:
+        try:
+            return until_asked(stop)
+        finally:
+            time.sleep(0.5)
+            os.write(2, b"in order; ")
+
+    child = Child(orders)
+    child.send(INT)
+    child.send(TERM)
+    assert child.end() == (130, "in order; SIGINT: stopped before training began; nothing was saved")
+    child = Child(stuck, STUCK_S=0.2)
+    child.send(INT)
+    assert child.end() == (130, "SIGINT: stopped before training began; nothing was saved\n")
+
+
+@pytest.mark.parametrize("others", [(INT,), (INT, TERM), (TERM, INT), (INT, INT)])
+def test_ctrl_c_is_the_reason_whatever_a_launcher_adds(others: tuple[signal.Signals, ...]) -> None:
+    def reason(stop: Stop) -> int:
+        stop.wait(10.0)
+        time.sleep(0.5)
+        return int(code_of(stop.reason))
+
+    child = Child(trains(reason))
+    for each in others:
+        child.send(each)
+    said = "SIGINT: the step is finished and saved first; Ctrl-C once more, after 2 s, ends the run at once\n"
+    assert child.end() == (130, said * others.count(INT))
+
+
+def test_a_second_ctrl_c_ends_at_once() -> None:
+    child = Child(trains(stuck), ECHO_S=0.5)
+    child.send(INT)
+    child.send(INT, after_s=0.8)
+    code, said = child.end()
+    assert code == 130 and said.endswith("\nSIGINT a second time: ended at once\n")
+
+
+def test_behind_an_ampersand_ctrl_c_is_nothing() -> None:
+    former = signal.signal(INT, signal.SIG_IGN)
+    try:
+        child = Child(trains(lambda stop: until_asked(stop) if stop.reason is None else 9))
+        child.send(INT)
+        child.send(TERM)
+        assert child.end() == (7, "")
+    finally:
+        signal.signal(INT, former)
+
+
 def test_forked_processes_end_by_signals_and_do_not_pass_them_on() -> None:
     def forks(stop: Stop) -> int:
         pid = os.fork()
         if pid == 0:
             time.sleep(20)
             os._exit(0)
-        os.kill(pid, signal.SIGHUP)  # as a closed terminal sends to all: a loader has to finish the step
+        for number in (signal.SIGHUP, INT):  # as a terminal sends to all: a loader has to finish the step
+            os.kill(pid, number)
         os.kill(pid, TERM)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         stop.wait(0.8)

@@ -1,9 +1,11 @@
 """One run that reports to trackers in their offline modes, and uploads its export to a hub that notes what it gets."""
 
+import gc
 import sys
 from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -208,6 +210,37 @@ def test_a_tracker_that_does_not_start(tracker: str, asked: str, monkeypatch: py
     assert caught.value.lines == (line,)
 
 
+@pytest.mark.parametrize(("code", "status"), [(0, "FINISHED"), (130, "KILLED"), (10, "KILLED"), (14, "FAILED")])
+def test_mlflow_hears_how_the_run_has_ended(
+    code: int, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no sooner: the export comes after training."""
+    import mlflow
+    from transformers.integrations.integration_utils import MLflowCallback
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    former = mlflow.get_tracking_uri()
+    mlflow.set_tracking_uri(f"file:{tmp_path}")
+    mlflow.set_experiment("ends")
+    trainer: Any = SimpleNamespace(callback_handler=SimpleNamespace(callbacks=[MLflowCallback()]))
+    trackers.take_over(trainer)
+    (ours,) = trainer.callback_handler.callbacks
+    args: Any = SimpleNamespace(run_name="one", to_dict=dict)
+    state: Any = SimpleNamespace(is_world_process_zero=True)
+    try:
+        ours.on_train_begin(args, state, None)
+        started = mlflow.active_run().info.run_id
+        ours.on_train_end(args, state, None)
+        del ours, trainer
+        gc.collect()
+        assert mlflow.get_run(started).info.status == "RUNNING"
+        trackers.end(code)
+        assert mlflow.get_run(started).info.status == status and mlflow.active_run() is None
+    finally:
+        mlflow.end_run()
+        mlflow.set_tracking_uri(former)
+
+
 def test_a_full_disk_is_a_gap_in_the_curves(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,7 +248,7 @@ def test_a_full_disk_is_a_gap_in_the_curves(
     from transformers.integrations.integration_utils import TensorBoardCallback
 
     trainer: Any = SimpleNamespace(callback_handler=SimpleNamespace(callbacks=[TensorBoardCallback()]))
-    trackers.spare_full_disks(trainer)
+    trackers.take_over(trainer)
     (curves,) = trainer.callback_handler.callbacks
     written: list[float] = []
     writer = SimpleNamespace(add_scalar=lambda name, value, step: written.append(value), flush=lambda: None)

@@ -34,6 +34,11 @@ class Agreement:
     def __init__(self, group: Any = None) -> None:
         self._group = group
 
+    def be_patient(self) -> None:
+        """From here on calls wait for a week, as others do while the first rank exports. All ranks say so at once."""
+        if self._group is not None:
+            self._group.set_timeout(timedelta(seconds=WEEK_S))
+
     def any(self, flag: bool) -> bool:
         """Whether any rank says yes; a collective."""
         if self._group is None:

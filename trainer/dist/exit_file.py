@@ -4,9 +4,16 @@ Launchers do not pass a rank's exit code on: ``torchrun`` and ``accelerate launc
 rank says what it ends with, in one file that is replaced in one step. It is removed when a run has the folder's lock;
 where there is none, the run is under way, or its processes were killed.
 
-The cause stays: a rank that ends because of another (13, 15), or with all of them (0, 10, 130), writes where nothing is
-written yet; every other code replaces what is there. A run that was refused because another one has the folder writes
-nothing, and nobody makes a folder for the file. A lock that a killed run has left is nobody's.
+The cause stays: a rank that ends because of another (13, 15) writes where nothing is written yet. One that ends with
+all of them (0, 10, 130) replaces such a code as well, and every other code replaces whatever is there.
+
+Invariant. 0 is written once all that the config asks for is there (exports, the upload), and all ranks have met after
+that (``trainer/run/run.py``). A process that dies later, while it closes its groups, changes nothing of it: then the
+launcher reports a failure, and the file says what is so.
+
+A run that was refused because another one has the folder writes nothing, and nobody makes a folder for the file. Nor
+does a rank write that ends late, when another run has the folder already, or the folder is another one by now: what is
+in ``run.lock`` tells. A lock that a killed run has left is nobody's.
 """
 
 from __future__ import annotations
@@ -24,27 +31,31 @@ from strategies.core.processes import lives
 from trainer.errors import MEANINGS, ConfigError, ExitCode
 
 NAME, LOCK = "exit.json", "run.lock"
-FOLLOWS = (ExitCode.FINISHED, ExitCode.PREEMPTED, ExitCode.WATCHDOG, ExitCode.PEER_DIED, ExitCode.INTERRUPTED)
+ROOM, ROOM_BYTES = ".exit.json", 1024  # on the disk since the run began, for one whose disk is full at its end
+FOLLOWS = (ExitCode.WATCHDOG, ExitCode.PEER_DIED)
+TOGETHER = (ExitCode.FINISHED, ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
 
 
 class ExitFile:
-    """What one rank has to say. ``step``: the newest that it has made; ``owns``: the run has the lock of ``folder``;
-    ``before``: gives the terminal back, from any thread, as often as it is called.
+    """What one rank has to say. ``step``: the newest that it has made; ``lock``: what the run has written into the lock
+    of ``folder``, once it has it; ``before``: gives the terminal back, from any thread, as often as it is called.
     """
 
     def __init__(self, rank: int = 0, ranks: int = 1) -> None:
-        self._rank, self._ranks = rank, ranks
+        self.rank, self.ranks = rank, ranks
         self.folder: Path | None = None
-        self.owns = False
+        self.lock: str | None = None
         self.step: int | None = None
         self.before: Callable[[], None] = lambda: None
 
     def clear(self) -> None:
-        """Remove the file of an earlier run. Raise ConfigError if that cannot be done."""
+        """Remove the file of an earlier run, and keep room for ours. Raise ConfigError if that cannot be done."""
         if self.folder is None:
             return
         try:
             (self.folder / NAME).unlink(missing_ok=True)
+            with suppress(OSError):  # the disk is full, which is said where it matters
+                (self.folder / ROOM).write_text(" " * ROOM_BYTES)
         except OSError as error:
             raise ConfigError(f"{self.folder / NAME}: cannot be removed ({error.strerror}); remove it") from None
 
@@ -54,25 +65,59 @@ class ExitFile:
         folder = self.folder
         if folder is None or not os.path.isdir(folder):  # noqa: PTH112 - a name that is too long is no error there
             return
-        if not self.owns and (self._rank > 0 or _in_use(folder / LOCK)):
+        if self.lock is None and (self.rank > 0 or _in_use(folder / LOCK)):
+            return
+        if self.lock is not None and _content(folder / LOCK) not in ("", self.lock):
             return
         about = {
             "code": int(code),
             "meaning": MEANINGS.get(code, f"ended at once by signal {code - 128}, the second one"),
             "step": self.step,
-            "rank": self._rank,
-            "ranks": self._ranks,
+            "rank": self.rank,
+            "ranks": self.ranks,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        path, draft = folder / NAME, folder / f".{NAME}-{secrets.token_hex(4)}"
-        with suppress(OSError):
-            draft.write_text(json.dumps(about, indent=1) + "\n")
-            if code not in FOLLOWS or not path.exists():
-                draft.replace(path)
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
+        said, drafts = json.dumps(about, indent=1) + "\n", [folder / f".{NAME}-{secrets.token_hex(4)}"]
+        if code not in FOLLOWS:
+            drafts.append(folder / ROOM)
+        for draft in drafts:
+            with suppress(OSError):
+                with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT, 0o666), "w", encoding="utf-8") as file:
+                    file.write(said)
+                _put(draft, folder / NAME, code)
+                break
+        for draft in drafts:
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
+
+
+def code_in(folder: Path) -> int | None:
+    """The code of the run in ``folder``; None while it is under way, or if it was killed."""
+    try:
+        return int(json.loads((folder / NAME).read_bytes())["code"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _put(draft: Path, path: Path, code: int) -> None:
+    """Give ``draft`` the name ``path``, unless what is there says more. Raises OSError."""
+    if code in FOLLOWS + TOGETHER:
+        with suppress(OSError):  # one is there, or the file system has no links
+            path.hardlink_to(draft)  # in one step: another rank may be about to write the cause
+            return
+        if path.exists() and (code in FOLLOWS or code_in(path.parent) not in FOLLOWS):
+            return
+    draft.replace(path)
+
+
+def _content(lock: Path) -> str:
+    """What is in a lock; nothing if there is none, or if that cannot be known."""
+    try:
+        return lock.read_text()
+    except (OSError, ValueError):
+        return ""
 
 
 def _in_use(lock: Path) -> bool:

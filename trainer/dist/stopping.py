@@ -1,4 +1,5 @@
-"""What asks a run to stop from outside: SIGTERM, SIGUSR1, a closed terminal (SIGHUP), and the end of its launcher.
+"""What asks a run to stop from outside: SIGTERM, SIGUSR1, a closed terminal (SIGHUP), Ctrl-C (SIGINT), and the end of
+its launcher.
 
 By default a signal ends the process, and all since the last checkpoint is lost. A handler in Python does not help
 while the process waits for another rank in C++: Python calls it only when that wait is over. So the signal is also
@@ -10,16 +11,18 @@ written into a socket, by the interpreter's own handler in C, and a thread reads
   (``trainer/run/run.py``). A save that is under way is finished;
 * while it is *ending* (the export), the request is noted, and the export is finished;
 * a second signal ends the process at once. A launcher often repeats what the process got itself, as with a signal to
-  the whole group or job, so what comes within ``ECHO_S`` is the same request.
+  the whole group or job, so what comes within ``ECHO_S`` is the same request. So is a key that was pressed twice.
 
 A launcher that has died is a request as well, which is made once: SIGTERM to ``deepspeed``, or SIGKILL to any launcher,
 ends that process alone, and the ranks would live on and hold their devices. So a rank looks at the parents that it had
 at its start, as far as they are launchers; a shell may well end before the run does.
 
-SIGINT stays Python's KeyboardInterrupt. SIGHUP stays ignored where it was, as under nohup. Processes that are forked
-from this one (loaders, tokenizers) have the default handlers: they are ended by their parent with SIGTERM, and must not
-pass it on. SIGHUP they ignore: a closed terminal sends it to all, and without its loaders the run could not finish the
-step.
+Ctrl-C says that a person ends the run, and nobody is to start it again: its code is another one. It is the reason
+wherever it comes with another signal, since `deepspeed` sends SIGTERM to ranks that have it from the terminal already.
+
+SIGHUP and SIGINT stay ignored where they were, as under nohup and behind ``&``. Processes that are forked from this one
+(loaders, tokenizers) have the default handlers: they are ended by their parent with SIGTERM, and must not pass it on.
+SIGHUP and SIGINT they ignore: a terminal sends them to all, and without its loaders the run could not finish the step.
 """
 
 from __future__ import annotations
@@ -51,11 +54,13 @@ PROGRAMS = frozenset(["deepspeed", "deepspeed.pt", "ds", "torchrun", "accelerate
 MODULES = ("deepspeed.launcher", "torch.distributed", "accelerate.commands")
 FILES = ("deepspeed/launcher/launch.py", "torch/distributed/run.py", "accelerate/commands/launch.py")
 LONGEST_CHAIN = 4
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+TERMINALS = (signal.SIGHUP, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, *TERMINALS)
 LOOK_S = 0.5  # between two looks at the launcher
 ECHO_S = 2.0  # the same signal, sent on by a launcher
 STUCK_S = 5.0  # for the main thread to leave what it does
 LAUNCHER = "the launcher has ended"
+KEYBOARD = signal.SIGINT.name
 
 
 def launchers() -> list[tuple[int, float]]:
@@ -107,11 +112,14 @@ class Phase(Enum):
 class Stopped(BaseException):
     """The run ends as it was asked to. Not an ``Exception``: libraries would take it for an error of theirs."""
 
-    code = ExitCode.PREEMPTED
-
-    def __init__(self, line: str) -> None:
+    def __init__(self, line: str, code: ExitCode = ExitCode.PREEMPTED) -> None:
         super().__init__(line)
-        self.line = line
+        self.line, self.code = line, code
+
+
+def code_of(reason: str | None) -> ExitCode:
+    """The exit code of a run that was asked to stop for that ``reason``."""
+    return ExitCode.INTERRUPTED if reason == KEYBOARD else ExitCode.PREEMPTED
 
 
 class Stop:
@@ -124,6 +132,7 @@ class Stop:
         self.launchers: list[tuple[int, float]] = []
         self._asked_s = 0.0
         self._expected = 0  # signals that this process has sent to itself
+        self._raised = False  # once: what is left then must not be cut short by an echo
         self._over = threading.Event()
         self._former: dict[signal.Signals, Any] = {}
 
@@ -139,8 +148,8 @@ class Stop:
         for end in (ours, interpreters):
             end.setblocking(False)
         former_fd = signal.set_wakeup_fd(interpreters.fileno(), warn_on_full_buffer=False)
-        heard = SIGNALS if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else SIGNALS[:-1]
-        self._former = {each: signal.signal(each, self._handle) for each in heard}
+        ignored = {each for each in TERMINALS if signal.getsignal(each) is signal.SIG_IGN}
+        self._former = {each: signal.signal(each, self._handle) for each in SIGNALS if each not in ignored}
         _default_in_children(self)
         thread = threading.Thread(target=self._listen, args=(ours,), name="stopping", daemon=True)
         thread.start()
@@ -171,10 +180,15 @@ class Stop:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """In the main thread, when Python comes to it."""
         if self.reason is None:
-            self.reason = signal.Signals(number).name
             self._asked_s = time.monotonic()
-        if self.phase is Phase.PREPARING:
-            raise Stopped(f"{self.reason}: stopped before training began; nothing was saved")
+        if self.reason is None or number == signal.SIGINT:
+            self.reason = signal.Signals(number).name
+        if self.phase is Phase.PREPARING and not self._raised:
+            self._raised = True
+            raise Stopped(self._unsaved(), code_of(self.reason))
+
+    def _unsaved(self) -> str:
+        return f"{self.reason}: stopped before training began; nothing was saved"
 
     def _listen(self, ours: socket.socket) -> None:
         """In a thread of its own, whatever the main thread does."""
@@ -188,8 +202,7 @@ class Stop:
                 gone = True
                 self._launcher_is_gone()
             if self.is_asked and self.phase is Phase.PREPARING and time.monotonic() - self._asked_s > STUCK_S:
-                write_line(f"{self.reason}: stopped before training began; nothing was saved", sys.stderr)
-                self._exit(ExitCode.PREEMPTED)
+                self.end(self._unsaved(), code_of(self.reason))
 
     def _request(self, number: signal.Signals) -> None:
         if number is signal.SIGHUP:
@@ -202,13 +215,20 @@ class Stop:
         if self.reason is None or self._asked_s == 0.0:
             self.reason, self._asked_s = self.reason or number.name, now_s
         elif now_s - self._asked_s > ECHO_S:
-            write_line(f"{number.name} a second time: ended at once", sys.stderr)
-            self._exit(128 + number)
+            self.end(f"{number.name} a second time: ended at once", 128 + number)
+        if number is signal.SIGINT:
+            self.reason = KEYBOARD
         if self.phase is Phase.ENDING:
             line = "training is over, the export is finished first; a second signal ends it at once"
             write_line(f"{number.name}: {line}", sys.stderr)
+        elif self.phase is Phase.TRAINING and number is signal.SIGINT and self.ended.rank == 0:
+            line = f"the step is finished and saved first; Ctrl-C once more, after {ECHO_S:.0f} s, ends the run at once"
+            write_line(f"{number.name}: {line}", sys.stderr)
 
-    def _exit(self, code: int) -> None:
+    def end(self, line: str, code: int) -> None:
+        """Say why, and end this process at once; from any thread."""
+        self.ended.before()
+        write_line(line, sys.stderr)
         self.ended.write(code)
         os._exit(code)
 
@@ -236,7 +256,7 @@ def _default_in_children(stop: Stop) -> None:
         if (live := reference()) is not None and live._former:
             signal.set_wakeup_fd(-1)
             for each in live._former:
-                signal.signal(each, signal.SIG_IGN if each is signal.SIGHUP else signal.SIG_DFL)
+                signal.signal(each, signal.SIG_IGN if each in TERMINALS else signal.SIG_DFL)
             live._former = {}
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map_only
 from strategies.backends import tensor_shards, two_level
 from strategies.core.grid import Grid
 from strategies.engine import StowOptimizer, stowed_by
+from trainer.run import loading
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -50,6 +51,7 @@ class StowAccelerator(Accelerator):
     compressed: Compressed | None = None  # how it exchanges less
     experts: ExpertParts | None = None  # where they are divided over ranks
     _of_copies = False  # ``gather`` takes from one rank of each copy of the model
+    loading_s = 0.0  # how long a batch may be waited for; 0: without end
     max_grad_norm: float | None = None  # if set, torch clips here before DeepSpeed steps
     last_norm: Any = None  # of the newest clipping, whichever library did it
     _norm: Tensor | None = None
@@ -71,6 +73,7 @@ class StowAccelerator(Accelerator):
 
     def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None, *args: Any) -> Any:
         """As Accelerate's; copies of the model are given different rows, ranks of one copy the same."""
+        loading.guard(data_loader, self.loading_s)
         if self.grid.is_plain or getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, device_placement, *args)
         prepared = prepare_data_loader(

@@ -238,7 +238,7 @@ class ProgressLine(TrainerCallback):
         elif "train_loss" in logs:
             loss = f"mean loss {human_number(logs['train_loss'], 4)}"
             seconds = human_duration(logs.get("train_runtime", math.nan))
-            write_line(f"finished at step {state.global_step}: {loss}  in {seconds}")
+            write_line(f"trained to step {state.global_step}: {loss}  in {seconds}")
         for line in eval_lines(state.global_step, logs, whole=self._whole):
             write_line(line)
 

@@ -6,6 +6,14 @@ ends. What is in the file is for people, and for the case that the other process
 system, of which the kernel knows nothing. The holder touches the file every few seconds: a lock of another host, or of
 a container that had another name, is in use if it is touched within ``WATCHED_S``, and is taken over otherwise.
 
+The file can be removed by hand, and then a second run would make another one. So the folder itself is locked as well
+(``flock``: a record lock needs a descriptor that can write). That lock is of the folder, whatever its name is by now,
+and is inherited over a fork, so every process that is forked gives its copy back at once. Where a file system knows no
+such lock, as NFS, which has record locks in its place, the file is all there is.
+
+A run writes by the folder's name. If that is another folder by now, or none, it ends: it would make a new one there,
+that it has not locked.
+
 Invariant. Of two starters exactly one gets the lock; the other one is refused before any data is read. A symbolic link
 in the place of the file is not followed.
 """
@@ -20,7 +28,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -35,6 +43,7 @@ NAME = "run.lock"
 KEY = "training.output_dir"
 UNSUPPORTED = frozenset([errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL])
 TOUCHED_S = 10.0  # between two touches of the holder
+LOOKS = 2  # of the holder's in which the folder is another one, before it believes that
 WATCHED_S = 90.0  # network file systems show a new time up to a minute later
 
 
@@ -52,22 +61,26 @@ class Holder(NamedTuple):
 
 
 @contextmanager
-def held(config: RunConfig) -> Iterator[None]:
-    """Inside, this process alone runs in the config's folder. Raise ConfigError if that cannot be."""
+def held(config: RunConfig, lost: Callable[[str], None]) -> Iterator[str]:
+    """Inside, this process alone runs in the config's folder; gives what is in the lock's file. Raise ConfigError if
+    that cannot be. ``lost`` ends the run with a line, from another thread, if the folder goes.
+    """
     folder = Path(config.training.output_dir)
     path = folder / NAME
     try:
         made = [each for each in (folder.absolute(), *folder.absolute().parents) if not each.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        handle = _take(config, path)
+        handle, content = _take(config, path)
+        own = folder.stat()
     except OSError as error:
         what = f"cannot be written ({error.strerror}); name another folder"
         raise config.error(KEY, config.training.output_dir, what) from None
     over = threading.Event()
-    thread = threading.Thread(target=_touch, args=(handle, over), name="lock", daemon=True)
+    thread = threading.Thread(target=_watch, args=(handle, folder, own, over, lost), name="lock", daemon=True)
     thread.start()
     try:
-        yield
+        with _folder_held(config):
+            yield content
     finally:
         over.set()
         thread.join()
@@ -79,10 +92,54 @@ def held(config: RunConfig) -> Iterator[None]:
                 each.rmdir()
 
 
-def _touch(handle: int, over: threading.Event) -> None:
+@contextmanager
+def _folder_held(config: RunConfig) -> Iterator[None]:
+    """Inside, this process alone has the folder itself locked, where that can be. Raise ConfigError if another has."""
+    kept: list[int] = []  # the descriptor, while it is ours
+
+    def close() -> None:
+        while kept:
+            os.close(kept.pop())
+
+    with suppress(OSError):  # of a folder that cannot be read
+        kept.append(os.open(config.training.output_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+    os.register_at_fork(after_in_child=close)
+    try:
+        for handle in kept:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        close()
+        what = f"in use by another run, whose {NAME} was removed; wait for it, or name another folder"
+        raise config.error(KEY, config.training.output_dir, what) from None
+    except OSError:  # there are none here
+        close()
+    try:
+        yield
+    finally:
+        for handle in kept:
+            fcntl.flock(handle, fcntl.LOCK_UN)  # also of a copy in a process that was forked just now
+        close()
+
+
+def _watch(handle: int, folder: Path, own: os.stat_result, over: threading.Event, lost: Callable[[str], None]) -> None:
+    """Touch the file, and look whether the folder is the one that is locked."""
+    missed = 0
     while not over.wait(TOUCHED_S):
         with suppress(OSError):
             os.utime(handle)
+        missed = 0 if _is_there(folder, own) else missed + 1
+        if missed == LOOKS:
+            lost(f"{folder}: was moved or replaced while this run is in it, which ends; move it back, and start again")
+
+
+def _is_there(folder: Path, own: os.stat_result) -> bool:
+    """Whether the folder is ours, as far as that can be known."""
+    try:
+        return os.path.samestat(folder.stat(), own)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
 
 
 def _is_touched(handle: int) -> bool:
@@ -95,8 +152,8 @@ def _is_touched(handle: int) -> bool:
     return False
 
 
-def _take(config: RunConfig, path: Path) -> int:
-    """The descriptor that holds the lock on ``path``, with our name in it."""
+def _take(config: RunConfig, path: Path) -> tuple[int, str]:
+    """The descriptor that holds the lock on ``path``, and what is in it: our name."""
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -127,14 +184,15 @@ def _take(config: RunConfig, path: Path) -> int:
                 in_use = found is not None and not works and found.pid != own.pid and lives(found.pid, found.start)
             if in_use:
                 raise _refused(config, path, found)
+            content = json.dumps(own._asdict())
             os.ftruncate(handle, 0)
-            os.pwrite(handle, json.dumps(own._asdict()).encode(), 0)
+            os.pwrite(handle, content.encode(), 0)
             os.fsync(handle)
         except BaseException:
             with suppress(OSError):
                 os.close(handle)
             raise
-        return handle
+        return handle, content
 
 
 def _lock(handle: int) -> bool | None:

@@ -375,7 +375,7 @@ def make_trainer(run: Run) -> Trainer:
     if run.config.prune is not None and run.smaller is None:
         trainer.add_callback(Pruning(trainer, run.config))
     trainer.remove_callback(PrinterCallback)  # our line says more
-    trackers.spare_full_disks(trainer)
+    trackers.take_over(trainer)
     if training.profile is not None:
         model_name = run.config.model.name_or_path or type(model).__name__
         trainer.add_callback(Profile(trainer, run.plan, training.profile.steps, run.folder, model_name))

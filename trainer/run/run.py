@@ -1,12 +1,17 @@
 """A whole run: prepare, train, finish. Returns an exit code and closes every process group.
 
-A run that was asked to stop saves at the end of the step, on all ranks together, and ends with exit code 10. A signal
+A run that was asked to stop saves at the end of the step, on all ranks together, and ends with exit code 10, or 130 if
+it was Ctrl-C. A signal
 reaches one rank, or several at different moments, and a rank that saved on its own would wait for the others in the
 collectives of saving. So the ranks agree at the end of every step, and after what takes long, an evaluation or a save.
 
 Invariant. ``Stopped`` is raised on all ranks or on none, after every rank has left the save. The checkpoint is an
 ordinary one, so the resumed run ends with the bits of one that nobody stopped; an evaluation that is due at this step
 is made before.
+
+Exit code 0 is for a run whose exports are there, under their names and uploaded where the config says so. The first
+rank makes them, and the others wait for it with their watchdogs, in a group that is open since the beginning: of a rank
+that dies, or ends with an error, they know at once.
 """
 
 from __future__ import annotations
@@ -36,9 +41,9 @@ from strategies.engine.memory.scratch_file import DiskError
 from trainer.data import report as data_report
 from trainer.data import sample
 from trainer.dist import deepspeed_ops
-from trainer.dist.agreement import WEEK_S, Agreement, agreement
+from trainer.dist.agreement import Agreement, agreement
 from trainer.dist.ranks import GRACE_S, Ranks, collectives_of, process_group, quiet_libraries
-from trainer.dist.stopping import Phase, Stop, Stopped
+from trainer.dist.stopping import KEYBOARD, Phase, Stop, Stopped, code_of
 from trainer.dist.watchdog import Watchdog
 from trainer.errors import ConfigError, ExitCode, UserError, first_line, report, write_line
 from trainer.model import attention
@@ -49,6 +54,7 @@ from trainer.run import (
     finished,
     further,
     live,
+    loading,
     lock,
     metrics,
     oom,
@@ -109,14 +115,14 @@ class SaveAndStop(TrainerCallback):
         if not self._agreed:
             return
         reasons, step = self._together.gathered(self._stop.reason), state.global_step
-        rank = next(rank for rank, reason in enumerate(reasons) if reason is not None)
+        asked = [rank for rank, reason in enumerate(reasons) if reason is not None]
+        rank = next((each for each in asked if reasons[each] == KEYBOARD), asked[0])
         why = f"{reasons[rank]}{f' on rank {rank}' if len(set(reasons)) > 1 else ''}"
         self._trainer.settle()
         if self._trainer.newest != f"checkpoint-{step}":
             raise StoppedUnsaved(f"{why}: ended at step {step}, which could not be saved")
-        raise Stopped(
-            f"{why}: step {step} is saved, the run ends; training.resume_from_checkpoint=auto goes on from there"
-        )
+        line = f"{why}: step {step} is saved, the run ends; training.resume_from_checkpoint=auto goes on from there"
+        raise Stopped(line, code_of(reasons[rank]))
 
 
 def refuse_unbuildable(config: RunConfig, ranks: Ranks) -> None:
@@ -153,6 +159,8 @@ def run(config: RunConfig, ranks: Ranks, stop: Stop) -> int:
     except torch.distributed.DistError as error:
         write_line(f"rank {ranks.rank}: another rank has ended while the ranks met: {first_line(error)}", sys.stderr)
         return ExitCode.PEER_DIED
+    finally:
+        loading.end_all()
 
 
 def timeout_s(config: RunConfig) -> int:
@@ -170,8 +178,10 @@ def _guarded(config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | N
     try:
         with config.placing():
             _whole(config, ranks, stop, watchdog, seen)
+        _say_end(ExitCode.FINISHED, stop)
         return ExitCode.FINISHED
-    except (UserError, Stopped, KeyboardInterrupt) as error:
+    except (UserError, Stopped) as error:
+        _say_end(error.code, stop)
         stop.leave()
         code = _ended(error, ranks, stop)
         traceback.clear_frames(error.__traceback__)
@@ -180,25 +190,31 @@ def _guarded(config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | N
         return _failed(config, seen, stop, watchdog, error)
 
 
-def _ended(error: UserError | Stopped | KeyboardInterrupt, ranks: Ranks, stop: Stop) -> ExitCode:
+def _say_end(code: int, stop: Stop) -> None:
+    """Tell those who wait for it how the run has ended, at once: a launcher may kill while the groups are closed."""
+    stop.ended.write(code)
+    trackers.end(code)
+
+
+def _ended(error: UserError | Stopped, ranks: Ranks, stop: Stop) -> ExitCode:
     """The exit code of an end that somebody has asked for or can mend, after it was said."""
     if isinstance(error, UserError):
         if ranks.is_first:
             report(error)
         elif error.says_more:  # a launcher ends all ranks when one has ended, and the first one still reports
             time.sleep(REPORT_S)
-        return error.code
-    line = "interrupted; training.resume_from_checkpoint=auto goes on from the last checkpoint"
-    line, code = (error.line, error.code) if isinstance(error, Stopped) else (line, ExitCode.INTERRUPTED)
-    if ranks.is_first or (isinstance(error, Stopped) and stop.phase is not Phase.TRAINING):
-        write_line(line, sys.stderr)
-    return code
+    elif ranks.is_first or (stop.phase is not Phase.TRAINING and error.code is not ExitCode.INTERRUPTED):
+        write_line(error.line, sys.stderr)  # Ctrl-C comes to all of a terminal
+    return error.code
 
 
 def _failed(config: RunConfig, seen: list[Run], stop: Stop, watchdog: Watchdog | None, error: Exception) -> ExitCode:
     """The exit code of an error that is not the user's, after it was printed."""
     code, shown, asked_before = ExitCode.FAILED, True, stop.is_asked
-    if isinstance(error, DiskError):
+    if (loads := loading.explained(error)) is not None:
+        code, shown = loads[0], False
+        write_line(loads[1], sys.stderr)
+    elif isinstance(error, DiskError):
         write_line(f"{error}; training.resume_from_checkpoint=auto goes on from the last checkpoint", sys.stderr)
         code, shown = ExitCode.DISK, False
     elif isinstance(error, OSError) and is_full(error):
@@ -214,6 +230,11 @@ def _failed(config: RunConfig, seen: list[Run], stop: Stop, watchdog: Watchdog |
         # The rank that failed first reports why, and the launcher ends this one, unless that rank was killed.
         stop.wait(GRACE_S)
         code, shown = ExitCode.PEER_DIED, asked_before or not stop.is_asked
+        if shown and stop.phase is Phase.ENDING:
+            line = f"rank {stop.ended.rank}: another rank has ended before the run was over; start it again"
+            write_line(line, sys.stderr)
+            shown = False
+    _say_end(code, stop)
     stop.leave()
     if shown:
         traceback.print_exception(error)
@@ -227,31 +248,34 @@ def _whole(config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | Non
     """
     with agreement(ranks, timeout_s(config)) as together, ExitStack() as held:
         together.refuse_different(leaves(config.tree()))
+        if ranks.is_first and (line := loading.shortage(config)):
+            write_line(line)
 
-        def take_lock() -> None:
+        def take_lock() -> str:
             refuse_folder(config)
             upload.refuse(config)
-            held.enter_context(lock.held(config))
+            holder = held.enter_context(lock.held(config, partial(stop.end, code=ExitCode.DISK)))
             stop.ended.clear()
+            return holder
 
-        together.on_first(ranks.rank, take_lock)
-        stop.ended.owns = True
+        stop.ended.lock = together.on_first(ranks.rank, take_lock)
         resumed = resuming.decide(config, ranks)
         over = together.on_first(
             ranks.rank, lambda: finished.before(config, resumed.found, resumed.changed) if resumed else None
         )
         left = over is not None and together.on_first(ranks.rank, lambda: further.missing(config))
         if over is not None and not left:
+            together.be_patient()
             if resumed is not None and resumed.places:  # what is there may be another run's
                 order.opened(config, ranks, resumed)
             if ranks.is_first:
                 write_line(over)
-                publish(config)
-            return
-        seen.append(order.prepare(config, ranks, resumed))
-        seen[0].over = over
-        train(seen[0], stop, together, watchdog)
-        export_further(seen[0])
+        else:
+            seen.append(order.prepare(config, ranks, resumed))
+            seen[0].over = over
+            train(seen[0], stop, together, watchdog)
+            export_further(seen[0], together)
+        together.on_first(ranks.rank, lambda: publish(config))  # where all ranks meet, before any says that it is over
 
 
 def show_sample(config: RunConfig) -> None:
@@ -298,6 +322,7 @@ def train(run: Run, stop: Stop, together: Agreement, watchdog: Watchdog | None) 
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
         stop.phase = Phase.ENDING
+        together.be_patient()
         finish(run, trainer, together)
     finally:
         stop.ended.before()
@@ -326,8 +351,6 @@ def finish(run: Run, trainer: Trainer, together: Agreement) -> None:
     folder = run.folder
     if run.over is not None:
         run.say(run.over)
-        if run.ranks.is_first:
-            publish(run.config)
         return
     exact_again(trainer.model, run.config)
     try:
@@ -366,7 +389,6 @@ def finish(run: Run, trainer: Trainer, together: Agreement) -> None:
     write_line(f"run folder: {folder} (plan.txt, metrics.jsonl, config.yaml, checkpoints)")
     if "tensorboard" in run.config.training.report_to:
         write_line(f"curves:     tensorboard --logdir {folder}")
-    publish(run.config)
     if folder == Path("runs/quickstart"):
         write_line("next:       make finetune")
 
@@ -379,14 +401,13 @@ def make_room(config: RunConfig) -> None:
         write_line(f"the export of before is now in {aside}")
 
 
-def export_further(run: Run) -> None:
+def export_further(run: Run, together: Agreement) -> None:
     """Make what else the config exports, on the first rank, once training has left the device."""
     if run.config.quantize is None and run.config.export is None:
         return
     budget = teaching.budget_of(run.config, run.plan)
-    with agreement(run.ranks, WEEK_S) as together:
-        work = partial(further.make, run.config, run.tokenizer, run.prepared.eval, budget)
-        together.on_first(run.ranks.rank, work)
+    work = partial(further.make, run.config, run.tokenizer, run.prepared.eval, budget)
+    together.on_first(run.ranks.rank, work)
 
 
 def publish(config: RunConfig) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from strategies.core.sizes import human, human_duration, human_number
+from trainer.dist.exit_file import code_in
+from trainer.errors import MEANINGS
 from trainer.run import history
 
 WIDTH = 97  # columns with which a curve has all its 60 points
@@ -22,8 +24,14 @@ def lines(run: history.History, width: int = WIDTH, step: int | None = None) -> 
     losses = run.curve("loss")
     step = max((record["step"] for record in run.records), default=0) if step is None else step
     left = run.last("eta_s")
-    over, points = run.last("train_loss") is not None, max(8, min(WIDTH, width) - BESIDE)
-    yield f"{run.folder}  step {step}" + ("  finished" if over else f"  {human_duration(left)} left" if left else "")
+    code, points = code_in(run.folder), max(8, min(WIDTH, width) - BESIDE)
+    if code is not None:
+        state = f"  {MEANINGS.get(code, f'ended with {code}')}"
+    elif run.last("train_loss") is not None:
+        state = "  training is over"  # and the export is not there yet
+    else:
+        state = f"  {human_duration(left)} left" if left else ""
+    yield f"{run.folder}  step {step}{state}"
     for name, curve in (("loss", losses), ("eval loss", run.curve("eval_loss"))):
         if curve:
             first, last = (human_number(value, 4) for value in (curve[0][1], curve[-1][1]))

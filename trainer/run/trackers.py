@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import HfApi
-from transformers.integrations.integration_utils import TensorBoardCallback
+from transformers.integrations.integration_utils import MLflowCallback, TensorBoardCallback
 
-from trainer.errors import first_line, write_line
+from trainer.errors import ExitCode, first_line, write_line
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -92,7 +94,27 @@ class Curves(TensorBoardCallback):  # type: ignore[misc]
             write_line(f"{args.output_dir}: no space for TensorBoard; training goes on, with gaps in the curves")
 
 
-def spare_full_disks(trainer: Trainer) -> None:
-    """TensorBoard's callback is ours, in its place among the others."""
+class Tracked(MLflowCallback):  # type: ignore[misc]
+    """MLflow's callback, which would say that the run is finished when training is over, or was ended by an error."""
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        pass  # ``end`` says how
+
+    def __del__(self) -> None:
+        pass
+
+
+def end(code: int) -> None:
+    """Tell MLflow with which ``code`` the run has ended. wandb takes the process's own."""
+    mlflow = sys.modules.get("mlflow")
+    if mlflow is not None and mlflow.active_run() is not None:
+        asked = code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
+        with suppress(Exception):  # a server that does not answer
+            mlflow.end_run("FINISHED" if code == ExitCode.FINISHED else "KILLED" if asked else "FAILED")
+
+
+def take_over(trainer: Trainer) -> None:
+    """TensorBoard's and MLflow's callbacks are ours, in their place among the others."""
+    ours = {TensorBoardCallback: Curves, MLflowCallback: Tracked}
     callbacks = trainer.callback_handler.callbacks
-    callbacks[:] = [Curves() if type(each) is TensorBoardCallback else each for each in callbacks]
+    callbacks[:] = [ours[type(each)]() if type(each) in ours else each for each in callbacks]

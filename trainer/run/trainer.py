@@ -97,6 +97,7 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
         super().create_accelerator_and_postprocess()
         self.about = self._describe(self.model)  # the first moment at which it has all adapters
         self.accelerator.grid, self.accelerator.experts = self.plan.facts.run.grid, expert_parts.of(self.model)
+        self.accelerator.loading_s = float(self.args.ddp_timeout)
         self.accelerator.two_level = two_level.exchange_of(self.plan)
         self.accelerator.compressed = exchange_of(self.plan.facts.run.compression)
 

@@ -6,7 +6,9 @@ more, the bits of one that nobody disturbed?
 
 import os
 import random
+import shlex
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,20 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.commands import TRAIN, Job, Server, launcher, started
-from tests.e2e.interrupted import STEPS, at_step, checkpoints, config_in, ranks_of, same_end, start, step_of, until
+from tests.e2e.commands import PYTHON, REPO, TRAIN, Job, Server, environment, launcher, started, write_text_data
+from tests.e2e.interrupted import (
+    STEPS,
+    at_step,
+    checkpoints,
+    config_in,
+    ended,
+    ranks_of,
+    same_end,
+    start,
+    step_of,
+    until,
+)
+from tests.helpers.terminal import Terminal
 
 pytestmark = pytest.mark.ranks
 
@@ -74,7 +88,7 @@ def test_a_signal_at_any_moment(
     result = job.wait(60.0)
     # While Python imports, Ctrl-C ends it as it ends any program.
     early = {-signal.SIGINT} if not (tmp_path / "run").exists() else set()
-    allowed = {signal.SIGINT: {0, 130, 1, 15} | early, signal.SIGKILL: {0, -9, 15}}.get(number, {0, 10, -number, 15})
+    allowed = {signal.SIGINT: {0, 130, 15} | early, signal.SIGKILL: {0, -9, 15}}.get(number, {0, 10, -number, 15})
     assert result.code in allowed, result.text
     if "is saved, the run ends" in result.err:
         said = int(result.err.split(": step ")[1].split()[0])
@@ -111,6 +125,72 @@ def test_nothing_outlives_a_launcher(name: str, what: str, tmp_path: Path) -> No
         time.sleep(0.1)
     if "a rank" not in what:
         assert checkpoints(config) == [step_of(tmp_path / "run")]
+
+
+@pytest.mark.parametrize("name", ["python", "deepspeed", "torchrun", "accelerate"])
+def test_ctrl_c_in_a_terminal(name: str, tmp_path: Path) -> None:
+    """Under each launcher, which gets it as well as its ranks and their loading processes: the step is saved."""
+    config = config_in(tmp_path, max_steps=LONG, dataloader_num_workers=1)
+    command = [*launcher(name, 1 if name in ("python", "accelerate") else 2), TRAIN, "--config", str(config)]
+    terminal = Terminal(40, 200)
+    shell = subprocess.Popen(  # which stays, as a person's does: a terminal whose shell ends sends SIGHUP to all
+        ["setsid", "--ctty", "sh", "-c", f"trap : INT; {shlex.join(command)}; echo prompt; read line"],
+        stdin=terminal.end, stdout=terminal.end, stderr=terminal.end, cwd=REPO,
+        env=environment(OMP_NUM_THREADS="1"),
+    )  # fmt: skip
+    deadline_s = time.monotonic() + 240.0
+    try:
+        while step_of(tmp_path / "run") < 3:
+            terminal.read(0.1)
+            assert time.monotonic() < deadline_s, terminal.shown()
+        processes = psutil.Process(shell.pid).children(recursive=True)
+        terminal.type("\x03")
+        while any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in processes):
+            terminal.read(0.1)
+            assert time.monotonic() < deadline_s, terminal.shown()
+        terminal.read(0.5)
+        (step,) = checkpoints(config)
+        assert ended(config) == (130, step) and step >= 3, terminal.shown()
+        assert any(f"step {step} is saved, the run ends" in line for line in terminal.shown())
+    finally:
+        os.killpg(shell.pid, signal.SIGKILL)
+        shell.wait()
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "torchrun"])
+def test_a_first_rank_that_is_killed_while_it_exports(name: str, tmp_path: Path) -> None:
+    """The launcher ends with a failure, and what the run says is why."""
+    config, flag = config_in(tmp_path, max_steps=4), tmp_path / "held"
+    command = [*launcher(name, 2), "tests/e2e/held_export.py", "--config", str(config)]
+    job = started(command, tmp_path, HELD=str(flag))
+    until(lambda: flag.exists() and flag.read_text(), job, "in the export")
+    os.kill(int(flag.read_text()), signal.SIGKILL)
+    assert job.wait(60.0).code != 0
+    assert ended(config) == (15, 4) and not (tmp_path / "run" / "export").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a small /dev/shm is mounted for the run alone")
+def test_shared_memory_that_is_full(tmp_path: Path) -> None:
+    """With one process, which no other one watches."""
+    config = config_in(tmp_path, max_steps=LONG, dataloader_num_workers=2)
+    small = f"mount -t tmpfs -o size=64k tmpfs /dev/shm && exec {shlex.join([PYTHON, TRAIN, '--config', str(config)])}"
+    result = started(["unshare", "-m", "sh", "-c", small], tmp_path).wait(120.0).check(14).quiet()
+    assert "which has 64.0 KiB; if it is full the run ends: make /dev/shm larger" in result.out
+    assert "training.dataloader_num_workers: /dev/shm, through which batches come, is full (" in result.err
+    assert result.err.count("\n") == 1 and ended(config) == (14, 0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_loading_process_that_is_stopped(rank: int, server: Server, tmp_path: Path) -> None:
+    """It ends the run as a stopped rank does, and does not outlive it. One that has loaded its last batch ends none."""
+    config = config_in(tmp_path, max_steps=LONG, ddp_timeout=5, dataloader_num_workers=1)
+    many = write_text_data(tmp_path / "many.jsonl", num_rows=20_000)
+    job = start(server, 1 + rank, config, f"data.path={many}")
+    at_step(job, config, 3)
+    (loader,) = psutil.Process(ranks_of(job)[rank]).children()
+    os.kill(loader.pid, signal.SIGSTOP)
+    assert job.wait(60.0).code == 13
+    assert ended(config)[0] == 13 and not loader.is_running()
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])

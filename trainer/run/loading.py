@@ -1,0 +1,134 @@
+"""Processes that load batches (``training.dataloader_num_workers``): what goes wrong there ends the run in one line.
+
+Batches come through ``/dev/shm``. Torch moves them there in a thread of the loading process that nobody hears of: where
+there is no room the batch is lost, and the run waits for it without end. So our collator moves them, in the place where
+an error is sent to the run. A loading process that dies is noticed by torch. For one that is stopped, or whose disk
+does not answer, the run waits ``training.ddp_timeout``, as for another rank.
+
+Invariant. A batch that is shared has its own bytes; torch then sends it as it is, and copies it no second time.
+"""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import signal
+from collections.abc import Mapping
+from functools import partial
+from mmap import PAGESIZE
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.utils.data import get_worker_info
+
+from strategies.core.sizes import human
+from trainer.errors import ExitCode, first_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.utils.data import DataLoader
+
+    from trainer.config.sections import RunConfig
+
+SHARED = Path("/dev/shm")
+AHEAD = 2  # batches that a process prepares, if the config says nothing
+TENSORS, BYTES = 3, 8  # of a row of tokens: inputs, labels, mask; per token
+KEY = "training.dataloader_num_workers"
+FEWER = f"{KEY}: 0 loads in the run itself"
+LARGER = f"make {SHARED} larger (docker run --shm-size=8g, or --ipc=host), or load with fewer processes: {FEWER}"
+# What torch says, with the code that the run ends with, and the cure.
+FULL = f"{SHARED}, through which batches come, is full"
+SAID = (
+    ("</torch_", ExitCode.DISK, FULL, LARGER),  # the file of a tensor there, whatever could not be done with it
+    ("insufficient shared memory", ExitCode.DISK, FULL, LARGER),
+    ("workers are out of shared memory", ExitCode.DISK, FULL, LARGER),
+    ("DataLoader timed out", ExitCode.WATCHDOG, "a process that loads batches gave no sign of life", FEWER),
+    ("DataLoader worker (pid", ExitCode.PEER_DIED, "a process that loads batches has died, out of memory?", FEWER),
+)
+
+
+class Shared:
+    """A collator whose batches lie where the run can read them, if a loading process makes them."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, rows: Any) -> Any:
+        batch = self._collate(rows)
+        if get_worker_info() is not None:
+            _share(batch)
+        return batch
+
+
+def _share(value: Any) -> None:
+    """Move the tensors of a batch. Raise RuntimeError if there is no room."""
+    if isinstance(value, Tensor):
+        value.share_memory_()
+    elif isinstance(value, Mapping | list | tuple):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            _share(each)
+
+
+def guard(loader: DataLoader[Any], timeout_s: float) -> None:
+    """Let ``loader``, before its first batch, end the run instead of waiting longer than ``timeout_s``."""
+    if loader.num_workers == 0 or isinstance(loader.collate_fn, Shared):
+        return
+    loader.timeout = timeout_s
+    loader.collate_fn = Shared(loader.collate_fn)
+    loader.worker_init_fn = partial(_begin, loader.worker_init_fn)
+
+
+def _begin(then: Callable[[int], None] | None, number: int) -> None:
+    """In a loading process. A terminal's signals go to all, and so does SIGTERM from DeepSpeed's launcher; without its
+    loaders a run cannot finish the step. They end with it: torch asks them to, or they see that it is gone.
+    """
+    for each in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    if then is not None:
+        then(number)
+
+
+def shortage(config: RunConfig) -> str | None:
+    """A line if ``/dev/shm`` has less room than the loading processes may need; None if it is enough, or not known."""
+    training, data = config.training, config.data
+    processes = training.dataloader_num_workers or 0
+    pages = -(-training.per_device_train_batch_size * data.max_length * BYTES // PAGESIZE)  # of a tensor
+    batches = processes * (training.dataloader_prefetch_factor or AHEAD) + training.gradient_accumulation_steps
+    needed = batches * TENSORS * pages * PAGESIZE if processes else 0
+    free = _free()
+    if free is None or needed <= free:
+        return None
+    what = f"{processes} loading processes may put {human(needed)} into {SHARED}, which has {human(free)}"
+    return f"{KEY} = {processes}: {what}; if it is full the run ends: {LARGER}"
+
+
+def end_all() -> None:
+    """Kill the loading processes that are left: one that is stopped would keep this one from ending."""
+    if left := multiprocessing.active_children():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error, wherever this process is
+    for each in left:
+        each.kill()
+
+
+def _free() -> int | None:
+    """Bytes that ``/dev/shm`` has room for; None if that cannot be known."""
+    try:
+        found = os.statvfs(SHARED)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize
+
+
+def explained(error: Exception) -> tuple[ExitCode, str] | None:
+    """The exit code and the line for what goes wrong with loading processes; None if it is something else."""
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None and _free() == 0:
+        return ExitCode.DISK, f"{KEY}: {FULL} ({first_line(error)}); {LARGER}"  # a semaphore lies there, too
+    if isinstance(error, RuntimeError):
+        for line in str(error).splitlines():
+            for said, code, what, cure in SAID:
+                if said in line:
+                    return code, f"{KEY}: {what} ({line.strip()}); {cure}"
+    return None
