@@ -108,7 +108,9 @@ class StateAccess(Copied):
         """Copy a new weight to every place that has the weight, and to the master unless ``master`` is False."""
         bucket, index = self._settle(param)
         if bucket.copy is None or value.untyped_storage().data_ptr() != bucket.copy.untyped_storage().data_ptr():
-            self.engine.refuse_damaged(bucket, index)  # what is beside it stays; a view of it was checked when it was made
+            self.engine.refuse_damaged(
+                bucket, index
+            )  # what is beside it stays; a view of it was checked when it was made
         if bucket.sources:
             self.engine.ranks.stop_reading()
         bucket.load()
