@@ -15,10 +15,8 @@ from typing import Any
 import pytest
 
 from launch import compare, import_config, plan, verify, watch
-from strategies.report import full_report
-from tests.helpers.engine import plan_of
-from tests.helpers.models import build
 from tests.unit.test_history import run
+from tests.unit.test_plan_json import moving, written
 from trainer.config.load import load
 from trainer.errors import UserError, report
 
@@ -199,8 +197,9 @@ def test_a_config_of_anybody(text: str, tmp_path: Path, capsys: pytest.CaptureFi
 # --- mutations -------------------------------------------------------------------------------------------------------
 
 NASTY = [
-    b"", b"null", b"-1", b"1e999", b"9" * 30, b"9" * 400, b"[]", b"{}", b'"x"', b"true", b"NaN", b"\x00", b"\xff", b"[" * 200, b"0",
-    b'"\\u001b[2J"', b"\n", b": ", b"- ", b"*a", b"&a ", b"!!x ", b"4611686018427387904", b"0.5", b"-Infinity",
+    b"", b"null", b"-1", b"1e999", b"9" * 30, b"9" * 400, b"[]", b"{}", b'"x"', b"true", b"NaN", b"\x00", b"\xff",
+    b"[" * 200, b"0", b'"\\u001b[2J"', b"\n", b": ", b"- ", b"*a", b"&a ", b"!!x ", b"4611686018427387904",
+    b"0.5", b"-Infinity",
 ]  # fmt: skip
 
 
@@ -222,11 +221,7 @@ def mutated(content: bytes, draw: random.Random) -> bytes:
     return content
 
 
-def small_plan() -> Any:
-    return full_report.to_json(plan_of(build("llama"), site="host", weights="travelling"), None)
-
-
-@pytest.mark.parametrize("times", [30, pytest.param(1500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [15, pytest.param(300, marks=pytest.mark.slow)])
 def test_mutated_runs(times: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     signal.alarm(900)
     folder, other = run(tmp_path / "one", [8.0, "nan", 4.0]), run(tmp_path / "other", [8.0, 2.0])
@@ -243,11 +238,11 @@ def test_mutated_runs(times: int, tmp_path: Path, capsys: pytest.CaptureFixture[
         (folder / name).write_bytes(good[name])
 
 
-@pytest.mark.parametrize("times", [30, pytest.param(1500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [15, pytest.param(300, marks=pytest.mark.slow)])
 def test_mutated_plans(times: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """``plan --check``: it says what is wrong, or that it can be carried out."""
     signal.alarm(900)
-    content, file = json.dumps(small_plan()).encode(), tmp_path / "plan.json"
+    content, file = json.dumps(written(moving())).encode(), tmp_path / "plan.json"
     file.write_bytes(content)
     assert plan.main(["--check", str(file)]) == 0
     capsys.readouterr()
