@@ -136,18 +136,20 @@ class DataError(UserError):
 
 def printable(text: str) -> str:
     """``text`` on one line, with control characters escaped: what others wrote moves no cursor and colours nothing."""
-    if text.isprintable():
-        return text
-    return "".join(char if _shows(char) else char.encode("unicode_escape").decode() for char in text)
-
-
-def _shows(char: str) -> bool:
-    return char.isprintable() or category(char) == "Zs"  # a space of another width
+    return "".join(char if char.isprintable() else _escaped(char) for char in text)
 
 
 def printable_lines(text: str) -> str:
-    """``printable`` of each line of ``text``."""
-    return "\n".join(map(printable, text.split("\n")))
+    """Lines likewise; spaces of other widths, which texts in other languages have, stay."""
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char == "\n" or char.isprintable() or category(char) == "Zs" else _escaped(char) for char in text
+    )
+
+
+def _escaped(char: str) -> str:
+    return char.encode("unicode_escape").decode()
 
 
 def report(error: UserError) -> None:
