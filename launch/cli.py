@@ -48,7 +48,7 @@ EXAMPLES = {
     "compare": ("runs/one runs/two", "runs/one runs/two --plot curves.png"),
     "import": ("axolotl.yaml --out mine.yaml", "-- deepspeed train.py --deepspeed ds.json --learning_rate 1e-4"),
 }
-OF_OTHERS = (ExitCode.FINISHED, ExitCode.FAILED, ExitCode.CONFIG)  # of the commands that do not train
+OF_OTHERS = (ExitCode.FINISHED, ExitCode.FAILED, ExitCode.CONFIG, ExitCode.DATA)  # of the commands that do not train
 DOCS = "docs: docs/index.md in the repository; every key of a config: docs/config.md, or deepstow train --schema"
 
 

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs where th
 
 from launch import cli
 from strategies.report.table import table
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, write_line
 from trainer.run import history
 from trainer.run.resume_rules import differences
 
@@ -38,16 +38,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _compare(folders: Sequence[Path], plot: Path | None) -> None:
     first, second = runs = [history.read(folder) for folder in folders]
-    print("\n".join(table(history.SUMMARY, map(history.summary, runs), {*history.SUMMARY[1:]})))
-    print(f"\n{history.agreement(first, second)}\n")
+    write_line("\n".join(table(history.SUMMARY, map(history.summary, runs), {*history.SUMMARY[1:]})))
+    write_line(f"\n{history.agreement(first, second)}\n")
     changed = list(_changed(first.config, second.config))
-    print("\n".join(table(("setting", *map(str, folders)), changed)) if changed else "no setting differs")
+    write_line("\n".join(table(("setting", *map(str, folders)), changed)) if changed else "no setting differs")
     if plot is not None:
         try:
             history.draw(runs, plot)
         except (OSError, ValueError) as error:
             raise ConfigError(f"--plot {plot}: {error}") from None
-        print(f"\ncurves: {plot}")
+        write_line(f"\ncurves: {plot}")
 
 
 def _changed(first: Any, second: Any) -> Iterator[tuple[str, str, str]]:

@@ -23,7 +23,6 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs where the package is not installed, too
@@ -33,7 +32,7 @@ from launch import cli
 from strategies.core.sizes import human, human_duration
 from trainer.dist.deepspeed_ops import CPU_ADAM, FUSED_ADAM, SHM, Op, cache_folder, compiler
 from trainer.dist.ranks import Ranks, settle_environment
-from trainer.errors import ConfigError, ExitCode
+from trainer.errors import ConfigError, ExitCode, write_line
 from trainer.machine.probe import GIB, Memory, cores, disk_free_bytes, host_memory, probe
 from trainer.machine.profiles import COMMAND, StoredRates, known_rates, one_line, stored_at
 
@@ -179,12 +178,12 @@ def measure_rates(path: Path, disk: list[Path]) -> None:
 
     began_s = time.perf_counter()
     try:
-        stored = rates.measure_and_store(path, partial(print, flush=True), disk)
+        stored = rates.measure_and_store(path, write_line, disk)
     except OSError as error:
         raise ConfigError(f"--out {path}: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"--disk {' '.join(map(str, disk))}: {error}") from None
-    print(f"\n{rates_row(stored)}\nstored in {path} after {human_duration(time.perf_counter() - began_s)}")
+    write_line(f"\n{rates_row(stored)}\nstored in {path} after {human_duration(time.perf_counter() - began_s)}")
 
 
 def op_row(op: Op, folder: Path, torch_folder: Path) -> Row:
@@ -206,13 +205,13 @@ def op_row(op: Op, folder: Path, torch_folder: Path) -> Row:
 
 def build_op(op: Op, folder: Path) -> Row | None:
     """Compile and load one op in another process, which that may crash. Returns a row only if it fails."""
-    print(f"     building {op.name}, {op.takes}, cached in {folder} ...", flush=True)
+    write_line(f"     building {op.name}, {op.takes}, cached in {folder} ...")
     began_s = time.perf_counter()
     code = f"from deepspeed.ops.op_builder import {op.builder} as Builder; Builder().load(verbose=True)"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode == 0:
-        print(f"     built {op.name} in {human_duration(time.perf_counter() - began_s)}", flush=True)
+        write_line(f"     built {op.name} in {human_duration(time.perf_counter() - began_s)}")
         return None
     reason = next((line for line in done.stdout.splitlines() if "error" in line.lower()), "no message")
     return Row(Status.FAIL, op.name, f"build failed: {reason.strip()[:200]}", f'{sys.executable} -c "{code}"')
@@ -314,9 +313,9 @@ def check(path: Path | None, *, build: bool) -> int:
     cli.refuse_paths(json=path)
     rows = []
     for row in examine(Path("runs"), build=build):
-        print(row, flush=True)
+        write_line(str(row))
         rows.append(row)
-    print("\n" + "\n".join(summary(rows)))
+    write_line("\n" + "\n".join(summary(rows)))
     ready = all(row.status is not Status.FAIL for row in rows)
     if path is not None:
         path.write_text(json.dumps({"ready": ready, "rows": [asdict(row) for row in rows]}, indent=2) + "\n")

@@ -20,7 +20,7 @@ from strategies.core.commit import replace_file
 from trainer.config.check import check
 from trainer.config.importing.finish import imported
 from trainer.config.importing.read import NAMES, read_all
-from trainer.errors import ConfigError, ExitCode
+from trainer.errors import ConfigError, ExitCode, write_line
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -54,13 +54,13 @@ def run(arguments: argparse.Namespace) -> int:
     start = f"deepspeed --num_gpus {draft.ranks} launch/train.py" if (draft.ranks or 1) > 1 else "deepstow train"
     command = f"{start} --config {out or 'FILE'}"
     if out is None:
-        print(draft.text(command), end="")
+        write_line(draft.text(command).removesuffix("\n"))
     else:
         try:
             replace_file(out, draft.text(command))
         except OSError as error:
             raise ConfigError(f"--out {out}: {error.strerror}") from None
-        print(f"{out}: written, {len(draft.values)} keys", *draft.remarks(), "", command, sep="\n")
+        write_line("\n".join([f"{out}: written, {len(draft.values)} keys", *draft.remarks(), "", command]))
     return ExitCode.CONFIG if check(draft.tree()) else ExitCode.FINISHED
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from launch import cli
 from strategies.core.sizes import parse_bytes
 from trainer.config.load import load
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, write_line
 
 if TYPE_CHECKING:
     from strategies.core.plan import Plan
@@ -32,7 +32,7 @@ MOST_RANKS = 1_000_000
 
 def say(line: str) -> None:
     """Progress and remarks, beside what is asked for."""
-    print(line, file=sys.stderr, flush=True)
+    write_line(line, sys.stderr)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -129,7 +129,7 @@ def show(arguments: argparse.Namespace) -> None:
 
     with explained(config, ranks, machine):
         if arguments.measure:
-            print("\n".join(measure(config, ranks, machine, say)))
+            write_line("\n".join(measure(config, ranks, machine, say)))
         plans = plans_of(config, ranks, machine)
     plan = plans[0]
     cost = plan_cost(plan)
@@ -141,22 +141,22 @@ def show(arguments: argparse.Namespace) -> None:
     if evaluation.asked(config):
         _, line = evaluation.rows(config, plan)
         before += [line] if line else []
-    print(full_report.text(plan, cost, advice(config, plan), plans, before))
+    write_line(full_report.text(plan, cost, advice(config, plan), plans, before))
     for line in beyond(config, plan.facts.run.positions):
         say(line)
     if asked is not None:
         from trainer.planning.hybrid import budget
 
-        print("", *budget(config, ranks, machine, arguments.network, plans, asked), sep="\n")
+        write_line("\n".join(["", *budget(config, ranks, machine, arguments.network, plans, asked)]))
     if arguments.explain:
         of_units = {unit.name: each for each in plans for unit in each.facts.units}
         if arguments.explain not in of_units:
             raise ConfigError(f"--explain {arguments.explain}: no such unit; the units are {', '.join(of_units)}")
         of_plan = of_units[arguments.explain]
         unit = next(unit for unit in of_plan.facts.units if unit.name == arguments.explain)
-        print("", of_plan.explain(arguments.explain), *full_report.launched(unit), sep="\n")
+        write_line("\n".join(["", of_plan.explain(arguments.explain), *full_report.launched(unit)]))
     if arguments.deepspeed:
-        print(f"\n{json.dumps(deepspeed.ds_config(plan), indent=1)}")
+        write_line(f"\n{json.dumps(deepspeed.ds_config(plan), indent=1)}")
     if arguments.json:
         write(arguments.json, full_report.to_json(plan, cost))
     if arguments.plot:
@@ -178,7 +178,7 @@ def show_fit(arguments: argparse.Namespace) -> None:
         written = fit.unwritten(config)
     asked = fit.Fit(config, ranks_of(arguments), machine, written=written, say=say)
     with config.placing():
-        print("\n".join(asked.lines(as_given=bool(arguments.config))))
+        write_line("\n".join(asked.lines(as_given=bool(arguments.config))))
 
 
 def show_search(arguments: argparse.Namespace) -> None:
@@ -188,7 +188,7 @@ def show_search(arguments: argparse.Namespace) -> None:
     from trainer.planning.hybrid import search
 
     lines, content = search(config, ranks_of(arguments), machine, arguments.network, say, asked, lossy=arguments.lossy)
-    print("\n".join(lines))
+    write_line("\n".join(lines))
     if arguments.json:
         write(arguments.json, content)
 
@@ -214,17 +214,18 @@ def write(path: Path, content: dict[str, Any]) -> None:
 def show_file(path: Path | None) -> None:
     """Print the schema of plan.json, or check the one at ``path``: a line for everything that is wrong with it."""
     from strategies.report import plan_json
+    from trainer.run import foreign
 
     if path is None:
         print(json.dumps(plan_json.PlanFile.model_json_schema(), indent=2))
         return
     try:
-        found = plan_json.problems(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--check {path}: {getattr(error, 'strerror', None) or 'not text'}") from None
+        found = plan_json.problems(foreign.text_of(path))
+    except OSError as error:
+        raise ConfigError(f"--check {path}: {error.strerror}") from None
     if found:
         raise ConfigError(f"{path}: {line}" for line in found)
-    print(f"{path}: can be carried out")
+    write_line(f"{path}: can be carried out")
 
 
 def config_of(arguments: argparse.Namespace) -> RunConfig:

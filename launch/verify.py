@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from launch import cli
 from strategies.core.protocol import LOSSY
 from trainer.config.load import load
-from trainer.errors import ExitCode
+from trainer.errors import ExitCode, write_line
 
 if TYPE_CHECKING:
     from strategies.core.plan import Plan
@@ -56,16 +56,16 @@ def of_checkpoint(folder: Path) -> int:
     try:
         seal, about = checkpoint.read(folder)
     except sealed.Damaged as damaged:
-        print(f"{folder}: damaged: {damaged}" if folder.is_dir() else f"{folder}: there is no such folder")
+        write_line(f"{folder}: damaged: {damaged}" if folder.is_dir() else f"{folder}: there is no such folder")
         return ExitCode.FAILED
     lines = checkpoint.damage(folder, seal, about)
     for line in lines:
-        print(f"{folder}: damaged: {line}")
+        write_line(f"{folder}: damaged: {line}")
     if lines:
         return ExitCode.FAILED
     size = human(sum(file.bytes for file in seal.files.values()))
     names = ", ".join(about.run.config.get("strategies", {})) or "none"
-    print(
+    write_line(
         f"{folder}: good: step {about.step}, {len(seal.files)} files, {size}; {about.run.world_size} rank(s), "
         f"strategies {names}; its values are {'finite' if about.finite else 'NOT all finite'}"
     )
@@ -87,7 +87,7 @@ def report(config: RunConfig, ranks: int | None, steps: int) -> int:
     if real.layout is not None:
         return of_engine(config, real, num_ranks, steps)
     names = ", ".join(config.strategies) or "none"
-    print(f"training a shrunk copy twice, {steps} steps on {num_ranks} ranks: plain, and with strategies {names}")
+    write_line(f"training a shrunk copy twice, {steps} steps on {num_ranks} ranks: plain, and with strategies {names}")
     differences = verify.verify(config, num_ranks, steps)
     return conclude(differences, *declared(config, num_ranks))
 
@@ -100,32 +100,34 @@ def of_engine(config: RunConfig, real: Plan, num_ranks: int, steps: int) -> int:
     assert real.layout is not None
     tolerance, reasons = declared(config, num_ranks)
     if tolerance == LOSSY:
-        print(f"nothing to verify, since training is not meant to equal plain training: {reasons}")
+        write_line(f"nothing to verify, since training is not meant to equal plain training: {reasons}")
         return ExitCode.FAILED
     todo = Offloaded(config, real, num_ranks, steps, tolerance)
     if not todo.copies:
-        print(
+        write_line(
             f"nothing can move in a copy of this model under these options, {NOTHING}: leave its site and weights at "
             "auto, or leave strategies.offload out"
         )
         return ExitCode.FAILED
     wanted = features(real.layout) if moves(real.layout) else frozenset[str]()
     plan = ", ".join(sorted(wanted)) or "all stays on the device, nothing would move; the copy is made to move"
-    print(f"the plan of this config: {len(real.layout.buckets)} buckets; {plan}")
+    write_line(f"the plan of this config: {len(real.layout.buckets)} buckets; {plan}")
     names = ", ".join(config.strategies)
-    print(f"training a shrunk copy, {steps} steps on {num_ranks} ranks, with strategies {names}", flush=True)
+    write_line(f"training a shrunk copy, {steps} steps on {num_ranks} ranks, with strategies {names}")
     checks = []
     for check in todo.checks():
-        print(line(check), flush=True)
+        write_line(line(check))
         checks.append(check)
     beyond = [check for check in checks if _worst(check.differences) > check.tolerance]
     if beyond:
         return conclude(beyond[0].differences, beyond[0].tolerance, reasons)
     if not all(check.moved.up_bytes or check.moved.down_bytes for check in checks):
-        print(f"nothing crossed the link in a run in which something should have, {NOTHING}: please report the config")
+        write_line(
+            f"nothing crossed the link in a run in which something should have, {NOTHING}: please report the config"
+        )
         return ExitCode.FAILED
     if missing := wanted.difference(*(check.moved.shows for check in checks)):
-        print(f"NOT shown, since it does not occur in the copy: {', '.join(sorted(missing))}")
+        write_line(f"NOT shown, since it does not occur in the copy: {', '.join(sorted(missing))}")
         return ExitCode.FAILED
     return conclude([found for check in checks for found in check.differences], tolerance, reasons)
 
@@ -149,17 +151,19 @@ def declared(config: RunConfig, num_ranks: int) -> tuple[float, str]:
 def conclude(differences: Sequence[Difference], tolerance: float, reasons: str) -> int:
     """Print the tensors that differ and the conclusion; returns the exit code."""
     for found in differences:
-        print(f"{found.name}: {found.num_different:,} of {found.num_elements:,} differ, at most {found.relative:.1e}")
+        write_line(
+            f"{found.name}: {found.num_different:,} of {found.num_elements:,} differ, at most {found.relative:.1e}"
+        )
     worst = _worst(differences)
     if tolerance == LOSSY:
-        print(f"NOT equal, and not meant to be, {worst:.1e} of the largest weight: {reasons}")
+        write_line(f"NOT equal, and not meant to be, {worst:.1e} of the largest weight: {reasons}")
         return ExitCode.FAILED
     if not differences:
-        print("bitwise equal")
+        write_line("bitwise equal")
     elif worst <= tolerance:
-        print(f"equal within the declared {tolerance:.0e}: {reasons}")
+        write_line(f"equal within the declared {tolerance:.0e}: {reasons}")
     else:
-        print(f"NOT equal: {worst:.1e} of the largest weight, {tolerance:.0e} is declared")
+        write_line(f"NOT equal: {worst:.1e} of the largest weight, {tolerance:.0e} is declared")
     return ExitCode.FINISHED if worst <= tolerance else ExitCode.FAILED
 
 

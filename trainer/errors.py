@@ -17,6 +17,7 @@ from enum import IntEnum
 from functools import cache
 from pathlib import Path
 from typing import TextIO
+from unicodedata import category
 
 
 class ExitCode(IntEnum):
@@ -134,12 +135,31 @@ class DataError(UserError):
     code = ExitCode.DATA
 
 
+def printable(text: str) -> str:
+    """``text`` on one line, with control characters escaped: what others wrote moves no cursor and colours nothing."""
+    return "".join(char if char.isprintable() else _escaped(char) for char in text)
+
+
+def printable_lines(text: str) -> str:
+    """Lines likewise; spaces of other widths, which texts in other languages have, stay."""
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char == "\n" or char.isprintable() or category(char) == "Zs" else _escaped(char) for char in text
+    )
+
+
+def _escaped(char: str) -> str:
+    return char.encode("unicode_escape").decode()
+
+
 def report(error: UserError) -> None:
     """Say the lines of ``error``, and what it can add to them, once: below the traceback of torch's launcher, which
     shows there what a rank leaves for it, or on stderr, at once.
     """
     if (file := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
-        said = json.dumps({"message": "\n".join(["", *error.lines, *error.more()]), "timestamp": int(time.time())})
+        message = printable_lines("\n".join(["", *error.lines, *error.more()]))
+        said = json.dumps({"message": message, "timestamp": int(time.time())})
         with suppress(OSError):
             Path(file).write_text(said)
             return
@@ -150,11 +170,12 @@ def report(error: UserError) -> None:
 
 def write_line(line: str, stream: TextIO | None = None) -> None:
     """Print one line and flush it, so that a log that is followed or cut off stays readable; on stdout by default.
+    Every text in which there may be something of others goes this way, or is ``printable`` before.
 
     A terminal that was closed, or a pipe that nobody reads any more, ends no run: it goes on, and saves.
     """
     try:
-        print(line, file=stream, flush=True)
+        print(printable_lines(line), file=stream, flush=True)
     except OSError:
         let_go()
 

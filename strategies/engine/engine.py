@@ -133,10 +133,17 @@ class Engine(Copied):
             self.written(bucket)
             yield bucket
 
-    def written(self, bucket: BucketState) -> None:
-        """The host's copy has a weight of the model, or one from outside; it may be on the disk."""
+    def written(self, bucket: BucketState, index: int | None = None) -> None:
+        """The host's copy has a weight of the model, or one from outside (``index``); it may be on the disk."""
         if self.disk_weights is not None:
-            self.disk_weights.written(bucket.index)
+            for part in (None,) if index is None else bucket.bytes_of(index):
+                self.disk_weights.written(bucket.index, part)
+
+    def refuse_damaged(self, bucket: BucketState, index: int) -> None:
+        """Before the host's copy of a settled weight is read, or written in part: DiskError if the disk has lost it."""
+        if self.disk_weights is not None:
+            for part in bucket.bytes_of(index):
+                self.disk_weights.refuse_damaged(bucket.index, part)
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
@@ -345,6 +352,7 @@ class Engine(Copied):
         always its own, else a copy on ``device``; a collective if the weight is away.
         """
         if not bucket.is_shared:
+            self.refuse_damaged(bucket, index)
             return bucket.weight_of(index)
         if self.hooks.backward:  # it has ended, and its last scope was not left
             self.hooks.close_all()

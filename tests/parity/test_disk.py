@@ -319,7 +319,7 @@ def test_each_drive_has_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert ended == [file._files[1]._handle]
         os.truncate(f"/proc/self/fd/{ended[0]}", 0)
         with pytest.raises(DiskError, match=f"in {other}: "):
-            file.read(memory, 0)
+            file.read(memory, 2 * PAGE_BYTES)
     with pytest.raises(ValueError, match=f"^{tmp_path}/none: no such folder"):
         StripedFile([one, f"{tmp_path}/none"], PAGE_BYTES)
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
+from strategies.engine.memory.scratch_file import DiskError
 from tests.helpers.tiny import LLAMA, MIXTRAL, run_config
 from tests.parity.test_experts import MODELS
 from trainer.model import apart
@@ -101,3 +102,19 @@ def test_it_is_put_together_with_the_same_bits(tmp_path: Path) -> None:
     assert place.num_bytes >= sum(param.nbytes for param in whole.parameters()), "none is in memory"
     ids = torch.arange(12).view(2, 6)
     assert torch.equal(whole.eval()(ids).logits, again.eval()(ids).logits)
+
+
+def test_what_the_disk_did_not_keep_is_not_kept(tmp_path: Path) -> None:
+    """A bit flips in the file while the model is saved from it."""
+    place = Spilled(tmp_path)
+    values = [place(torch.arange(5000)), place(torch.ones(3, 1000, dtype=torch.bfloat16))]
+    place.settle()
+    with Path(f"/proc/self/fd/{place._file.fileno()}").open("r+b", buffering=0) as drive:
+        drive.seek(20000)
+        drive.write(b"\x01")
+    assert values[0][2500] != 2500
+    with pytest.raises(DiskError, match=f"{tmp_path}: weights that were put on this disk to be saved are not what was"):
+        place.refuse_damaged()
+    (good := Spilled(tmp_path))(values[1])
+    good.settle()
+    good.refuse_damaged()

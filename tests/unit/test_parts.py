@@ -232,6 +232,7 @@ def test_tensors_that_are_put_into_a_file(tmp_path: Path) -> None:
     found = [spilled(each) for each in given]
     spilled.settle()
     assert all(torch.equal(*each) and each[0].dtype == each[1].dtype for each in zip(found, given, strict=True))
+    spilled.refuse_damaged()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     spilled = mapped.Spilled(tmp_path / "run")
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))

@@ -30,10 +30,9 @@ from trainer.config.yaml_file import (
     leaves,
     location_of,
     parse,
-    printable,
     read,
 )
-from trainer.errors import ConfigError, nearest_file
+from trainer.errors import ConfigError, nearest_file, printable
 
 EXTENDS = "Path of one other config, relative to this file, whose keys apply where this file sets none."
 

@@ -18,10 +18,13 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from trainer.errors import printable
+
 Key = tuple[str, ...]
 COMMAND_LINE = "command line"
 LONGEST_VALUE = 60  # characters of a value that an error line repeats
 LARGEST_INTEGER = 2**63
+LARGEST_TEXT = 1 << 18  # characters, which take seconds to read
 
 
 def _integer(text: str) -> int:
@@ -82,11 +85,6 @@ class Fault(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.location}: {error_line(self.key, self.value, self.what)}"
-
-
-def printable(text: str) -> str:
-    """``text`` on one line, with control characters escaped."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def dotted(key: Key) -> str:
@@ -210,6 +208,9 @@ def _syntax(error: yaml.YAMLError, text: str) -> tuple[int, str]:
 def parse(text: str, file: str, key: Key = ()) -> tuple[Any, Document]:
     """The value written in ``text`` (None if it is empty), with locations and problems. Never raises."""
     document = Document(file)
+    if len(text) > LARGEST_TEXT:
+        document.report(1, error_line(key, MISSING, f"{len(text):,} characters; a config has {LARGEST_TEXT:,} at most"))
+        return None, document
     try:
         node = _Loader(text).get_single_node()
         value = None if node is None else document.value_of(node, key)

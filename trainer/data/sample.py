@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.data.packing import MASKED
 from trainer.data.prepare import Prepared
+from trainer.errors import printable_lines
 
 _HEAD, _TAIL = 40, 20  # tokens shown at either end of a long stretch
 _GREEN, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
@@ -47,7 +48,7 @@ def _text(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
     pieces = _pieces(ids[:_HEAD] if hidden > 0 else ids, tokenizer)
     if hidden > 0:
         pieces += [f" ... {hidden} more tokens ... ", *_pieces(ids[-_TAIL:], tokenizer)]
-    return "|".join(pieces).replace("\n", "\\n\n")
+    return printable_lines("|".join(pieces)).replace("\n", "\\n\n")
 
 
 def _pieces(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:

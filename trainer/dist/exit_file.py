@@ -96,9 +96,18 @@ class ExitFile:
 def code_in(folder: Path) -> int | None:
     """The code of the run in ``folder``; None while it is under way, or if it was killed."""
     try:
-        return int(json.loads((folder / NAME).read_bytes())["code"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return code_of((folder / NAME).read_bytes())
+    except OSError:
         return None
+
+
+def code_of(content: str | bytes) -> int | None:
+    """The code that an ``exit.json`` of this content says; None: it says none."""
+    try:
+        code = json.loads(content)["code"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return code if type(code) is int else None
 
 
 def _put(draft: Path, path: Path, code: int) -> None:

@@ -33,6 +33,7 @@ def save(model: PreTrainedModel, folder: Path, state: Mapping[str, Tensor], piec
 
     Raises:
         OSError: the disk has no room for the pieces.
+        DiskError: the disk has not given them back as they were.
     """
     found = None if hasattr(model, "peft_config") else taken_apart(model, state, pieces)
     pieces.settle()
@@ -40,6 +41,7 @@ def save(model: PreTrainedModel, folder: Path, state: Mapping[str, Tensor], piec
         model.save_pretrained(folder, state_dict=dict(state))
     else:
         model.save_pretrained(folder, state_dict=found, save_original_format=False)
+        pieces.refuse_damaged()
     return found is not None
 
 

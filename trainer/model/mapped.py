@@ -16,7 +16,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -25,6 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from strategies.core.sizes import human
+from strategies.engine.memory.checksums import Checksums
+from strategies.engine.memory.scratch_file import DiskError
 from trainer.errors import ConfigError
 from trainer.model import parts
 from trainer.model.build import tensors_of
@@ -96,12 +98,14 @@ def load(
 class Spilled:
     """Puts tensors into a file in ``folder`` and gives them back as they are mapped from there.
 
-    That the disk is full is said by ``settle``: who gathers has to go on meanwhile, since other ranks are sending.
+    That the disk is full is said by ``settle``: who gathers has to go on meanwhile, since other ranks are sending. What
+    was made of the tensors may be kept when ``refuse_damaged`` returns: the drive has given back what was written.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._file, self._error = folder, None, None  # type: Path, Any, OSError | None
         self.num_bytes = 0  # that the file takes on the disk
+        self._sums, self._sizes = Checksums(), dict[int, int]()  # of its pieces, by place
 
     def __call__(self, value: Tensor) -> Tensor:
         if self._error is None:
@@ -110,7 +114,12 @@ class Spilled:
                     self._folder.mkdir(parents=True, exist_ok=True)
                     self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - what is mapped needs it
                 place = self._file.seek(_rounded(self._file.seek(0, os.SEEK_END)))
-                _write(self._file, value.cpu())
+                at = place
+                for piece in _pieces(value.cpu()):
+                    self._file.write(piece.numpy().data)
+                    self._sums.note(piece, at)
+                    self._sizes[at] = len(piece)
+                    at += len(piece)
                 self._file.flush()
                 self.num_bytes = self._file.tell()
                 return _map(self._file, place, value)
@@ -121,9 +130,18 @@ class Spilled:
 
     def settle(self) -> None:
         """All tensors have come. OSError: some of them could not be written, and are empty."""
-        self._close()
         if self._error is not None:
             raise self._error
+
+    def refuse_damaged(self) -> None:
+        """After the last use of the tensors. DiskError: one may not have been what was written."""
+        for place, size in self._sizes.items():
+            content = torch.frombuffer(bytearray(os.pread(self._file.fileno(), size, place)), dtype=torch.uint8)
+            if len(content) != size or self._sums.first_difference(content, place) is not None:
+                raise DiskError(
+                    f"{self._folder}: weights that were put on this disk to be saved are not what was written"
+                )
+        self._close()
 
     def _close(self) -> None:
         if self._file is not None:
@@ -138,8 +156,15 @@ def _rounded(num_bytes: int) -> int:
 
 
 def _write(file: BinaryIO, value: Tensor) -> None:
+    for piece in _pieces(value):
+        file.write(piece.numpy().data)
+
+
+def _pieces(value: Tensor) -> Iterator[Tensor]:
+    """Its bytes, as copies: memory that numpy has seen cannot be taken back."""
     for piece in value.detach().contiguous().view(-1).view(torch.uint8).split(PIECE_BYTES):
-        file.write(piece.clone().numpy().data)  # memory that numpy has seen cannot be taken back
+        if len(piece):
+            yield piece.clone()
 
 
 def _map(file: BinaryIO, offset: int, like: Tensor) -> Tensor:

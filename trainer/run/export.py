@@ -117,6 +117,7 @@ def export(
         with config_as_it_came(model):
             if spilled.num_bytes:
                 taken_apart = apart.save(model, draft, state, Spilled(folder))
+                spilled.refuse_damaged()
             else:
                 model.save_pretrained(draft, state_dict=dict(state))  # save_pretrained empties the dict
         tokenizer.save_pretrained(draft)

@@ -1,7 +1,7 @@
 """What runs wrote into ``metrics.jsonl``, read back: curves of a run, and two runs beside each other.
 
 Numbers only, without torch; ``launch/watch.py`` shows one run while it trains, ``launch/compare.py`` two that are over
-or not. A line that is being written just now is left out.
+or not. A line that is being written just now is left out, and so is what no run writes: the folder may be anybody's.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import yaml
 from PIL import Image, ImageDraw
 
 from strategies.core.sizes import human, human_number
-from trainer.errors import DataError
+from trainer.config import yaml_file
+from trainer.errors import DataError, printable
 from trainer.planning.picture import FONT, GRID, INK, axis
+from trainer.run import foreign
 
 WIDTH, HEIGHT, LEFT, MARGIN = 1200, 700, 90, 30
 COLOURS = ((60, 100, 150), (196, 120, 40))
 LEVELS = " ▁▂▃▄▅▆▇█"
 NOT_FINITE = ("nan", "inf", "-inf")  # as a run writes what JSON has no number for
+LAST_STEP = 1 << 53
 Curve = list[tuple[int, float]]
 
 
@@ -38,25 +40,35 @@ class History:
 
     def curve(self, key: str) -> Curve:
         """Steps with the values of ``key``."""
-        values = ((record["step"], record.get(key)) for record in self.records)
-        return [(step, float(value)) for step, value in values if isinstance(value, int | float) or value in NOT_FINITE]
+        values = ((record["step"], number(record.get(key))) for record in self.records)
+        return [(step, value) for step, value in values if value is not None]
 
     def last(self, key: str) -> float | None:
         """The newest value of ``key``."""
         return next((value for _, value in reversed(self.curve(key))), None)
 
 
+def number(value: object) -> float | None:
+    """``value`` of a record as a number; None: it is none."""
+    if isinstance(value, bool) or not (isinstance(value, int | float) or value in NOT_FINITE):
+        return None
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except OverflowError:
+        return None
+
+
 def read(folder: Path) -> History:
     """The history in ``folder``. Raise DataError if no run has written there."""
-    files = folder / "metrics.jsonl", folder / "config.yaml"
-    if other := next((path for path in files if path.exists() and not path.is_file()), None):
-        raise DataError(f"{other}: no file, and a run writes one there")
     try:
-        lines = files[0].read_text(encoding="utf-8", errors="replace").splitlines()
-        config = yaml.safe_load(files[1].read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        found = list(records(foreign.lines_of(folder / "metrics.jsonl")))
+        text = foreign.text_of(folder / "config.yaml")
+    except (OSError, ValueError) as error:
         raise DataError(f"{folder}: no run's folder, with config.yaml and metrics.jsonl: {error}") from None
-    return History(folder, config if isinstance(config, dict) else {}, list(records(lines)))
+    config, document = yaml_file.parse(text, str(folder / "config.yaml"))
+    if document.problems:
+        raise DataError(f"{folder}: no run's folder: {document.problems[0]}")
+    return History(folder, config if isinstance(config, dict) else {}, found)
 
 
 def records(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
@@ -64,9 +76,9 @@ def records(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     for line in lines:
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
+        if isinstance(record, dict) and type(record.get("step")) is int and 0 <= record["step"] <= LAST_STEP:
             yield record
 
 
@@ -107,7 +119,12 @@ def spark(curve: Curve, width: int = 60) -> str:
     means = [sum(value for _, value in curve[at : at + size]) / size for at in range(0, len(curve) - size + 1, size)]
     known = [mean for mean in means if isfinite(mean)]
     low, high = min(known, default=0), max(known, default=0)
-    return "".join(LEVELS[1 + int(7 * (m - low) / (high - low or 1))] if isfinite(m) else LEVELS[0] for m in means)
+    return "".join(LEVELS[1 + int(7 * _share(m, low, high))] if isfinite(m) else LEVELS[0] for m in means)
+
+
+def _share(value: float, low: float, high: float) -> float:
+    """Where ``value`` is between two others, from 0 to 1; halves, for their difference may be no number any more."""
+    return (value / 2 - low / 2) / (high / 2 - low / 2 or 1)
 
 
 def draw(runs: Sequence[History], path: Path) -> None:
@@ -120,19 +137,19 @@ def draw(runs: Sequence[History], path: Path) -> None:
     pen = ImageDraw.Draw(image)
 
     def at(step: float, value: float) -> tuple[float, float]:
-        share = (value - low) / (high - low or 1)
-        return (LEFT + (WIDTH - LEFT - MARGIN) * step / most, HEIGHT - 2 * MARGIN - (HEIGHT - 5 * MARGIN) * share)
+        height = (HEIGHT - 5 * MARGIN) * _share(value, low, high)
+        return (LEFT + (WIDTH - LEFT - MARGIN) * step / most, HEIGHT - 2 * MARGIN - height)
 
     for step in axis(most):
         pen.line((*at(step, low), *at(step, high)), GRID)
         pen.text((at(step, low)[0] - 10, HEIGHT - 2 * MARGIN + 6), f"{step:.4g}", INK, FONT)
     for part in range(6):
-        value = low + (high - low) * part / 5
+        value = low * (1 - part / 5) + high * (part / 5)
         pen.line((*at(0, value), *at(most, value)), GRID)
         pen.text((MARGIN, at(0, value)[1] - 9), human_number(value, 4), INK, FONT)
     for index, (run, (losses, evaluated)) in enumerate(zip(runs, curves, strict=True)):
         colour = COLOURS[index % len(COLOURS)]
-        pen.text((LEFT, 8 + 20 * index), f"{run.folder}: loss, and evaluation loss as points", colour, FONT)
+        pen.text((LEFT, 8 + 20 * index), printable(f"{run.folder}: loss, and evaluation loss as points"), colour, FONT)
         pen.line([at(*point) for point in losses if isfinite(point[1])], colour, 2)
         for x, y in (at(*point) for point in evaluated if isfinite(point[1])):
             pen.ellipse((x - 4, y - 4, x + 4, y + 4), fill=colour)

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from strategies.core.sizes import human, human_duration, human_number
-from trainer.dist.exit_file import code_in
-from trainer.errors import MEANINGS
-from trainer.run import history
+from trainer.dist import exit_file
+from trainer.errors import MEANINGS, printable
+from trainer.run import foreign, history
 
 WIDTH = 97  # columns with which a curve has all its 60 points
 BESIDE = WIDTH - 60  # columns beside a curve, for its name and its newest value
@@ -19,12 +19,16 @@ BESIDE = WIDTH - 60  # columns beside a curve, for its name and its newest value
 
 def lines(run: history.History, width: int = WIDTH, step: int | None = None) -> Iterator[str]:
     """The lines of the screen; what the run has not written is left out. ``step``: not set means that
-    of the newest record.
+    of the newest record. What others wrote is ``printable`` in them.
     """
+    return map(printable, _lines(run, width, step))
+
+
+def _lines(run: history.History, width: int, step: int | None) -> Iterator[str]:
     losses = run.curve("loss")
     step = max((record["step"] for record in run.records), default=0) if step is None else step
     left = run.last("eta_s")
-    code, points = code_in(run.folder), max(8, min(WIDTH, width) - BESIDE)
+    code, points = _code_of(run.folder), max(8, min(WIDTH, width) - BESIDE)
     if code is not None:
         state = f"  {MEANINGS.get(code, f'ended with {code}')}"
     elif run.last("train_loss") is not None:
@@ -46,12 +50,22 @@ def lines(run: history.History, width: int = WIDTH, step: int | None = None) -> 
     yield from _measured(run.folder / "plan.json")
 
 
+def _code_of(folder: Path) -> int | None:
+    try:
+        return exit_file.code_of(foreign.text_of(folder / exit_file.NAME))
+    except (OSError, ValueError):
+        return None
+
+
 def _measured(file: Path) -> Iterator[str]:
     """Bytes over the link in step 2, as the run has measured them, and as its plan foretold them."""
     try:
-        rows = json.loads(file.read_text(encoding="utf-8")).get("measured") or ()
-    except (OSError, ValueError):
+        content = json.loads(foreign.text_of(file))
+    except (OSError, ValueError, RecursionError):
         return
-    for row in rows:
-        if row["owner"].startswith("link"):
-            yield f"  {row['owner']}: {human(row['measured'])} per step, {human(row['predicted'])} foretold"
+    rows = content.get("measured") if isinstance(content, dict) else None
+    for row in rows if isinstance(rows, list) else ():
+        if isinstance(row, dict) and str(row.get("owner")).startswith("link"):
+            measured, predicted = (history.number(row.get(name)) for name in ("measured", "predicted"))
+            if measured is not None and predicted is not None:
+                yield f"  {row['owner']}: {human(measured)} per step, {human(predicted)} foretold"

@@ -291,6 +291,7 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
         if self.args.should_save:
             pieces = Spilled(folder)
             apart.save(self.accelerator.unwrap_model(self.whole), folder, state, pieces)
+            spilled.refuse_damaged()
             self.spilled_bytes = spilled.num_bytes + pieces.num_bytes
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(folder)

@@ -171,6 +171,11 @@ class BucketState:
     def pieces_in(self, indices: Container[int]) -> list[Piece]:
         return [piece for piece in self.pieces if piece.index in indices]
 
+    def bytes_of(self, index: int) -> list[range]:
+        """Where this rank's part of a parameter is in the host's copy."""
+        size = self.weight.element_size()
+        return [range(piece.at * size, (piece.at + piece.size) * size) for piece in self.pieces_in([index])]
+
     def part(self, flat: Tensor, index: int) -> Tensor:
         """The elements of parameter ``index`` in a flat view of the whole bucket, flat."""
         assert flat.numel() == self.spec.num_elements, f"{self.name}: a span, and the whole is wanted"

@@ -2,7 +2,8 @@
 
 Each of them is whole in a file on one drive (``core/on_disk.py``). For its use it is read past the page cache into its
 slot, by the slot's thread, and UP copies it from there. What is needed next is ``expect``-ed: it is read ahead as soon
-as its slot is free. Everybody else, who reads or writes weights from outside, has a view of the file (``resting``).
+as its slot is free. Everybody else, who reads or writes weights from outside, has a view of the file (``resting``),
+after it was compared with its checksums (``refuse_damaged``).
 
 The CPU's update of a trained weight makes the new one in PARKED, over the gradient. From there it goes to its place in
 the file (``rewrite``): by a thread of the drive, behind the worker, which goes on with other updates.
@@ -15,6 +16,8 @@ Ordering. Everything that concerns a slot is done by its thread, in the order in
                             One that it was given before is done before that; what it brought is not used, for the
                             slot ``holds`` it no more
                             From outside: ``written`` waits until the file has it
+    read, then write        what is read is compared with the checksum of what was written last: the drive's thread, and
+                            who writes from outside, waits for the reads of that weight that were given before
     write, then reuse       the bucket's update counts as done when the write is: its future is the update's. For it
                             wait who puts the next gradient into PARKED (``gradients_down.py``), and who reads the
                             weight from outside (``settle``)
@@ -65,6 +68,7 @@ class DiskWeights:
         self._places: dict[int, tuple[_Slot, Tensor, ScratchFile, int]] = {}  # slot, its memory, and where it rests
         self._new: dict[int, tuple[Executor, Tensor]] = {}  # of those that updates write: by whom, and from where
         self._rewrites: dict[int, Future[Updated]] = {}  # that the next read of a weight waits for
+        self._reads: dict[int, Future[None]] = {}  # the last one of each weight
         drives = [disk_state.thread(WRITES) for _ in layout.disk]
         for index, (drive, offset) in weights_on_disk(layout).items():
             bucket = layout.buckets[index]
@@ -85,17 +89,24 @@ class DiskWeights:
         _, memory, file, offset = self._places[index]
         return file.mapped()[offset : offset + memory.numel()]
 
-    def refuse_lost(self, index: int) -> None:
-        """Raise DiskError if what rests there cannot be read any more."""
-        if index in self._places:
-            _, memory, file, _ = self._places[index]
-            file.refuse_lost(memory)
+    def refuse_damaged(self, index: int, part: range) -> None:
+        """Raise DiskError if these bytes of ``resting`` cannot be read any more, or are not what was written. Nothing
+        reads the weight when it returns, so that it may be written.
+        """
+        place = self.resting(index)
+        if place is not None:
+            _, _, file, offset = self._places[index]
+            if index in self._reads:
+                self._reads[index].result()
+            self._first.refuse()
+            file.refuse_damaged(place, offset, part)
 
-    def written(self, index: int) -> None:
-        """Somebody has written to ``resting``: return when the next read has it."""
-        if index in self._places:
-            slot, memory, file, _ = self._places[index]
-            file.flush(memory)
+    def written(self, index: int, part: range | None = None) -> None:
+        """Somebody has written to ``resting``, at first to all of it: return when the next read has it."""
+        place = self.resting(index)
+        if place is not None:
+            slot, _, file, offset = self._places[index]
+            file.keep(place, offset, part)
             if slot.holds == index:
                 slot.holds = None
 
@@ -104,7 +115,7 @@ class DiskWeights:
         if index not in self._new:
             return update
         drive, slot = self._new[index][0], self._places[index][0]
-        self._rewrites[index] = written = drive.submit(self._write, index, update)
+        self._rewrites[index] = written = drive.submit(self._write, index, update, self._reads.get(index))
         if slot.holds == index:
             slot.holds = None
         return written
@@ -145,7 +156,8 @@ class DiskWeights:
         slot, memory, file, offset = self._places[index]
         if slot.holds != index:
             read = partial(self._read, memory, file, offset, slot.left, self._rewrites.pop(index, None))
-            slot.last, slot.holds = slot.thread.submit(self._first.run, read), index
+            slot.last = self._reads[index] = slot.thread.submit(self._first.run, read)
+            slot.holds = index
 
     def _read(
         self, memory: Tensor, file: ScratchFile, offset: int, left: Event | None, rewrite: Future[Updated] | None
@@ -156,10 +168,12 @@ class DiskWeights:
         self._transfer.uses(Lane.HOST, writes=[memory])
         file.read(memory, offset)
 
-    def _write(self, index: int, update: Future[Updated]) -> Updated:
+    def _write(self, index: int, update: Future[Updated], read: Future[None] | None) -> Updated:
         changed, made = update.result()
         if not changed:
             return changed, made
+        if read is not None:
+            read.result()
         (_, new), (_, _, file, offset) = self._new[index], self._places[index]
         self._transfer.uses(Lane.HOST, reads=[new])
         self._first.run(partial(file.write, new, offset))

@@ -5,6 +5,9 @@ it, gives the space back, and no two runs can share it. It is scratch, never a c
 when it is made, so that a disk that others fill cannot end a run. ``O_DIRECT`` goes past the page cache, which would
 take the very memory that the file saves.
 
+No drive is believed: of all that is written there is a checksum in memory (``checksums.py``), and what is read is
+compared before anybody has it. That finds lost and misdirected writes as well, which leave an old content.
+
 Refused, each in one line before anything heavy: a folder that is missing, is none, or cannot be written; a file system
 in memory (it would save nothing) or on the network (a lost connection would stop training); one without ``O_DIRECT``;
 too little space.
@@ -29,6 +32,7 @@ from torch import Tensor
 
 from strategies.core.on_disk import part_bytes
 from strategies.core.sizes import human
+from strategies.engine.memory.checksums import Checksums
 
 MOST_BYTES = 64 << 20  # of one call; the system takes less than 2 GiB
 MOST_MOVES = 4  # that one drive is given at once, before others wait
@@ -39,14 +43,17 @@ NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 class DiskError(RuntimeError):
-    """Reading or writing the file failed; what rests in it is lost."""
+    """Reading or writing the file failed, or it has not what was written; what rests in it is lost."""
 
 
 class ScratchFile:
-    """``num_bytes`` of ``what`` in ``folder``, reserved. Raise ValueError, in one line, if it cannot be."""
+    """``num_bytes`` of ``what`` in ``folder``, reserved. Raise ValueError, in one line, if it cannot be. It is divided
+    into places, each of which is read and written as a whole. ``checked``: whether what is read is compared.
+    """
 
-    def __init__(self, folder: str | Path, num_bytes: int, what: str = STATE) -> None:
+    def __init__(self, folder: str | Path, num_bytes: int, what: str = STATE, *, checked: bool = True) -> None:
         self._folder, self._what, self._num_bytes = Path(folder), what, num_bytes
+        self._sums = Checksums() if checked else None
         if said := unsuitable(self._folder):
             raise ValueError(said)
         try:
@@ -71,17 +78,25 @@ class ScratchFile:
         return int(self._file.fileno())
 
     def read(self, memory: Tensor, offset: int) -> None:
-        """Fill ``memory``, bytes that begin and end at pages, from ``offset`` on."""
+        """Fill ``memory``, bytes that begin and end at pages, with what was written at ``offset``. Or DiskError."""
         self._move(os.preadv, "read", memory, offset)
-        self.refuse_lost(memory)  # after the read: a write beyond what is gone makes it read as zeros
-
-    def refuse_lost(self, memory: Tensor) -> None:
-        """Raise DiskError, which names ``memory``, if the file has no longer all of its space."""
-        if self._blocks() < self._reserved:
-            raise self._lost(memory, "read", "some of the file's space was taken away")
+        self._refuse_lost(memory)  # after the read: a write beyond what is gone makes it read as zeros
+        self._compare(memory, offset)
 
     def write(self, memory: Tensor, offset: int) -> None:
         self._move(os.pwritev, "written", memory, offset)
+        if self._sums is not None:
+            self._sums.note(memory, offset)
+
+    def _refuse_lost(self, memory: Tensor) -> None:
+        if self._blocks() < self._reserved:
+            raise self._lost(memory, "read", "some of the file's space was taken away")
+
+    def _compare(self, memory: Tensor, offset: int, part: range | None = None) -> None:
+        differs = None if self._sums is None else self._sums.first_difference(memory, offset, part)
+        if differs is not None:
+            where = f"at byte {offset + differs} of the file the drive has not what was written"
+            raise self._lost(memory, "read", where)
 
     def _move(
         self, call: Callable[[int, Sequence[memoryview], int], int], done: str, memory: Tensor, offset: int
@@ -106,17 +121,24 @@ class ScratchFile:
         return mmap.mmap(self._handle, self._num_bytes)
 
     def mapped(self) -> Tensor:
-        """Its bytes, which may be read and written, but not after the space was taken away: pages are the system's, and
+        """Its bytes, to be read after ``refuse_damaged`` and written before ``keep``. Pages are the system's, and
         memory that is short has none of them. The tensor keeps them when the file is closed.
         """
         return torch.frombuffer(self._mapping, dtype=torch.uint8)
 
-    def flush(self, memory: Tensor) -> None:
-        """What was written to ``memory``, of ``mapped``, is in the file, and takes no memory any more."""
+    def refuse_damaged(self, place: Tensor, offset: int, part: range) -> None:
+        """Raise DiskError unless these bytes of ``place``, of ``mapped`` from ``offset`` on, are what was written."""
+        self._refuse_lost(place)  # before they are looked at, which would end the process
+        self._compare(place, offset, part)
+
+    def keep(self, place: Tensor, offset: int, part: range | None = None) -> None:
+        """What was written to ``place``, of ``mapped``, is in the file, and takes no memory any more."""
+        if self._sums is not None:
+            self._sums.note(place, offset, part)
         try:
             self._mapping.flush()
         except OSError as error:
-            raise self._lost(memory, "written", error.strerror) from error
+            raise self._lost(place, "written", error.strerror) from error
         self._mapping.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
@@ -128,13 +150,15 @@ class StripedFile:
     divided evenly (``part_bytes``), and its parts move at the same time. Raise ValueError like ``ScratchFile``.
     """
 
-    def __init__(self, folders: Sequence[str | Path], num_bytes: int, what: str = STATE) -> None:
+    def __init__(
+        self, folders: Sequence[str | Path], num_bytes: int, what: str = STATE, *, checked: bool = True
+    ) -> None:
         """``num_bytes`` are those of each file; offsets too are those in each."""
         self._threads = ThreadPoolExecutor(MOST_MOVES * len(folders), "stow-drive")
         self._files = list[ScratchFile]()
         for folder in folders:
             try:
-                self._files.append(ScratchFile(folder, num_bytes, what))
+                self._files.append(ScratchFile(folder, num_bytes, what, checked=checked))
             except ValueError as error:
                 self.close()
                 raise ValueError(f"{folder}: {error}" if len(folders) > 1 else str(error)) from None

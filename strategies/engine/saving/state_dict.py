@@ -100,8 +100,6 @@ class StateAccess(Copied):
         self.engine.refuse_partly_updated()
         bucket, index = self.engine.bucket_of[id(param)]
         self.engine.settle(bucket)
-        if self.engine.disk_weights is not None:
-            self.engine.disk_weights.refuse_lost(bucket.index)
         self.engine.transfer.host_wait(bucket.stored, bucket.arrived)
         return bucket, index
 
@@ -109,6 +107,10 @@ class StateAccess(Copied):
     def set_weight(self, param: nn.Parameter, value: Tensor, *, master: bool = True) -> None:
         """Copy a new weight to every place that has the weight, and to the master unless ``master`` is False."""
         bucket, index = self._settle(param)
+        if bucket.copy is None or value.untyped_storage().data_ptr() != bucket.copy.untyped_storage().data_ptr():
+            self.engine.refuse_damaged(
+                bucket, index
+            )  # what is beside it stays; a view of it was checked when it was made
         if bucket.sources:
             self.engine.ranks.stop_reading()
         bucket.load()
@@ -117,7 +119,7 @@ class StateAccess(Copied):
         copy = None if bucket.given_up else bucket.copy  # if it is, the gradient stays, and the master is the weight
         if copy is not None:
             bucket.fill(copy, {index: value.reshape(-1)})
-            self.engine.written(bucket)
+            self.engine.written(bucket, index)
         if master:
             bucket.fill_masters({index: value.reshape(-1)})
         if bucket.present and bucket.part(bucket.weight, index).data_ptr() != value.data_ptr():
@@ -154,6 +156,7 @@ class StateAccess(Copied):
 
     def _is_as_lent(self, param: nn.Parameter) -> bool:
         bucket, index = self._settle(param)
+        self.engine.refuse_damaged(bucket, index)
         known = param.data.reshape(-1).to("cpu", copy=True)
         bucket.read_exact(known, index)
         return self.engine.ranks.everywhere(same_bits(param.data.reshape(-1).cpu(), known))

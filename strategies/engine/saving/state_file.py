@@ -76,6 +76,7 @@ class EngineState:
                 if self._writes_whole:
                     yield from self.spans(name, WEIGHT, 0, self._access.newest_of(param))
                 continue
+            self._engine.refuse_damaged(bucket, index)
             resting = bucket.own(bucket.weight) if bucket.copy is None else bucket.copy
             for piece in bucket.pieces_in([index]):
                 tensor = bucket.rounded(piece) if bucket.given_up else resting[piece.at : piece.at + piece.size]
