@@ -312,10 +312,11 @@ def train(run: Run, stop: Stop, together: Agreement, watchdog: Watchdog | None) 
         if shortage := saving.shortage(run.folder, estimate):
             run.say(f"{shortage}: training goes on without a checkpoint until there is space")
     try:
-        trainer.train(resume_from_checkpoint=checkpoint)
-        stop.phase = Phase.ENDING
-        together.be_patient()
-        finish(run, trainer, together)
+        with loading.watched(run.config, timeout_s(run.config), partial(stop.end, code=ExitCode.WATCHDOG)):
+            trainer.train(resume_from_checkpoint=checkpoint)
+            stop.phase = Phase.ENDING
+            together.be_patient()
+            finish(run, trainer, together)
     finally:
         stop.ended.before()
         trainer.accelerator.free_memory()  # ends DeepSpeed's engine
