@@ -105,11 +105,11 @@ def test_one_that_is_stopped_is_seen() -> None:
 def test_what_is_said_before() -> None:
     """By a run whose batches may not find room; none of one that loads them itself."""
     small: dict[str, Any] = {"output_dir": "run", "gradient_accumulation_steps": 1}
-    assert loading.shortage(run_config(LLAMA, **small, dataloader_num_workers=1)) is None
-    assert loading.shortage(run_config(LLAMA, **small, per_device_train_batch_size=10**12)) is None
+    assert loading.shortage(run_config(LLAMA, **small, dataloader_num_workers=1), 1) is None
+    assert loading.shortage(run_config(LLAMA, **small, per_device_train_batch_size=10**12), 2) is None
     large = run_config(LLAMA, **small, dataloader_num_workers=2, per_device_train_batch_size=10**9)
-    line = loading.shortage(large)
-    assert line is not None and "2 loading processes may put " in line and " into /dev/shm, which has " in line
+    line = loading.shortage(large, 3)
+    assert line is not None and "6 loading processes may put " in line and " into /dev/shm, which has " in line
 
 
 def test_other_errors_are_not_explained() -> None:

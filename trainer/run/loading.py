@@ -97,17 +97,19 @@ def _begin(then: Callable[[int], None] | None, number: int) -> None:
         then(number)
 
 
-def shortage(config: RunConfig) -> str | None:
-    """A line if ``/dev/shm`` has less room than the loading processes may need; None if it is enough, or not known."""
+def shortage(config: RunConfig, num_ranks: int) -> str | None:
+    """A line if ``/dev/shm`` has less room than the loading processes of this machine's ranks may need; None if it is
+    enough, or not known.
+    """
     training, data = config.training, config.data
     processes = training.dataloader_num_workers or 0
     pages = -(-training.per_device_train_batch_size * data.max_length * BYTES // PAGESIZE)  # of a tensor
     batches = processes * (training.dataloader_prefetch_factor or AHEAD) + training.gradient_accumulation_steps
-    needed = batches * TENSORS * pages * PAGESIZE if processes else 0
+    needed = num_ranks * batches * TENSORS * pages * PAGESIZE if processes else 0
     free = _free()
     if free is None or needed <= free:
         return None
-    what = f"{processes} loading processes may put {human(needed)} into {SHARED}, which has {human(free)}"
+    what = f"{num_ranks * processes} loading processes may put {human(needed)} into {SHARED}, which has {human(free)}"
     return f"{KEY} = {processes}: {what}; if it is full the run ends: {LARGER}"
 
 
