@@ -83,14 +83,33 @@ def test_nothing_is_waited_for_without_end(does: Callable[[], None], code: ExitC
     signal.signal(signal.SIGCHLD, former)
 
 
+def test_one_that_is_stopped_is_seen() -> None:
+    """Also where it has announced a batch already, for which torch would wait."""
+    pid = os.fork()
+    if pid == 0:
+        signal.pause()
+        os._exit(0)
+    lines: list[str] = []
+    with loading.watched(run_config(LLAMA, dataloader_num_workers=1), 0.4, lines.append):
+        time.sleep(0.8)
+        assert lines == []
+        os.kill(pid, signal.SIGSTOP)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+        deadline_s = time.monotonic() + 20.0
+        while not lines:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+    assert len(lines) == 1 and "a process that loads batches was stopped for 0 s; " in lines[0]
+
+
 def test_what_is_said_before() -> None:
     """By a run whose batches may not find room; none of one that loads them itself."""
     small: dict[str, Any] = {"output_dir": "run", "gradient_accumulation_steps": 1}
-    assert loading.shortage(run_config(LLAMA, **small, dataloader_num_workers=1)) is None
-    assert loading.shortage(run_config(LLAMA, **small, per_device_train_batch_size=10**12)) is None
+    assert loading.shortage(run_config(LLAMA, **small, dataloader_num_workers=1), 1) is None
+    assert loading.shortage(run_config(LLAMA, **small, per_device_train_batch_size=10**12), 2) is None
     large = run_config(LLAMA, **small, dataloader_num_workers=2, per_device_train_batch_size=10**9)
-    line = loading.shortage(large)
-    assert line is not None and "2 loading processes may put " in line and " into /dev/shm, which has " in line
+    line = loading.shortage(large, 3)
+    assert line is not None and "6 loading processes may put " in line and " into /dev/shm, which has " in line
 
 
 def test_other_errors_are_not_explained() -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -140,7 +141,9 @@ def test_the_folder_is_held_though_the_file_was_removed(tmp_path: Path) -> None:
             os.kill(loader, 0)  # it lives
             assert code_of(in_child(lambda: refused(moved))) == 0
     finally:
-        os.kill(loader, signal.SIGKILL)
+        for each in (pid, loader):
+            with suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
 
 
 def test_a_loader_that_outlives_its_run_does_not_hold_the_folder(tmp_path: Path) -> None:

@@ -207,7 +207,9 @@ class TrainingSection(Section):
     dataloader_multiprocessing_context: Start | None = option("How loading processes start.")
     dataloader_in_order: bool | None = option("Batches in order although one worker is slow.")
     train_sampling_strategy: Sampling | None = option("Order of the samples.")
-    ddp_timeout: Count | None = option("Seconds before a silent collective fails.")
+    ddp_timeout: Count | None = option(
+        "Seconds before a silent collective, rank or loading process ends the run; not set means 1800."
+    )
 
     # Of the arguments of a task's trainer.
     beta: Annotated[Positive | None, For(["dpo", "orpo", "kto"])] = option(

@@ -110,7 +110,8 @@ def _convert(exact: Path, file: Path) -> None:
     or without such a file. It is not opened again: its first bytes are looked at, and the converter is believed.
     """
     command = [str(shutil.which(CONVERTER)), str(exact), "--outfile", str(file), "--outtype", "auto"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    # In a group of its own: Ctrl-C in a terminal, with which the run finishes its export, does not come to it.
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, process_group=0)
     if ended.returncode or not file.is_file() or _first(file) != MAGIC:
         said = (ended.stderr or ended.stdout).strip().splitlines()
         what = f"{command[0]} ended with {ended.returncode}: {said[-1] if said else 'it said nothing'}"

@@ -2,8 +2,9 @@
 
 Batches come through ``/dev/shm``. Torch moves them there in a thread of the loading process that nobody hears of: where
 there is no room the batch is lost, and the run waits for it without end. So our collator moves them, in the place where
-an error is sent to the run. A loading process that dies is noticed by torch. For one that is stopped, or whose disk
-does not answer, the run waits ``training.ddp_timeout``, as for another rank.
+an error is sent to the run. A loading process that dies is noticed by torch. For one whose disk does not answer the run
+waits ``training.ddp_timeout``, as for another rank. One that is stopped does not give a batch that it has announced,
+and for that torch waits without end; so a thread looks whether one is.
 
 Invariant. A batch that is shared has its own bytes; torch then sends it as it is, and copies it no second time.
 """
@@ -14,12 +15,16 @@ import errno
 import multiprocessing
 import os
 import signal
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from mmap import PAGESIZE
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
@@ -34,6 +39,7 @@ if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
 
 SHARED = Path("/dev/shm")
+LOOK_S, LOOKS = 30.0, 8  # between two looks at loading processes, and at least so many per timeout
 AHEAD = 2  # batches that a process prepares, if the config says nothing
 TENSORS, BYTES = 3, 8  # of a row of tokens: inputs, labels, mask; per token
 KEY = "training.dataloader_num_workers"
@@ -91,18 +97,51 @@ def _begin(then: Callable[[int], None] | None, number: int) -> None:
         then(number)
 
 
-def shortage(config: RunConfig) -> str | None:
-    """A line if ``/dev/shm`` has less room than the loading processes may need; None if it is enough, or not known."""
+def shortage(config: RunConfig, num_ranks: int) -> str | None:
+    """A line if ``/dev/shm`` has less room than the loading processes of this machine's ranks may need; None if it is
+    enough, or not known.
+    """
     training, data = config.training, config.data
     processes = training.dataloader_num_workers or 0
     pages = -(-training.per_device_train_batch_size * data.max_length * BYTES // PAGESIZE)  # of a tensor
     batches = processes * (training.dataloader_prefetch_factor or AHEAD) + training.gradient_accumulation_steps
-    needed = batches * TENSORS * pages * PAGESIZE if processes else 0
+    needed = num_ranks * batches * TENSORS * pages * PAGESIZE if processes else 0
     free = _free()
     if free is None or needed <= free:
         return None
-    what = f"{processes} loading processes may put {human(needed)} into {SHARED}, which has {human(free)}"
+    what = f"{num_ranks * processes} loading processes may put {human(needed)} into {SHARED}, which has {human(free)}"
     return f"{KEY} = {processes}: {what}; if it is full the run ends: {LARGER}"
+
+
+@contextmanager
+def watched(config: RunConfig, timeout_s: float, end: Callable[[str], None]) -> Iterator[None]:
+    """Inside, ``end`` is called with a line, from another thread, if a loading process is stopped for so long."""
+    over = threading.Event()
+    if config.training.dataloader_num_workers:
+        threading.Thread(target=_watch, args=(timeout_s, over, end), name="loading", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _watch(timeout_s: float, over: threading.Event, end: Callable[[str], None]) -> None:
+    since_s: dict[psutil.Process, float] = {}
+    while not over.wait(min(LOOK_S, timeout_s / LOOKS)):
+        now_s = time.monotonic()
+        since_s = {each: since_s.get(each, now_s) for each in psutil.Process().children() if _is_stopped(each)}
+        if since_s and now_s - min(since_s.values()) >= timeout_s:
+            for each in since_s:
+                each.kill()  # it would be left behind
+            end(f"{KEY}: a process that loads batches was stopped for {timeout_s:.0f} s; {FEWER}")
+            return
+
+
+def _is_stopped(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_STOPPED)
+    except psutil.Error:  # it has just ended
+        return False
 
 
 def end_all() -> None:

@@ -1,9 +1,9 @@
 """A whole run: prepare, train, finish. Returns an exit code and closes every process group.
 
 A run that was asked to stop saves at the end of the step, on all ranks together, and ends with exit code 10, or 130 if
-it was Ctrl-C. A signal
-reaches one rank, or several at different moments, and a rank that saved on its own would wait for the others in the
-collectives of saving. So the ranks agree at the end of every step, and after what takes long, an evaluation or a save.
+it was Ctrl-C. A signal reaches one rank, or several at different moments, and a rank that saved on its own would wait
+for the others in the collectives of saving. So the ranks agree at the end of every step, and after what takes long, an
+evaluation or a save.
 
 Invariant. ``Stopped`` is raised on all ranks or on none, after every rank has left the save. The checkpoint is an
 ordinary one, so the resumed run ends with the bits of one that nobody stopped; an evaluation that is due at this step
@@ -248,7 +248,7 @@ def _whole(config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | Non
     """
     with agreement(ranks, timeout_s(config)) as together, ExitStack() as held:
         together.refuse_different(leaves(config.tree()))
-        if ranks.is_first and (line := loading.shortage(config)):
+        if ranks.is_first and (line := loading.shortage(config, ranks.local_world_size)):
             write_line(line)
 
         def take_lock() -> str:
@@ -320,10 +320,11 @@ def train(run: Run, stop: Stop, together: Agreement, watchdog: Watchdog | None) 
         if shortage := saving.shortage(run.folder, estimate):
             run.say(f"{shortage}: training goes on without a checkpoint until there is space")
     try:
-        trainer.train(resume_from_checkpoint=checkpoint)
-        stop.phase = Phase.ENDING
-        together.be_patient()
-        finish(run, trainer, together)
+        with loading.watched(run.config, timeout_s(run.config), partial(stop.end, code=ExitCode.WATCHDOG)):
+            trainer.train(resume_from_checkpoint=checkpoint)
+            stop.phase = Phase.ENDING
+            together.be_patient()
+            finish(run, trainer, together)
     finally:
         stop.ended.before()
         trainer.accelerator.free_memory()  # ends DeepSpeed's engine
