@@ -219,7 +219,7 @@ def test_the_card_says_what_the_run_knows(tmp_path: Path) -> None:
 
     unlogged = model_card(run_config(LLAMA), LlamaConfig(), TrainerState(), 1, {})
     assert unlogged.data.to_dict()["library_name"] == "transformers" and "base_model" not in unlogged.data.to_dict()
-    assert "type llama" in unlogged.text and "random weights" in unlogged.text and "Strategies: none" in unlogged.text
+    assert "type llama" in unlogged.text and "random weights" in unlogged.text and "on 1 process: none" in unlogged.text
     assert "loss" not in unlogged.text and "equals plain" not in unlogged.text
 
 
