@@ -2,8 +2,8 @@
 
 What is kept counts as long as the file has the same path, inode, size, time of modification and time of change, both
 in nanoseconds. No program sets the time of change, so a file whose bytes were exchanged is read again, also if its
-size and its time of modification were brought back. Kept is nothing that has changed less than ``SETTLED_S`` ago, or
-while it was read: a second change may leave it the same times.
+size and its time of modification were brought back. Nothing is kept of a file that had changed less than ``SETTLED_S``
+before it was read: a change while it is read may leave it the same times.
 
 Believed is the file system, which has to give a file that is written another time of change.
 """
@@ -38,7 +38,7 @@ def hashes(paths: Iterable[Path]) -> list[str]:
 
 
 def _hash(path: Path) -> str:
-    before = _file(path)
+    now_ns, before = time.time_ns(), _file(path)
     if before[1] < LARGE:
         return size_and_hash(path)[1]
     place = Path.home() / f".cache/deepstow/hashes/{digest_of(str(path.absolute()))[:32]}.json"
@@ -47,8 +47,7 @@ def _hash(path: Path) -> str:
         if kept.file == before:
             return kept.sha256
     found = size_and_hash(path)[1]
-    settled = time.time_ns() - max(before[2:]) > SETTLED_S * 1e9
-    if settled and _file(path) == before:
+    if now_ns - max(before[2:]) > SETTLED_S * 1e9:
         with suppress(OSError):  # it is read again the next time
             place.parent.mkdir(parents=True, exist_ok=True)
             replace_file(place, signed(_Kept(file=before, sha256=found).model_dump()))
