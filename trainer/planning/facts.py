@@ -318,11 +318,10 @@ def _inputs(config: RunConfig, model: Any, shape: tuple[int, int], *, masked: bo
 def _numbers(model: Any) -> dict[str, Any]:
     """Of the experts of a layer, how many there are and a token is sent to; positions; of the head."""
     from trainer.model.tensor_share import head_words, is_tied
-
     counts = (each for module in model.modules() if isinstance(each := getattr(module, "num_experts", 0), int))
     sent = getattr(model.config.get_text_config(), "num_experts_per_tok", 0)
     found: dict[str, Any] = {"num_experts": max(counts, default=0), "experts_per_token": sent or 0}
-    found |= {"tied": is_tied(model), "head_words": head_words(model)}
+    found |= {"tied": is_tied(model), "untied": model.untied, "head_words": head_words(model)}
     return found | {"positions": positions.made_for(model.config)}
 
 
@@ -363,6 +362,8 @@ def _meta_model(config: RunConfig) -> PreTrainedModel:
     """The configured model on the meta device. Modules of fake tensors cannot be moved or cast, and peft does that."""
     import torch
 
+    from trainer.model import tying
+
     section, task = config.model, TASKS[config.task]
     auto = loaded(task.model_class)
     hf_config = config_of(config)
@@ -393,6 +394,7 @@ def _meta_model(config: RunConfig) -> PreTrainedModel:
         except (RuntimeError, AssertionError) as error:  # too large for a machine, padding beyond the vocabulary
             raise ConfigError(f"model.config: cannot be built: {first_line(error)}") from None
     attention.check(config, model)
+    tying.untie(model, tying.untied(model, section.name_or_path))
     if section.quantization_config is not None:
         quantise(model, section.quantization_config)
     with torch.device("meta"):
