@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,19 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.e2e.commands import write_jsonl
 from tests.helpers.releases import needs_stage_3
 from tests.helpers.small_runs import TRAVEL, by_the_trainer, make_rows_and_model, ran, rows_of, tree_of
 from tests.helpers.tiny import LLAMA, run_config
 from tests.helpers.worlds import run_counted
+from trainer.config.load import load_tree
 from trainer.config.sections import RunConfig
+from trainer.data import pydoc_rows
+from trainer.data import tokenizer as tokenizers
 from trainer.dist.ranks import Ranks
-from trainer.planning.facts import count_model
+from trainer.dist.stopping import Stop
+from trainer.model import parts, tying
+from trainer.run import run as runs
 from trainer.verify.verify import compare, train
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -85,3 +92,38 @@ def test_the_export_says_what_was_trained(equal: bool, tmp_path: Path) -> None:
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export")
     assert again.config.tie_word_embeddings is equal
     assert torch.equal(again.lm_head.weight, found[TABLE if equal else HEAD])
+
+
+def test_a_config_that_cannot_say_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """T5 ties three tables by one key. Plainly and stowed its own head is trained, and the export opens with it."""
+    rows = [{"prompt": row["text"], "completion": row["text"][::-1]} for _, row in islice(pydoc_rows.rows("labels"), 8)]
+    data = {"path": str(write_jsonl(tmp_path / "rows.jsonl", rows)), "max_length": 24, "max_target_length": 16}
+    config = transformers.T5Config(
+        vocab_size=300, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
+    torch.manual_seed(0)
+    model = transformers.T5ForConditionalGeneration(config)
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+    model.save_pretrained(tmp_path / "model")
+    tokenizers.trained(300, tmp_path, (row["prompt"] for row in rows)).save_pretrained(tmp_path / "model")
+
+    def run(strategies: Mapping[str, Any]) -> dict[str, Tensor]:
+        tree = tree_of(tmp_path, tmp_path / "run", {"task": "seq2seq", "data": data}, strategies, max_steps=2)
+        return ran(tree)
+
+    plain = run({})
+    opened = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "run" / "export")
+    assert not torch.equal(plain[HEAD], plain["shared.weight"]) and torch.equal(opened.lm_head.weight, plain[HEAD])
+    assert opened.decoder.embed_tokens.weight is opened.shared.weight
+    stowed = run({"offload": {"site": "host", "weights": "streamed"}})
+    assert stowed.keys() == plain.keys() and all(torch.equal(stowed[name], value) for name, value in plain.items())
+    tree = tree_of(tmp_path, tmp_path / "run", {"task": "seq2seq", "data": data}, {"zero": {"stage": 3}})
+    assert runs.run(load_tree(tree), Ranks(), Stop()) == 2
+    assert "strategies.zero.stage = 3: the files of" in capfd.readouterr().err
+
+    export = str(tmp_path / "run" / "export")
+    filled = transformers.AutoModelForSeq2SeqLM.from_pretrained(export, device_map="meta")
+    tying.untie(filled, tying.untied(filled, export))
+    assert parts.fill(filled, plain, export, 0, lambda: None) is None  # read from the files one by one
+    assert torch.equal(filled.lm_head.weight, stowed[HEAD])
+    assert torch.equal(filled.encoder.embed_tokens.weight, stowed["shared.weight"])
