@@ -34,7 +34,7 @@ from strategies.core.optimizers import moments_of
 from strategies.core.protocol import Axis, Phase, Refusal, Requirement
 from trainer.errors import ConfigError, first_line
 from trainer.machine.profiles import known_rates
-from trainer.model import attention, config_keys, hub, pruned
+from trainer.model import attention, config_keys, hub, loss_terms, pruned
 from trainer.model.adapters import loraplus_groups
 from trainer.model.build import with_lora
 from trainer.model.count_cache import cached
@@ -107,6 +107,10 @@ def check_model(config: RunConfig, built: Any) -> None:
     if built.is_encoder_decoder and auto.endswith("SequenceClassification"):
         what = f"{built.model_type} models find the end of a text by its values, which no plan can know"
         raise config.error("task", config.task, f"{what}; {tasks_of(built)}")
+    smoothing, term = config.training.label_smoothing_factor, loss_terms.switched_on(built)
+    if smoothing and term is not None and TASKS[config.task].trainer.startswith("transformers."):
+        what = f"leaves out what the model adds to its loss (model.config.{term})"
+        raise config.error("training.label_smoothing_factor", smoothing, f"{what}; leave one of the two out")
     keys = built.get_text_config().to_dict()
     saved = partial(hub.file_of, config.model.name_or_path)
     refuse(config, [*TASKS[config.task].refuses_model(config, built, saved), *attention.refuses_model(config, built)])
