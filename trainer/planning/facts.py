@@ -278,6 +278,7 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
         model_params=0 if whole is None else sum(unit.num_params for unit in whole.units),
         model_flops=whole.forward_flops if whole is not None else slices * found.flops if slices > 1 else 0,
         sums=tensor_share.sums(linears),
+        written=tuple(sorted(found.written)),
         **_numbers(model),
     )
 
