@@ -303,7 +303,13 @@ def test_training_with_a_cache_that_holds_something() -> None:
 STATES: dict[str, dict[str, Any]] = {  # states in a cache's dicts, in its list, and beside keys and values
     "lfm2": {"full_attn_idxs": [1], "block_multiple_of": 8},
     "minimax": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
-    "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "attn_layer_indices": [1]},
+    "bamba": {
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 1,
+        "attn_layer_indices": [1],
+    },
 }
 
 

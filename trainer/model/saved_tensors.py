@@ -162,8 +162,7 @@ def _conversions(model: PreTrainedModel) -> list[Any]:
 
 
 def rows_in_files(name_or_path: str) -> dict[str, Callable[[slice], Tensor]]:
-    """What reads rows of each tensor in the files of a saved model, pickled ones included; empty: it has no files here.
-    """
+    """What reads rows of each tensor in the files of a saved model, pickled ones included; empty: it has no files here."""
     try:
         return {source.key: source.rows for source in _sources(name_or_path)}
     except NotInParts:

@@ -285,6 +285,8 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
 
 def _counted_forward(model: Any, call: Callable[[], Any], shape: tuple[int, int]) -> Any:
     """``call``, counted. Raise ConfigError if forward fails on rows of this ``shape``, or no block can be compiled."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException
+
     from trainer.model.compiled import NotCompilable
     from trainer.model.temporaries import count
 
@@ -294,6 +296,10 @@ def _counted_forward(model: Any, call: Callable[[], Any], shape: tuple[int, int]
         raise ConfigError(f"training.torch_compile: a block of this model cannot be compiled whole: {error}") from None
     except (NotImplementedError, AttributeError) as error:  # a mask that it has not; adapters in what gives no tensor
         raise ConfigError(f"model: {first_line(error).removeprefix('NotImplementedError: ')}") from None
+    except DataDependentOutputException as error:
+        what = f"its forward asks for values of tensors ({error.func}), which no plan knows, so it cannot be planned"
+        cure = "train another architecture, or in a loop of your own, with plan_for(model) without batch="
+        raise ConfigError(f"model: {model.config.model_type}: {what}; {cure}") from None
     except (RuntimeError, IndexError) as error:
         what = f"{first_line(error)}; has it so many positions? data.max_length says how many tokens a row has"
         raise ConfigError(f"model: its forward fails on {shape[0]} x {shape[1]} tokens: {what}") from None
@@ -323,6 +329,7 @@ def _inputs(config: RunConfig, model: Any, shape: tuple[int, int], *, masked: bo
 def _numbers(model: Any) -> dict[str, Any]:
     """Of the experts of a layer, how many there are and a token is sent to; positions; of the head."""
     from trainer.model.tensor_share import head_words, is_tied
+
     counts = (each for module in model.modules() if isinstance(each := getattr(module, "num_experts", 0), int))
     sent = getattr(model.config.get_text_config(), "num_experts_per_tok", 0)
     found: dict[str, Any] = {"num_experts": max(counts, default=0), "experts_per_token": sent or 0}

@@ -157,9 +157,7 @@ def count_live(model: nn.Module, batch: Batch | None, groups: Sequence[Sequence[
     largest = max((param.num_elements for param in params), default=0)
     scales = scales_bytes(model)
     written = tuple(sorted(found.written))
-    return ModelCount(
-        units=found.units(), largest_param=largest, params=params, scales_bytes=scales, written=written
-    )
+    return ModelCount(units=found.units(), largest_param=largest, params=params, scales_bytes=scales, written=written)
 
 
 def _counted(model: nn.Module, batch: Batch) -> Counter:
