@@ -28,8 +28,8 @@ from trainer.verify.verify import full_weights
 
 ROUTED: Mapping[str, Any] = {**MIXTRAL, "pad_token_id": 0, "output_router_logits": True, "router_aux_loss_coef": 0.5}
 BAMBA: Mapping[str, Any] = {
-    **LLAMA, "pad_token_id": 0, "model_type": "bamba", "z_loss_coefficient": 0.1, "mamba_n_heads": 4, "mamba_d_head": 16,
-    "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8, "attn_layer_indices": [1],
+    **LLAMA, "pad_token_id": 0, "model_type": "bamba", "z_loss_coefficient": 0.1, "mamba_n_heads": 4,
+    "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8, "attn_layer_indices": [1],
 }  # fmt: skip
 RATE = 0.5
 SGD: Mapping[str, Any] = {

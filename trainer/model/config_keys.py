@@ -1,7 +1,8 @@
 """The keys of ``model.config``, checked against the architecture's own config class before any data is read.
 
-Transformers keeps a key that a config class does not have as an attribute, which most models do not read, and takes any
-whole number as a size. A misspelt key would train another model than was meant, and a negative size ends in a traceback.
+Transformers keeps a key that a config class does not have as an attribute, which hardly any model reads, and takes any
+whole number as a size. A misspelt key would train another model than was meant, and a negative size ends in a
+traceback.
 """
 
 from __future__ import annotations

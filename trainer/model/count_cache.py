@@ -2,8 +2,8 @@
 
 The counts follow from the model section, a few keys of ``training`` and ``data``, the versions of the packages and the
 project's own code that counts; a hash of all of these is the name of a file in ``~/.cache/deepstow/counts``. A folder
-is identified by its config.json, and by the sizes and times of its weights. A model by name on the hub is counted anew by each process, since the name may come to
-mean another model. A file that cannot be read is replaced.
+is identified by its config.json, and by the sizes and times of its weights. A model by name on the hub is counted anew
+by each process, since the name may come to mean another model. A file that cannot be read is replaced.
 """
 
 from __future__ import annotations

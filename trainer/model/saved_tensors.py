@@ -121,11 +121,11 @@ def saved_tensors(model: PreTrainedModel, name_or_path: str) -> dict[str, SavedT
     found: dict[str, SavedTensor] = {}
     several: dict[str, list[Source]] = {}
     listed = list(_sources(name_or_path))
-    sources = {source.key: source for source in listed}
-    if len(sources) < len(listed):
+    of_key = {source.key: source for source in listed}
+    if len(of_key) < len(listed):
         raise NotInParts("its files have a name twice")
-    for key, name, pattern in renamed(model, sources):
-        source = sources[key]
+    for key, name, pattern in renamed(model, of_key):
+        source = of_key[key]
         if pattern is not None:
             several.setdefault(name, []).append(source._replace(pattern=pattern))
         elif name in found:
@@ -162,7 +162,7 @@ def _conversions(model: PreTrainedModel) -> list[Any]:
 
 
 def rows_in_files(name_or_path: str) -> dict[str, Callable[[slice], Tensor]]:
-    """What reads rows of each tensor in the files of a saved model, pickled ones included; empty: it has no files here."""
+    """What reads rows of each tensor in the files of a saved model, pickled ones included; empty: none are here."""
     try:
         return {source.key: source.rows for source in _sources(name_or_path)}
     except NotInParts:

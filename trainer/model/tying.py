@@ -46,8 +46,9 @@ def untied(model: PreTrainedModel, name_or_path: str | None) -> tuple[str, ...]:
 
 def untie(model: PreTrainedModel, names: Iterable[str]) -> None:
     """Give weights of a ``model`` without values tensors of their own, and tie all others that are to be tied."""
-    model.untied = tuple(names)
-    for name in model.untied:
+    own: Any = model
+    own.untied = tuple(names)
+    for name in own.untied:
         path, _, key = name.rpartition(".")
         param: Any = model.get_parameter(name)
         model.get_submodule(path).register_parameter(key, nn.Parameter(torch.empty_like(param), param.requires_grad))
@@ -58,7 +59,7 @@ def untie(model: PreTrainedModel, names: Iterable[str]) -> None:
 def config_says(config: PretrainedConfig, task: Task, names: Iterable[str]) -> bool:
     """Whether ``config`` ties ``names`` and nothing else, so that it can say that they are not."""
     known = loaded(task.model_class)._model_mapping
-    kind: Any = known[type(config)] if type(config) in known else None  # the model brings its own code
+    kind: Any = known.get(type(config), None)  # None: the model brings its own code
     if kind is None or set(kind._tied_weights_keys or ()) != set(names):
         return False
     return KEY not in inspect.getsource(kind.forward)
@@ -70,8 +71,8 @@ def check(model: PreTrainedModel, name_or_path: str | None, planned: Collection[
     found = {*by_config} - {*model.all_tied_weights_keys} | {*untied(model, name_or_path)}
     if left := sorted(found - {*planned}):
         raise ConfigError(
-            f"model.name_or_path = {name_or_path!r}: its files, which were not on this machine when it was planned, have "
-            f"{left[0]} of their own, which its config ties; start once more"
+            f"model.name_or_path = {name_or_path!r}: its files, which were not here when it was planned, have {left[0]} "
+            f"of their own, which its config ties; start once more"
         )
 
 

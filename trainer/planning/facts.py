@@ -278,8 +278,7 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
         model_params=0 if whole is None else sum(unit.num_params for unit in whole.units),
         model_flops=whole.forward_flops if whole is not None else slices * found.flops if slices > 1 else 0,
         sums=tensor_share.sums(linears),
-        written=tuple(sorted(found.written)),
-        **_numbers(model),
+        **_numbers(model, found),
     )
 
 
@@ -326,7 +325,7 @@ def _inputs(config: RunConfig, model: Any, shape: tuple[int, int], *, masked: bo
     return inputs
 
 
-def _numbers(model: Any) -> dict[str, Any]:
+def _numbers(model: Any, counter: Any) -> dict[str, Any]:
     """Of the experts of a layer, how many there are and a token is sent to; positions; of the head."""
     from trainer.model.tensor_share import head_words, is_tied
 
@@ -334,7 +333,7 @@ def _numbers(model: Any) -> dict[str, Any]:
     sent = getattr(model.config.get_text_config(), "num_experts_per_tok", 0)
     found: dict[str, Any] = {"num_experts": max(counts, default=0), "experts_per_token": sent or 0}
     found |= {"tied": is_tied(model), "untied": model.untied, "head_words": head_words(model)}
-    return found | {"positions": positions.made_for(model.config)}
+    return found | {"written": tuple(sorted(counter.written)), "positions": positions.made_for(model.config)}
 
 
 def _whole(config: RunConfig) -> ModelCount | None:
