@@ -23,7 +23,9 @@ from trainer.data import pydoc_rows
 from trainer.data import tokenizer as tokenizers
 from trainer.dist.ranks import Ranks
 from trainer.dist.stopping import Stop
+from trainer.errors import ConfigError
 from trainer.model import parts, tying
+from trainer.planning.facts import count_model
 from trainer.run import run as runs
 from trainer.verify.verify import compare, train
 
@@ -31,21 +33,19 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 
 
-def save_with_own_head(folder: Path, head: Tensor | None = None, **how: Any) -> None:
-    """A Llama whose config ties its head to the table, and whose files have a head: ``head``, or another than it."""
+def save_with_own_head(folder: Path, **how: Any) -> None:
+    """A Llama whose config ties its head to the table, and whose files have a head, another than it."""
     torch.manual_seed(2)
     options = {**LLAMA, "initializer_range": 0.3}
     config = transformers.AutoConfig.for_model(options.pop("model_type"), **options)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    if head is not None:
-        model.lm_head.weight.data.copy_(head)
     model.save_pretrained(folder, **how)
     said = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**said, "tie_word_embeddings": True}))
 
 
-def config_of(folder: Path, strategies: Mapping[str, Any], **model: Any) -> RunConfig:
-    given = {"config": None, "name_or_path": str(folder), "tokenizer": None, **model}
+def config_of(folder: Path, strategies: Mapping[str, Any]) -> RunConfig:
+    given = {"config": None, "name_or_path": str(folder), "tokenizer": None}
     training = {"max_steps": 2, "learning_rate": 1e-2, "max_grad_norm": 0.0, "gradient_accumulation_steps": 2}
     return run_config(None, model=given, strategies=strategies, output_dir=folder, use_cpu=True, **training)
 
@@ -71,6 +71,24 @@ def test_every_strategy_trains_the_head_of_the_files(tmp_path: Path) -> None:
         differences = {each.name: each.relative for each in compare(expected, trained)}
         assert trained.keys() == expected.keys()
         assert max(differences.values(), default=0.0) <= bound, differences
+
+
+def test_files_that_come_after_the_plan_are_refused(tmp_path: Path) -> None:
+    """As those of a model on the hub, which is downloaded when it is loaded."""
+    save_with_own_head(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    tying.check(loaded, str(tmp_path), (HEAD,))
+    with pytest.raises(ConfigError, match=f"have {HEAD} of their own, which its config ties; start once more"):
+        tying.check(loaded, str(tmp_path), ())
+
+
+def test_pickled_files_are_read_as_well(tmp_path: Path) -> None:
+    save_with_own_head(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    torch.save(load_file(weights), tmp_path / "pytorch_model.bin")
+    weights.unlink()
+    count = count_model(config_of(tmp_path, {}))
+    assert count.untied == (HEAD,) and not count.tied
 
 
 @pytest.mark.parametrize("equal", [False, True])

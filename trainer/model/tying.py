@@ -71,8 +71,8 @@ def check(model: PreTrainedModel, name_or_path: str | None, planned: Collection[
     found = {*by_config} - {*model.all_tied_weights_keys} | {*untied(model, name_or_path)}
     if left := sorted(found - {*planned}):
         raise ConfigError(
-            f"model.name_or_path = {name_or_path!r}: its files, which were not here when it was planned, have {left[0]} "
-            f"of their own, which its config ties; start once more"
+            f"model.name_or_path = {name_or_path!r}: its files, which were not here when it was planned, have "
+            f"{left[0]} of their own, which its config ties; start once more"
         )
 
 
