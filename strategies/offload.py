@@ -271,6 +271,8 @@ class Offload(Strategy):
 
     def _refuse(self, facts: Facts, plan: Plan) -> None:
         assert facts.params, "offload places single parameters; these facts do not list them"
+        if why := facts.run.refuses_copies_of_written():
+            raise Refusal("strategies.offload", self.written, why)
         engine = [by for decision, by in plan.answers.values() if isinstance(decision, EngineSet)]
         if engine:
             raise Conflict(("Share", "all units"), engine[0], "offload")

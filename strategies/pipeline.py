@@ -102,6 +102,10 @@ class Pipeline(Strategy):
         if offload and self.order.parts_per_stage > 1:
             cure = "gives a stage two parts, and the memory engine trains one; write 1f1b or gpipe"
             yield Refusal(f"{KEY}.schedule", self.schedule, f"cannot go with strategies.offload: it {cure}")
+        keeping = [name for name, each in others.items() if each.keeps_outputs()] if self.order.splits_backward else []
+        for name in keeping:
+            why = f"{self.schedule} passes through a block twice in backward, and torch gives what was kept to one pass"
+            yield Refusal(f"strategies.{name}", others[name].written, f"{why}; write policy: full, or schedule: 1f1b")
         if run.precision is Precision.FP16:
             yield Refusal("training.fp16", True, f"cannot go with {KEY}, which scales no loss; write training.bf16")
         count, key = run.accumulation, "training.gradient_accumulation_steps"

@@ -124,6 +124,9 @@ class Recompute(Strategy):
     def repeats_products(self) -> bool:
         return self.policy == "full" and self.every == 1
 
+    def keeps_outputs(self) -> bool:
+        return self.policy in ("selective", AUTO)
+
     def _may_host(self, facts: Facts) -> bool:
         """Stages of a pipeline have several micro-batches under way, and the host's room is for one."""
         return self.activation_offloading is not False and facts.run.stages == 1

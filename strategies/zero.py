@@ -75,6 +75,8 @@ class Zero(Strategy):
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
         run, sizes = facts.run, element_bytes(facts.run, self.stage)
+        if why := run.refuses_copies_of_written():
+            raise Refusal("strategies.zero", self.written, why)
         for unit, kind in product(facts.units, Kind):
             split = self.stage >= SPLIT_FROM[kind]
             reason = f"stage {self.stage}: " + (f"1/{run.copies} per rank" if split else "whole on every rank")

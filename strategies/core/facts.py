@@ -171,6 +171,10 @@ class ModelNumbers:
     model_flops: int = 0  # of one micro-batch's forward through it
     scales_bytes: int = 0  # of quantised weights, always on the device
     tied: bool = False  # the head multiplies by the embedding's weight
+    untied: tuple[
+        str, ...
+    ] = ()  # weights that the model's config ties, and of which its files have values of their own
+    written: tuple[str, ...] = ()  # weights that forward writes to
     head_words: int = 0  # of a whole head that tensor ranks divide; 0: there is none, or it is tied
     num_experts: int = 0  # of a layer; 0: there are none
     experts_per_token: int = 0
@@ -212,6 +216,12 @@ class RunFacts(ModelNumbers):
     compression: Compression | None = None  # of gradients between ranks
     pruned: int = 0  # elements of the parameters whose zeros stay
     largest_pruned: int = 0  # of the largest of them
+
+    def refuses_copies_of_written(self) -> str:
+        """Why what keeps second copies of weights cannot train this model; empty if it can."""
+        if not self.written:
+            return ""
+        return f"the model's forward writes to {self.written[0]}, whose copy the next update goes on from; leave it out"
 
     @property
     def grid(self) -> Grid:

@@ -198,6 +198,10 @@ class Strategy(BaseModel, ABC):
         """Whether backward repeats the matrix products of every block's forward."""
         return False
 
+    def keeps_outputs(self) -> bool:
+        """Whether blocks that run again in backward may keep outputs of single operators from forward."""
+        return False
+
     def gemm_timing(self) -> tuple[float, str | None] | None:
         """How many seconds matrix products of linear layers may be measured, and the file of results (None: the usual
         one); None if the strategy does not use measurements.

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from strategies.core.compose import compose
@@ -28,7 +29,7 @@ from tests.helpers.pairwise import Table
 from tests.helpers.releases import needs_stage_3
 from tests.helpers.sides import both_sides
 from tests.helpers.sides import train as train_steps
-from tests.helpers.tiny import MODELS
+from tests.helpers.tiny import LLAMA, MODELS
 from tests.helpers.worlds import run_counted
 from tests.helpers.zoo import branches, hub, text
 from trainer.config.sections import RunConfig
@@ -297,6 +298,42 @@ def test_training_with_a_cache_that_holds_something() -> None:
     assert unequal(run(False), run(True)) == []
     without = steps(made("llama", False, "sdpa", torch.float32), micro_batches())
     assert not torch.equal(run(True)[0]["loss"], without[0]["loss"])
+
+
+STATES: dict[str, dict[str, Any]] = {  # states in a cache's dicts, in its list, and beside keys and values
+    "lfm2": {"full_attn_idxs": [1], "block_multiple_of": 8},
+    "minimax": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    "bamba": {
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 1,
+        "attn_layer_indices": [1],
+    },
+}
+
+
+@pytest.mark.parametrize("filled", [False, True])
+@pytest.mark.parametrize("kind", STATES)
+def test_a_cache_with_states_that_blocks_overwrite(kind: str, filled: bool) -> None:
+    """``use_cache`` is on by default in a loop of one's own: a replay finds the states as the first run did."""
+
+    def run(recomputes: bool) -> list[dict[str, Tensor]]:
+        torch.manual_seed(3)
+        options = {**LLAMA, **STATES[kind], "use_cache": True, "initializer_range": 0.3, "pad_token_id": 0}
+        config = transformers.AutoConfig.for_model(**{**options, "model_type": kind})
+        model: Any = transformers.AutoModelForCausalLM.from_config(config)
+        batches = []
+        for batch in micro_batches():
+            ids = batch["input_ids"] % options["vocab_size"]
+            with torch.no_grad():
+                past = model(input_ids=ids).past_key_values if filled else None
+            batches.append({"input_ids": ids, "labels": ids, "past_key_values": past})
+        if recomputes:
+            checkpoint_blocks(model, {f"model.layers.{index}": ["linear 0"] for index in range(2)})
+        return steps(model, batches)
+
+    assert unequal(run(False), run(True)) == []
 
 
 def test_the_cache_of_an_encoder_and_a_decoder() -> None:

@@ -164,6 +164,11 @@ def test_refusals() -> None:
         assert not list(each.refusals(replace(known(8).run, max_grad_norm=0.0, stages=1, world_size=1), {}))
     (line,) = refused(pipeline(schedule="zbv"), known(8), offload=offload)
     assert line.endswith("it gives a stage two parts, and the memory engine trains one; write 1f1b or gpipe")
+    some, every = (find("recompute").model_validate({"policy": policy}) for policy in ("selective", "full"))
+    for schedule, splits in (("zbv", 1), ("dualpipev", 1), ("interleaved_zero_bubble", 1), ("interleaved", 0)):
+        found = refused(pipeline(schedule=schedule), known(8), recompute=some)
+        assert [line.endswith("write policy: full, or schedule: 1f1b") for line in found] == [True] * splits
+        assert not refused(pipeline(schedule=schedule), known(8), recompute=every)
     (line,) = refused(pipeline(), known(1))
     assert line == "training.gradient_accumulation_steps = 1: 1f1b on 2 stages takes at least 2 micro-batches"
     (line,) = refused(pipeline(schedule="interleaved"), known(5))

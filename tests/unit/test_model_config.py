@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.helpers.tiny import run_config
+from tests.helpers.tiny import MIXTRAL, run_config
 from trainer.config.load import load
 from trainer.config.sections import ModelSection
 from trainer.dist.ranks import Ranks
@@ -72,6 +72,29 @@ def lines(tmp_path: Path, config: str) -> list[str]:
 )
 def test_keys_and_sizes(tmp_path: Path, config: str, expected: list[str]) -> None:
     assert sorted(lines(tmp_path, config)) == sorted(expected)
+
+
+def test_a_key_that_the_model_reads_and_its_config_class_has_not() -> None:
+    """It is taken, and decides the shape; a misspelt one and one of another part of a config are not."""
+    wide = {**MIXTRAL, "model_type": "qwen3_moe", "num_experts": 4, "head_dim": 16}
+    heads, width = wide["num_attention_heads"], wide["hidden_size"]
+    config = run_config(wide, strategies={"offload": {}})
+    sizes = {param.name: param.num_elements for param in count_model(config).params}
+    assert sizes["model.layers.0.self_attn.q_proj.weight"] == heads * 16 * width != width * width
+    with pytest.raises(ConfigError, match=r"head_dims = 16: unknown key of qwen3_moe; did you mean 'head_dim'\?"):
+        count_model(run_config({**wide, "head_dims": 16}))
+    with pytest.raises(ConfigError, match="hidden_size = 32: unknown key of gemma3"):
+        count_model(run_config({"model_type": "gemma3", "hidden_size": 32}))
+
+
+def test_a_forward_that_asks_for_values_is_refused_by_that() -> None:
+    """JetMoe sends tokens to experts by numbers that it takes from the device."""
+    options = {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+    sizes = {"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
+    with pytest.raises(
+        ConfigError, match=r"^model: jetmoe: its forward asks for values of tensors .* in a loop of your"
+    ):
+        count_model(run_config({"model_type": "jetmoe", **options, **sizes}))
 
 
 def test_sizes_whose_product_is_absurd() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from trainer.model import parts
+from trainer.model import parts, tying
 from trainer.model.mapped import Spilled
 
 if TYPE_CHECKING:
@@ -73,10 +73,11 @@ def taken_apart(
 def opened(folder: Path, reload: Callable[..., PreTrainedModel], place: Spilled) -> PreTrainedModel:
     """The model in ``folder``, as ``reload`` opens it, with its values in a file. OSError: the disk has no room."""
     model = reload(device_map="meta")
+    tying.untie(model, tying.untied(model, str(folder)))
     values = dict[str, Tensor]()
     parts.fill(model, (), str(folder), 0, reload, lambda name, value: values.__setitem__(name, place(value)))
     place.settle()
     for name, value in values.items():
         parts.put(model, name, nn.Parameter(value, requires_grad=False))
-    model.tie_weights()
+    model.tie_weights(recompute_mapping=False)
     return model

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -151,6 +151,7 @@ def build(
     partitioned: bool,
     task: Task = LANGUAGE,
     on_meta: bool = False,
+    untied: Sequence[str] = (),
 ) -> PreTrainedModel:
     """The model with its weights, in ``section.dtype``, on the CPU (or partitioned over the ranks).
 
@@ -158,10 +159,12 @@ def build(
         seed: for random weights, which are the same bits under every strategy.
         partitioned: ZeRO stage 3 is on, and Transformers builds under ``deepspeed.zero.Init``.
         on_meta: without values, for ``parts.fill``.
+        untied: of the plan's facts, see ``tying.py``.
     """
     import torch
 
     from strategies.engine.tensors.quantised import keep_packing
+    from trainer.model import tying
 
     auto = loaded(task.model_class)
     dtype = getattr(torch, section.dtype)
@@ -176,10 +179,14 @@ def build(
         options |= of_head(section, config)
         if on_meta:
             options["device_map"] = "meta"
+        if untied and tying.config_says(config, task, untied):
+            options[tying.KEY] = False
         trusted = section.trust_remote_code
         model, found = auto.from_pretrained(
             section.name_or_path, trust_remote_code=trusted, output_loading_info=True, **options
         )
+        if on_meta:
+            tying.untie(model, untied)
         refuse_unsaved(section, found["missing_keys"], task)
     else:
         own = deepcopy(config)  # Transformers derives the model's generation config from this one

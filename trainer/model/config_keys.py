@@ -1,12 +1,17 @@
 """The keys of ``model.config``, checked against the architecture's own config class before any data is read.
 
-Transformers keeps a key that a config class does not have as an attribute, which nothing reads, and takes any whole
-number as a size. A misspelt key would train another model than was meant, and a negative size ends in a traceback.
+Transformers keeps a key that a config class does not have as an attribute, which hardly any model reads, and takes any
+whole number as a size. A misspelt key would train another model than was meant, and a negative size ends in a
+traceback.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strategies.planner.cuts import DEPTHS
@@ -49,9 +54,30 @@ def keys_of(built: PretrainedConfig) -> set[str]:
 
 def _unknown(given: Mapping[str, Any], built: PretrainedConfig) -> Iterator[tuple[str, str]]:
     known = keys_of(built)
-    for key, value in given.items():
-        if key not in known and key in vars(built) and value is not None:  # others were consumed by the class
+    # Others were consumed by the class.
+    found = [key for key, value in given.items() if key not in known and key in vars(built) and value is not None]
+    if found:
+        known |= read_by_model(built)
+    for key in found:
+        if key not in known:
             yield key, f"unknown key of {built.model_type}{nearest(key, known)}"
+
+
+def read_by_model(built: PretrainedConfig) -> set[str]:
+    """Keys that the code of the model reads, of which its config class declares some only (``head_dim`` of Qwen 3 MoE).
+    The code is read, not loaded. Of a config with parts none: which part a key is read from is not known.
+    """
+    if built.sub_configs:
+        return set()
+    with suppress(ImportError):
+        spec = find_spec(type(built).__module__.replace(".configuration_", ".modeling_"))
+        if spec is not None and spec.origin is not None:
+            code = Path(spec.origin).read_text()
+            return {
+                *re.findall(r"\bconfig\.(\w+)", code),
+                *re.findall(r'getattr\(\s*(?:self\.)?config,\s*"(\w+)"', code),
+            }
+    return set()
 
 
 def _impossible(given: Mapping[str, Any], built: PretrainedConfig) -> Iterator[tuple[str, str]]:

@@ -2,8 +2,8 @@
 
 The counts follow from the model section, a few keys of ``training`` and ``data``, the versions of the packages and the
 project's own code that counts; a hash of all of these is the name of a file in ``~/.cache/deepstow/counts``. A folder
-is identified by its config.json. A model by name on the hub is counted anew by each process, since the name may come to
-mean another model. A file that cannot be read is replaced.
+is identified by its config.json, and by the sizes and times of its weights. A model by name on the hub is counted anew
+by each process, since the name may come to mean another model. A file that cannot be read is replaced.
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ def name_of(config: RunConfig, what: str = "") -> tuple[str, bool]:
     lasts = not config.model.trust_remote_code
     if config.model.name_or_path is not None:
         try:
-            model["config.json"] = (Path(config.model.name_or_path) / "config.json").read_text()
+            folder = Path(config.model.name_or_path)
+            model["config.json"] = (folder / "config.json").read_text()
+            files = sorted((*folder.glob("*.safetensors"), *folder.glob("*.bin")))
+            model["files"] = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
         except (OSError, UnicodeDecodeError):
             lasts = False
     versions = {}

@@ -140,6 +140,7 @@ class Counter(TorchDispatchMode):
         super().__init__()
         self.model, self.weights, self.like = model, weights or dict(model.named_parameters()), like
         self.outside = set[str]()
+        self.written = set[str]()  # parameters that forward writes to
         self.computing: set[str] | None = None
         self.flops = 0
         self.saved: dict[str, int] = {}
@@ -225,6 +226,13 @@ class Counter(TorchDispatchMode):
             return out
         asks = func is torch.ops.prim.device.default  # more than half of all calls on fake tensors
         self._look(inputs, looks_up=asks or func is torch.ops.aten.embedding.default)
+        if func._schema.is_mutable:
+            self.written |= {
+                self._names[storage]
+                for argument, value in zip(func._schema.arguments, args, strict=False)
+                if argument.is_write and isinstance(value, Tensor)
+                if (storage := value.untyped_storage()._cdata) in self._names
+            }
         formula = None if asks else self._flop_of.get(func.overloadpacket)
         flops = 0 if formula is None else formula(*args, **kwargs, out_val=out)
         self.flops += flops

@@ -57,7 +57,7 @@ def load(
     Raises:
         ConfigError: the file cannot be written.
     """
-    tied = model.get_expanded_tied_weights_keys(all_submodels=True)
+    tied = model.all_tied_weights_keys
     places: dict[str, int] = {}
     end = 0
     for name, tensor in tensors_of(model):
@@ -89,7 +89,7 @@ def load(
                 value = _map(file, places[name], tensor)
                 is_param = isinstance(tensor, nn.Parameter)
                 parts.put(model, name, nn.Parameter(value, tensor.requires_grad) if is_param else value.clone())
-    model.tie_weights()
+    model.tie_weights(recompute_mapping=False)
     together.by_some(writes, lambda: None)  # all have opened it
     if writes:
         path.unlink()

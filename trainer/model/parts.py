@@ -65,7 +65,7 @@ def fill(
     Returns:
         A line that says why the whole model was built; None if it was not.
     """
-    tied = model.get_expanded_tied_weights_keys(all_submodels=True)
+    tied: Mapping[str, str] = model.all_tied_weights_keys
     wanted = {tied.get(name, name) for name in held} - shards.keys()
     cut: dict[str, Tensor] = {}
 
@@ -85,7 +85,7 @@ def fill(
         _take(model, held, whole(), pass_on)
         line = f"each rank loads the whole model before it keeps its part: {error}"
     else:
-        model.tie_weights()
+        model.tie_weights(recompute_mapping=False)
         _leave(model, wanted)
     for name, shard in shards.items():
         put(model, name, nn.Parameter(cut.pop(name), model.get_parameter(name).requires_grad)).shard = shard
@@ -206,9 +206,7 @@ def _read(
         raise NotInParts("it is saved as adapters")
     saved = saved_tensors(model, name_or_path)
     for name, source in tied.items():
-        if name in saved and source in saved:
-            raise NotInParts(f"its files have the tied weight {name} beside {source}")
-        if name in saved:
+        if name in saved and source not in saved:
             saved[source] = saved[name]
     for name, param in model.named_parameters():
         if (at := saved.get(name)) is None or at.shape != tuple(param.shape):

@@ -15,8 +15,8 @@ asked for; any other conversion is done whole.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from math import prod
@@ -27,6 +27,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from safetensors import safe_open
 from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 PIECE_BYTES = 32 << 20  # of experts that are converted together
 
 
@@ -54,6 +56,12 @@ class Source(NamedTuple):
     key: str
     shape: tuple[int, ...]
     pattern: str = ""  # of Transformers' converter, that its name matches
+
+    def rows(self, rows: slice) -> Tensor:
+        """These rows of it, in memory of their own or the file's pages."""
+        with safe_open(self.path, framework="pt") as opened:
+            found: Tensor = opened.get_slice(self.key)[rows]
+        return found
 
 
 Read = Callable[[Source], Tensor]
@@ -108,17 +116,16 @@ def saved_tensors(model: PreTrainedModel, name_or_path: str) -> dict[str, SavedT
     """What is in the files of a saved model, by its names in ``model``, which ``from_pretrained`` has made of them
     without values. Raise NotInParts if they are no safetensors, have a name twice, or cannot be converted.
     """
-    conversions = deepcopy(getattr(model, "_weight_conversions", None) or [])
-    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    converters = [each for each in _conversions(model) if isinstance(each, WeightConverter)]
     of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    prefix, names = model.base_model_prefix, model.state_dict()
     found: dict[str, SavedTensor] = {}
     several: dict[str, list[Source]] = {}
-    for source in sorted(_sources(name_or_path), key=lambda source: dot_natural_key(source.key)):
-        name, pattern = rename_source_key(source.key, renamings, converters, prefix, names)
-        if name not in names and source.key in names:
-            name, pattern = rename_source_key(source.key, [], [], prefix, names)
+    listed = list(_sources(name_or_path))
+    of_key = {source.key: source for source in listed}
+    if len(of_key) < len(listed):
+        raise NotInParts("its files have a name twice")
+    for key, name, pattern in renamed(model, of_key):
+        source = of_key[key]
         if pattern is not None:
             several.setdefault(name, []).append(source._replace(pattern=pattern))
         elif name in found:
@@ -131,6 +138,39 @@ def saved_tensors(model: PreTrainedModel, name_or_path: str) -> dict[str, SavedT
                 raise NotInParts(f"its files have {each.name} twice")
             found[each.name] = each
     return found
+
+
+def renamed(model: PreTrainedModel, keys: Iterable[str]) -> Iterator[tuple[str, str, str | None]]:
+    """Of each of ``keys`` of files, in Transformers' order: its name in ``model``, and the pattern that it matches of
+    what Transformers converts; None: it is not converted.
+    """
+    conversions = _conversions(model)
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    prefix, names = model.base_model_prefix, model.state_dict()
+    for key in sorted(keys, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, names)
+        if name not in names and key in names:
+            name, pattern = rename_source_key(key, [], [], prefix, names)
+        yield key, name, pattern
+
+
+def _conversions(model: PreTrainedModel) -> list[Any]:
+    """Transformers' for ``model``, which ``from_pretrained`` notes on it; of one that was made of a config, all."""
+    noted = getattr(model, "_weight_conversions", None)
+    return deepcopy(get_model_conversion_mapping(model) if noted is None else noted)
+
+
+def rows_in_files(name_or_path: str) -> dict[str, Callable[[slice], Tensor]]:
+    """What reads rows of each tensor in the files of a saved model, pickled ones included; empty: none are here."""
+    try:
+        return {source.key: source.rows for source in _sources(name_or_path)}
+    except NotInParts:
+        found: dict[str, Any] = {}
+        for path in _files(name_or_path, *PICKLED):
+            with suppress(RuntimeError):  # torch's oldest format, which cannot be read in parts
+                found |= torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        return {key: value.__getitem__ for key, value in found.items()}
 
 
 def _made(model: PreTrainedModel, first: str, converter: Any, sources: list[Source]) -> Iterable[SavedTensor]:
@@ -165,18 +205,25 @@ def _is_stack(converter: Any) -> bool:
 
 
 def _sources(name_or_path: str) -> Iterable[Source]:
-    def find(name: str) -> Path | None:
-        found = Path(name_or_path) / name
-        if not Path(name_or_path).is_dir():  # whoever made the model without values has put the files there
-            found = Path(str(try_to_load_from_cache(name_or_path, name)))
-        return found if found.is_file() else None
-
-    files = [path] if (path := find(WHOLE)) else []
-    if not files and (index := find(INDEX)):
-        files = [index.parent / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+    files = _files(name_or_path, WHOLE, INDEX)
     if not files:
         raise NotInParts(f"it has no {WHOLE}")
     for path in files:
         with safe_open(path, framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118 - it is no dict
                 yield Source(path, key, tuple(opened.get_slice(key).get_shape()))
+
+
+def _files(name_or_path: str, whole: str, parts: str) -> list[Path]:
+    """The file ``whole``, or those that the index ``parts`` names, if they are on this machine."""
+
+    def find(name: str) -> Path | None:
+        found = Path(name_or_path) / name
+        if not Path(name_or_path).is_dir():  # whoever made the model without values has put the files there
+            found = Path(str(try_to_load_from_cache(name_or_path, name)))
+        return found if found.is_file() else None
+
+    files = [path] if (path := find(whole)) else []
+    if not files and (index := find(parts)):
+        files = [index.parent / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+    return files

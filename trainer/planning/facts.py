@@ -34,7 +34,7 @@ from strategies.core.optimizers import moments_of
 from strategies.core.protocol import Axis, Phase, Refusal, Requirement
 from trainer.errors import ConfigError, first_line
 from trainer.machine.profiles import known_rates
-from trainer.model import attention, config_keys, hub, pruned
+from trainer.model import attention, config_keys, hub, loss_terms, pruned
 from trainer.model.adapters import loraplus_groups
 from trainer.model.build import with_lora
 from trainer.model.count_cache import cached
@@ -107,6 +107,10 @@ def check_model(config: RunConfig, built: Any) -> None:
     if built.is_encoder_decoder and auto.endswith("SequenceClassification"):
         what = f"{built.model_type} models find the end of a text by its values, which no plan can know"
         raise config.error("task", config.task, f"{what}; {tasks_of(built)}")
+    smoothing, term = config.training.label_smoothing_factor, loss_terms.switched_on(built)
+    if smoothing and term is not None and TASKS[config.task].trainer.startswith("transformers."):
+        what = f"leaves out what the model adds to its loss (model.config.{term})"
+        raise config.error("training.label_smoothing_factor", smoothing, f"{what}; leave one of the two out")
     keys = built.get_text_config().to_dict()
     saved = partial(hub.file_of, config.model.name_or_path)
     refuse(config, [*TASKS[config.task].refuses_model(config, built, saved), *attention.refuses_model(config, built)])
@@ -298,12 +302,14 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
         model_params=0 if whole is None else sum(unit.num_params for unit in whole.units),
         model_flops=whole.forward_flops if whole is not None else slices * found.flops if slices > 1 else 0,
         sums=tensor_share.sums(linears),
-        **_numbers(model),
+        **_numbers(model, found),
     )
 
 
 def _counted_forward(model: Any, call: Callable[[], Any], shape: tuple[int, int]) -> Any:
     """``call``, counted. Raise ConfigError if forward fails on rows of this ``shape``, or no block can be compiled."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException
+
     from trainer.model.compiled import NotCompilable
     from trainer.model.temporaries import count
 
@@ -313,6 +319,10 @@ def _counted_forward(model: Any, call: Callable[[], Any], shape: tuple[int, int]
         raise ConfigError(f"training.torch_compile: a block of this model cannot be compiled whole: {error}") from None
     except (NotImplementedError, AttributeError) as error:  # a mask that it has not; adapters in what gives no tensor
         raise ConfigError(f"model: {first_line(error).removeprefix('NotImplementedError: ')}") from None
+    except DataDependentOutputException as error:
+        what = f"its forward asks for values of tensors ({error.func}), which no plan knows, so it cannot be planned"
+        cure = "train another architecture, or in a loop of your own, with plan_for(model) without batch="
+        raise ConfigError(f"model: {model.config.model_type}: {what}; {cure}") from None
     except (RuntimeError, IndexError) as error:
         what = f"{first_line(error)}; has it so many positions? data.max_length says how many tokens a row has"
         raise ConfigError(f"model: its forward fails on {shape[0]} x {shape[1]} tokens: {what}") from None
@@ -339,15 +349,15 @@ def inputs_of(config: RunConfig, model: Any, shape: tuple[int, int], *, masked: 
     return inputs
 
 
-def _numbers(model: Any) -> dict[str, Any]:
+def _numbers(model: Any, counter: Any) -> dict[str, Any]:
     """Of the experts of a layer, how many there are and a token is sent to; positions; of the head."""
     from trainer.model.tensor_share import head_words, is_tied
 
     counts = (each for module in model.modules() if isinstance(each := getattr(module, "num_experts", 0), int))
     sent = getattr(model.config.get_text_config(), "num_experts_per_tok", 0)
     found: dict[str, Any] = {"num_experts": max(counts, default=0), "experts_per_token": sent or 0}
-    found |= {"tied": is_tied(model), "head_words": head_words(model)}
-    return found | {"positions": positions.made_for(model.config)}
+    found |= {"tied": is_tied(model), "untied": model.untied, "head_words": head_words(model)}
+    return found | {"written": tuple(sorted(counter.written)), "positions": positions.made_for(model.config)}
 
 
 def _divided(config: RunConfig) -> bool:
@@ -392,6 +402,8 @@ def _meta_model(config: RunConfig) -> PreTrainedModel:
     """The configured model on the meta device. Modules of fake tensors cannot be moved or cast, and peft does that."""
     import torch
 
+    from trainer.model import tying
+
     section, task = config.model, TASKS[config.task]
     auto = loaded(task.model_class)
     hf_config = config_of(config)
@@ -422,6 +434,7 @@ def _meta_model(config: RunConfig) -> PreTrainedModel:
         except (RuntimeError, AssertionError) as error:  # too large for a machine, padding beyond the vocabulary
             raise ConfigError(f"model.config: cannot be built: {first_line(error)}") from None
     attention.check(config, model)
+    tying.untie(model, tying.untied(model, section.name_or_path))
     if section.quantization_config is not None:
         quantise(model, section.quantization_config)
     with torch.device("meta"):

@@ -156,7 +156,8 @@ def count_live(model: nn.Module, batch: Batch | None, groups: Sequence[Sequence[
     params = list_params(model, group_of, dtype_of.__getitem__, found.outside, found.computing)
     largest = max((param.num_elements for param in params), default=0)
     scales = scales_bytes(model)
-    return ModelCount(units=found.units(), largest_param=largest, params=params, scales_bytes=scales)
+    written = tuple(sorted(found.written))
+    return ModelCount(units=found.units(), largest_param=largest, params=params, scales_bytes=scales, written=written)
 
 
 def _counted(model: nn.Module, batch: Batch) -> Counter:

@@ -44,7 +44,7 @@ from trainer.dist.ranks import Ranks, name_device
 from trainer.errors import ConfigError, write_line, write_nothing
 from trainer.machine.probe import Machine, probe
 from trainer.machine.profiles import known_rates
-from trainer.model import attention, build, contents, mapped, parts, student
+from trainer.model import attention, build, contents, mapped, parts, student, tying
 from trainer.model.structured import config_of
 from trainer.planning import evaluation, facts, positions
 from trainer.planning.fit import explained
@@ -123,7 +123,7 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
     further.refuse(config)
     check_batch(config, prepared.train, plan.facts.run.replicas)
     form = form or form_of_stages(config)
-    refuse_under_zero(config, deepspeed.stage(plan))
+    refuse_under_zero(config, plan)
     run = Run(config, ranks, folder, tokenizer, prepared, machine, plan, resumed, form=form)
     before = teaching.priced(config, plan, machine)
     if prepared.eval is not None:
@@ -141,10 +141,15 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
     return run
 
 
-def refuse_under_zero(config: RunConfig, stage: int | None) -> None:
+def refuse_under_zero(config: RunConfig, plan: Plan) -> None:
     """Raise ConfigError for a schedule that DeepSpeed's optimizer, which replaces torch's, would not follow: it does
-    not know the first rate, which ``min_lr`` is a part of.
+    not know the first rate, which ``min_lr`` is a part of. And for weights that Transformers would tie where ranks
+    have parts of them, which it takes for equal.
     """
+    stage, untied = deepspeed.stage(plan), plan.facts.run.untied
+    if stage == 3 and untied and not tying.config_says(config_of(config), TASKS[config.task], untied):
+        files = f"the files of {config.model.name_or_path} have {untied[0]} of their own, which its config cannot say"
+        raise config.error("strategies.zero.stage", stage, f"{files}, so that it would be lost; write stage: 2")
     lowest = (config.training.lr_scheduler_kwargs or {}).get("min_lr")
     if stage and lowest is not None:
         why = f"not with strategies.zero.stage {stage}, whose optimizer does not know the first rate"
@@ -272,8 +277,10 @@ def make_model(run: Run) -> PreTrainedModel:
             setattr(hf_config, name, getattr(run.tokenizer, name))
     in_spans, sliced = changes.loads_spans(run.config, run.plan), changes.loads_slices(source, run.plan)
     split, apart = deepspeed.stage(run.plan) == 3, run.plan.facts.run.apart > 0
-    make = partial(build.build, sliced or section, hf_config, seed=seed, partitioned=split, task=task)
+    untied = run.plan.facts.run.untied
+    make = partial(build.build, sliced or section, hf_config, seed=seed, partitioned=split, task=task, untied=untied)
     weights = make(on_meta=run.form is not None or in_spans or apart or sliced is not None)
+    tying.check(weights, section.name_or_path, untied)
     task.name_tokens(weights, run.tokenizer)
     if adapters_follow(run.config):
         return weights

@@ -31,7 +31,7 @@ from strategies.core.sealed import Damaged
 from strategies.engine import NonFiniteError, StowOptimizer
 from strategies.state.spans import WEIGHT
 from trainer.errors import ConfigError, write_line
-from trainer.model import apart
+from trainer.model import apart, loss_terms
 from trainer.model.adapters import loraplus
 from trainer.model.mapped import Spilled
 from trainer.run import checkpoint, saving, training_state
@@ -96,6 +96,7 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         self.about = self._describe(self.model)  # the first moment at which it has all adapters
+        self._adds_terms = loss_terms.switched_on(self.model.config) is not None
         self.accelerator.grid, self.accelerator.experts = self.plan.facts.run.grid, expert_parts.of(self.model)
         self.accelerator.loading_s = float(self.args.ddp_timeout)
         self.accelerator.two_level = two_level.exchange_of(self.plan)
@@ -186,15 +187,31 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
         self.last_loss = super().training_step(model, inputs, *rest, **more)
         return self.last_loss
 
-    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *rest: Any, **more: Any) -> Any:
-        """As Hugging Face's. In an evaluation the losses of tokens are taken from the logits, in less memory than the
-        model's own loss needs, which is then not computed.
+    def compute_loss(
+        self, model: torch.nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """As Hugging Face's; what a model adds to its loss counts as the mean over micro-batches and ranks.
+
+        Over a part of the tokens as small as the micro-batch's share of the update, the whole loss is a mean; the share
+        of that is added up.
+
+        In an evaluation the losses of tokens are taken from the logits, in less memory than the model's own loss needs,
+        which is then not computed.
         """
-        if more.get("return_outputs") and self.scores_alone:
+        if return_outputs and self.scores_alone:
             outputs = model(**{key: value for key, value in inputs.items() if key != "labels"})
             return scores(outputs).new_zeros(()), outputs
+        parts = 1
+        if num_items_in_batch is not None and model.training and self.model_accepts_loss_kwargs and self._adds_terms:
+            parts = self.current_gradient_accumulation_steps
+            if self.args.average_tokens_across_devices:
+                parts *= self.accelerator.num_processes // self.get_tp_size()
+            num_items_in_batch = num_items_in_batch / parts
         with self.plan_check.counting(model, self.state.global_step) if self.plan_check else nullcontext():
-            return super().compute_loss(model, inputs, *rest, **more)
+            found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if parts == 1:
+            return found
+        return (found[0] / parts, found[1]) if return_outputs else found / parts
 
     def log(self, logs: dict[str, float], *rest: Any, **more: Any) -> None:
         """As Hugging Face's, with our numbers; no record of a training that did not take place."""

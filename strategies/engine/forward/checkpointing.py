@@ -389,11 +389,28 @@ def _copied(value: Any) -> Any:
     """
     if not hasattr(value, "get_seq_length"):
         return value
-    cache = copy(value)
+    cache = _with_own_states(value)
     if hasattr(value, "layers"):
-        cache.layers = [copy(layer) for layer in value.layers]
+        cache.layers = [_with_own_states(layer) for layer in value.layers]
     else:  # an encoder-decoder's
         cache.self_attention_cache = _copied(value.self_attention_cache)
         cache.cross_attention_cache = _copied(value.cross_attention_cache)
         cache.is_updated = dict(value.is_updated)
     return cache
+
+
+def _with_own_states(holder: Any) -> Any:
+    """A copy whose lists and dicts are its own, and tensors in them, since states of linear attention and convolutions
+    are overwritten there. Keys and values are attributes, which are made anew.
+    """
+    made = copy(holder)
+    for name, value in vars(holder).items():
+        if isinstance(value, dict):
+            setattr(made, name, {key: _own(each) for key, each in value.items()})
+        elif isinstance(value, list):
+            setattr(made, name, [_own(each) for each in value])
+    return made
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,18 @@
+"""What models add to the mean over tokens in their loss, as mixtures of experts do for balanced routers.
+
+Transformers' Trainer has a model divide its sum over tokens by the number of tokens of the whole update. What the model
+adds to that would count once for each micro-batch and rank. Here it counts as the mean over both (``trainer.py``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# By what a config switches such terms on; a test compares them with the code of all language models in Transformers.
+SWITCHES = ("output_router_logits", "z_loss_coefficient")
+
+
+def switched_on(config: Any) -> str | None:
+    """The key by which the model of this config adds a term to its loss; None: it adds none."""
+    parts = (config, config.get_text_config())
+    return next((key for key in SWITCHES if any(getattr(each, key, None) for each in parts)), None)
