@@ -41,7 +41,7 @@ from trainer.errors import write_line
 from trainer.model import apart, attention, build, qat, quantise
 from trainer.model.adapters import merged, round_base
 from trainer.model.mapped import Spilled
-from trainer.run import structured
+from trainer.run import disk, structured
 from trainer.run.callbacks import of_best, perplexity
 from trainer.run.checkpoint import move_aside, versions
 from trainer.run.nonfinite import NonFinite
@@ -197,6 +197,8 @@ def reload(folder: Path, task: Task, **options: Any) -> PreTrainedModel:
             folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     except (RuntimeError, OSError, ValueError, SafetensorError) as error:
+        if disk.found(error, folder):
+            raise
         raise ExportError(f"export: cannot be opened: {' '.join(str(error).split())}") from error
     model: PreTrainedModel = opened[0]
     loading = opened[1]

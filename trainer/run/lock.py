@@ -127,9 +127,14 @@ def _take(config: RunConfig, path: Path) -> int:
                 in_use = found is not None and not works and found.pid != own.pid and lives(found.pid, found.start)
             if in_use:
                 raise _refused(config, path, found)
-            os.ftruncate(handle, 0)
-            os.pwrite(handle, json.dumps(own._asdict()).encode(), 0)
-            os.fsync(handle)
+            try:
+                os.ftruncate(handle, 0)
+                os.pwrite(handle, json.dumps(own._asdict()).encode(), 0)
+                os.fsync(handle)
+            except OSError:
+                with suppress(OSError):
+                    path.unlink()  # it would look held
+                raise
         except BaseException:
             with suppress(OSError):
                 os.close(handle)

@@ -25,14 +25,14 @@ from typing import NamedTuple, TypeVar
 import torch.distributed
 from safetensors import SafetensorError, safe_open
 
-from strategies.core.commit import put_in_place, remove
+from strategies.core.commit import inside, put_in_place, remove
 from strategies.core.layout import ITEM_BYTES
 from strategies.core.plan import Kind, Plan
 from strategies.core.sealed import seal
 from strategies.core.sizes import human
 from strategies.planner.compressed import kept_bytes
 from trainer.machine.probe import disk_free_bytes
-from trainer.run import checkpoint
+from trainer.run import checkpoint, disk
 from trainer.run.checkpoint import KIND, Manifest
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ def draft(output_dir: Path, needed: int, *, writes: bool) -> Iterator[Path]:
             checkpoint.clear(output_dir)
             if why := shortage(output_dir, needed):
                 raise OSError(errno.ENOSPC, why)
-            folder.mkdir(parents=True)
+            folder.mkdir()  # the run's folder is there, or it has gone, with its disk
 
     together(empty)
     try:
@@ -99,7 +99,8 @@ def commit(written: Path, folder: Path, manifest: Callable[[], Manifest]) -> Non
 def all_finite(folder: Path, buffers: Collection[str]) -> bool:
     """Whether every value in the safetensors files of ``folder`` is finite. Masks among the ``buffers`` may not be."""
     with ThreadPoolExecutor(THREADS, "finite") as pool:
-        return all(pool.map(lambda path: _is_finite(path, buffers), folder.rglob("*.safetensors")))
+        files = (path for path in inside(folder) if path.suffix == ".safetensors")
+        return all(pool.map(lambda path: _is_finite(path, buffers), files))
 
 
 def _is_finite(path: Path, buffers: Collection[str]) -> bool:
@@ -119,9 +120,10 @@ def together(work: Callable[[], T]) -> T:
     failed: tuple[int, str, str | None] | None = None
     try:
         done.append(work())
-    except (OSError, RuntimeError, SafetensorError, MemoryError) as error:
+    except Exception as error:
         if not of_the_disk(error):
             raise
+        error = disk.found(error) or error
         number, said_by = getattr(error, "errno", None), getattr(error, "strerror", None)
         failed = (number or errno.EIO, said_by or str(error), getattr(error, "filename", None))
     said = [failed]
@@ -135,9 +137,9 @@ def together(work: Callable[[], T]) -> T:
 
 
 def of_the_disk(error: Exception) -> bool:
-    """Whether an error says that the disk, or memory to look at it, is short; torch and safetensors have their own."""
-    is_one = isinstance(error, OSError | SafetensorError | MemoryError)
-    return is_one or any(said in str(error) for said in ("PytorchStreamWriter", "can't start new thread"))
+    """Whether an error says that the disk fails, or that memory to look at it is short."""
+    is_one = isinstance(error, OSError | SafetensorError | MemoryError) or "can't start new thread" in str(error)
+    return is_one or disk.found(error) is not None
 
 
 # --- space -----------------------------------------------------------------------------------------------------------
