@@ -166,7 +166,8 @@ def _after_fault(run: Path, start: str, fault: Fault, result: Result) -> Iterato
     elif len(lines) != (1 if result.code else 0):
         yield f"ended with {result.code} and {len(lines)} lines of errors: {result.err}"
     file = run / "exit.json"
-    hidden = fault.at.path.startswith("run") and (fault.for_good or "exit.json" in fault.at.path)
+    of_its_own = any(name in fault.at.path for name in ("exit.json", "run.lock"))  # of a folder in use none is written
+    hidden = fault.at.path.startswith("run") and (fault.for_good or of_its_own)
     if file.is_file():
         if (code := json.loads(file.read_text())["code"]) != result.code and not hidden:
             yield f"ended with {result.code}, and exit.json says {code}"

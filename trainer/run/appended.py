@@ -3,12 +3,13 @@
 What cannot be written waits in memory, and comes with the next: the disk had no room, was read-only or not there for a
 while. That is one line, the first time.
 
-Invariant. What was written is whole: bytes of a write that failed are cut off before the next one. A folder that goes
-meanwhile is not made again, for it may be where a disk was mounted.
+Invariant. What was written is whole: bytes of a write that failed are cut off, before the next one at the latest. A
+folder that goes meanwhile is not made again, for it may be where a disk was mounted.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from strategies.core.commit import replace_file
@@ -49,8 +50,15 @@ class Appended:
                 write_line(f"{self.path}: {error.strerror}; training goes on, and {self._what} wait")
 
     def _append(self) -> None:
-        with self.path.open("ab") as file:  # closed, hence flushed, each time
+        left = memoryview(self._waiting)
+        with self.path.open("ab", buffering=0) as file:
             self._size = min(self._size or 0, file.tell())  # somebody may have cut it
             file.truncate(self._size)
-            file.write(self._waiting)
+            try:
+                while left:
+                    left = left[file.write(left) :]
+            except OSError:
+                with suppress(OSError):
+                    file.truncate(self._size)  # half a record; if not now, before the next one
+                raise
         self._size += len(self._waiting)

@@ -26,41 +26,50 @@ if TYPE_CHECKING:
 FULL = (errno.ENOSPC, errno.EDQUOT)
 DENIED = (errno.EACCES, errno.EPERM)
 GONE = (errno.ENOENT, errno.ENOTDIR)
+UNKNOWN = errno.ENODATA  # only said in words
 # Of a disk, whatever the file; others also come of a name that is wrong.
 ALWAYS = (*FULL, errno.EIO, errno.EROFS, errno.EFBIG, errno.ESTALE, errno.EUCLEAN, errno.ENODEV, errno.ENXIO)
 IN_WORDS = re.compile(r"\(os error (\d+)\)|\[[Ee]rrno (\d+)\]")  # Rust's; Arrow's and Python's
-NO_ROOM = os.strerror(errno.ENOSPC)
-OF_TORCH = ("PytorchStreamWriter", "PytorchStreamReader", "iostream error")
+BY_WORDS = {os.strerror(number): number for number in (*ALWAYS, *DENIED, *GONE)}
+OF_TORCH = ("PytorchStreamWriter", "PytorchStreamReader", "inline_container", "Parent directory")
 
 
 def found(error: BaseException, *folders: Path) -> OSError | None:
     """``error`` with its number and file, if it says that the disk, or a file in ``folders``, fails; None otherwise."""
     number = _number(error)
-    inner = error.__cause__ or error.__context__
-    if number is None and isinstance(error, OSError | RuntimeError | ValueError) and inner is not None:
-        return found(inner, *folders)  # what libraries raise in its place
+    inner = error.__cause__ or (error.__context__ if isinstance(error, OSError) else None)
+    if number is None and inner is not None:
+        return found(inner, *folders)  # what a library has raised another one for
+    if number is None and isinstance(error, OSError):
+        number = UNKNOWN  # of a library that has not found what it wants
     file = getattr(error, "filename", None)
-    of_rust = isinstance(error, SafetensorError) or "(os error " in str(error)
-    of_the_run = of_rust or (number == errno.EACCES and file is None) or _is_inside(file or str(error), folders)
-    if number is None or not (number in ALWAYS or of_the_run):
+    of_files = _is_of_files(error) or (number == errno.EACCES and file is None)
+    if number is None or not (number in ALWAYS or of_files or _is_inside(file or str(error), folders)):
         return None
-    return error if isinstance(error, OSError) and error.errno else OSError(number, os.strerror(number), file)
+    if isinstance(error, OSError) and error.errno:
+        return error
+    said = " ".join(str(error).split()) if number == UNKNOWN else os.strerror(number)
+    return OSError(number, said, file)
 
 
 def _number(error: BaseException) -> int | None:
     """The errno that an error has, or that it says in words."""
     if isinstance(error, OSError) and error.errno:
         return error.errno
-    if not (isinstance(error, OSError | RuntimeError | SafetensorError | ValueError) or type(error) is Exception):
-        return None
-    text = str(error)
-    if said := IN_WORDS.search(text):
+    text, of_files = str(error), _is_of_files(error)
+    if (said := IN_WORDS.search(text)) and (of_files or isinstance(error, OSError | ValueError)):
         return int(said[1] or said[2])
-    if NO_ROOM in text:
-        return errno.ENOSPC
-    if isinstance(error, FileNotFoundError):  # safetensors'
-        return errno.ENOENT
-    return errno.EIO if any(word in text for word in OF_TORCH) else None
+    if not (of_files or isinstance(error, OSError)):
+        return None
+    return next((number for words, number in BY_WORDS.items() if words in text), errno.EIO if of_files else None)
+
+
+def _is_of_files(error: BaseException) -> bool:
+    """Whether a library that raises such an error was reading or writing a file."""
+    of_torch = isinstance(error, RuntimeError) and any(word in str(error) for word in OF_TORCH)
+    of_tokenizers = type(error) is Exception and "(os error " in str(error)
+    of_safetensors = isinstance(error, SafetensorError) and any(each in str(error) for each in ("I/O error", *BY_WORDS))
+    return of_torch or of_tokenizers or of_safetensors
 
 
 def _is_inside(said: object, folders: Sequence[Path]) -> bool:
@@ -87,15 +96,15 @@ def line(error: OSError, config: RunConfig, *, doing: str = "", lost: str = "") 
     if number in FULL:
         said, cure = f"{place} is full", "make room"
     elif number == errno.EFBIG:
-        said, cure = f"{place}: {os.strerror(number)}", "allow larger files (ulimit -f)"
+        said, cure = f"{place}: {error.strerror}", "allow larger files (ulimit -f)"
     elif number == errno.EROFS:
-        said, cure = f"{place}: {os.strerror(number)}", "mount it for writing; a disk that has failed is mounted so"
+        said, cure = f"{place}: {error.strerror}", "mount it for writing; a disk that has failed is mounted so"
     elif number in DENIED:
-        said, cure = f"{place}: {os.strerror(number)}", "let this user read and write there"
+        said, cure = f"{place}: {error.strerror}", "let this user read and write there"
     elif number in GONE:
-        said, cure = f"{place}: {os.strerror(number)}", "bring back what was moved, or mount its disk"
+        said, cure = f"{place}: {error.strerror}", "bring back what was moved, or mount its disk"
     else:
-        said, cure = f"{place}: {os.strerror(number or errno.EIO)}", "look at the disk"
+        said, cure = f"{place}: {error.strerror}", "look at the disk"
     return f"{doing}{said}; {lost}{cure}, and {_again(folder)}"
 
 

@@ -11,6 +11,7 @@ Which private methods of Hugging Face's that takes, and why, is a table in ``doc
 
 from __future__ import annotations
 
+import errno
 import math
 from collections.abc import Callable
 from concurrent.futures import wait
@@ -30,7 +31,7 @@ from strategies.core.commit import same_modes
 from strategies.core.sealed import Damaged
 from strategies.engine import NonFiniteError, StowOptimizer
 from strategies.state.spans import WEIGHT
-from trainer.errors import ConfigError, write_line
+from trainer.errors import ConfigError, first_line, write_line
 from trainer.model import apart
 from trainer.model.adapters import loraplus
 from trainer.model.mapped import Spilled
@@ -330,8 +331,13 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
         return str(folder) if best == self.state.global_step or (best and folder.is_dir()) else former
 
     def _commit(self, written: Path, folder: Path) -> Callable[[], list[str]]:
-        """What seals the draft; it uses nothing of the model, which trains meanwhile."""
-        training_state.opened(self, written)
+        """What seals the draft; it uses nothing of the model, which trains meanwhile. Raise OSError if what was written
+        cannot be read.
+        """
+        try:
+            training_state.opened(self, written)
+        except ValueError as error:
+            raise OSError(errno.EIO, f"it cannot be read back: {first_line(error)}") from error
         kept: Any = [
             each for each in [*self.callback_handler.callbacks, self.control] if isinstance(each, ExportableState)
         ]
