@@ -10,7 +10,7 @@ import json
 import random
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +33,7 @@ TRAINING = {
     "eval_steps": 2, "report_to": "tensorboard", "resume_from_checkpoint": "auto",
 }  # fmt: skip
 FOLLOWED = ("run", "data", "home")  # the run's folder, its data, and what it caches
+STARTS = ("fresh", "killed", "over")
 CODES = MEANINGS.keys() - {ExitCode.FAILED}
 
 
@@ -92,6 +93,7 @@ class Failing:
         subprocess.run(command, check=True)
         self._may = ctypes.CDLL(str(library)).failing_may
         self._server, self._case = Server(folder / "ranks", LD_PRELOAD=str(library)), folder / "case"
+        self._faults: dict[str, list[Fault]] = {}
         self._kept = {"killed": folder / "killed", "over": folder / "over"}
         config = make_config(self._case)
         self._run(config, NONE, "training.save_total_limit=2").check().quiet()
@@ -121,24 +123,31 @@ class Failing:
             shutil.copytree(self._kept[start], self._case, ignore=shutil.ignore_patterns("output", "operations"))
         return make_config(self._case)
 
-    def operations(self, start: str) -> list[Operation]:
-        """Those of an undisturbed run."""
-        self._run(self._begun(start)).check().quiet()
-        done = [at for at, _ in operations(self._case)]
-        shutil.rmtree(self._case)
-        return done
+    def may(self, fault: Fault) -> bool:
+        """Whether an operation of this kind can return this errno."""
+        return bool(self._may(fault.at.kind.encode(), fault.error))
 
-    def faults(self, done: Sequence[Operation]) -> list[Fault]:
-        """Each operation with each errno that it can return, once and for good."""
-        tried = [(at, error) for at in done for error in ERRNOS if self._may(at.kind.encode(), error)]
-        return [Fault(at, error, often) for at, error in tried for often in (False, True)]
+    def faults(self, start: str) -> list[Fault]:
+        """Each operation of an undisturbed run with each errno that it can return, once and for good."""
+        if start not in self._faults:
+            self._run(self._begun(start)).check().quiet()
+            tried = [(at, error) for at, _ in operations(self._case) for error in ERRNOS]
+            found = [Fault(at, error, for_good) for at, error in tried for for_good in (False, True)]
+            self._faults[start] = [fault for fault in found if self.may(fault)]
+            shutil.rmtree(self._case)
+        return self._faults[start]
 
-    def complaints(self, start: str, fault: Fault) -> list[str]:
-        """What was not as it has to be, of a run with a ``fault`` and of the one after it."""
+    def complaints(self, start: str, fault: Fault, code: int | None = None) -> list[str]:
+        """What was not as it has to be, of a run with a ``fault``, which has to end with ``code`` if that is given, and
+        of the one after it.
+        """
         config = self._begun(start)
         said: list[str] = []
         try:
-            said += _after_fault(config.parent / "run", start, fault, self._run(config, fault))
+            result = self._run(config, fault)
+            said += _after_fault(config.parent / "run", start, fault, result)
+            if code not in (None, result.code):
+                said.append(f"ended with {result.code}, not {code}: {result.text}")
             if not any(error for _, error in operations(config.parent)):
                 said.append("nothing failed: the operation did not take place")
             again = self._run(config)

@@ -298,7 +298,7 @@ def _save(path: Path, rows: Iterable[dict[str, Any]]) -> tuple[int, int, int]:
     """Write rows of token lists as an Arrow stream, batch by batch; how many rows, tokens, and tokens trained on."""
     num_rows = tokens = trained = 0
     writer: pa.RecordBatchStreamWriter | None = None
-    with pa.OSFile(str(path), "wb") as file:  # of a path that it opens itself Arrow ignores that closing fails
+    with path.open("wb") as file:  # of one that it opens itself Arrow ignores that closing fails
         for batch in _by_tokens(rows):
             columns = {name: pa.array([row[name] for row in batch], type=_TOKENS) for name in batch[0]}
             table = pa.record_batch(columns)
