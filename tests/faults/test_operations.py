@@ -1,7 +1,7 @@
 """A file operation of a run fails: a sample of ``full/test_every_operation.py``, one of each kind.
 
-Every run ends in one line with a documented code, or goes on. The next one, in which nothing fails, ends with the bits of
-one that nothing has disturbed, and with every step once in its metrics.
+Every run ends in one line with a documented code, or goes on. The next one, in which nothing fails, ends with the bits
+of one that nothing has disturbed, and with every step once in its metrics.
 """
 
 import errno

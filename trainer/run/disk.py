@@ -38,8 +38,8 @@ def found(error: BaseException, *folders: Path) -> OSError | None:
     """``error`` with its number and file, if it says that the disk, or a file in ``folders``, fails; None otherwise."""
     number = _number(error)
     inner = error.__cause__ or (error.__context__ if isinstance(error, OSError) else None)
-    if number is None and inner is not None:
-        return found(inner, *folders)  # what a library has raised another one for
+    if number is None and inner is not None and (first := found(inner, *folders)) is not None:
+        return first  # for which a library has raised another one
     if number is None and isinstance(error, OSError):
         number = UNKNOWN  # of a library that has not found what it wants
     file = getattr(error, "filename", None)
