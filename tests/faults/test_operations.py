@@ -19,6 +19,8 @@ SAMPLE = [  # from which start; the operation; its errno, and whether it stays; 
     ("fresh", "write", "run/metrics.jsonl", 7, errno.EROFS, False, GOES_ON),  # the last
     ("killed", "open", "run/metrics.jsonl", 1, errno.ENOENT, False, GOES_ON),
     ("fresh", "write", "run/runs/*/events", 2, errno.EIO, False, GOES_ON),
+    # a tokenizer that was trained
+    ("killed", "stat", "run/tokenizer/tokenizer.json", 1, errno.ENOENT, False, 14),
     # a checkpoint is looked for
     ("killed", "list", "run", 2, errno.EACCES, False, 14),
     ("killed", "stat", "run/checkpoint-2", 1, errno.ENOENT, False, 14),
@@ -37,6 +39,7 @@ SAMPLE = [  # from which start; the operation; its errno, and whether it stays; 
     # the export
     ("killed", "write", f"{EXPORT}/tokenizer.json", 1, errno.ENOSPC, FOR_GOOD, 14),
     ("killed", "open", f"{EXPORT}/model.safetensors", 1, errno.EACCES, False, 14),
+    ("killed", "stat", f"{EXPORT}/config.json", 1, errno.EIO, False, GOES_ON),
     ("killed", "rename", "run/export", 1, errno.EROFS, FOR_GOOD, 14),
     ("over", "open", "run/export/manifest.json", 1, errno.EIO, False, GOES_ON),
 ]

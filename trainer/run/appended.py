@@ -3,17 +3,31 @@
 What cannot be written waits in memory, and comes with the next: the disk had no room, was read-only or not there for a
 while. That is one line, the first time.
 
-Invariant. What was written is whole: bytes of a write that failed are cut off, before the next one at the latest. A
-folder that goes meanwhile is not made again, for it may be where a disk was mounted.
+Invariant. What was written is whole: bytes of a write that failed are cut off, before the next one at the latest. If
+the folder has gone, or another is in its place, since its disk was unmounted, nothing is written there.
 """
 
 from __future__ import annotations
 
+import errno
 from contextlib import suppress
 from pathlib import Path
 
 from strategies.core.commit import replace_file
 from trainer.errors import write_line
+
+
+class Home:
+    """A folder that is there. ``refuse_other`` raises OSError if it has gone, or another is in its place, as where its
+    disk was unmounted: what is written there would be found by nobody.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._inode = path, path.stat().st_ino
+
+    def refuse_other(self) -> None:
+        if self._path.stat().st_ino != self._inode:
+            raise FileNotFoundError(errno.ENOENT, "another folder is in its place", str(self._path))
 
 
 class Appended:
@@ -39,6 +53,7 @@ class Appended:
         try:
             if self._size is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._home = Home(self.path.parent)
                 replace_file(self.path, self._waiting)
                 self._size = len(self._waiting)
             elif self._waiting:
@@ -50,6 +65,7 @@ class Appended:
                 write_line(f"{self.path}: {error.strerror}; training goes on, and {self._what} wait")
 
     def _append(self) -> None:
+        self._home.refuse_other()
         left = memoryview(self._waiting)
         with self.path.open("ab", buffering=0) as file:
             self._size = min(self._size or 0, file.tell())  # somebody may have cut it

@@ -73,10 +73,11 @@ def _is_of_files(error: BaseException) -> bool:
 
 
 def _is_inside(said: object, folders: Sequence[Path]) -> bool:
-    """Whether a file, or what is said of one, is in one of the folders."""
+    """Whether a file, or what is said of one, is in one of the folders, or a folder above one."""
     text = os.fsdecode(said) if isinstance(said, str | bytes | os.PathLike) else ""
-    shown = (text, os.path.abspath(text))  # noqa: PTH100 - nothing is looked at
-    return any(str(path) in each for folder in folders for path in {folder, folder.absolute()} for each in shown)
+    path = os.path.abspath(text)  # noqa: PTH100 - nothing is looked at
+    names = {str(each) for folder in folders for each in (folder, folder.absolute())}
+    return any(name in text or name in path or name.startswith(path.rstrip("/") + "/") for name in names)
 
 
 def folders_of(config: RunConfig) -> list[Path]:
