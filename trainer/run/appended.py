@@ -64,6 +64,12 @@ class Appended:
                 self._said = True
                 write_line(f"{self.path}: {error.strerror}; training goes on, and {self._what} wait")
 
+    def end(self) -> None:
+        """Training is over: write what waits, or say that it is not written."""
+        self.flush()
+        if self._waiting:
+            write_line(f"{self.path}: still cannot be written; {self._what} that wait are lost if it stays so")
+
     def _append(self) -> None:
         self._home.refuse_other()
         left = memoryview(self._waiting)

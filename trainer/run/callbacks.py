@@ -277,7 +277,7 @@ class MetricsFile(TrainerCallback):
         self._file.flush()
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        self._file.flush()
+        self._file.end()
 
 
 def _line(record: Mapping[str, Any]) -> str:
