@@ -20,7 +20,7 @@ SAMPLE = [  # from which start; the operation; its errno, and whether it stays; 
     ("killed", "open", "run/metrics.jsonl", 1, errno.ENOENT, False, GOES_ON),
     ("fresh", "write", "run/runs/*/events", 2, errno.EIO, False, GOES_ON),
     # a tokenizer that was trained
-    ("killed", "stat", "run/tokenizer/tokenizer.json", 1, errno.ENOENT, False, 14),
+    ("fresh", "stat", "run/tokenizer/tokenizer.json", 1, errno.ENOENT, False, 14),
     # a checkpoint is looked for
     ("killed", "list", "run", 2, errno.EACCES, False, 14),
     ("killed", "stat", "run/checkpoint-2", 1, errno.ENOENT, False, 14),

@@ -166,7 +166,7 @@ def test_a_full_disk_has_every_record_later_and_ends_no_run(tmp_path: Path, caps
 
 
 def test_records_do_not_go_into_another_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Which is there where the run's disk was unmounted. They come when it is back, or it is said that they are lost."""
+    """Which is there where a disk was unmounted. They come when it is back, or it is said that they are lost."""
     run, file = tmp_path / "run", MetricsFile(tmp_path / "run" / "metrics.jsonl")
     fire(file, "on_train_begin", state(0))
     run.rename(tmp_path / "away")
