@@ -182,9 +182,9 @@ def _after_fault(run: Path, start: str, fault: Fault, result: Result) -> Iterato
             yield f"ended with {result.code}, and exit.json says {code}"
     elif run.is_dir() and not hidden:
         yield f"ended with {result.code}, and there is no exit.json"
-    if fault.at.kind in ("create", "write") and fault.at.path == "run/metrics.jsonl":
-        if f"finished at step {STEPS}" not in result.out:
-            yield f"a record has ended it: {result.text}"
+    of_a_record = fault.at.kind in ("create", "write") and fault.at.path == "run/metrics.jsonl"
+    if of_a_record and f"finished at step {STEPS}" not in result.out:
+        yield f"a record has ended it: {result.text}"
     if start != "fresh":
         if not [each for each in complete(run) if each.step >= SAVED]:
             yield "the checkpoint is gone"
