@@ -94,8 +94,6 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, config: RunConf
         trainer.stowed.close()  # merging changes weights in place, so they have to be in ordinary memory
     if not trainer.is_world_process_zero():
         return None
-    if trainer.home is not None:
-        trainer.home.refuse_other()
     spilled.settle()
     parities = {name: strategy.parity(trainer.plan.facts.run) for name, strategy in config.strategies.items()}
     card = model_card(config, model.config, trainer.state, sys.argv, trainer.args.world_size, parities)

@@ -15,7 +15,8 @@ import gc
 import sys
 import time
 import traceback
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -301,6 +302,17 @@ class CannotExport(UserError):
     code = ExitCode.DISK
 
 
+@contextmanager
+def exporting(run: Run) -> Iterator[None]:
+    """Inside, an error of the disk is a CannotExport."""
+    try:
+        yield
+    except Exception as error:
+        if (fails := disk.found(error, run.folder)) is None:
+            raise
+        raise CannotExport(disk.line(fails, run.config, doing="export: ", lost="no export was made: ")) from error
+
+
 def finish(run: Run, trainer: Trainer, together: Agreement) -> None:
     """Evaluate if the last step was not evaluated, export, check the export, and print where everything is."""
     step, log = trainer.state.global_step, trainer.state.log_history
@@ -308,19 +320,21 @@ def finish(run: Run, trainer: Trainer, together: Agreement) -> None:
         trainer.evaluate()
     with_exchange = trainer.loss_with_exchange() if run.prepared.eval is not None else None
     folder = run.folder
-    if over := together.on_first(run.ranks.rank, lambda: export.make_room(run.config, step)):
+
+    def make_room() -> str | None:
+        with exporting(run):
+            if trainer.home is not None:
+                trainer.home.refuse_other()
+            return export.make_room(run.config, step)
+
+    if over := together.on_first(run.ranks.rank, make_room):
         run.say(over)
         if run.ranks.is_first:
             publish(run.config)
         return
     exact_again(trainer.model, run.config)
-    try:
+    with exporting(run):
         receipt = export.export(trainer, run.tokenizer, run.config)
-    except Exception as error:
-        fails = disk.found(error, folder)
-        if fails is None:
-            raise
-        raise CannotExport(disk.line(fails, run.config, doing="export: ", lost="no export was made: ")) from error
     if not run.ranks.is_first:
         return
     if len(history := [record for record in log if "eval_loss" in record]) > 1:
