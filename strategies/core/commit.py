@@ -116,6 +116,18 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
+def inside(folder: Path) -> list[Path]:
+    """Every file, link and folder in ``folder`` and the folders in it. Raise OSError if one cannot be listed, which
+    ``rglob`` leaves out without a word.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    found = (Path(where, name) for where, inner, files in os.walk(folder, onerror=refuse) for name in (*inner, *files))
+    return sorted(found)
+
+
 def sync(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
@@ -136,7 +148,7 @@ def same_modes(folder: Path) -> None:
     probe.touch()
     wanted = stat.S_IMODE(probe.stat().st_mode)
     probe.unlink()
-    for path in folder.rglob("*"):
+    for path in inside(folder):
         if path.is_file() and not path.is_symlink():
             has = stat.S_IMODE(path.stat().st_mode)
             if has | wanted != has:
@@ -154,5 +166,5 @@ def _draft(draft: Path) -> Iterator[Path]:
 
 
 def _sync_all(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
+    for path in [*inside(folder), folder]:
         sync(path)

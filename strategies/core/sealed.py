@@ -25,7 +25,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
-from strategies.core.commit import replace_file, sync
+from strategies.core.commit import inside, replace_file, sync
 
 MANIFEST = "manifest.json"
 WAITING = 4  # threads beyond the cores: those that wait for the disk do not compute
@@ -62,8 +62,9 @@ def seal(folder: Path, kind: str, about: Mapping[str, Any]) -> None:
         sizes = dict(zip(by_size, pool.map(size_and_hash, by_size), strict=True))
         for waiting in synced:
             waiting.result()
-    for inner in sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True):
-        sync(inner)
+    for path in reversed(inside(folder)):
+        if path.is_dir():
+            sync(path)
     files = {_name(folder, path): File(bytes=sizes[path][0], sha256=sizes[path][1]) for path in sorted(paths)}
     made = Sealed(kind=kind, about=dict(about), files=files)
     replace_file(folder / MANIFEST, signed(made.model_dump()))  # syncs the folder as well
@@ -146,7 +147,7 @@ def _opened(path: Path) -> FileIO:
 
 def _files(folder: Path) -> Iterator[Path]:
     """Every file in ``folder`` and the folders in it. Raise OSError if one is a symbolic link."""
-    for path in folder.rglob("*"):
+    for path in inside(folder):
         if path.is_symlink():
             raise OSError(f"{_name(folder, path)}: a symbolic link; only files are written and read here")
         if not path.is_dir():

@@ -165,6 +165,30 @@ def test_a_full_disk_has_every_record_later_and_ends_no_run(tmp_path: Path, caps
     assert "training goes on, and records wait" in line
 
 
+def test_records_do_not_go_into_another_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which is there where a disk was unmounted. They come when it is back, or it is said that they are lost."""
+    run, file = tmp_path / "run", MetricsFile(tmp_path / "run" / "metrics.jsonl")
+    fire(file, "on_train_begin", state(0))
+    run.rename(tmp_path / "away")
+    run.mkdir()
+    fire(file, "on_log", state(1), logs={"loss": 1.0})
+    fire(file, "on_train_end", state(1))
+    assert list(run.iterdir()) == []
+    waits, lost = capsys.readouterr().out.splitlines()
+    assert "another folder is in its place; training goes on, and records wait" in waits and "are lost if" in lost
+    run.rmdir()
+    (tmp_path / "away").rename(run)
+    fire(file, "on_log", state(2), logs={"loss": 1.0})
+    assert [record["step"] for record in read(run / "metrics.jsonl")] == [1, 2]
+
+
+def test_records_of_a_file_that_cannot_be_read_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    file, resumed = MetricsFile(tmp_path / "metrics.jsonl"), state(2)
+    resumed.log_history = [{"step": step, "loss": 1.0} for step in (1, 2)]
+    fire(file, "on_train_begin", resumed)
+    assert [record["step"] for record in read(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
 def test_sample_runs_on_every_rank_and_is_shown_by_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -357,10 +357,10 @@ def test_a_full_disk_is_one_line(
     assert runs.run(load_tree(tree), Ranks(), Stop()) == ExitCode.DISK
     said = capfd.readouterr().err
     assert f"export: the disk of {tmp_path / 'run'} is full; no export was made" in said and "Traceback" not in said
-    assert "train again: there is no checkpoint" in said
+    assert "no export was made: make room, and start again" in said
     tree["training"]["save_strategy"] = "steps"
     assert runs.run(load_tree(tree), Ranks(), Stop()) == ExitCode.DISK
-    assert "training.resume_from_checkpoint=auto makes it from the last checkpoint" in capfd.readouterr().err
+    assert "training.resume_from_checkpoint=auto goes on from the last checkpoint" in capfd.readouterr().err
 
 
 @pytest.mark.ranks

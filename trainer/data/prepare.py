@@ -159,10 +159,11 @@ def prepare(
             refuse_changed(written, before)
             seal(draft, KIND, {"fingerprint": key})
     rows = stream(train[0].source, encoder, say) if section.streaming else _open(home / "train.arrow")
-    held = _open(home / "eval.arrow") if (home / "eval.arrow").exists() else None
+    there = [path.name for path in home.iterdir()] if held_out or not section.streaming else []
+    held = _open(home / "eval.arrow") if "eval.arrow" in there else None
     named = section.chat_template or section.chat_template_path
     template = encoder.template.text if encoder.template and named else None
-    found = json.loads((home / REPORT).read_text()) if (home / REPORT).exists() else None
+    found = json.loads((home / REPORT).read_text()) if REPORT in there else None
     formats = " + ".join(dict.fromkeys(part.encoder.format.name for part in train))
     return Prepared(rows, held, formats, made_of, template, found)
 
@@ -356,16 +357,17 @@ def _save(path: Path, rows: Iterable[dict[str, Any]]) -> tuple[int, int, int]:
     """Write rows of token lists as an Arrow stream, batch by batch; how many rows, tokens, and tokens trained on."""
     num_rows = tokens = trained = 0
     writer: pa.RecordBatchStreamWriter | None = None
-    for batch in _by_tokens(rows):
-        columns = {name: pa.array([row[name] for row in batch], type=_TOKENS) for name in batch[0]}
-        table = pa.record_batch(columns)
-        writer = writer or pa.ipc.new_stream(str(path), table.schema)
-        writer.write_batch(table)
-        labels = columns["labels"].flatten().to_numpy()
-        num_rows, tokens = num_rows + len(batch), tokens + len(labels)
-        trained += int((labels != MASKED).sum())
-    assert writer is not None, "a source without rows is refused before this"
-    writer.close()
+    with path.open("wb") as file:  # of one that it opens itself Arrow ignores that closing fails
+        for batch in _by_tokens(rows):
+            columns = {name: pa.array([row[name] for row in batch], type=_TOKENS) for name in batch[0]}
+            table = pa.record_batch(columns)
+            writer = writer or pa.ipc.new_stream(file, table.schema)
+            writer.write_batch(table)
+            labels = columns["labels"].flatten().to_numpy()
+            num_rows, tokens = num_rows + len(batch), tokens + len(labels)
+            trained += int((labels != MASKED).sum())
+        assert writer is not None, "a source without rows is refused before this"
+        writer.close()
     return num_rows, tokens, trained
 
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from strategies.core.commit import inside
 from strategies.core.sealed import digest_of
 from trainer.data import pydoc_rows
 from trainer.errors import DataError, first_line, kind, nearest, nearest_file
@@ -297,8 +298,8 @@ def is_saved(folder: Path) -> bool:
 def _folder(folder: Path, split: str, key: str) -> Source:
     if is_saved(folder):
         return _saved(folder, split, key)
-    files = sorted(path for path in folder.rglob("[!.]*") if path.suffix.lower() in _READERS and path.is_file())
-    files = [path for path in files if path.name != _INFO]
+    readable = (path for path in inside(folder) if path.suffix.lower() in _READERS and path.name != _INFO)
+    files = [path for path in readable if not path.name.startswith(".") and path.is_file()]
     if not files:
         raise DataError(f"{folder}: the folder holds no data file; allowed: {', '.join(SUFFIXES)}")
     words = {path: _SPLIT_WORD.search(path.relative_to(folder).with_suffix("").as_posix().lower()) for path in files}

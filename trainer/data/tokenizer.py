@@ -77,7 +77,10 @@ def trained(vocab_size: int, folder: Path, texts: Iterable[str]) -> PreTrainedTo
         with added_folder(home) as draft:
             made.save_pretrained(draft)
             seal(draft, KIND, asked)
-    tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(home)
+    try:
+        tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(home)
+    except Exception as error:  # they have no common type; the files were whole just now
+        raise OSError(f"{home} cannot be read: {first_line(error)}") from error
     return tokenizer
 
 

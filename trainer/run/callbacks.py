@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import textwrap
 import time
@@ -28,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 
-from strategies.core.commit import replace_file
 from strategies.core.sizes import human, human_duration, human_number
 from strategies.engine.forward.routed_linear import weights_changed
 from strategies.engine.memory import accelerator
@@ -37,6 +35,7 @@ from trainer.dist.ranks import limit_groups
 from trainer.errors import ConfigError, first_line, nearest, write_line
 from trainer.machine.probe import status_bytes
 from trainer.planning.positions import declared
+from trainer.run.appended import Appended
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -254,33 +253,35 @@ class MetricsFile(TrainerCallback):
 
     When a run resumes, the records after the step that it resumes from, and a line that a kill has cut in half, are
     dropped first, so the file is one consistent history. A fresh run starts with an empty file. Values that JSON has
-    no number for are the strings "nan", "inf" and "-inf". What a full disk does not take is appended with a later one.
+    no number for are the strings "nan", "inf" and "-inf". What the disk does not take is appended with a later one.
+    A file that cannot be read begins with the records of the checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._waiting = path, ""
+        self._path, self._file = path, Appended(path, "records")
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            there = self._path.exists() and state.global_step > 0
-            lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines() if there else []
-            replace_file(self._path, "".join(line + "\n" for line in lines if _step_of(line) <= state.global_step))
+            try:
+                lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
+            except OSError:
+                lines = [_line(record) for record in state.log_history]
+            kept = (line for line in lines if state.global_step > 0 and _step_of(line) <= state.global_step)
+            self._file.begin("".join(f"{line}\n" for line in kept).encode())
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs:
             return
         record = {"step": state.global_step, "epoch": state.epoch, "time": round(time.time(), 3), **logs}
-        first, size = not self._waiting, self._path.stat().st_size if self._path.exists() else 0
-        self._waiting += json.dumps({key: _plain(value) for key, value in record.items()}, allow_nan=False) + "\n"
-        try:
-            with self._path.open("a", encoding="utf-8") as file:  # closed, hence flushed, after each record
-                file.write(self._waiting)
-            self._waiting = ""
-        except OSError as error:
-            os.truncate(self._path, size)  # of half a record
-            if first:
-                write_line(f"{self._path}: {error.strerror}; training goes on, and records wait until there is space")
+        self._file.add(f"{_line(record)}\n".encode())
+        self._file.flush()
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self._file.end()
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps({key: _plain(value) for key, value in record.items()}, allow_nan=False)
 
 
 def _step_of(line: str) -> float:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import re
+import stat
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -129,9 +130,11 @@ class Found(NamedTuple):
 
 
 def folders(output_dir: Path) -> list[Path]:
-    """Every folder that is named like a checkpoint, by step."""
-    named = [path for path in output_dir.glob("checkpoint-*") if FOLDER.fullmatch(path.name) and path.is_dir()]
-    return sorted(named, key=step_of)
+    """Every folder that is named like a checkpoint, by step. Raise OSError if one of them, or ``output_dir``, cannot be
+    looked at: a run would start anew beside it.
+    """
+    named = (path for path in output_dir.iterdir() if FOLDER.fullmatch(path.name))
+    return sorted((path for path in named if stat.S_ISDIR(path.stat().st_mode)), key=step_of)
 
 
 def step_of(path: Path) -> int:
@@ -214,8 +217,8 @@ def prune(output_dir: Path, keep: int, written: int, best: Path | None) -> list[
 
 def restore(output_dir: Path) -> None:
     """Give checkpoints their names back that a kill has caught between two renames. May raise OSError."""
-    for path in output_dir.glob(f"checkpoint-*{EARLIER}"):
-        if FOLDER.fullmatch(name := path.name.removesuffix(EARLIER)):
+    for path in list(output_dir.iterdir()):
+        if path.name.endswith(EARLIER) and FOLDER.fullmatch(name := path.name.removesuffix(EARLIER)):
             restore_earlier(output_dir / name)
 
 
@@ -245,7 +248,10 @@ def to_resume(config: RunConfig) -> tuple[Found | None, list[str]]:
             return found, [f"{newer}: {what}; going back to {path}" for newer, what in bad]
         bad.append((path, why))
     if named:
-        others = [each for place in dict.fromkeys([named.parent, output_dir]) for each in reversed(folders(place))]
+        others = list[Path]()
+        for place in dict.fromkeys([named.parent, output_dir]):
+            with suppress(OSError):  # it is refused anyhow
+                others += reversed(folders(place))
         good = next((each for each in others if each.resolve() != named.resolve() and _looked_at(each)[0]), None)
         why = bad[0][1] if named.is_dir() else "there is no such folder"
         why += f"; the newest good one is {good}" if good else ""

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -76,8 +75,8 @@ def set_aside(config: RunConfig, found: Found | None) -> Iterator[str]:
 
 
 def exports(folder: Path) -> list[Path]:
-    """The export and all that were made of it, as far as they are there."""
-    return [path for path in [folder / finished.NAME, *sorted(folder.glob(f"{finished.NAME}-*"))] if _is_there(path)]
+    """The export and all that were made of it, as far as they are there. May raise OSError."""
+    return sorted(path for path in folder.iterdir() if path.name.partition("-")[0] == finished.NAME)
 
 
 def is_of(folder: Path, found: Found) -> bool:
@@ -149,7 +148,8 @@ def move_aside(
     """Move what exists of ``things``, with ``copies`` of files, into a new ``earlier-N``, which is returned; delete it
     with ``overwrite``. Of a symbolic link the link moves, and nothing is deleted through it. May raise OSError.
     """
-    there = [path for path in things if _is_there(path)]
+    names = {path.name for path in output_dir.iterdir()}  # a look at each would take an error for absence
+    there = [path for path in things if path.name in names]
     if not there:
         return None
     draft = output_dir / DRAFT
@@ -160,8 +160,8 @@ def move_aside(
             shutil.copy2(path, draft / path.name)
             sync(draft / path.name)
     replace_file(draft / MOVING, json.dumps([path.name for path in there]))
-    numbered = (output_dir / f"earlier-{number}" for number in itertools.count(1))
-    folder = output_dir / DELETED if overwrite else next(each for each in numbered if not _is_there(each))
+    numbered = (f"earlier-{number}" for number in itertools.count(1))
+    folder = output_dir / (DELETED if overwrite else next(name for name in numbered if name not in names))
     if overwrite:
         remove(folder)
     draft.rename(folder)
@@ -174,27 +174,28 @@ def move_aside(
 
 def complete(output_dir: Path) -> None:
     """Move what a kill has kept from being moved. Raise OSError, or ValueError for a list that is damaged."""
-    for marker in [*sorted(output_dir.glob(f"earlier-*/{MOVING}")), *output_dir.glob(f"{DELETED}/{MOVING}")]:
-        _complete(marker.parent)
+    for folder in sorted(output_dir.iterdir()):
+        if folder.name == DELETED or folder.name.startswith("earlier-"):
+            _complete(folder)
 
 
 def _complete(folder: Path) -> None:
     output_dir, marker = folder.parent, folder / MOVING
-    for name in json.loads(marker.read_text()):
-        if Path(name).name != name:
-            raise ValueError(f"{marker} names {name!r}, which is not in {output_dir}")
+    try:
+        names = json.loads(marker.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        return  # all of it has moved
+    if wrong := next((name for name in names if Path(name).name != name), None):
+        raise ValueError(f"{marker} names {wrong!r}, which is not in {output_dir}")
+    for name in {path.name for path in output_dir.iterdir()} & set(names):
         path, place = output_dir / name, folder / name
         if path.is_symlink():  # it may be relative
             if not place.is_symlink():
                 place.symlink_to(path.resolve())
             path.unlink()
-        elif path.exists():
+        else:
             path.rename(place)
     sync(folder)
     sync(output_dir)
     marker.unlink()
     sync(folder)
-
-
-def _is_there(path: Path) -> bool:
-    return os.path.lexists(path)

@@ -32,14 +32,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from strategies.backends.tensor_shards import whole_shape
-from strategies.core.commit import replaced_folder, same_modes
-from strategies.core.sealed import seal
+from strategies.core.commit import inside, replaced_folder, same_modes
+from strategies.core.sealed import seal, size_and_hash
 from strategies.engine.tensors.quantised import keep_packing
 from trainer.data.sources import is_on_hub
 from trainer.model import apart, attention, build, hub, qat, quantise
 from trainer.model.adapters import merged, round_base
 from trainer.model.mapped import Spilled
-from trainer.run import structured
+from trainer.run import disk, structured
 from trainer.run.callbacks import of_best, perplexity
 from trainer.run.checkpoint import versions
 from trainer.run.finished import KIND, NAME
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
 
 PROBE_TOKENS = 32
+UNOPENED = (RuntimeError, OSError, ValueError, SafetensorError)  # of what cannot be loaded
 # Of the largest logit. The same kernels give the same bits; another device or 16-bit compute rounds differently.
 # Evaluated layers with 8-bit weights round their inputs to 8 bits as well, and merged ones do not.
 FP32_TOLERANCE, HALF_TOLERANCE, EIGHT_TOLERANCE = 1e-3, 5e-2, 1e-1
@@ -198,12 +199,19 @@ def as_a_user(trainer: Trainer) -> Iterator[None]:
 def reload(folder: Path, task: Task, **options: Any) -> PreTrainedModel:
     """The model in ``folder``, loaded as a user would; ExportError if a weight is missing or has another shape."""
     logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)
+
+    def opens() -> Any:
+        kind: Any = loaded(task.model_class)
+        return kind.from_pretrained(folder, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+
     try:
-        opened: Any = loaded(task.model_class).from_pretrained(
-            folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
-        )
-    except (RuntimeError, OSError, ValueError, SafetensorError) as error:
-        raise ExportError(f"export: cannot be opened: {' '.join(str(error).split())}") from error
+        opened = opens()
+    except UNOPENED as error:
+        refuse_unreadable(folder, error)
+        try:
+            opened = opens()  # Transformers takes a file that could not be looked at once for one that is not there
+        except UNOPENED:
+            raise ExportError(f"export: cannot be opened: {' '.join(str(error).split())}") from error
     model: PreTrainedModel = opened[0]
     loading = opened[1]
     keep_packing(model)
@@ -213,6 +221,15 @@ def reload(folder: Path, task: Task, **options: Any) -> PreTrainedModel:
         for name, found, wanted in loading["mismatched_keys"]
     )
     return model
+
+
+def refuse_unreadable(folder: Path, error: Exception) -> None:
+    """Raise ``error`` if it is one of the disk's, or OSError if a file in ``folder`` cannot be read."""
+    if disk.found(error, folder):
+        raise error
+    for path in inside(folder):
+        if path.is_file():
+            size_and_hash(path)
 
 
 def refuse_different(lines: Iterable[str]) -> None:

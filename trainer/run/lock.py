@@ -185,9 +185,14 @@ def _take(config: RunConfig, path: Path) -> tuple[int, str]:
             if in_use:
                 raise _refused(config, path, found)
             content = json.dumps(own._asdict())
-            os.ftruncate(handle, 0)
-            os.pwrite(handle, content.encode(), 0)
-            os.fsync(handle)
+            try:
+                os.ftruncate(handle, 0)
+                os.pwrite(handle, content.encode(), 0)
+                os.fsync(handle)
+            except OSError:
+                with suppress(OSError):
+                    path.unlink()  # it would look held
+                raise
         except BaseException:
             with suppress(OSError):
                 os.close(handle)

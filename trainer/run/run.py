@@ -16,19 +16,17 @@ that dies, or ends with an error, they know at once.
 
 from __future__ import annotations
 
-import errno
 import gc
-import os
 import sys
 import time
 import traceback
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed
-from safetensors import SafetensorError
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import SaveStrategy
 
@@ -49,6 +47,7 @@ from trainer.errors import ConfigError, ExitCode, UserError, first_line, report,
 from trainer.model import attention
 from trainer.planning.from_config import check_options, refuse_folder
 from trainer.run import (
+    disk,
     earlier,
     export,
     finished,
@@ -68,7 +67,6 @@ from trainer.run import (
 )
 from trainer.run.begin import Begin
 from trainer.run.callbacks import SAID, Watched, of_best, perplexity
-from trainer.run.checkpoint import complete
 from trainer.run.order import Run
 from trainer.run.quantized import exact_again
 from trainer.run.resume_rules import leaves
@@ -217,8 +215,8 @@ def _failed(config: RunConfig, seen: list[Run], stop: Stop, watchdog: Watchdog |
     elif isinstance(error, DiskError):
         write_line(f"{error}; training.resume_from_checkpoint=auto goes on from the last checkpoint", sys.stderr)
         code, shown = ExitCode.DISK, False
-    elif isinstance(error, OSError) and is_full(error):
-        write_line(f"{error.filename or 'a disk'} is full: {first_line(error)}; make room, and start again", sys.stderr)
+    elif fails := disk.found(error, *disk.folders_of(config)):
+        write_line(disk.line(fails, config), sys.stderr)
         code, shown = ExitCode.DISK, False
     if seen and oom.is_shortage(error):
         write_line("\n".join(oom.explain(config, seen[0].plan, error)), sys.stderr)
@@ -333,14 +331,20 @@ def train(run: Run, stop: Stop, together: Agreement, watchdog: Watchdog | None) 
 
 
 class CannotExport(UserError):
-    """There is no room for the export."""
+    """The disk does not take the export."""
 
     code = ExitCode.DISK
 
 
-def is_full(error: OSError | SafetensorError) -> bool:
-    """Whether a disk has no room; safetensors says so in words alone."""
-    return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error)
+@contextmanager
+def exporting(run: Run) -> Iterator[None]:
+    """Inside, an error of the disk is a CannotExport."""
+    try:
+        yield
+    except Exception as error:
+        if (fails := disk.found(error, run.folder)) is None:
+            raise
+        raise CannotExport(disk.line(fails, run.config, doing="export: ", lost="no export was made: ")) from error
 
 
 def finish(run: Run, trainer: Trainer, together: Agreement) -> None:
@@ -353,21 +357,20 @@ def finish(run: Run, trainer: Trainer, together: Agreement) -> None:
     if run.over is not None:
         run.say(run.over)
         return
-    exact_again(trainer.model, run.config)
-    try:
-        about = finished.about(run.config, step, *trainer.origin()) if run.ranks.is_first else {}
-        if run.ranks.is_first:
+
+    def make_way() -> dict[str, Any]:
+        with exporting(run):
+            if trainer.home is not None:
+                trainer.home.refuse_other()
+            about = finished.about(run.config, step, *trainer.origin())
             make_room(run.config)
-        smaller = run.smaller.folder if run.smaller is not None else None
+            return about
+
+    about = together.on_first(run.ranks.rank, make_way)
+    exact_again(trainer.model, run.config)
+    smaller = run.smaller.folder if run.smaller is not None else None
+    with exporting(run):
         receipt = export.export(trainer, run.tokenizer, run.config, about, smaller)
-    except (OSError, SafetensorError) as error:
-        if not is_full(error):
-            raise
-        from_last = "training.resume_from_checkpoint=auto makes it from the last checkpoint"
-        again = from_last if complete(folder) else "train again: there is no checkpoint"
-        raise CannotExport(
-            f"export: the disk of {folder} is full; no export was made: make room, and {again}"
-        ) from error
     if not run.ranks.is_first:
         return
     if len(history := [record for record in log if "eval_loss" in record]) > 1:

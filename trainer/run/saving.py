@@ -25,14 +25,15 @@ from typing import NamedTuple, TypeVar
 import torch.distributed
 from safetensors import SafetensorError, safe_open
 
-from strategies.core.commit import put_in_place, remove
+from strategies.core.commit import inside, put_in_place, remove
 from strategies.core.layout import ITEM_BYTES
 from strategies.core.plan import Kind, Plan
 from strategies.core.sealed import seal
 from strategies.core.sizes import human
 from strategies.planner.compressed import kept_bytes
 from trainer.machine.probe import disk_free_bytes
-from trainer.run import checkpoint
+from trainer.run import checkpoint, disk
+from trainer.run.appended import Home
 from trainer.run.checkpoint import KIND, Manifest
 
 T = TypeVar("T")
@@ -40,21 +41,23 @@ THREADS = 4  # that look for values that are not finite
 
 
 @contextmanager
-def draft(output_dir: Path, needed: int, *, writes: bool) -> Iterator[Path]:
+def draft(output_dir: Path, needed: int, *, writes: bool, home: Home | None = None) -> Iterator[Path]:
     """An empty folder for all ranks to write into, each step inside ``together``; a collective at its beginning.
 
     It is deleted if the block fails; otherwise it stays for ``commit``. That it cannot be emptied, or that there is no
-    space for as many bytes as are ``needed``, is an OSError on all ranks. ``writes``: this rank empties and deletes it,
-    the first one, or the first of each machine.
+    space for as many bytes as are ``needed``, is an OSError on all ranks; also if ``home`` is not what is in
+    ``output_dir``. ``writes``: this rank empties and deletes it, the first one, or the first of each machine.
     """
     folder = output_dir / checkpoint.WRITING
 
     def empty() -> None:
         if writes:
+            if home is not None:
+                home.refuse_other()
             checkpoint.clear(output_dir)
             if why := shortage(output_dir, needed):
                 raise OSError(errno.ENOSPC, why)
-            folder.mkdir(parents=True)
+            folder.mkdir()
 
     together(empty)
     try:
@@ -99,7 +102,8 @@ def commit(written: Path, folder: Path, manifest: Callable[[], Manifest]) -> Non
 def all_finite(folder: Path, buffers: Collection[str]) -> bool:
     """Whether every value in the safetensors files of ``folder`` is finite. Masks among the ``buffers`` may not be."""
     with ThreadPoolExecutor(THREADS, "finite") as pool:
-        return all(pool.map(lambda path: _is_finite(path, buffers), folder.rglob("*.safetensors")))
+        files = (path for path in inside(folder) if path.suffix == ".safetensors")
+        return all(pool.map(lambda path: _is_finite(path, buffers), files))
 
 
 def _is_finite(path: Path, buffers: Collection[str]) -> bool:
@@ -119,9 +123,10 @@ def together(work: Callable[[], T]) -> T:
     failed: tuple[int, str, str | None] | None = None
     try:
         done.append(work())
-    except (OSError, RuntimeError, SafetensorError, MemoryError) as error:
+    except Exception as error:
         if not of_the_disk(error):
             raise
+        error = disk.found(error) or error
         number, said_by = getattr(error, "errno", None), getattr(error, "strerror", None)
         failed = (number or errno.EIO, said_by or str(error), getattr(error, "filename", None))
     said = [failed]
@@ -135,9 +140,9 @@ def together(work: Callable[[], T]) -> T:
 
 
 def of_the_disk(error: Exception) -> bool:
-    """Whether an error says that the disk, or memory to look at it, is short; torch and safetensors have their own."""
-    is_one = isinstance(error, OSError | SafetensorError | MemoryError)
-    return is_one or any(said in str(error) for said in ("PytorchStreamWriter", "can't start new thread"))
+    """Whether an error says that the disk fails, or that memory to look at it is short."""
+    is_one = isinstance(error, OSError | SafetensorError | MemoryError) or "can't start new thread" in str(error)
+    return is_one or disk.found(error) is not None
 
 
 # --- space -----------------------------------------------------------------------------------------------------------

@@ -256,7 +256,7 @@ class StowedTrainer:
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """The generators' states as we have written them; Hugging Face's where there are only those."""
-        if checkpoint is None or not any(Path(checkpoint).glob("random_state-*")):
+        if checkpoint is None or not training_state.random_states(Path(checkpoint)):
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
         elif said := training_state.load_random_state(self, Path(checkpoint)):
             write_line(said)

@@ -12,16 +12,20 @@ callback does to the model itself, which reads weights where strategies may not 
 from __future__ import annotations
 
 import os
-import shutil
+import socket
 import sys
+import time
 from contextlib import suppress
 from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import HfApi
 from transformers.integrations.integration_utils import MLflowCallback, TensorBoardCallback
 
-from trainer.errors import ExitCode, first_line, write_line
+from trainer.errors import ExitCode, first_line
+from trainer.run.appended import Appended
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -29,7 +33,6 @@ if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
 
 PROJECTS = {"wandb": "WANDB_PROJECT", "mlflow": "MLFLOW_EXPERIMENT_NAME"}
-ROOM = 1 << 20  # bytes; a record is some kilobytes
 READS_WEIGHTS = {"WANDB_LOG_MODEL": ("end",), "WANDB_WATCH": ("all", "gradients", "parameters")}
 
 
@@ -81,17 +84,51 @@ def start(config: RunConfig) -> None:
             raise config.error("training.report_to", name, f"it does not start: {first_line(error)}") from None
 
 
+class Events:
+    """Writes TensorBoard's file in a folder, in place of a ``SummaryWriter``: the thread of that ends with the first
+    error of the disk, and the run would with it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+        from torch.utils.tensorboard import summary
+
+        name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}.0"
+        self._file = Appended(folder / name, "TensorBoard's curves")
+        self._records: Any = RecordWriter(SimpleNamespace(write=self._file.add))
+        self._event: Any = Event
+        self._summary: Any = summary
+        self._add(file_version="brain.Event:2")
+
+    def _add(self, **content: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **content).SerializeToString())
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self._add(summary=self._summary.scalar(tag, value), step=step)
+
+    def add_text(self, tag: str, text: str, step: int = 0) -> None:
+        self._add(summary=self._summary.text(tag, text), step=step)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
 class Curves(TensorBoardCallback):  # type: ignore[misc]
-    """TensorBoard's callback; what a full disk does not take is missing in its curves, and training goes on."""
+    """TensorBoard's callback, with a writer that a disk which fails does not end."""
 
-    said = False
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            named = os.environ.get("TENSORBOARD_LOGGING_DIR")
+            usual = f"runs/{time.strftime('%b%d_%H-%M-%S')}_{socket.gethostname()}"  # as Hugging Face's
+            folder = Path(named).expanduser() if named else Path(args.output_dir, usual)
+            self.tb_writer = Events(folder)
+        super().on_train_begin(args, state, control, **kwargs)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if not state.is_world_process_zero or shutil.disk_usage(args.output_dir).free >= ROOM:
-            super().on_log(args, state, control, logs=logs, **kwargs)
-        elif not self.said:  # the thread that writes would end, and the run with it
-            self.said = True
-            write_line(f"{args.output_dir}: no space for TensorBoard; training goes on, with gaps in the curves")
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        """The evaluation after training is still to come."""
+        if self.tb_writer is not None:
+            self.tb_writer.flush()
 
 
 class Tracked(MLflowCallback):  # type: ignore[misc]

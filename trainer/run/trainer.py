@@ -11,6 +11,7 @@ Which private methods of Hugging Face's that takes, and why, is a table in ``doc
 
 from __future__ import annotations
 
+import errno
 import math
 from collections.abc import Callable
 from concurrent.futures import wait
@@ -30,11 +31,12 @@ from strategies.core.commit import same_modes
 from strategies.core.sealed import Damaged
 from strategies.engine import NonFiniteError, StowOptimizer
 from strategies.state.spans import WEIGHT
-from trainer.errors import ConfigError, write_line
+from trainer.errors import ConfigError, first_line, write_line
 from trainer.model import apart, loss_terms
 from trainer.model.adapters import loraplus
 from trainer.model.mapped import Spilled
 from trainer.run import checkpoint, saving, training_state
+from trainer.run.appended import Home
 from trainer.run.callbacks import EarlyStopping, Meter
 from trainer.run.nonfinite import DEEPSPEED_SAYS, NonFinite, StopNonFinite, first_not_finite
 from trainer.run.pipeline_trainer import PipelineTrainer
@@ -84,6 +86,7 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
         # Hugging Face deletes no checkpoints: it does so before the new one is on the disk, and at the end the newest.
         self.keep, self.args.save_total_limit = self.args.save_total_limit, None
         self.output_dir = Path(str(self.args.output_dir))
+        self.home = Home(self.output_dir) if self.args.should_save else None
         self.newest, self.save_bytes = "", 0  # of this run's newest save: its name, and how much the next one takes
         self.spilled_bytes = 0  # of that, while the model is written
         self.add_callback(StopNonFinite(self))
@@ -329,7 +332,7 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
             training_state.save_random_state(self, draft)
 
         try:
-            with saving.draft(self.output_dir, self.save_bytes, writes=writes) as drafts:
+            with saving.draft(self.output_dir, self.save_bytes, writes=writes, home=self.home) as drafts:
                 draft = drafts / folder.name
                 saving.together(lambda: write(draft))
                 self.state.best_model_checkpoint = self._best(former)
@@ -369,8 +372,13 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
         return str(folder) if best == self.state.global_step or (best and folder.is_dir()) else former
 
     def _commit(self, written: Path, folder: Path) -> Callable[[], list[str]]:
-        """What seals the draft; it uses nothing of the model, which trains meanwhile."""
-        training_state.opened(self, written)
+        """What seals the draft; it uses nothing of the model, which trains meanwhile. Raise OSError if what was written
+        cannot be read.
+        """
+        try:
+            training_state.opened(self, written)
+        except ValueError as error:
+            raise OSError(errno.EIO, f"it cannot be read back: {first_line(error)}") from error
         kept: Any = [
             each for each in [*self.callback_handler.callbacks, self.control] if isinstance(each, ExportableState)
         ]

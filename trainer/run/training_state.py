@@ -331,11 +331,16 @@ def save_random_state(trainer: Any, checkpoint: Path) -> None:
         save_generators(checkpoint / f"random_state-{number:05}-of-{streams:05}.json")
 
 
+def random_states(checkpoint: Path) -> list[Path]:
+    """The files with generators' states. May raise OSError."""
+    return sorted(path for path in checkpoint.iterdir() if path.name.startswith("random_state-"))
+
+
 @_misfits()
 def load_random_state(trainer: Any, checkpoint: Path) -> str | None:
     """Take over this rank's; a line if there is none, since fewer ranks have saved. Raise Misfit if it is damaged."""
     rank, _, _ = _stream_of(trainer)
-    path = min(checkpoint.glob(f"random_state-{rank:05}-of-*.json"), default=None)
+    path = next((path for path in random_states(checkpoint) if path.name.startswith(f"random_state-{rank:05}-")), None)
     if path is None:
         return f"{checkpoint}: no random state of rank {rank}; it goes on from training.seed"
     load_generators(path)
