@@ -222,6 +222,8 @@ class Engine(Copied):
         self.hooks.close_all()
         self.ranks.step()
         self.gradients.refuse_leftovers()
+        for bucket in self.buckets:
+            bucket.views.find_writes()
         self.gradients.finish()
         if self.gradients.empty:
             return
@@ -306,6 +308,18 @@ class Engine(Copied):
         if not self.layout.in_backward:
             self.clipping.forget(bucket, index)
         if self.layout.in_backward or not any(each.grads.touched for each in self.buckets):
+            self.discard()
+
+    def zero_one(self, bucket: BucketState, index: int) -> None:
+        """Make one gradient zero, as ``zero_grad(set_to_none=False)`` of a module does with each."""
+        if index not in bucket.grads.touched or bucket.is_shared or self.layout.in_backward:
+            self.forget(bucket, index)
+            bucket.grads.zero_one(index)
+            return
+        zero = torch.zeros_like(bucket.views.absent(index))
+        self.clipping_after_backward().write(bucket, index, zero, multiplied=False)
+        bucket.grads.zero_one(index)
+        if all(each.grads.touched <= each.grads.zeroed for each in self.buckets):
             self.discard()
 
     # --- weights -----------------------------------------------------------------------------------------------------

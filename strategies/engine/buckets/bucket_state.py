@@ -115,7 +115,8 @@ class BucketState:
         parts = zip(params, spec.offsets, spec.sizes, strict=True)
         homes = [weight[start : start + size].view(param.shape) for param, start, size in parts]
         kernels = frozenset(index for index, param in enumerate(params) if id(param) in fused)
-        self.views = ParameterViews(spec.params, params, homes, nan, kernels, resident=spec.resident)
+        sole = spec.resident and self.copy is None and self.codes is None and self.master is None and spec.ways == 1
+        self.views = ParameterViews(spec.params, params, homes, nan, kernels, resident=spec.resident, sole=sole)
         self.grads = GradientState(spec.params)
         self.pieces = tuple(pieces_of(spec, rank))
         self.copy_passes = rounded_to_fetch(spec, layout)  # the copy is a slot that fetches round masters into
@@ -126,7 +127,7 @@ class BucketState:
         self.replaced = 0
         self.present = False
         self.given_up = self.copy_passes
-        self.handed_out = HandedOut()  # views of the copy that others may hold
+        self.handed_out = HandedOut(spec.params)  # views of weights that others may hold, and write to
         self.open = 0
         self.pending = Pending.NOTHING
         self.job: Job | None = None
@@ -306,10 +307,13 @@ class BucketState:
 
     # --- the host's copy ---------------------------------------------------------------------------------------------
 
-    def hand_out(self, view: Tensor) -> None:
-        """``view``, made from ``weight_of``, is given to somebody who may hold it until a gradient takes its place."""
-        if self.parks_in_copy and not self.given_up:
-            self.handed_out.add(view)
+    def hand_out(self, view: Tensor, index: int, *, is_weight: bool = True) -> None:
+        """``view``, made from ``weight_of``, is given to somebody who may hold it and write to it. Other ranks would
+        not know of that, nor what to do with one that is a module's own idea of a weight.
+        """
+        known = is_weight and not self.is_shared
+        is_copy = self.given_up or self.codes is not None or not known
+        self.handed_out.add(view, index, self.replaced if known else -1, is_copy=is_copy)
 
     def give_up_copy(self) -> None:
         """DOWN is about to write gradients to the place of the host's copy."""

@@ -40,6 +40,7 @@ from strategies.engine.tensors.torch_functions import (
     read_only,
     reads_no_value,
     replace_views,
+    watched,
     with_values,
     written,
 )
@@ -89,6 +90,12 @@ class StowedParameter(Copied, nn.Parameter):
         shown: Tensor = RAW_DATA.__get__(self).as_subclass(ReadOnly)
         return shown
 
+    def set_(self, source: Tensor) -> Any:  # type: ignore[override]
+        """Torch's own asks nobody. TypeError, since ``torch.nn.utils.parametrize`` replaces lines of other errors."""
+        if source is not self:
+            raise TypeError(f"{self._keeper.name}: set_() on a parameter, whose memory is planned; {WRITE}")
+        return self
+
     @property
     def grad(self) -> Tensor | None:
         """The gradient that waits for ``step``, or None."""
@@ -131,11 +138,8 @@ class VisitingParameter(StowedParameter):
         with torch._C.DisableTorchFunctionSubclass():
             if reads_no_value(func):
                 return func(*args, **kwargs)
-            if others_keep() and func not in TABLES:  # [Note: other hooks]
-                args, kwargs = tree_map_only(
-                    VisitingParameter, lambda w: Elsewhere.apply(w, RAW_DATA.__get__(w).clone()), (args, kwargs)
-                )
-                return func(*args, **kwargs)
+            if others_keep() and func not in TABLES and not written(func, args, kwargs):  # [Note: other hooks]
+                return with_values(func, types, args, kwargs, VisitingParameter, _cloned, ReadOnly, _refuse_write)
             out = func(*args, **kwargs)
             for param in (*args, *kwargs.values()):
                 if type(param) is VisitingParameter:
@@ -166,17 +170,20 @@ class Alias(Tensor):
                     raise RuntimeError(f"{func.__name__} on a view of {target._keeper.name}, which travels; {WRITE}")
             found: list[Alias] = []
             copies: list[Tensor] = []
+            handed: list[tuple[Alias, Tensor]] = []
 
             def read(alias: Alias) -> Tensor:
                 value: Tensor = alias._keeper.read_view(alias)
                 (found if value is alias else copies).append(value)  # type: ignore[arg-type]
+                handed.append((alias, value))
                 return value
 
             args, kwargs = tree_map_only(Alias, read, (args, kwargs))
-            if VisitingParameter in types:
-                out = VisitingParameter.__torch_function__(func, (VisitingParameter,), args, kwargs)
-            else:
-                out = func(*args, **kwargs)
+            with watched(handed, _refuse_write):
+                if VisitingParameter in types:
+                    out = VisitingParameter.__torch_function__(func, (VisitingParameter,), args, kwargs)
+                else:
+                    out = func(*args, **kwargs)
             for alias in found:
                 out = replace_views(out, alias._keeper.home, alias._keeper.follow)
                 if func in ARRAYS:
@@ -207,7 +214,7 @@ class AbsentParameter(StowedParameter):
             if func is Tensor.data_ptr:
                 args[0]._keeper.require_present(func.__name__)
                 return func(*args, **kwargs)
-            return with_values(func, types, args, kwargs, AbsentParameter, lambda param: param._keeper.read(), ReadOnly)
+            return with_values(func, types, args, kwargs, AbsentParameter, _read, ReadOnly, _refuse_write)
 
 
 class ReadOnly(Tensor):
@@ -225,11 +232,31 @@ class ReadOnly(Tensor):
             for target in written(func, args, kwargs):
                 if isinstance(target, ReadOnly):
                     raise RuntimeError(f"{func.__name__} {target._refusal}")
-            shown = [value for value in (*args, *kwargs.values()) if isinstance(value, ReadOnly)]
+            shown = [value for value in tree_leaves((args, kwargs)) if isinstance(value, ReadOnly)]
             ask = has_other_stand_ins(types, ReadOnly)
             if ask:
                 args, kwargs = tree_map_only(ReadOnly, lambda value: value.as_subclass(Tensor), (args, kwargs))
-            return read_only(func, call(func, args, kwargs, ask=ask), shown, type(shown[0]) if shown else ReadOnly)
+            with watched([(value, value) for value in shown], cls._refuse_write):
+                out = call(func, args, kwargs, ask=ask)
+            return read_only(func, out, shown, type(shown[0]) if shown else ReadOnly)
+
+    @classmethod
+    def _refuse_write(cls, *_: Tensor) -> None:
+        raise RuntimeError(f"a function that writes {cls._refusal}")
+
+
+def _read(param: Any) -> Tensor:
+    value: Tensor = param._keeper.read()
+    return value
+
+
+def _cloned(param: Tensor) -> Tensor:
+    value: Tensor = Elsewhere.apply(param, RAW_DATA.__get__(param).clone())
+    return value
+
+
+def _refuse_write(stowed: Any, copy: Tensor) -> None:
+    raise RuntimeError(f"{stowed._keeper.name}: a function wrote to a copy of a parameter that travels; {WRITE}")
 
 
 TABLES = frozenset([nn.functional.embedding, torch.embedding])

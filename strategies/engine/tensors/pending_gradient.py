@@ -2,14 +2,15 @@
 
 It gives the norm of the real gradient, and multiplying it by a factor (clipping) applies when the update reads the
 gradient, so that ``torch.nn.utils.clip_grad_norm_`` works, and ``torch.amp.GradScaler``. Assigning ``None`` to
-``param.grad`` discards it. Any other function gets a read-only copy, other writes are refused. After ``step`` reading
-it raises, until ``zero_grad``.
+``param.grad`` discards it. Any other function gets a copy. If the function writes to that, it becomes the gradient;
+what the function returns can be read only. After ``step`` reading it raises, until ``zero_grad``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from strategies.engine.tensors.parameters import ReadOnly
-from strategies.engine.tensors.torch_functions import each, is_no_conversion, reads_no_value, with_values, written
+from strategies.engine.tensors.torch_functions import each, is_no_conversion, reads_no_value, with_values
 
 NORMS = frozenset([torch.linalg.vector_norm, torch._foreach_norm, Tensor.norm, torch.norm])
 DIVISIONS = frozenset([Tensor.div_, Tensor.divide_, Tensor.true_divide_, Tensor.__itruediv__, torch._foreach_div_])  # type: ignore[list-item]
@@ -29,8 +30,7 @@ class ReadOnlyGradient(ReadOnly):
     """A copy of a gradient that waits. Writing to it raises: the gradient would not change."""
 
     _refusal = (
-        "on a copy of a gradient that waits for the step: it can be read, and param.grad multiplied by one factor, as "
-        "clip_grad_norm_ does"
+        "on a copy of a part of a gradient that waits for the step: write to param.grad itself"
     )
 
 
@@ -75,26 +75,26 @@ class PendingGradient(Tensor):
             if func is Tensor.zero_:
                 args[0]._keeper.zero_gradient()
                 return args[0]
-            for target in written(func, args, kwargs):
-                if isinstance(target, PendingGradient):
-                    factor = _factor(func, args, kwargs)
-                    if factor is None:
-                        raise RuntimeError(
-                            f"{func.__name__} on the gradient of {target._keeper.name}, which waits for the step: it "
-                            f"can be read, and multiplied by one factor, as clip_grad_norm_ does"
-                        )
-                    target._keeper.scale_gradient(factor)
-            if func in SCALINGS:
+            factor = _factor(func, args, kwargs)
+            if factor is not None:
+                for target in each(args[0]):
+                    if isinstance(target, PendingGradient):
+                        target._keeper.scale_gradient(factor)
                 others = [grad for grad in each(args[0]) if not isinstance(grad, PendingGradient)]
                 if others:  # gradients of another model
                     func(others, *args[1:])
                 return args[0]
-            return with_values(func, types, args, kwargs, PendingGradient, _value, ReadOnlyGradient)
+            wrote = partial(_write, multiplied=func in SCALINGS)
+            return with_values(func, types, args, kwargs, PendingGradient, _value, ReadOnlyGradient, wrote)
 
 
 def _value(gradient: Any) -> Tensor:
     value: Tensor = gradient._keeper.gradient_value()
     return value
+
+
+def _write(gradient: Any, value: Tensor, *, multiplied: bool) -> None:
+    gradient._keeper.write_gradient(value, multiplied=multiplied)
 
 
 def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
