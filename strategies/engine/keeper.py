@@ -37,6 +37,11 @@ class Keeper(Copied):
     def here(self) -> bool:
         return self._bucket.views.shows(self._index)
 
+    @property
+    def is_sole(self) -> bool:
+        """Whether what is written to the home is the newest weight."""
+        return self._bucket.views.sole
+
     def value(self) -> Tensor:
         """A copy of the newest weight, for COMPUTE."""
         bucket, transfer = self._bucket, self._engine.transfer

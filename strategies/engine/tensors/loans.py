@@ -50,6 +50,8 @@ class LentParameter(StowedParameter):
         self.data = source
         return self
 
+    untyped_storage, storage, __dlpack__ = Tensor.untyped_storage, Tensor.storage, Tensor.__dlpack__
+
     def __deepcopy__(self, memo: Any) -> nn.Parameter:
         return nn.Parameter(self.data.clone(), self.requires_grad)
 

@@ -52,6 +52,7 @@ RAW_GRAD: Any = Tensor.grad
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 set_counts: Any = torch._C._autograd._unsafe_set_version_counter  # of writes, which torch compares in backward
 WRITE = "write under `with optimizer.present([parameter]):`, use load_state_dict, or close() the optimizer first"
+RAW = "of what a stowed parameter or its gradient shows could be written to unseen: make a clone() to read it"
 NODE = "so it has no node in the graph: use param.register_hook"
 
 
@@ -71,7 +72,33 @@ COPIED = (
 )
 
 
-class StowedParameter(Copied, nn.Parameter):
+class Address:
+    """The storage of what stands for a weight or a gradient: where it is and how large, not to be written to."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage = storage
+
+    def __getattr__(self, name: str) -> Any:
+        if name.endswith("_"):
+            raise RuntimeError(f"{name} on the storage {RAW}")
+        return getattr(self._storage, name)
+
+
+class NoRawMemory(Tensor):
+    """Refuses what would write to its memory without torch's count of writes."""
+
+    def untyped_storage(self) -> Any:
+        storage = super().untyped_storage()
+        return Address(storage) if torch._C._is_torch_function_enabled() else storage  # not when it is pickled
+
+    def storage(self) -> Any:
+        raise RuntimeError(f"storage() {RAW}")
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(f"DLPack {RAW}")
+
+
+class StowedParameter(Copied, NoRawMemory, nn.Parameter):
     """A parameter whose memory an engine manages; ``_keeper`` reads and changes it (``engine/keeper.py``)."""
 
     _keeper: Any
@@ -107,7 +134,9 @@ class StowedParameter(Copied, nn.Parameter):
         if value is None:
             self._keeper.forget_gradient()
         elif getattr(value, "_keeper", None) is not self._keeper:  # ``param.grad *= 0.5`` assigns what it read
-            raise RuntimeError(f"{self._keeper.name}: {ASSIGNED}")
+            if self._keeper.gradient() is None:
+                raise RuntimeError(f"{self._keeper.name}: {ASSIGNED}")
+            self._keeper.write_gradient(value.as_subclass(Tensor), multiplied=False)
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
         raise RuntimeError(f"{self._keeper.name}: {ACCUMULATED}")
@@ -115,6 +144,11 @@ class StowedParameter(Copied, nn.Parameter):
 
 class PresentParameter(StowedParameter):
     """Its memory has its newest value. Torch's functions treat it as a plain parameter."""
+
+    def detach(self) -> Tensor:
+        """It counts writes with the parameter; read-only where they would be refused."""
+        found: Tensor = super().detach()
+        return found if self._keeper.is_sole else found.as_subclass(ReadOnly)
 
 
 class VisitingParameter(StowedParameter):
@@ -147,7 +181,7 @@ class VisitingParameter(StowedParameter):
         return out
 
 
-class Alias(Tensor):
+class Alias(NoRawMemory):
     """A view of a weight that travels, made while it was present."""
 
     _stand_in = True
@@ -217,7 +251,7 @@ class AbsentParameter(StowedParameter):
             return with_values(func, types, args, kwargs, AbsentParameter, _read, ReadOnly, _refuse_write)
 
 
-class ReadOnly(Tensor):
+class ReadOnly(NoRawMemory):
     """A copy of a value, or a view of it that may be read only. Writing to it raises: the weight would not change."""
 
     _stand_in = True

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from strategies.engine.tensors.parameters import ReadOnly
+from strategies.engine.tensors.parameters import NoRawMemory, ReadOnly
 from strategies.engine.tensors.torch_functions import each, is_no_conversion, reads_no_value, with_values
 
 NORMS = frozenset([torch.linalg.vector_norm, torch._foreach_norm, Tensor.norm, torch.norm])
@@ -34,7 +34,7 @@ class ReadOnlyGradient(ReadOnly):
     )
 
 
-class PendingGradient(Tensor):
+class PendingGradient(NoRawMemory):
     """Stands for a gradient that waits until the next step, with its shape; its own elements are NaN."""
 
     _stand_in = True

@@ -161,6 +161,7 @@ class Clipping:
         """``value``, which ``value_of`` gave and a loop has changed, is the gradient from now on. ``multiplied``: that
         is all that was done, so that the loop has clipped as it wanted.
         """
+        bucket.grads.refuse_spent(index)
         self._gradients.finish()
         if self.scale is not None:
             self._carry_out(but=(bucket.index, index))
