@@ -46,6 +46,7 @@ from strategies.engine.memory.arena import Arena
 from strategies.engine.memory.stretches import Stretch, in_memory
 from strategies.engine.tensors.fp8 import Codes, as_rounded
 from strategies.engine.tensors.loans import HandedOut
+from strategies.engine.tensors.nested import same_bits
 from strategies.engine.tensors.parameter_views import ParameterViews
 from strategies.engine.tensors.parameters import put
 from strategies.engine.transfer.transfer import Event
@@ -288,6 +289,21 @@ class BucketState:
                 value[piece.start : piece.stop].copy_(span[piece.at : piece.at + piece.size])
             for part, master in self.masters([piece]):
                 value[part.start : part.stop].copy_(master)
+
+    def written_unseen(self) -> str | None:
+        """A parameter whose weight differs from place to place, while no update is pending and all copies are made: one
+        place was written to by its address. For debugging; what is not whole in memory is left out.
+        """
+        if not self.settled or self.codes is not None or self.spec.on_disk:
+            return None
+        home = self.own(self.weight) if self.present else None
+        copy = None if self.given_up else self.copy
+        for piece in self.pieces_in(self.views.own):
+            places = [flat[piece.at : piece.at + piece.size] for flat in (home, copy) if flat is not None]
+            places += [self.rounded(piece)] if self.stretches()[0].master is not None else []
+            if any(not same_bits(place.cpu(), places[0].cpu()) for place in places[1:]):
+                return self.spec.params[piece.index]
+        return None
 
     # --- the home ----------------------------------------------------------------------------------------------------
 

@@ -245,6 +245,8 @@ class AbsentParameter(StowedParameter):
                     raise RuntimeError(f"{target._keeper.name}: {func.__name__} on a parameter that is away; {WRITE}")
             if func in NODES and args[0] is args[1]:
                 raise RuntimeError(f"{args[0]._keeper.name} is away; {NODE}")
+            if func is Tensor.detach and args[0]._keeper.read() is args[0]:
+                return args[0].detach()  # as one that is present
             if func is Tensor.data_ptr:
                 args[0]._keeper.require_present(func.__name__)
                 return func(*args, **kwargs)
