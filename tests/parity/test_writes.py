@@ -4,9 +4,8 @@ Each idiom runs plainly and under plans that let weights, gradients and state re
 to the same bits or refuses with the idiom's line. The table says which it is, so that neither changes unseen.
 """
 
-import copy
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,18 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parametrizations, 
 
 from strategies.engine.transfer.transfer import Transfer
 from tests.helpers.models import Net, build
-from tests.helpers.releases import needs_scratch
-from tests.helpers.sides import BATCHES, Plain, Script, both_sides, refused, train, training
+from tests.helpers.sides import (
+    BATCHES,
+    Plain,
+    Script,
+    both_sides,
+    copies,
+    first_difference,
+    refused,
+    stowed,
+    train,
+    training,
+)
 
 NORM = 0.05
 PLANS: dict[str, dict[str, Any]] = {
@@ -117,6 +126,12 @@ def some_none(model: Any, optimizer: Any) -> None:
         model.get_parameter(name).grad = None
 
 
+def zeroed_and_again(model: Any, optimizer: Any) -> object:
+    model(**BATCHES[0]).loss.backward()
+    model.zero_grad(set_to_none=False)
+    return one_after_another(ours)(model, optimizer)
+
+
 def rows_zero(model: Any, optimizer: Any) -> None:
     model.embed.weight.grad[2:9] = 0.0
     model.get_parameter(UP).grad[torch.arange(48) % 2 == 0] = 0.0
@@ -179,9 +194,7 @@ GRADIENTS: dict[str, Script] = {
     "some zero": one_after_another(some_zero, ours),
     "scaled, some zero, scaled": one_after_another(scaled(0.3), some_zero, scaled(3.0)),
     "some None, scaled, then ours": one_after_another(some_none, scaled(0.3), ours),
-    "all zero, and another backward": lambda model, optimizer: [
-        model(**BATCHES[0]).loss.backward(), model.zero_grad(set_to_none=False), one_after_another(ours)(model, optimizer)
-    ],
+    "all zero, and another backward": zeroed_and_again,
     "rows": one_after_another(rows_zero, ours),
     "a mask": one_after_another(each(lambda param: param.grad.mul_(torch.ones_like(param).cumsum(-1) > 3))),
     "centred": one_after_another(each(lambda param: param.grad.sub_(param.grad.mean())), ours),
@@ -289,10 +302,6 @@ def numbers(param: Tensor) -> Tensor:
     return torch.linspace(-0.1, 0.1, param.numel()).view(param.shape).to(param)
 
 
-def through_ctypes(param: Tensor) -> None:
-    ctypes.memset(param.data_ptr(), 0, param.nbytes)
-
-
 def another(name: str, register: Callable[[nn.Module, str, nn.Parameter], object], trained: bool = True) -> Script:
     def write(model: Any, optimizer: Any) -> None:
         owner, _, key = name.rpartition(".")
@@ -301,30 +310,57 @@ def another(name: str, register: Callable[[nn.Module, str, nn.Parameter], object
     return write
 
 
-HERE = "written to in place; write under"
-SHOWN = "what a stowed parameter shows"
-PLANNED = "whose memory is planned|memory of a stowed model is planned"
+OTHERS = (
+    "device, travelling",
+    "host",
+    "streamed, waits there",
+)  # than "device", where the home is a weight's only memory
+AWAY = "written to in place; write under|on a parameter that is away; write under"
+SHOWN = "on what a stowed parameter shows; write under"
+PLANNED = "whose memory is planned; write under|memory of a stowed model is planned; write under"
+RAW_MEMORY = "could be written to unseen"
 WRITES: dict[str, tuple[Script, str]] = {
-    "mul_": (to_parameter(lambda param: param.mul_(0.5)), f"{HERE}|on a parameter that is away"),
-    "index": (to_parameter(lambda param: param.__setitem__(3, 0.5)), f"{HERE}|on a parameter that is away"),
-    "init": (to_parameter(lambda param: nn.init.constant_(param, 0.01)), f"{HERE}|on a parameter that is away"),
-    "out": (to_parameter(lambda param: torch.mul(param, 0.5, out=param)), f"{HERE}|on a parameter that is away"),
-    "a list": (to_parameter(lambda param: torch._foreach_lerp_([param], [numbers(param)], 0.3)), f"{HERE}|is away"),
-    "an overload": (to_parameter(lambda param: torch.ops.aten.mul_.Scalar(param, 0.5)), f"{HERE}|is away"),
-    "a packet": (to_parameter(lambda param: torch.ops.aten.mul_(param, 0.5)), f"{HERE}|is away"),
-    "a custom operator": (to_parameter(lambda param: scale(param, 0.5)), f"{HERE}|is away"),
-    "relu, in place": (to_parameter(lambda param: functional.relu(param, inplace=True)), f"{HERE}|is away"),
+    "mul_": (to_parameter(lambda param: param.mul_(0.5)), AWAY),
+    "index": (to_parameter(lambda param: param.__setitem__(3, 0.5)), AWAY),
+    "init": (to_parameter(lambda param: nn.init.constant_(param, 0.01)), AWAY),
+    "out": (to_parameter(lambda param: torch.mul(param, 0.5, out=param)), AWAY),
+    "a list": (to_parameter(lambda param: torch._foreach_lerp_([param], [numbers(param)], 0.3)), AWAY),
+    "an overload": (to_parameter(lambda param: torch.ops.aten.mul_.Scalar(param, 0.5)), AWAY),
+    "a packet": (to_parameter(lambda param: torch.ops.aten.mul_(param, 0.5)), AWAY),
+    "a custom operator": (to_parameter(lambda param: scale(param, 0.5)), AWAY),
+    "relu, in place": (to_parameter(lambda param: functional.relu(param, inplace=True)), AWAY),
     "renormed": (
         to("embed.weight", UP)(lambda param: functional.embedding(torch.arange(9), param, max_norm=0.1)),
-        f"{HERE}|a function wrote to a copy",
+        "written to in place; write under|a function wrote to a copy of a parameter that travels; write under",
     ),
-    "detach().mul_": (to_parameter(lambda param: param.detach().mul_(0.5)), f"{HERE}|{SHOWN}"),
-    "detach(), a custom operator": (to_parameter(lambda param: scale(param.detach(), 0.5)), f"{HERE}|{SHOWN}"),
-    "data.mul_": (to_parameter(lambda param: param.data.mul_(0.5)), f"{SHOWN}"),
-    "data, a custom operator": (to_parameter(lambda param: scale(param.data, 0.5)), f"{SHOWN}"),
-    "data, a view": (to_parameter(lambda param: param.data.view(-1)[3:9].copy_(torch.ones(6))), f"{SHOWN}"),
+    "detach().mul_": (to_parameter(lambda param: param.detach().mul_(0.5)), SHOWN),
+    "detach(), a custom operator": (to_parameter(lambda param: scale(param.detach(), 0.5)), SHOWN),
+    "NumPy": (to_parameter(lambda param: param.detach().numpy().__setitem__(3, 0.5)), "read-only"),
+    "a memoryview": (
+        to_parameter(lambda param: memoryview(param.detach().numpy()).cast("B").__setitem__(0, 1)), "read-only",
+    ),
+    "DLPack": (to_parameter(lambda param: torch.from_dlpack(param.detach()).mul_(0.5)), RAW_MEMORY),
+    "an address": (
+        to_parameter(lambda param: ctypes.memset(param.data_ptr(), 0, param.nbytes) and None),
+        "data_ptr of a parameter that travels|was written to by its address; write under",
+    ),
+}  # fmt: skip
+NEVER: dict[str, tuple[Script, str]] = {
+    "data.mul_": (to_parameter(lambda param: param.data.mul_(0.5)), SHOWN),
+    "data, a custom operator": (to_parameter(lambda param: scale(param.data, 0.5)), SHOWN),
+    "data, dropout in place": (
+        to_parameter(lambda param: functional.dropout(param.data, 0.5, True, True)), SHOWN,
+    ),
+    "data, renormed": (
+        to_parameter(lambda param: functional.embedding(torch.arange(9), param.data, max_norm=0.1)), SHOWN,
+    ),
+    "data, a view": (to_parameter(lambda param: param.data.view(-1)[3:9].copy_(torch.ones(6))), SHOWN),
+    "data, NumPy": (to_parameter(lambda param: param.data.numpy().__setitem__(3, 0.5)), "read-only"),
     "data =": (to_parameter(lambda param: setattr(param, "data", param.data * 0.5)), PLANNED),
     "set_": (to_parameter(lambda param: param.set_(numbers(param))), PLANNED),
+    "set_, torch's": (
+        to_parameter(lambda param: Tensor.set_(param, numbers(param))), "was given other memory|on a parameter that is",
+    ),
     "vector_to_parameters": (lambda m, _: vector_to_parameters(torch.zeros(40000), m.parameters()), PLANNED),
     "half()": (lambda m, _: m.half(), PLANNED),
     "swap_tensors": (
@@ -336,14 +372,175 @@ WRITES: dict[str, tuple[Script, str]] = {
         another(FROZEN, lambda module, key, param: module._parameters.__setitem__(key, param), False),
         "is not the one that was stowed",
     ),
-    "assign=True": (lambda m, _: m.load_state_dict(m.state_dict(), assign=True) and None, "copy instead"),
-    "NumPy": (to_parameter(lambda param: param.detach().numpy().__setitem__(3, 0.5)), "read-only"),
-    "NumPy, of data": (to_parameter(lambda param: param.data.numpy().__setitem__(3, 0.5)), "read-only"),
-    "a memoryview": (
-        to_parameter(lambda param: memoryview(param.detach().numpy()).cast("B").__setitem__(0, 1)), "read-?only",
-    ),
-    "DLPack": (to_parameter(lambda param: torch.from_dlpack(param.detach()).mul_(0.5)), "written to unseen"),
-    "storage()": (to_parameter(lambda param: param.storage().fill_(0.5)), "written to unseen"),
-    "untyped_storage()": (to_parameter(lambda param: param.untyped_storage().fill_(0)), "written to unseen"),
-    "ctypes": (to_parameter(through_ctypes), "a parameter that travels"),
+    "assign=True": (lambda m, _: m.load_state_dict(m.state_dict(), assign=True), "copy instead"),
+    "storage()": (to_parameter(lambda param: param.storage().fill_(0.5)), RAW_MEMORY),
+    "untyped_storage()": (to_parameter(lambda param: param.untyped_storage().fill_(0)), RAW_MEMORY),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("idiom", WRITES)
+def test_writes_to_weights(idiom: str) -> None:
+    write, line = WRITES[idiom]
+    both_sides(net, after_steps(write), [PLANS["device"]], transfer=Transfer)
+    for plan in OTHERS:
+        refused(net, after_steps(write), line, PLANS[plan], transfer=Transfer())
+
+
+def test_a_momentum_encoder() -> None:
+    """A frozen weight that stays on the device has no other memory."""
+    write = to(FROZEN)(lambda param: param.mul_(0.9).add_(numbers(param), alpha=0.1))
+    both_sides(net, after_steps(write, write), [PLANS["device"], PLANS["host"]], transfer=Transfer)
+    for plan in ("device, travelling", "streamed, waits there"):
+        refused(net, after_steps(write), AWAY, PLANS[plan], transfer=Transfer())
+
+
+@pytest.mark.parametrize("idiom", NEVER)
+def test_writes_that_no_plan_has_a_place_for(idiom: str) -> None:
+    write, line = NEVER[idiom]
+    for plan in ("device", *OTHERS):
+        refused(net, after_steps(write), line, PLANS[plan], transfer=Transfer())
+
+
+PRESENT: dict[str, Script] = {
+    "by functions": to_parameter(lambda param: param.mul_(0.5).add_(numbers(param))),
+    "by a custom operator": to_parameter(lambda param: scale(param, 0.5)),
+    "renormed": to("embed.weight")(lambda param: functional.embedding(torch.arange(9), param, max_norm=0.1)),
+    "data =": to_parameter(lambda param: setattr(param, "data", param.data * 0.5)),
+    "set_": to_parameter(lambda param: param.set_(numbers(param)) is None),
+    "NumPy": to_parameter(lambda param: param.detach().numpy().__setitem__(3, 0.5)),
+    "DLPack": to_parameter(lambda param: torch.from_dlpack(param.detach()).mul_(0.5) is None),
+    "an address": to_parameter(lambda param: ctypes.memset(param.data_ptr(), 0, param.nbytes) and None),
+    "state_dict": lambda model, _: [value.mul_(0.5) for value in model.state_dict().values()] and None,
+}
+
+
+@pytest.mark.parametrize("idiom", PRESENT)
+def test_writes_inside_of_present(idiom: str) -> None:
+    both_sides(net, after_steps(inside_present(PRESENT[idiom])), [PLANS[plan] for plan in OTHERS], transfer=Transfer)
+
+
+# --- what torch.nn.utils.parametrize assigns --------------------------------------------------------------------------
+
+
+class Parametrized(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        parametrizations.weight_norm(self.layers[1].up)
+        parametrizations.orthogonal(self.layers[2].spare, orthogonal_map="householder")
+
+
+def assigns(model: Any, optimizer: Any) -> None:
+    model.layers[1].up.weight = torch.linspace(-1, 1, 48 * 32).view(48, 32)
+    model.layers[2].spare.weight = torch.eye(32).flip(0)
+
+
+def left_parametrized(model: Any, optimizer: Any) -> list[Tensor]:
+    """After training, when the model is a plain one again."""
+    seen = train(model, optimizer, BATCHES[:2])
+    optimizer.close()
+    for module, name in ((model.layers[1].up, "weight"), (model.layers[2].spare, "weight")):
+        parametrize.remove_parametrizations(module, name, leave_parametrized=True)
+    return [*seen, {name: value.clone() for name, value in model.state_dict().items()}]
+
+
+def removed(model: Any, optimizer: Any) -> None:
+    parametrize.remove_parametrizations(model.layers[2].spare, "weight", leave_parametrized=True)
+
+
+def test_parametrizations() -> None:
+    make = partial(build, Parametrized)
+    for plan in ("device", *OTHERS):
+        both_sides(make, after_steps(inside_present(assigns)), [PLANS[plan]], transfer=Transfer)
+        for write in (assigns, removed):
+            refused(make, after_steps(write), r"set_\(\) on a parameter", PLANS[plan], transfer=Transfer())
+        plain, model = make(), make()
+        ours, seen = stowed(model, PLANS[plan], transfer=Transfer()), left_parametrized(plain, Plain(plain, 0.0))
+        assert first_difference(seen, left_parametrized(model, ours)) is None
+
+
+# --- values of state dicts --------------------------------------------------------------------------------------------
+
+
+def follow(optimizer: Any) -> None:
+    """A plain loop that has masters writes what it wrote to weights there, too."""
+    if isinstance(optimizer, Plain):
+        optimizer._follow()
+
+
+def averaged(model: Any, optimizer: Any) -> None:
+    """Nobody holds the values afterwards."""
+    for value in model.state_dict().values():
+        value.lerp_(torch.linspace(-0.1, 0.1, value.numel()).view(value.shape).to(value), 0.25)
+    follow(optimizer)
+
+
+def rows_of_one(model: Any, optimizer: Any) -> None:
+    model.layers[1].state_dict()["up.weight"][2:9].zero_()
+    follow(optimizer)
+
+
+def loaded_again(model: Any, optimizer: Any) -> None:
+    state = model.state_dict()
+    for value in state.values():
+        value.mul_(0.5)
+    model.load_state_dict(state)
+    state[UP].add_(0.1)  # and once more
+    follow(optimizer)
+
+
+def seen_by_others(model: Any, optimizer: Any) -> list[Any]:
+    averaged(model, optimizer)
+    seen: list[Any] = [model.get_parameter(UP).detach().clone(), copies(model)]
+    averaged(model, optimizer)
+    with optimizer.present(model.parameters()):
+        seen += [param.detach().clone() for param in model.parameters()]
+    return seen
+
+
+def between_backward_and_step(model: Any, optimizer: Any) -> list[Any]:
+    return train(model, optimizer, BATCHES[:3], averaged)
+
+
+EDITS: dict[str, Script] = {
+    "averaged": after_steps(averaged, averaged),
+    "at the start": after_steps(averaged, steps=0),
+    "rows of one": after_steps(rows_of_one),
+    "loaded again": after_steps(loaded_again),
+    "seen by others": after_steps(seen_by_others),
+    "between backward and step": between_backward_and_step,
+}
+MASTERS = {"site": "streamed", "weights": "travelling", "park": "device", "copies": False, "prefetch": 1}
+
+
+@pytest.mark.parametrize("idiom", EDITS)
+def test_values_of_state_dicts_that_are_written_to(idiom: str) -> None:
+    both_sides(net, EDITS[idiom], PLANS.values(), transfer=Transfer)
+    if idiom != "between backward and step":
+        both_sides(low, EDITS[idiom], [PLANS[plan] for plan in ("device", *OTHERS)], transfer=Transfer)
+
+
+def held(model: Any, optimizer: Any) -> None:
+    state = model.state_dict()
+    for value in state.values():
+        value.mul_(0.5)
+    follow(optimizer)
+    model(**BATCHES[7])
+
+
+def stale(model: Any, optimizer: Any) -> None:
+    state = model.state_dict()
+    with torch.enable_grad():
+        train(model, optimizer, BATCHES[:1])
+    state[UP].mul_(0.5)
+    model(**BATCHES[7])
+
+
+def test_values_of_state_dicts_that_are_copies(tmp_path: Path) -> None:
+    """They become the weights as long as somebody holds them."""
+    both_sides(low, after_steps(held), [MASTERS], transfer=Transfer)
+    for make, script, plan in (
+        (low, after_steps(averaged), MASTERS),
+        (low, between_backward_and_step, PLANS["host, travelling"]),
+        *((net, after_steps(stale), PLANS[plan]) for plan in ("device", *OTHERS)),
+    ):
+        refused(make, script, r"what model.state_dict\(\) had of it was written to", plan, transfer=Transfer())

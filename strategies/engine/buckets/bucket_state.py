@@ -343,6 +343,7 @@ class BucketState:
 
     def load(self) -> None:
         self.replaced += 1
+        self.handed_out.renew(self.replaced - 1, self.replaced)
 
     def keep_zeros(self, index: int) -> None:
         self.zeros_stay |= {index}

@@ -136,12 +136,10 @@ class StateAccess(Copied):
         weights are used or replaced.
         """
         for bucket in self.engine.buckets:
-            former = bucket.replaced
-            for shown in bucket.handed_out.edits(former):
+            for shown in bucket.handed_out.edits(bucket.replaced):
                 value = shown.view if shown.is_copy else bucket.weight_of(shown.index)
                 assert value is not None
                 self.set_weight(bucket.params[shown.index], value)
-                bucket.handed_out.renew(former, bucket.replaced)
 
     def _restore(self, param: nn.Parameter) -> None:
         bucket, index = self.engine.bucket_of[id(param)]

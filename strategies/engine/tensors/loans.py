@@ -87,9 +87,9 @@ class Shown:
     def edited(self) -> bool:
         return self._counter._version != self._known
 
-    def renew(self, replaced: int) -> None:
-        """What was written is the newest weight."""
-        self._known, self.replaced = self._counter._version, replaced
+    def take(self) -> None:
+        """What was written becomes the newest weight."""
+        self._known = self._counter._version
 
 
 class HandedOut:
@@ -105,7 +105,7 @@ class HandedOut:
             self._all.append(Shown(view, index, replaced, is_copy=is_copy))
 
     def edits(self, replaced: int) -> list[Shown]:
-        """Those that were written to. What nobody holds any more is forgotten."""
+        """Those that were written to, which the caller makes the weights. What nobody holds any more is forgotten."""
         if not self._all:  # nearly always
             return []
         found = [shown for shown in self._all if shown.edited]
@@ -113,13 +113,14 @@ class HandedOut:
         for shown in found:
             if shown.replaced != replaced or (shown.is_copy and shown.view is None):
                 self._refuse(shown)
+            shown.take()
         return found
 
     def renew(self, former: int, replaced: int) -> None:
-        """All edits are the newest weights, which were replaced only by them."""
+        """What is no copy shows the weights with which the former ones were replaced."""
         for shown in self._all:
-            if shown.replaced == former:
-                shown.renew(replaced)
+            if shown.replaced == former and not shown.is_copy:
+                shown.replaced = replaced
 
     def keep_values(self, name: str) -> None:
         """Give every view that is still held its own memory: the copy of bucket ``name`` is about to be overwritten."""
