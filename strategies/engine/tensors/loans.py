@@ -144,6 +144,6 @@ class HandedOut:
 
     def _refuse(self, shown: Shown) -> NoReturn:
         raise RuntimeError(
-            f"{self._names[shown.index]}: what model.state_dict() had of it was written to, and is a copy, or older than "
-            f"the weight; {WRITE}"
+            f"{self._names[shown.index]}: what model.state_dict() had of it was written to, and is a copy, or older "
+            f"than the weight; {WRITE}"
         )

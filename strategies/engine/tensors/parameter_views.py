@@ -40,8 +40,8 @@ AWAY = 2**31 - 1  # see [Note: versions]; larger than any number of updates
 
 class ParameterViews:
     """Parameters of one bucket by their index in it; ``homes``: each one's part of the home, in its shape; ``fused``:
-    those of modules with a fused kernel, which they use only if all parameters are plain tensors. ``sole``: no weight has
-    other memory than its home.
+    those of modules with a fused kernel, which they use only if all parameters are plain tensors. ``sole``: the home is
+    the only memory of a weight.
     """
 
     def __init__(

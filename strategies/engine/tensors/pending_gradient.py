@@ -29,9 +29,7 @@ ITSELF = frozenset([Tensor.detach, Tensor.detach_, Tensor.requires_grad_])  # th
 class ReadOnlyGradient(ReadOnly):
     """A copy of a gradient that waits. Writing to it raises: the gradient would not change."""
 
-    _refusal = (
-        "on a copy of a part of a gradient that waits for the step: write to param.grad itself"
-    )
+    _refusal = "on a copy of a part of a gradient that waits for the step: write to param.grad itself"
 
 
 class PendingGradient(NoRawMemory):
