@@ -152,7 +152,8 @@ class Keeper(Copied):
 
     @torch.no_grad()
     def gradient_value(self) -> Tensor:
-        return self._engine.clipping_after_backward().value_of(self._bucket, self._index)
+        with torch.inference_mode(False):
+            return self._engine.clipping_after_backward().value_of(self._bucket, self._index)
 
     @torch.no_grad()
     def scale_gradient(self, factor: Tensor | float) -> None:

@@ -6,10 +6,11 @@
 
 It differs from a plain optimizer in this:
     gradients   are taken off the parameters as they land; ``param.grad`` stands for them until ``step`` takes them.
-                It can be read, and scaled by ``torch.nn.utils.clip_grad_norm_`` or ``accelerator.clip_grad_norm_``.
+                It can be read and written to, and clipped by ``torch.nn.utils`` or ``accelerator.clip_grad_norm_``.
                 After ``step``, ``zero_grad`` has to be called (``gradient_state.py``)
-    weights     can be read anywhere (``parameters.py``), written under ``present`` or by ``load_state_dict`` only
-    clipping    to the plan's norm by ``step``, unless the loop has clipped
+    weights     can be read anywhere (``parameters.py``), written under ``present`` and by ``load_state_dict``. Other
+                writes are kept or refused by name (``docs/engine.md``)
+    clipping    to the plan's norm by ``step``, unless the loop has clipped or multiplied gradients
     skipping    a step whose gradients are not finite changes nothing; ``skipped`` counts them, and the third in a row
                 is an error. A plan that updates in backward (only without clipping) skips from the first such bucket on
     fp16        ``torch.amp.GradScaler`` decides which steps are skipped; plan with ``update_in_backward=False``

@@ -104,6 +104,12 @@ def scaled(factor: Any) -> Script:
     return each(lambda param: param.grad.mul_(factor))
 
 
+def by_a_number_that_changes(model: Any, optimizer: Any) -> None:
+    factor = torch.tensor(0.3)
+    scaled(factor)(model, optimizer)
+    factor.fill_(100.0)
+
+
 def decayed_by_layer(model: Any, optimizer: Any) -> None:
     for number, param in enumerate(model.parameters()):
         if param.grad is not None:
@@ -179,6 +185,7 @@ GRADIENTS: dict[str, Script] = {
     "a third, then ours": one_after_another(scaled(1 / 3), ours),
     "times four, then ours": one_after_another(scaled(4.0), ours),
     "a tensor, then torch's": one_after_another(scaled(torch.tensor(0.3)), torchs),
+    "a number that changes": one_after_another(by_a_number_that_changes),
     "ours, then a third": one_after_another(ours, scaled(1 / 3)),
     "ours twice": one_after_another(ours, lambda _, optimizer: float(optimizer.clip_grad_norm_(NORM / 3))),
     "ours, then not": one_after_another(ours, lambda _, optimizer: float(optimizer.clip_grad_norm_(torch.inf))),

@@ -12,7 +12,8 @@ nothing else; modules and optimizers keep the same object.
                        which gradients flow
 
 What is read is right, or reading raises. Writing outside of ``optimizer.present`` or ``load_state_dict`` raises: at
-once if the write goes through a torch function, otherwise at the next step, by torch's version counter.
+once if the write goes through a torch function, otherwise when the engine next looks at torch's count of writes, unless
+the home is the weight's only memory (``parameter_views.py``, note: unseen writes).
 
 [Note: other hooks] If other code has hooks on what autograd saves inside of a block, these keep the tensors that they
 are given, unseen by ``guard.py`` and by torch's own check of versions. There a weight that travels is read as a copy.
@@ -79,7 +80,7 @@ class Address:
         self._storage = storage
 
     def __getattr__(self, name: str) -> Any:
-        if name.endswith("_"):
+        if name.endswith("_") and not name.endswith("__"):
             raise RuntimeError(f"{name} on the storage {RAW}")
         return getattr(self._storage, name)
 

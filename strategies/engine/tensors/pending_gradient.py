@@ -74,10 +74,10 @@ class PendingGradient(NoRawMemory):
                 args[0]._keeper.zero_gradient()
                 return args[0]
             factor = _factor(func, args, kwargs)
-            if factor is not None:
-                for target in each(args[0]):
-                    if isinstance(target, PendingGradient):
-                        target._keeper.scale_gradient(factor)
+            waiting = [] if factor is None else [one for one in each(args[0]) if isinstance(one, PendingGradient)]
+            for gradient in waiting:
+                gradient._keeper.scale_gradient(factor)
+            if waiting:
                 others = [grad for grad in each(args[0]) if not isinstance(grad, PendingGradient)]
                 if others:  # gradients of another model
                     func(others, *args[1:])
@@ -119,12 +119,14 @@ def _factor(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | float |
         return _inverse(factor)
     if isinstance(factor, float | int):
         return float(factor)
-    return factor if isinstance(factor, Tensor) and factor.dim() == 0 else None
+    single = isinstance(factor, Tensor) and factor.dim() == 0 and not hasattr(factor, "_stand_in")
+    return factor if single else None
 
 
 def _inverse(divisor: Any) -> float | None:
     """The factor that gives the same bits as dividing; None unless the divisor is a power of two."""
-    if not isinstance(divisor, float | int) and not (isinstance(divisor, Tensor) and divisor.dim() == 0):
+    single = isinstance(divisor, Tensor) and divisor.dim() == 0 and not hasattr(divisor, "_stand_in")
+    if not isinstance(divisor, float | int) and not single:
         return None
     mantissa, exponent = math.frexp(float(divisor))
     return 1 / float(divisor) if abs(mantissa) == 0.5 and abs(exponent) < 100 else None

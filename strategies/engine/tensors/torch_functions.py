@@ -98,11 +98,16 @@ def watched(copies: Iterable[tuple[Any, Tensor]], wrote: Callable[[Any, Tensor],
     """Call ``wrote`` with each of these, a tensor that stands for something and the one that is handed out for it, if
     the latter is written to inside. Whatever the writer is called, torch counts its writes.
     """
-    before = [(one, copy, copy._version) for one, copy in copies]
+    before = [(one, copy, writes_to(copy)) for one, copy in copies]
     yield
-    for one, copy, version in before:
-        if copy._version != version:
+    for one, copy, count in before:
+        if writes_to(copy) != count:
             wrote(one, copy)
+
+
+def writes_to(tensor: Tensor) -> int:
+    """Torch's count of them; tensors of inference have none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def each(value: Any) -> list[Any]:

@@ -31,6 +31,7 @@ from torch import Tensor
 from strategies.core.layout import Layout
 from strategies.engine.buckets.bucket_state import BucketState
 from strategies.engine.buckets.jobs import Scale
+from strategies.engine.tensors.torch_functions import writes_to
 from strategies.engine.transfer.transfer import Lane, Transfer
 from strategies.engine.updating.gradients import Gradients
 from strategies.engine.updating.norms import norms_of
@@ -47,6 +48,9 @@ class Clipping:
         self.scale: Scale | None = None  # None until it is known
         self._layout, self._gradients, self._transfer, self._device = layout, gradients, transfer, device
         self._factors: dict[tuple[int, int], Tensor | float] = {}  # by the loop; keys: bucket, index in it
+        self._numbers: dict[
+            int, tuple[Tensor, int, Tensor]
+        ] = {}  # by id: a factor, its count of writes, its value then
         self._multiplied = False  # by the loop, in their places
         self._unscale: Tensor | None = None  # the inverse of the loss's scale, once a GradScaler has multiplied by it
 
@@ -54,6 +58,7 @@ class Clipping:
         """The step is made, or its gradients are discarded."""
         self.scale = self._unscale = None
         self._factors.clear()
+        self._numbers.clear()
         self._multiplied = False
 
     def clip(self, max_norm: float) -> Tensor:
@@ -150,7 +155,15 @@ class Clipping:
             self.write(bucket, index, self.value_of(bucket, index).mul_(factor), multiplied=True)
             return
         self._gradients.finish()  # nothing may be added to a gradient that was multiplied
-        self._factors[bucket.index, index], self.scale = factor, None
+        self._factors[bucket.index, index] = self._now(factor) if isinstance(factor, Tensor) else factor
+        self.scale = None
+
+    def _now(self, factor: Tensor) -> Tensor:
+        """The value of a loop's own tensor, which may be written to before the step; the same tensor until it is."""
+        known, count = self._numbers.get(id(factor)), writes_to(factor)
+        if known is None or known[1] != count:
+            known = self._numbers[id(factor)] = factor, count, factor.detach().clone()
+        return known[2]
 
     def _is_scaled(self, bucket: BucketState, index: int) -> bool:
         """Whether the update will multiply this gradient by more than the inverse of the loss's scale."""
