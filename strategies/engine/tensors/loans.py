@@ -87,6 +87,10 @@ class Shown:
     def edited(self) -> bool:
         return self._counter._version != self._known
 
+    def follow(self, replaced: int) -> None:
+        """It shows the weight that the former one was replaced with."""
+        self.replaced = replaced
+
     def take(self) -> None:
         """What was written becomes the newest weight."""
         self._known = self._counter._version
@@ -120,7 +124,7 @@ class HandedOut:
         """What is no copy shows the weights with which the former ones were replaced."""
         for shown in self._all:
             if shown.replaced == former and not shown.is_copy:
-                shown.replaced = replaced
+                shown.follow(replaced)
 
     def keep_values(self, name: str) -> None:
         """Give every view that is still held its own memory: the copy of bucket ``name`` is about to be overwritten."""
