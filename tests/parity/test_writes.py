@@ -262,6 +262,19 @@ def test_gradients_that_are_written_unseen(idiom: str) -> None:
     refused(net, training(lambda model, _: write(model.embed.weight.grad)), line, PLANS["streamed"])
 
 
+def test_gradients_where_updates_begin_in_backward() -> None:
+    """They may be used up already."""
+    for change in (scaled(0.5), each(lambda param: setattr(param, "grad", torch.ones_like(param))), some_zero):
+        refused(net, training(change), "updates in backward|updates have begun", PLANS["streamed"], in_backward=True)
+
+
+def test_a_gradient_of_another_shape() -> None:
+    def script(model: Any, optimizer: Any) -> None:
+        model.embed.weight.grad = torch.ones(1)
+
+    refused(net, training(script), "assigned to a parameter that is", PLANS["streamed"])
+
+
 # --- weights ---------------------------------------------------------------------------------------------------------
 
 

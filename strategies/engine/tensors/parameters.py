@@ -137,6 +137,9 @@ class StowedParameter(Copied, NoRawMemory, nn.Parameter):
         elif getattr(value, "_keeper", None) is not self._keeper:  # ``param.grad *= 0.5`` assigns what it read
             if self._keeper.gradient() is None:
                 raise RuntimeError(f"{self._keeper.name}: {ASSIGNED}")
+            if (value.shape, value.dtype) != (self.shape, self.dtype):
+                given, own = (f"{one.dtype} {list(one.shape)}" for one in (value, self))
+                raise RuntimeError(f"{self._keeper.name}: a gradient of {given} assigned to a parameter that is {own}")
             self._keeper.write_gradient(value.as_subclass(Tensor), multiplied=False)
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:

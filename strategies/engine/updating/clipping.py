@@ -174,6 +174,8 @@ class Clipping:
         """``value``, which ``value_of`` gave and a loop has changed, is the gradient from now on. ``multiplied``: that
         is all that was done, so that the loop has clipped as it wanted.
         """
+        if self._layout.in_backward:
+            raise RuntimeError(IN_BACKWARD)
         bucket.grads.refuse_spent(index)
         self._gradients.finish()
         if self.scale is not None:

@@ -260,12 +260,7 @@ class Gradients:
         return {bucket.spec.params[index]: bucket.grads.norms[index] for bucket, index in known}
 
     def value(self, bucket: BucketState, index: int, device: torch.device) -> Tensor:
-        if bucket.is_shared:
-            name = bucket.spec.params[index]
-            raise RuntimeError(
-                f"the gradient of {name} is shared over ranks: it can be multiplied once, by one factor for all, or "
-                f"clipped by optimizer.clip_grad_norm_"
-            )
+        self._refuse_shared(bucket, index)
         if self.last_pass:
             self.finish()
         elif bucket.spec.grad_passes:
@@ -281,6 +276,7 @@ class Gradients:
 
     def write(self, bucket: BucketState, index: int, value: Tensor) -> None:
         """Put ``value``, from COMPUTE, into every place of a gradient that waits, and learn its norm."""
+        self._refuse_shared(bucket, index)
         self.norm(value.device)  # of those beside it, too, which is done once for all of a bucket
         self._updates.drop_ahead(bucket)
         if bucket.grads.added is not None:
@@ -297,6 +293,14 @@ class Gradients:
             bucket.shaped(bucket.parked, index).copy_(value)
             self._transfer.wait(Lane.UP, self._transfer.record(Lane.HOST))
         bucket.grads.rewritten(index, *norms_of([value]))
+
+    def _refuse_shared(self, bucket: BucketState, index: int) -> None:
+        if bucket.is_shared:
+            name = bucket.spec.params[index]
+            raise RuntimeError(
+                f"the gradient of {name} is shared over ranks: it can be multiplied once, by one factor for all, or "
+                f"clipped by optimizer.clip_grad_norm_"
+            )
 
     def refuse_leftovers(self) -> None:
         """Raise RuntimeError if plain torch would step with other gradients; see ``gradient_state.py``."""
