@@ -381,6 +381,10 @@ NEVER: dict[str, tuple[Script, str]] = {
     "set_, torch's": (
         to_parameter(lambda param: Tensor.set_(param, numbers(param))), "was given other memory|on a parameter that is",
     ),
+    "data =, torch's": (
+        to_parameter(lambda param: Tensor.data.__set__(param, numbers(param))),  # type: ignore[attr-defined]
+        "was given other memory",
+    ),
     "vector_to_parameters": (lambda m, _: vector_to_parameters(torch.zeros(40000), m.parameters()), PLANNED),
     "half()": (lambda m, _: m.half(), PLANNED),
     "swap_tensors": (
