@@ -413,9 +413,9 @@ def test_writes_to_weights(idiom: str) -> None:
 def test_a_momentum_encoder() -> None:
     """A frozen weight that stays on the device has no other memory."""
     write = to(FROZEN)(lambda param: param.mul_(0.9).add_(numbers(param), alpha=0.1))
-    both_sides(net, after_steps(write, write), [PLANS["device"], PLANS["host"]], transfer=Transfer)
-    for plan in ("device, travelling", "streamed, waits there"):
-        refused(net, after_steps(write), AWAY, PLANS[plan], transfer=Transfer())
+    stays = [PLANS[plan] for plan in ("device", "host", "streamed, waits there")]
+    both_sides(net, after_steps(write, write), stays, transfer=Transfer)
+    refused(net, after_steps(write), AWAY, PLANS["device, travelling"], transfer=Transfer())
 
 
 @pytest.mark.parametrize("idiom", NEVER)
