@@ -38,7 +38,7 @@ from strategies.engine.ranks.shares import ranks_of
 from strategies.engine.ranks.two_level import TwoLevel
 from strategies.engine.residency import Residency
 from strategies.engine.tensors.guard import refuse_transforms
-from strategies.engine.tensors.parameters import Copied
+from strategies.engine.tensors.parameters import WRITE, Copied
 from strategies.engine.transfer.transfer import Lane, Transfer
 from strategies.engine.transfer.worker import Worker, spare_cores
 from strategies.engine.updating.clipping import Clipping, SkippedSteps
@@ -73,7 +73,7 @@ class Engine(Copied):
         two_level: TwoLevel | None = None,
     ) -> None:
         self.layout, self.device, self.rule, self.transfer = layout, device, rule, transfer
-        self.groups = groups
+        self.groups, self._debug = groups, debug
         self.ranks = ranks_of(group, model, layout, transfer, device, two_level, beside=beside)
         self.arena = Arena(addresses, device, self.ranks.common)
         self.disk = DiskState(layout, self.arena) if state_file_bytes(layout) else None
@@ -154,6 +154,7 @@ class Engine(Copied):
         self.refuse_partly_updated()
         self.hooks.forget_calls()
         self.hooks.close_all()
+        self._find_writes()
         self._in_forward, trains = True, torch.is_grad_enabled()
         self.ranks.begin_forward(trains=trains, is_last=self.gradients.passes + 1 >= self.layout.accumulation)
         self.prefetch.begin()
@@ -229,6 +230,7 @@ class Engine(Copied):
         self.hooks.close_all()
         self.ranks.step()
         self.gradients.refuse_leftovers()
+        self._find_writes()
         self.gradients.finish()
         if self.gradients.empty:
             return
@@ -249,6 +251,18 @@ class Engine(Copied):
         self._used.clear()
         self.prefetch.in_step()
         self.skipped_steps.refuse()
+
+    def _find_writes(self) -> None:
+        """Keep what others have written to weights, or raise RuntimeError; ``parameter_views.py``, note: unseen writes.
+        In debug all places of a weight are compared as well, where no copy is under way.
+        """
+        for bucket in self.buckets:
+            bucket.views.find_writes()
+            events = (bucket.arrived, bucket.used, bucket.stored, bucket.grads.sent)
+            if self._debug and all(self.transfer.done(event) for event in events):
+                name = bucket.written_unseen()
+                if name is not None:
+                    raise RuntimeError(f"{name} was written to by its address; {WRITE}")
 
     def _expect(self, buckets: Iterable[BucketState]) -> None:
         """These are about to be submitted: what of them is on the disk is read ahead."""
@@ -313,6 +327,18 @@ class Engine(Copied):
         if not self.layout.in_backward:
             self.clipping.forget(bucket, index)
         if self.layout.in_backward or not any(each.grads.touched for each in self.buckets):
+            self.discard()
+
+    def zero_one(self, bucket: BucketState, index: int) -> None:
+        """Make one gradient zero, as ``zero_grad(set_to_none=False)`` of a module does with each."""
+        if index not in bucket.grads.touched or bucket.is_shared or self.layout.in_backward:
+            self.forget(bucket, index)
+            bucket.grads.zero_one(index)
+            return
+        zero = torch.zeros_like(bucket.views.absent(index))
+        self.clipping_after_backward().write(bucket, index, zero, multiplied=False)
+        bucket.grads.zero_one(index)
+        if all(each.grads.touched <= each.grads.zeroed for each in self.buckets):
             self.discard()
 
     # --- weights -----------------------------------------------------------------------------------------------------

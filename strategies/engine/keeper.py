@@ -37,11 +37,16 @@ class Keeper(Copied):
     def here(self) -> bool:
         return self._bucket.views.shows(self._index)
 
+    @property
+    def is_sole(self) -> bool:
+        """Whether what is written to the home is the newest weight."""
+        return self._bucket.views.sole
+
     def value(self) -> Tensor:
         """A copy of the newest weight, for COMPUTE."""
         bucket, transfer = self._bucket, self._engine.transfer
         self._engine.refuse_partly_updated()
-        with torch.no_grad():
+        with torch.no_grad(), torch.inference_mode(False):  # whose tensors do not count writes
             self._engine.settle(bucket)
             transfer.host_wait(bucket.stored)
             transfer.wait(Lane.COMPUTE, bucket.stored, bucket.arrived)
@@ -136,10 +141,10 @@ class Keeper(Copied):
     def forget_gradient(self) -> None:
         self._engine.forget(self._bucket, self._index)
 
+    @torch.no_grad()
     def zero_gradient(self) -> None:
-        """Discard the gradient that waits; it counts as zero."""
-        self.forget_gradient()
-        self._bucket.grads.zero_one(self._index)
+        """Make the gradient zero; if there are no others left, all are discarded and count as zero."""
+        self._engine.zero_one(self._bucket, self._index)
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
@@ -147,11 +152,18 @@ class Keeper(Copied):
 
     @torch.no_grad()
     def gradient_value(self) -> Tensor:
-        return self._engine.clipping_after_backward().value_of(self._bucket, self._index)
+        with torch.inference_mode(False):
+            return self._engine.clipping_after_backward().value_of(self._bucket, self._index)
 
     @torch.no_grad()
     def scale_gradient(self, factor: Tensor | float) -> None:
         self._engine.clipping_after_backward().multiply(self._bucket, self._index, factor)
+
+    @torch.no_grad()
+    def write_gradient(self, value: Tensor, *, multiplied: bool) -> None:
+        """``value``, which ``gradient_value`` gave, was written to; ``multiplied``: by a factor."""
+        clipping = self._engine.clipping_after_backward()
+        clipping.write(self._bucket, self._index, value.detach(), multiplied=multiplied)
 
     @property
     def engine(self) -> Engine:

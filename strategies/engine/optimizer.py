@@ -6,10 +6,11 @@
 
 It differs from a plain optimizer in this:
     gradients   are taken off the parameters as they land; ``param.grad`` stands for them until ``step`` takes them.
-                It can be read, and scaled by ``torch.nn.utils.clip_grad_norm_`` or ``accelerator.clip_grad_norm_``.
+                It can be read and written to, and clipped by ``torch.nn.utils`` or ``accelerator.clip_grad_norm_``.
                 After ``step``, ``zero_grad`` has to be called (``gradient_state.py``)
-    weights     can be read anywhere (``parameters.py``), written under ``present`` or by ``load_state_dict`` only
-    clipping    to the plan's norm by ``step``, unless the loop has clipped
+    weights     can be read anywhere (``parameters.py``), written under ``present`` and by ``load_state_dict``. Other
+                writes are kept or refused by name (``docs/engine.md``)
+    clipping    to the plan's norm by ``step``, unless the loop has clipped or multiplied gradients
     skipping    a step whose gradients are not finite changes nothing; ``skipped`` counts them, and the third in a row
                 is an error. A plan that updates in backward (only without clipping) skips from the first such bucket on
     fp16        ``torch.amp.GradScaler`` decides which steps are skipped; plan with ``update_in_backward=False``
@@ -171,6 +172,11 @@ class StowOptimizer(torch.optim.Optimizer):
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 
+    def begin_forward(self) -> None:
+        """Before a forward that does not call the model itself, as that of a pipeline's part."""
+        self.access.keep_edits()
+        self.engine.begin_forward()
+
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """The norm of all gradients before clipping, on the device; ``step`` applies the clipping."""
@@ -182,6 +188,7 @@ class StowOptimizer(torch.optim.Optimizer):
             raise ValueError("closures are not supported: weights are updated while the next forward runs")
         self._refuse_closed()
         self.access.refuse_loans("step()")
+        self.access.keep_edits()
         self._refuse_strangers()
         self._refuse_edits()
         loss_scale = getattr(self, "grad_scale", None)  # by a GradScaler that has not unscaled the gradients
@@ -208,8 +215,8 @@ class StowOptimizer(torch.optim.Optimizer):
         self._first_look.remove()
 
     def _refuse_strangers(self) -> None:
-        """Raise RuntimeError if there are other trainable parameters than at ``stow``."""
-        trained = self.engine.trained
+        """Raise RuntimeError if there are other parameters than at ``stow``, or others are trainable."""
+        trained, known = self.engine.trained, self.engine.bucket_of
         for param in self._model.parameters():
             if param.requires_grad and id(param) not in trained:
                 name = next(name for name, other in self._model.named_parameters() if other is param)
@@ -218,6 +225,7 @@ class StowOptimizer(torch.optim.Optimizer):
                     f"resizing, freezing) has to be done before it is planned and stowed; functional_call with other "
                     f"parameters cannot be done"
                 )
+            known[id(param)]  # raises if it has taken the place of another
 
     def _refuse_edits(self) -> None:
         """Raise RuntimeError if groups have other parameters than planned, or ask for another kind of update."""

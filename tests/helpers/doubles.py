@@ -49,6 +49,9 @@ class Delayed(Transfer):
         else:
             self._host_wait(event)
 
+    def done(self, event: Event | None) -> bool:
+        return event is None or event.lane not in self._queues or self._done[event.lane] >= event.number
+
     def _host_wait(self, event: Event) -> None:
         with self._lock:
             while event.lane in self._queues and self._done[event.lane] < event.number:

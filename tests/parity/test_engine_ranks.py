@@ -180,6 +180,29 @@ def read_by_the_first(ranks: Ranks) -> list[str]:
     return [name for name, value in whole.items() if not torch.equal(value, gathered[name])]
 
 
+def multiplied_and_clipped(ranks: Ranks, zero: dict[str, int] | None) -> list[str]:
+    """The loop multiplies gradients by a third before it clips; ranks that share them refuse that."""
+    model, alone, wrong = build("llama"), build("llama"), list[str]()
+    plan = plan_for(model, max_grad_norm=0.05, site="host", weights="streamed", prefetch=1, zero=zero)
+    ours, other = stow(model, plan, rule=RULE, device="cpu"), Plain(alone, 0.05)
+    batches = tokens("llama", 4)
+    for both in (batches[:2], batches[2:]):
+        for batch in both:
+            (alone(**batch).loss / 2).backward()
+        model(**both[ranks.rank]).loss.backward()
+        for param in (*alone.parameters(), *model.parameters()):
+            param.grad *= 1 / 3
+        if zero:
+            with pytest.raises(RuntimeError, match="is shared over ranks: it can be multiplied once"):
+                ours.clip_grad_norm_(0.05)
+            return []
+        wrong += [] if ours.clip_grad_norm_(0.05) == other.clip_grad_norm_(0.05) else ["norm"]
+        for optimizer in (ours, other):
+            optimizer.step()
+            optimizer.zero_grad()
+    return [*wrong, *unlike(model, dict(alone.named_parameters()))]
+
+
 def frozen_later(ranks: Ranks, **where: Any) -> list[str]:
     """Some parameters are frozen for two steps."""
     batches, model = tokens("llama", FREEZING_STEPS * 2), freezing()
@@ -246,6 +269,8 @@ LOOPS: Mapping[str, Callable[[Ranks], list[Any]]] = {
     "summed first": summed_first,
     "read between backward and step": between,
     "one copy for a checkpoint": read_by_the_first,
+    "multiplied and clipped": partial(multiplied_and_clipped, zero=None),
+    "multiplied and clipped, shared": partial(multiplied_and_clipped, zero={"stage": 3}),
     "frozen later": partial(frozen_later, site="device", weights="travelling", prefetch=1),
     "frozen later, on the host": partial(frozen_later, site="host", weights="travelling", park="host"),
     "frozen later, streamed": partial(frozen_later, site="streamed", park="host", prefetch=0),

@@ -118,7 +118,7 @@ class PipelineTrainer(_Trainer):
     @contextmanager
     def _around_part(self) -> Iterator[None]:
         if self.stowed is not None:
-            self.stowed.engine.begin_forward()
+            self.stowed.begin_forward()
         with self.accelerator.autocast(), self._own_numbers():
             yield
 

@@ -46,6 +46,7 @@ from strategies.engine.memory.arena import Arena
 from strategies.engine.memory.stretches import Stretch, in_memory
 from strategies.engine.tensors.fp8 import Codes, as_rounded
 from strategies.engine.tensors.loans import HandedOut
+from strategies.engine.tensors.nested import same_bits
 from strategies.engine.tensors.parameter_views import ParameterViews
 from strategies.engine.tensors.parameters import put
 from strategies.engine.transfer.transfer import Event
@@ -115,7 +116,8 @@ class BucketState:
         parts = zip(params, spec.offsets, spec.sizes, strict=True)
         homes = [weight[start : start + size].view(param.shape) for param, start, size in parts]
         kernels = frozenset(index for index, param in enumerate(params) if id(param) in fused)
-        self.views = ParameterViews(spec.params, params, homes, nan, kernels, resident=spec.resident)
+        sole = spec.resident and self.copy is None and self.codes is None and self.master is None and spec.ways == 1
+        self.views = ParameterViews(spec.params, params, homes, nan, kernels, resident=spec.resident, sole=sole)
         self.grads = GradientState(spec.params)
         self.pieces = tuple(pieces_of(spec, rank))
         self.copy_passes = rounded_to_fetch(spec, layout)  # the copy is a slot that fetches round masters into
@@ -126,7 +128,7 @@ class BucketState:
         self.replaced = 0
         self.present = False
         self.given_up = self.copy_passes
-        self.handed_out = HandedOut()  # views of the copy that others may hold
+        self.handed_out = HandedOut(spec.params)  # views of weights that others may hold, and write to
         self.open = 0
         self.pending = Pending.NOTHING
         self.job: Job | None = None
@@ -293,6 +295,21 @@ class BucketState:
             for part, master in self.masters([piece]):
                 value[part.start : part.stop].copy_(master)
 
+    def written_unseen(self) -> str | None:
+        """A parameter whose weight differs from place to place, while no update is pending and all copies are made: one
+        place was written to by its address. For debugging; what is not whole in memory is left out.
+        """
+        if not self.settled or self.codes is not None or self.spec.on_disk:
+            return None
+        home = self.own(self.weight) if self.present else None
+        copy = None if self.given_up else self.copy
+        for piece in self.pieces_in(self.views.own):
+            places = [flat[piece.at : piece.at + piece.size] for flat in (home, copy) if flat is not None]
+            places += [self.rounded(piece)] if self.stretches()[0].master is not None else []
+            if any(not same_bits(place.cpu(), places[0].cpu()) for place in places[1:]):
+                return self.spec.params[piece.index]
+        return None
+
     # --- the home ----------------------------------------------------------------------------------------------------
 
     def claim(self) -> None:
@@ -311,10 +328,13 @@ class BucketState:
 
     # --- the host's copy ---------------------------------------------------------------------------------------------
 
-    def hand_out(self, view: Tensor) -> None:
-        """``view``, made from ``weight_of``, is given to somebody who may hold it until a gradient takes its place."""
-        if self.parks_in_copy and not self.given_up:
-            self.handed_out.add(view)
+    def hand_out(self, view: Tensor, index: int, *, is_weight: bool = True) -> None:
+        """``view``, made from ``weight_of``, is given to somebody who may hold it and write to it. Other ranks would
+        not know of that, nor what to do with one that is a module's own idea of a weight.
+        """
+        known = is_weight and not self.is_shared
+        is_copy = self.given_up or self.codes is not None or not known
+        self.handed_out.add(view, index, self.replaced if known else -1, is_copy=is_copy)
 
     def give_up_copy(self) -> None:
         """DOWN is about to write gradients to the place of the host's copy."""
@@ -328,6 +348,7 @@ class BucketState:
 
     def load(self) -> None:
         self.replaced += 1
+        self.handed_out.renew(self.replaced - 1, self.replaced)
 
     def keep_zeros(self, index: int) -> None:
         self.zeros_stay |= {index}

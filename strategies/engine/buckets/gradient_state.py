@@ -75,6 +75,11 @@ class GradientState:
         self.norms |= {index: norm for index, norm in zip(indices, norms, strict=True) if index in self.touched}
         self.host_norms = None
 
+    def rewritten(self, index: int, norm: Tensor) -> None:
+        """Outside code has written to this gradient."""
+        self.norms[index] = norm
+        self.zeroed.discard(index)
+
     def forget(self, index: int) -> None:
         """As if this parameter had got no gradient since the last update."""
         self.touched.discard(index)

@@ -179,8 +179,8 @@ class Arena:
 
 
 def alone(view: Tensor) -> Tensor:
-    """The same memory as a tensor with a storage of its own: libraries take tensors that share one for tied weights.
-    Kinds of device that are registered with torch have no DLPack, and keep the arena's.
+    """The same memory as a tensor with a storage and a count of writes of its own: libraries take tensors that share a
+    storage for tied weights. Kinds of device that are registered with torch have no DLPack, and keep the arena's.
     """
     there = view.numel() and view.device.type != torch._C._get_privateuse1_backend_name()
-    return from_dlpack(view.detach()) if there else view.detach()
+    return from_dlpack(view.detach()) if there else view.data

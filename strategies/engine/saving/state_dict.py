@@ -64,6 +64,7 @@ class StateAccess(Copied):
         for name, param in model.named_parameters():
             bucket, index = engine.bucket_of[id(param)]
             param._keeper = Keeper(engine, bucket, index, name)  # type: ignore[attr-defined]
+        self._handles.append(model.register_forward_pre_hook(lambda *_: self.keep_edits(), prepend=True))
         for module in model.modules():
             if next(module.parameters(recurse=False), None) is not None:
                 # torch marks these hooks with an attribute, which a bound method cannot have
@@ -76,6 +77,7 @@ class StateAccess(Copied):
         """Complete all updates that are under way, and make what is on loan the newest weights."""
         self.engine.refuse_partly_updated()
         self.engine.drain()
+        self.keep_edits()
         self._keep(tuple(self.out))
 
     def release(self) -> None:
@@ -131,6 +133,16 @@ class StateAccess(Copied):
         bucket.used = self.engine.transfer.record(Lane.COMPUTE)
         self._restore(param)
 
+    def keep_edits(self) -> None:
+        """Make what was written to values of a state dict the newest weights; see ``loans.py``, note: edits. Before
+        weights are used or replaced.
+        """
+        for bucket in self.engine.buckets:
+            for shown in bucket.handed_out.edits(bucket.replaced):
+                value = shown.view if shown.is_copy else bucket.weight_of(shown.index)
+                assert value is not None
+                self.set_weight(bucket.params[shown.index], value)
+
     def _restore(self, param: nn.Parameter) -> None:
         bucket, index = self.engine.bucket_of[id(param)]
         if index in bucket.views.own:
@@ -141,6 +153,7 @@ class StateAccess(Copied):
     @torch.no_grad()
     def lend(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Lend those of ``params`` that are not on loan until ``give_back``, and return them."""
+        self.keep_edits()
         chosen = [param for param in dict.fromkeys(params) if param not in self.out]
         places = [self._settle(param) for param in chosen]  # all first: settling one bucket may hide another
         values = [param._keeper.value_to_lend() for param in chosen]  # type: ignore[attr-defined]
@@ -198,6 +211,7 @@ class StateAccess(Copied):
         """Make this module's parameters plain ones, with values if the module customizes its state dict."""
         self.engine.refuse_partly_updated()
         self.end_module_loans(id(module))  # an earlier one was interrupted
+        self.keep_edits()
         mine = list(module.parameters(recurse=False))
         if any(_customizes_state_dict(each) for each in module.modules()):
             self._lent_to_modules[id(module)] = self.lend(mine)
@@ -219,23 +233,26 @@ class StateAccess(Copied):
             if id(param) not in lent or _same_memory(saved, lent[id(param)]):
                 state[prefix + name] = self._hand_out(param)
         # What else views the copies moves to the host, since the plan has no device memory for them.
-        copies = {tensor.untyped_storage().data_ptr() for tensor in lent.values()}
+        copies = {value.untyped_storage().data_ptr(): param for param, value in lent.items()}
         for key, value in state.items() if lent else ():
             strided = isinstance(value, Tensor) and value.layout is torch.strided
             plain = strided and not isinstance(value, nn.Parameter)
             if plain and key.startswith(prefix) and value.untyped_storage().data_ptr() in copies:
                 state[key] = value.detach().to("cpu", copy=True)
+                bucket, index = self.engine.bucket_of[copies[value.untyped_storage().data_ptr()]]
+                bucket.hand_out(state[key], index, is_weight=False)
 
     def _hand_out(self, param: nn.Parameter) -> Tensor:
-        bucket, _ = self.engine.bucket_of[id(param)]
+        bucket, index = self.engine.bucket_of[id(param)]
         if bucket.codes is not None and not self._base:
             return without_values(bucket.weight)
-        view = alone(self.newest_of(param))
+        with torch.inference_mode(False):  # whose tensors do not count writes
+            view = alone(self.newest_of(param))
         if self._place is not None:
             if param not in self._placed:
                 self._placed[param] = self._place(view)
             return self._placed[param]
-        bucket.hand_out(view)
+        bucket.hand_out(view, index)
         return view
 
     def _before_load(self, module: nn.Module, state: Any, prefix: str, metadata: Mapping[str, Any], *rest: Any) -> None:
@@ -246,6 +263,7 @@ class StateAccess(Copied):
         if torch.__future__.get_swap_module_params_on_conversion():
             raise RuntimeError(SWAPPED)
         self.engine.drain()  # all buckets: to settle another one before ``_after_load`` would hide these
+        self.keep_edits()
         for param in module.parameters(recurse=False):
             if lent_value(param) is None:
                 value = self.newest_of(param)

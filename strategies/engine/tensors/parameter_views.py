@@ -10,6 +10,10 @@ raises if the count has changed when backward reads the tensor. Parameters that 
 tensor has. So torch itself refuses a backward node that reads a weight while its home may hold another bucket;
 ``guard.py`` makes sure that the weight is there instead.
 
+[Note: unseen writes] Of each parameter its count of writes and its address are known. Before the engine changes either,
+and when a step begins, both are compared. If a write was made where the home is the only memory of the weight, it is
+the newest weight, as in plain training. Otherwise it is refused by name: a copy or a master elsewhere is older.
+
 Only this file writes the fields of ``ParameterViews``.
 """
 
@@ -17,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from strategies.engine.tensors.parameters import (
@@ -35,7 +40,8 @@ AWAY = 2**31 - 1  # see [Note: versions]; larger than any number of updates
 
 class ParameterViews:
     """Parameters of one bucket by their index in it; ``homes``: each one's part of the home, in its shape; ``fused``:
-    those of modules with a fused kernel, which they use only if all parameters are plain tensors.
+    those of modules with a fused kernel, which they use only if all parameters are plain tensors. ``sole``: the home is
+    the only memory of a weight.
     """
 
     def __init__(
@@ -47,12 +53,14 @@ class ParameterViews:
         fused: frozenset[int],
         *,
         resident: bool,
+        sole: bool,
     ) -> None:
         self.names, self.params, self.homes, self.nan, self.fused = names, params, homes, nan, fused
-        self.resident = resident
+        self.resident, self.sole = resident, sole
         self.own = list(range(len(params)))  # those that are not on loan
         self.versions = [param._version for param in params]  # of each: its updates, and all other writes to it
         self.counts = list(self.versions)  # what torch's count of writes was set to; see [Note: versions]
+        self.at: list[int | None] = [None] * len(params)  # of each: its address, once the engine has set it
         self.bound = False  # the parameters' memory is the home
         self.shown = False  # see the invariant
 
@@ -71,11 +79,13 @@ class ParameterViews:
         """COMPUTE may read the home, until ``make_absent`` or ``unbind``."""
         if self.shown:
             return
+        self.find_writes()
         for index in self.own:
             param = self.params[index]
             param.__class__ = PresentParameter
             if not self.bound:
                 RAW_DATA.__set__(param, self.homes[index])
+                self.at[index] = self.homes[index].data_ptr()
             param.__class__ = self.kind
         self.bound = self.shown = True
         self._set_counts(self.own, shown=self.shown)
@@ -89,14 +99,15 @@ class ParameterViews:
         """No open scope uses the bucket, so that another may take its address."""
         if not self.shown:
             return
+        self.find_writes()
         for index in self.own:
-            self._refuse_writes(index)
             self.params[index].__class__ = AbsentParameter
         self.shown = False
         self._set_counts(self.own, shown=self.shown)
 
     def unbind(self) -> None:
         """The home is no longer this bucket's, or is about to be overwritten."""
+        self.find_writes()
         self.bound = self.shown = False
         for index in self.own:
             self.restore(index)
@@ -106,7 +117,9 @@ class ParameterViews:
         param = self.params[index]
         param.__class__ = PresentParameter  # whose attributes are set without a detour
         self.versions[index] += param._version - self.counts[index]  # writes that were allowed
-        put(param, self.homes[index] if self.bound else self.absent(index))
+        memory = self.homes[index] if self.bound else self.absent(index)
+        put(param, memory)
+        self.at[index] = memory.data_ptr()
         self._set_counts([index], shown=self.shown)
         param.__class__ = self.kind if self.shown else AbsentParameter
 
@@ -126,9 +139,8 @@ class ParameterViews:
 
     def begin_update(self, indices: Iterable[int]) -> None:
         """An update of these begins: torch refuses graphs that saved the old values."""
+        self.find_writes()
         for index in indices:
-            if self.shown:
-                self._refuse_writes(index)
             self.versions[index] += 1
         self._set_counts(self.own, shown=self.shown)
 
@@ -138,8 +150,16 @@ class ParameterViews:
             self.counts[index] = self.versions[index] if shown else AWAY
         set_counts(tuple(self.params[index] for index in indices), tuple(self.counts[index] for index in indices))
 
-    def _refuse_writes(self, index: int) -> None:
-        """Raise RuntimeError if a shown parameter was written to: the host's copy or the master is older then."""
-        self.params[index].__class__ = PresentParameter  # whose attributes are read without a detour
-        if self.params[index]._version != self.counts[index]:
-            raise RuntimeError(f"{self.names[index]} was written to in place; {WRITE}")
+    def find_writes(self) -> None:
+        """Keep what others have written, or raise RuntimeError; see [Note: unseen writes]. Many times per step."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for index in self.own:
+                param, at = self.params[index], self.at[index]
+                if param._version == self.counts[index] and (at is None or param.data_ptr() == at):
+                    continue
+                if at is None or param.data_ptr() != at:
+                    raise RuntimeError(f"{self.names[index]} was given other memory; {WRITE}")
+                if not (self.sole and self.shown):
+                    raise RuntimeError(f"{self.names[index]} was written to in place; {WRITE}")
+                self.versions[index] += param._version - self.counts[index]
+                self.counts[index] = param._version

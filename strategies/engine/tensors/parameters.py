@@ -12,7 +12,8 @@ nothing else; modules and optimizers keep the same object.
                        which gradients flow
 
 What is read is right, or reading raises. Writing outside of ``optimizer.present`` or ``load_state_dict`` raises: at
-once if the write goes through a torch function, otherwise at the next step, by torch's version counter.
+once if the write goes through a torch function, otherwise when the engine next looks at torch's count of writes, unless
+the home is the weight's only memory (``parameter_views.py``, note: unseen writes).
 
 [Note: other hooks] If other code has hooks on what autograd saves inside of a block, these keep the tensors that they
 are given, unseen by ``guard.py`` and by torch's own check of versions. There a weight that travels is read as a copy.
@@ -40,6 +41,7 @@ from strategies.engine.tensors.torch_functions import (
     read_only,
     reads_no_value,
     replace_views,
+    watched,
     with_values,
     written,
 )
@@ -51,6 +53,7 @@ RAW_GRAD: Any = Tensor.grad
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 set_counts: Any = torch._C._autograd._unsafe_set_version_counter  # of writes, which torch compares in backward
 WRITE = "write under `with optimizer.present([parameter]):`, use load_state_dict, or close() the optimizer first"
+RAW = "of what a stowed parameter or its gradient shows could be written to unseen: make a clone() to read it"
 NODE = "so it has no node in the graph: use param.register_hook"
 
 
@@ -70,7 +73,33 @@ COPIED = (
 )
 
 
-class StowedParameter(Copied, nn.Parameter):
+class Address:
+    """The storage of what stands for a weight or a gradient: where it is and how large, not to be written to."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage = storage
+
+    def __getattr__(self, name: str) -> Any:
+        if name.endswith("_") and not name.endswith("__"):
+            raise RuntimeError(f"{name} on the storage {RAW}")
+        return getattr(self._storage, name)
+
+
+class NoRawMemory(Tensor):
+    """Refuses what would write to its memory without torch's count of writes."""
+
+    def untyped_storage(self) -> Any:
+        storage = super().untyped_storage()
+        return Address(storage) if torch._C._is_torch_function_enabled() else storage  # not when it is pickled
+
+    def storage(self) -> Any:
+        raise RuntimeError(f"storage() {RAW}")
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(f"DLPack {RAW}")
+
+
+class StowedParameter(Copied, NoRawMemory, nn.Parameter):
     """A parameter whose memory an engine manages; ``_keeper`` reads and changes it (``engine/keeper.py``)."""
 
     _keeper: Any
@@ -89,6 +118,12 @@ class StowedParameter(Copied, nn.Parameter):
         shown: Tensor = RAW_DATA.__get__(self).as_subclass(ReadOnly)
         return shown
 
+    def set_(self, source: Tensor) -> Any:  # type: ignore[override]
+        """Torch's own asks nobody. TypeError, since ``torch.nn.utils.parametrize`` replaces lines of other errors."""
+        if source is not self:
+            raise TypeError(f"{self._keeper.name}: set_() on a parameter, whose memory is planned; {WRITE}")
+        return self
+
     @property
     def grad(self) -> Tensor | None:
         """The gradient that waits for ``step``, or None."""
@@ -100,7 +135,12 @@ class StowedParameter(Copied, nn.Parameter):
         if value is None:
             self._keeper.forget_gradient()
         elif getattr(value, "_keeper", None) is not self._keeper:  # ``param.grad *= 0.5`` assigns what it read
-            raise RuntimeError(f"{self._keeper.name}: {ASSIGNED}")
+            if self._keeper.gradient() is None:
+                raise RuntimeError(f"{self._keeper.name}: {ASSIGNED}")
+            if (value.shape, value.dtype) != (self.shape, self.dtype):
+                given, own = (f"{one.dtype} {list(one.shape)}" for one in (value, self))
+                raise RuntimeError(f"{self._keeper.name}: a gradient of {given} assigned to a parameter that is {own}")
+            self._keeper.write_gradient(value.as_subclass(Tensor), multiplied=False)
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
         raise RuntimeError(f"{self._keeper.name}: {ACCUMULATED}")
@@ -108,6 +148,11 @@ class StowedParameter(Copied, nn.Parameter):
 
 class PresentParameter(StowedParameter):
     """Its memory has its newest value. Torch's functions treat it as a plain parameter."""
+
+    def detach(self) -> Tensor:
+        """It counts writes with the parameter; read-only where they would be refused."""
+        found: Tensor = super().detach()
+        return found if self._keeper.is_sole else found.as_subclass(ReadOnly)
 
 
 class VisitingParameter(StowedParameter):
@@ -131,11 +176,8 @@ class VisitingParameter(StowedParameter):
         with torch._C.DisableTorchFunctionSubclass():
             if reads_no_value(func):
                 return func(*args, **kwargs)
-            if others_keep() and func not in TABLES:  # [Note: other hooks]
-                args, kwargs = tree_map_only(
-                    VisitingParameter, lambda w: Elsewhere.apply(w, RAW_DATA.__get__(w).clone()), (args, kwargs)
-                )
-                return func(*args, **kwargs)
+            if others_keep() and func not in TABLES and not written(func, args, kwargs):  # [Note: other hooks]
+                return with_values(func, types, args, kwargs, VisitingParameter, _cloned, ReadOnly, _refuse_write)
             out = func(*args, **kwargs)
             for param in (*args, *kwargs.values()):
                 if type(param) is VisitingParameter:
@@ -143,7 +185,7 @@ class VisitingParameter(StowedParameter):
         return out
 
 
-class Alias(Tensor):
+class Alias(NoRawMemory):
     """A view of a weight that travels, made while it was present."""
 
     _stand_in = True
@@ -166,17 +208,20 @@ class Alias(Tensor):
                     raise RuntimeError(f"{func.__name__} on a view of {target._keeper.name}, which travels; {WRITE}")
             found: list[Alias] = []
             copies: list[Tensor] = []
+            handed: list[tuple[Alias, Tensor]] = []
 
             def read(alias: Alias) -> Tensor:
                 value: Tensor = alias._keeper.read_view(alias)
                 (found if value is alias else copies).append(value)  # type: ignore[arg-type]
+                handed.append((alias, value))
                 return value
 
             args, kwargs = tree_map_only(Alias, read, (args, kwargs))
-            if VisitingParameter in types:
-                out = VisitingParameter.__torch_function__(func, (VisitingParameter,), args, kwargs)
-            else:
-                out = func(*args, **kwargs)
+            with watched(handed, _refuse_write):
+                if VisitingParameter in types:
+                    out = VisitingParameter.__torch_function__(func, (VisitingParameter,), args, kwargs)
+                else:
+                    out = func(*args, **kwargs)
             for alias in found:
                 out = replace_views(out, alias._keeper.home, alias._keeper.follow)
                 if func in ARRAYS:
@@ -204,13 +249,15 @@ class AbsentParameter(StowedParameter):
                     raise RuntimeError(f"{target._keeper.name}: {func.__name__} on a parameter that is away; {WRITE}")
             if func in NODES and args[0] is args[1]:
                 raise RuntimeError(f"{args[0]._keeper.name} is away; {NODE}")
+            if func is Tensor.detach and args[0]._keeper.read() is args[0]:
+                return args[0].detach()  # as one that is present
             if func is Tensor.data_ptr:
                 args[0]._keeper.require_present(func.__name__)
                 return func(*args, **kwargs)
-            return with_values(func, types, args, kwargs, AbsentParameter, lambda param: param._keeper.read(), ReadOnly)
+            return with_values(func, types, args, kwargs, AbsentParameter, _read, ReadOnly, _refuse_write)
 
 
-class ReadOnly(Tensor):
+class ReadOnly(NoRawMemory):
     """A copy of a value, or a view of it that may be read only. Writing to it raises: the weight would not change."""
 
     _stand_in = True
@@ -225,11 +272,31 @@ class ReadOnly(Tensor):
             for target in written(func, args, kwargs):
                 if isinstance(target, ReadOnly):
                     raise RuntimeError(f"{func.__name__} {target._refusal}")
-            shown = [value for value in (*args, *kwargs.values()) if isinstance(value, ReadOnly)]
+            shown = [value for value in tree_leaves((args, kwargs)) if isinstance(value, ReadOnly)]
             ask = has_other_stand_ins(types, ReadOnly)
             if ask:
                 args, kwargs = tree_map_only(ReadOnly, lambda value: value.as_subclass(Tensor), (args, kwargs))
-            return read_only(func, call(func, args, kwargs, ask=ask), shown, type(shown[0]) if shown else ReadOnly)
+            with watched([(value, value) for value in shown], cls._refuse_write):
+                out = call(func, args, kwargs, ask=ask)
+            return read_only(func, out, shown, type(shown[0]) if shown else ReadOnly)
+
+    @classmethod
+    def _refuse_write(cls, *_: Tensor) -> None:
+        raise RuntimeError(f"a function that writes {cls._refusal}")
+
+
+def _read(param: Any) -> Tensor:
+    value: Tensor = param._keeper.read()
+    return value
+
+
+def _cloned(param: Tensor) -> Tensor:
+    value: Tensor = Elsewhere.apply(param, RAW_DATA.__get__(param).clone())
+    return value
+
+
+def _refuse_write(stowed: Any, copy: Tensor) -> None:
+    raise RuntimeError(f"{stowed._keeper.name}: a function wrote to a copy of a parameter that travels; {WRITE}")
 
 
 TABLES = frozenset([nn.functional.embedding, torch.embedding])

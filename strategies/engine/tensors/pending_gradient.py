@@ -2,22 +2,23 @@
 
 It gives the norm of the real gradient, and multiplying it by a factor (clipping) applies when the update reads the
 gradient, so that ``torch.nn.utils.clip_grad_norm_`` works, and ``torch.amp.GradScaler``. Assigning ``None`` to
-``param.grad`` discards it. Any other function gets a read-only copy, other writes are refused. After ``step`` reading
-it raises, until ``zero_grad``.
+``param.grad`` discards it. Any other function gets a copy. If the function writes to that, it becomes the gradient;
+what the function returns can be read only. After ``step`` reading it raises, until ``zero_grad``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from strategies.engine.tensors.parameters import ReadOnly
-from strategies.engine.tensors.torch_functions import each, is_no_conversion, reads_no_value, with_values, written
+from strategies.engine.tensors.parameters import NoRawMemory, ReadOnly
+from strategies.engine.tensors.torch_functions import each, is_no_conversion, reads_no_value, with_values
 
 NORMS = frozenset([torch.linalg.vector_norm, torch._foreach_norm, Tensor.norm, torch.norm])
 DIVISIONS = frozenset([Tensor.div_, Tensor.divide_, Tensor.true_divide_, Tensor.__itruediv__, torch._foreach_div_])  # type: ignore[list-item]
@@ -28,13 +29,10 @@ ITSELF = frozenset([Tensor.detach, Tensor.detach_, Tensor.requires_grad_])  # th
 class ReadOnlyGradient(ReadOnly):
     """A copy of a gradient that waits. Writing to it raises: the gradient would not change."""
 
-    _refusal = (
-        "on a copy of a gradient that waits for the step: it can be read, and param.grad multiplied by one factor, as "
-        "clip_grad_norm_ does"
-    )
+    _refusal = "on a copy of a part of a gradient that waits for the step: write to param.grad itself"
 
 
-class PendingGradient(Tensor):
+class PendingGradient(NoRawMemory):
     """Stands for a gradient that waits until the next step, with its shape; its own elements are NaN."""
 
     _stand_in = True
@@ -75,26 +73,26 @@ class PendingGradient(Tensor):
             if func is Tensor.zero_:
                 args[0]._keeper.zero_gradient()
                 return args[0]
-            for target in written(func, args, kwargs):
-                if isinstance(target, PendingGradient):
-                    factor = _factor(func, args, kwargs)
-                    if factor is None:
-                        raise RuntimeError(
-                            f"{func.__name__} on the gradient of {target._keeper.name}, which waits for the step: it "
-                            f"can be read, and multiplied by one factor, as clip_grad_norm_ does"
-                        )
-                    target._keeper.scale_gradient(factor)
-            if func in SCALINGS:
+            factor = _factor(func, args, kwargs)
+            waiting = [] if factor is None else [one for one in each(args[0]) if isinstance(one, PendingGradient)]
+            for gradient in waiting:
+                gradient._keeper.scale_gradient(factor)
+            if waiting:
                 others = [grad for grad in each(args[0]) if not isinstance(grad, PendingGradient)]
                 if others:  # gradients of another model
                     func(others, *args[1:])
                 return args[0]
-            return with_values(func, types, args, kwargs, PendingGradient, _value, ReadOnlyGradient)
+            wrote = partial(_write, multiplied=func in SCALINGS)
+            return with_values(func, types, args, kwargs, PendingGradient, _value, ReadOnlyGradient, wrote)
 
 
 def _value(gradient: Any) -> Tensor:
     value: Tensor = gradient._keeper.gradient_value()
     return value
+
+
+def _write(gradient: Any, value: Tensor, *, multiplied: bool) -> None:
+    gradient._keeper.write_gradient(value, multiplied=multiplied)
 
 
 def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
@@ -121,12 +119,14 @@ def _factor(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | float |
         return _inverse(factor)
     if isinstance(factor, float | int):
         return float(factor)
-    return factor if isinstance(factor, Tensor) and factor.dim() == 0 else None
+    single = isinstance(factor, Tensor) and factor.dim() == 0 and not hasattr(factor, "_stand_in")
+    return factor if single else None
 
 
 def _inverse(divisor: Any) -> float | None:
     """The factor that gives the same bits as dividing; None unless the divisor is a power of two."""
-    if not isinstance(divisor, float | int) and not (isinstance(divisor, Tensor) and divisor.dim() == 0):
+    single = isinstance(divisor, Tensor) and divisor.dim() == 0 and not hasattr(divisor, "_stand_in")
+    if not isinstance(divisor, float | int) and not single:
         return None
     mantissa, exponent = math.frexp(float(divisor))
     return 1 / float(divisor) if abs(mantissa) == 0.5 and abs(exponent) < 100 else None

@@ -11,7 +11,9 @@ class is called. Classes that replace nothing, because the memory is right as it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,8 +25,8 @@ ABOUT = frozenset(
     for name in (
         "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "is_contiguous",
         "is_floating_point", "is_complex", "is_signed", "is_inference", "is_shared", "is_pinned", "is_same_size",
-        "get_device", "register_hook", "retain_grad", "requires_grad_", "untyped_storage", "_is_view", "__hash__",
-        "__len__",
+        "get_device", "register_hook", "retain_grad", "requires_grad_", "untyped_storage", "record_stream", "_is_view",
+        "__hash__", "__len__",
     )
 ) | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size}  # fmt: skip
 GRAPH = frozenset([torch.autograd.grad, torch.autograd.backward, Tensor.backward])  # need the node in the graph
@@ -60,12 +62,52 @@ def is_no_conversion(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 def written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
-    """The tensors that ``func`` writes to."""
+    """The tensors that ``func`` writes to, as far as that is known before it runs; see ``watched``."""
+    places = [(0, "input")] if kwargs.get("inplace") is True else _written_places(func)
+    targets = (args[at] if at is not None and at < len(args) else kwargs.get(name) for at, name in places)
+    return [one for target in (*targets, kwargs.get("out")) for one in each(target)]
+
+
+@cache
+def _written_places(func: Any) -> Sequence[tuple[int | None, str]]:
+    """The arguments that an operator's schema marks as written: positions, None if they go by name only, and names.
+
+    Python's own protocol, ``nn.init`` and a few old methods have no schema: of these the name says it.
+    """
     name = getattr(func, "__name__", "")
-    in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
-    in_place |= name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__", "__int__")
-    target = kwargs.get("out", (args[0] if args else kwargs.get("tensor")) if in_place else None)
-    return each(target)
+    if isinstance(func, torch._ops.OpOverload):
+        schemas = [func._schema]
+    elif isinstance(func, torch._ops.OpOverloadPacket):
+        schemas = [getattr(func, overload)._schema for overload in func.overloads()]
+    else:
+        schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+    found = {
+        (None if argument.kwarg_only else at, argument.name)
+        for schema in schemas
+        for at, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write and "Tensor" in str(argument.type)
+    }
+    protocol = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
+    if name == "__setitem__" or (name.endswith("_") and (protocol or not name.endswith("__"))):
+        found.add((0, "tensor"))
+    return tuple(found)
+
+
+@contextmanager
+def watched(copies: Iterable[tuple[Any, Tensor]], wrote: Callable[[Any, Tensor], None]) -> Iterator[None]:
+    """Call ``wrote`` with each of these, a tensor that stands for something and the one that is handed out for it, if
+    the latter is written to inside. Whatever the writer is called, torch counts its writes.
+    """
+    before = [(one, copy, writes_to(copy)) for one, copy in copies]
+    yield
+    for one, copy, count in before:
+        if writes_to(copy) != count:
+            wrote(one, copy)
+
+
+def writes_to(tensor: Tensor) -> int:
+    """Torch's count of them; tensors of inference have none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def each(value: Any) -> list[Any]:
@@ -94,18 +136,27 @@ def with_values(
     own: type,
     value: Callable[[Any], Tensor],
     kind: type[Tensor],
+    wrote: Callable[[Any, Tensor], None],
 ) -> Any:
-    """Call ``func`` with values for its tensors of class ``own``; what shares memory with them becomes a ``kind``."""
-    copies: list[Tensor] = []
+    """Call ``func`` with values for its tensors of class ``own``; what shares memory with them becomes a ``kind``.
+    ``wrote`` is called with each of them whose value was written to, and with that value. What returns a tensor that it
+    was given returns the one that stood for it.
+    """
+    values: dict[int, tuple[Any, Tensor]] = {}  # one of each tensor, wherever it is given
 
     def read(one: Tensor) -> Tensor:
-        found = value(one)
-        if found is not one:
-            copies.append(found)
-        return found
+        if id(one) not in values:
+            values[id(one)] = one, value(one)
+        return values[id(one)][1]
 
     args, kwargs = tree_map_only(own, read, (args, kwargs))
-    return read_only(func, call(func, args, kwargs, ask=has_other_stand_ins(types, own)), copies, kind)
+    copies = [(one, found) for one, found in values.values() if found is not one]
+    with watched(copies, wrote):
+        out = call(func, args, kwargs, ask=has_other_stand_ins(types, own))
+    for one, copy in copies:
+        if out is copy:
+            return one
+    return read_only(func, out, [copy for _, copy in copies], kind)
 
 
 def replace_views(out: Any, home: tuple[int, int], do: Callable[[Tensor], Tensor]) -> Any:

@@ -12,8 +12,11 @@ A skipped step changes nothing. It is known some steps late, since the device is
 row no later one will differ, since the weights do not change: ``step`` then raises. Ranks that train together have to
 raise it in the same step: they wait for the result, which costs little after they have waited for each other's norms.
 
-Refused: different factors within one step, clipping twice, clipping where updates begin in backward, scales of the loss
-that are no powers of two.
+Anything else that a loop does to gradients is done in the places where they wait, in the loop's order: further and
+different factors, other writes, clipping what was multiplied. A loop that has multiplied gradients has clipped as it
+wanted: ``step`` does not clip then.
+
+Refused: clipping or writing where updates begin in backward, scales of the loss that are no powers of two.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from torch import Tensor
 from strategies.core.layout import Layout
 from strategies.engine.buckets.bucket_state import BucketState
 from strategies.engine.buckets.jobs import Scale
+from strategies.engine.tensors.torch_functions import writes_to
 from strategies.engine.transfer.transfer import Lane, Transfer
 from strategies.engine.updating.gradients import Gradients
 from strategies.engine.updating.norms import norms_of
@@ -44,17 +48,25 @@ class Clipping:
         self.scale: Scale | None = None  # None until it is known
         self._layout, self._gradients, self._transfer, self._device = layout, gradients, transfer, device
         self._factors: dict[tuple[int, int], Tensor | float] = {}  # by the loop; keys: bucket, index in it
+        self._numbers: dict[
+            int, tuple[Tensor, int, Tensor]
+        ] = {}  # by id: a factor, its count of writes, its value then
+        self._multiplied = False  # by the loop, in their places
         self._unscale: Tensor | None = None  # the inverse of the loss's scale, once a GradScaler has multiplied by it
 
     def clear(self) -> None:
         """The step is made, or its gradients are discarded."""
         self.scale = self._unscale = None
         self._factors.clear()
+        self._numbers.clear()
+        self._multiplied = False
 
     def clip(self, max_norm: float) -> Tensor:
         """Clip to ``max_norm`` (0 and infinity: not at all) and return the norm of all gradients."""
         if self._layout.in_backward and max_norm != math.inf:
             raise RuntimeError(IN_BACKWARD)
+        if self.scale is not None or self._factors:
+            self._carry_out()
         norm = self._of_loss(self._gradients.norm(self._device))
         if not self._layout.in_backward:
             factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) if 0 < max_norm < math.inf else None
@@ -69,6 +81,8 @@ class Clipping:
             )
         if math.frexp(float(inverse))[0] != 0.5:  # the scaler waits for the device anyway, before the step
             raise RuntimeError(f"a loss scale of 1 / {float(inverse)}: a stowed model's is a power of two")
+        if self.scale is not None:  # a clipping of gradients that were still scaled
+            self._carry_out()
         norm = self._gradients.norm(self._device)
         self._unscale = inverse.to(self._device, torch.float32).reshape(())
         return torch.logical_not(norm.isfinite()).float()
@@ -90,8 +104,8 @@ class Clipping:
 
     def of_step(self, buckets: Sequence[BucketState]) -> Scale:
         """The scale of a step; ``buckets`` are those with gradients."""
-        if self._factors:
-            self._scale_of_loop(buckets)
+        if self.scale is None and (self._factors or self._multiplied):
+            self._scale_of_loop()
         elif self.scale is None:
             self.clip(self._layout.max_grad_norm)
         assert self.scale is not None
@@ -113,8 +127,7 @@ class Clipping:
         """The norm of one gradient. All norms are computed at once, so that the next ones cost nothing."""
         bucket.grads.refuse_spent(index)
         whole = self._gradients.last_pass or self._layout.in_backward
-        clipped = self.scale is not None and self.scale.factor is not None
-        if whole and not clipped and (bucket.index, index) not in self._factors:
+        if whole and not self._is_scaled(bucket, index):
             self._gradients.norm(self._device)
             return self._of_loss(bucket.grads.norms[index])
         return norms_of([self.value_of(bucket, index)])[0]
@@ -138,28 +151,62 @@ class Clipping:
             if bool(factor != 1):
                 raise RuntimeError(IN_BACKWARD)
             return
-        if self.scale is not None or (bucket.index, index) in self._factors:
-            raise RuntimeError("these gradients were clipped already: clip once per step")
+        if self._is_scaled(bucket, index):
+            self.write(bucket, index, self.value_of(bucket, index).mul_(factor), multiplied=True)
+            return
         self._gradients.finish()  # nothing may be added to a gradient that was multiplied
-        self._factors[bucket.index, index] = factor
+        self._factors[bucket.index, index] = self._now(factor) if isinstance(factor, Tensor) else factor
+        self.scale = None
+
+    def _now(self, factor: Tensor) -> Tensor:
+        """The value of a loop's own tensor, which may be written to before the step; the same tensor until it is."""
+        known, count = self._numbers.get(id(factor)), writes_to(factor)
+        if known is None or known[1] != count:
+            known = self._numbers[id(factor)] = factor, count, factor.detach().clone()
+        return known[2]
+
+    def _is_scaled(self, bucket: BucketState, index: int) -> bool:
+        """Whether the update will multiply this gradient by more than the inverse of the loss's scale."""
+        clipped = self.scale is not None and self.scale.factor is not None
+        return clipped or (bucket.index, index) in self._factors
+
+    def write(self, bucket: BucketState, index: int, value: Tensor, *, multiplied: bool) -> None:
+        """``value``, which ``value_of`` gave and a loop has changed, is the gradient from now on. ``multiplied``: that
+        is all that was done, so that the loop has clipped as it wanted.
+        """
+        if self._layout.in_backward:
+            raise RuntimeError(IN_BACKWARD)
+        bucket.grads.refuse_spent(index)
+        self._gradients.finish()
+        if self.scale is not None:
+            self._carry_out(but=(bucket.index, index))
+        self._put(bucket, index, value)
+        self._multiplied |= multiplied
+
+    def _put(self, bucket: BucketState, index: int, value: Tensor) -> None:
+        self._gradients.write(bucket, index, value if self._unscale is None else value / self._unscale)
+        self._factors.pop((bucket.index, index), None)
+
+    def _carry_out(self, but: tuple[int, int] | None = None) -> None:
+        """Multiply gradients in their places, before more is done to them, so that each product is rounded as in plain
+        training. The inverse of the loss's scale may wait, since it rounds nothing.
+        """
+        for bucket, index in self._gradients.waiting():
+            if (bucket.index, index) != but and self._is_scaled(bucket, index):
+                self._put(bucket, index, self.value_of(bucket, index))
+        self.scale, self._multiplied = None, True
 
     def forget(self, bucket: BucketState, index: int) -> None:
         self._gradients.finish()
         bucket.grads.forget(index)
         self._factors.pop((bucket.index, index), None)
 
-    def _scale_of_loop(self, buckets: Sequence[BucketState]) -> None:
-        wanted = {
-            (bucket.index, index): bucket.spec.params[index] for bucket in buckets for index in bucket.grads.touched
-        }
-        missing = [name for place, name in wanted.items() if place not in self._factors]
-        first = next(iter(self._factors.values()))
-        if missing or any(not _same(factor, first) for factor in self._factors.values()):
-            odd = f", that of {missing[0]} with none" if missing else ""
-            raise RuntimeError(
-                f"gradients were multiplied with different factors{odd}: all of a step are clipped together"
-            )
-        factor = torch.as_tensor(first).to(self._device, torch.float32)
+    def _scale_of_loop(self) -> None:
+        factors = [self._factors.get((bucket.index, index)) for bucket, index in self._gradients.waiting()]
+        if not all(_same(factor, factors[0]) for factor in factors):
+            self._carry_out()
+            factors = [None]
+        factor = None if factors[0] is None else torch.as_tensor(factors[0]).to(self._device, torch.float32)
         self.scale = self._make(factor, self._gradients.norm(self._device))
 
 
@@ -208,6 +255,6 @@ class SkippedSteps:
             raise NonFiniteError(len(self._in_a_row) + len(self._waiting), next(bad, None))
 
 
-def _same(factor: Tensor | float, other: Tensor | float) -> bool:
+def _same(factor: Tensor | float | None, other: Tensor | float | None) -> bool:
     """Whether two factors are known to be the same number, without waiting for the device."""
     return factor is other or (isinstance(factor, float) and factor == other)

@@ -245,10 +245,14 @@ class Gradients:
         for bucket in self._buckets:
             self.norms_in(bucket, device)
         if not self._combined:
-            self._ranks.tell_norms([(b, index) for b, index in self._order if index in b.grads.touched], device)
+            self._ranks.tell_norms(self.waiting(), device)
             self._combined = True
         measured = [(b.spec.params[index], b.grads.norms.get(index)) for b, index in self._order]
         return self._total_norm({name: norm for name, norm in measured if norm is not None}, device)
+
+    def waiting(self) -> list[Place]:
+        """The places of all gradients of this update."""
+        return [(bucket, index) for bucket, index in self._order if index in bucket.grads.touched]
 
     def norms(self) -> dict[str, Tensor]:
         """The norms that were computed, by parameter, in the order in which backward made the gradients."""
@@ -256,9 +260,7 @@ class Gradients:
         return {bucket.spec.params[index]: bucket.grads.norms[index] for bucket, index in known}
 
     def value(self, bucket: BucketState, index: int, device: torch.device) -> Tensor:
-        if bucket.is_shared:
-            name = bucket.spec.params[index]
-            raise RuntimeError(f"the gradient of {name} is shared over ranks: clip with optimizer.clip_grad_norm_")
+        self._refuse_shared(bucket, index)
         if self.last_pass:
             self.finish()
         elif bucket.spec.grad_passes:
@@ -271,6 +273,34 @@ class Gradients:
             self._transfer.host_wait(bucket.grads.added.result())
         self._transfer.host_wait(bucket.grads.sent)
         return bucket.shaped(bucket.parked, index).to(device, copy=True)
+
+    def write(self, bucket: BucketState, index: int, value: Tensor) -> None:
+        """Put ``value``, from COMPUTE, into every place of a gradient that waits, and learn its norm."""
+        self._refuse_shared(bucket, index)
+        self.norm(value.device)  # of those beside it, too, which is done once for all of a bucket
+        self._updates.drop_ahead(bucket)
+        if bucket.grads.added is not None:
+            self._transfer.host_wait(bucket.grads.added.result())
+        self._transfer.host_wait(bucket.grads.sent)
+        if not bucket.spec.grad_passes:
+            assert bucket.grad is not None
+            self._transfer.wait(Lane.COMPUTE, bucket.grads.sent)
+            self._transfer.uses(Lane.COMPUTE, writes=[bucket.grad])
+            bucket.shaped(bucket.grad, index).copy_(value)
+        if index in bucket.grads.summed:
+            assert bucket.parked is not None
+            self._transfer.uses(Lane.HOST, writes=[bucket.parked])
+            bucket.shaped(bucket.parked, index).copy_(value)
+            self._transfer.wait(Lane.UP, self._transfer.record(Lane.HOST))
+        bucket.grads.rewritten(index, *norms_of([value]))
+
+    def _refuse_shared(self, bucket: BucketState, index: int) -> None:
+        if bucket.is_shared:
+            name = bucket.spec.params[index]
+            raise RuntimeError(
+                f"the gradient of {name} is shared over ranks: it can be multiplied once, by one factor for all, or "
+                f"clipped by optimizer.clip_grad_norm_"
+            )
 
     def refuse_leftovers(self) -> None:
         """Raise RuntimeError if plain torch would step with other gradients; see ``gradient_state.py``."""
