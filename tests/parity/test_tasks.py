@@ -319,6 +319,22 @@ def test_a_stream_of_declared_rows_trains_as_many(bases: Path, tmp_path: Path) -
     assert all(torch.equal(found[0][name], each) for name, each in found[1].items())
 
 
+def test_a_stream_goes_on_in_a_later_pass(bases: Path, tmp_path: Path) -> None:
+    """Of 13 rows a pass has 3 updates and one micro-batch more; the fifth update is the second of the second pass."""
+    path = str(write_jsonl(tmp_path / "rows.jsonl", [{"text": row["text"][:30]} for row in rows_of("labels")[:13]]))
+    found = []
+    for name, more in (("one", {}), ("other", {"resume_from_checkpoint": str(tmp_path / "one" / "checkpoint-5")})):
+        training = SAID | {"max_steps": 8, "save_strategy": "steps", "save_steps": 5, **more}
+        training |= {"output_dir": str(tmp_path / name), "gradient_accumulation_steps": 2}
+        data = {"path": path, "max_length": LENGTH, "streaming": True}
+        tree = {"model": {"name_or_path": str(bases / "llama")}, "data": data, "training": training, "strategies": {}}
+        assert run(load_tree(tree), Ranks(), Stop()) == 0
+        found.append(tensors(tmp_path / name / "export"))
+    assert all(torch.equal(found[0][name], each) for name, each in found[1].items())
+    epochs = [[record["epoch"] for record in metrics(tmp_path / name) if "loss" in record] for name in ("one", "other")]
+    assert epochs[1] == epochs[0][5:]
+
+
 def test_a_checkpoint_knows_the_rows_that_trl_has_left(bases: Path, tmp_path: Path) -> None:
     """What a resume on other ranks divides (``trainer/run/same_rows.py``)."""
     rows = [{"chosen": "def", "rejected": "class " * (LENGTH if number == 5 else 1)} for number in range(12)]

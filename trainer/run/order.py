@@ -46,6 +46,7 @@ from trainer.machine import block_timing
 from trainer.machine.probe import Machine, probe
 from trainer.machine.profiles import known_rates
 from trainer.model import attention, build, mapped, parts, student
+from trainer.model import folder as folder_of_model
 from trainer.model.structured import config_of
 from trainer.planning import facts, positions
 from trainer.planning.fit import explained
@@ -100,6 +101,8 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
         facts.check_model(config, config_of(config))
     form = form_of_stages(config) if known else None
     machines.refuse(config, ranks)
+    if config.model.name_or_path is not None:
+        folder_of_model.refuse_weights(config.model.name_or_path)
     tokenizer, prepared = first_then_all(ranks, lambda: read_data(config, ranks, resumed, quiet=not ranks.is_first))
     machine = machines.agreed(ranks, probe())
     with explained(config, ranks, machine):
