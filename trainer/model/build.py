@@ -14,6 +14,7 @@ original value is kept in the model as ``own_use_cache`` and written into the ex
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import deepcopy
@@ -204,9 +205,6 @@ def _loaded(section: ModelSection, auto: Any, options: dict[str, Any], *, partit
     from safetensors import SafetensorError
 
     said = f"model.name_or_path = {section.name_or_path!r}"
-    known: tuple[type[Exception], ...] = (
-        SafetensorError, ValueError, LookupError, TypeError, AttributeError, ImportError, NotImplementedError
-    )  # fmt: skip
     try:
         model, found = auto.from_pretrained(
             section.name_or_path,
@@ -216,7 +214,7 @@ def _loaded(section: ModelSection, auto: Any, options: dict[str, Any], *, partit
             ignore_mismatched_sizes=not partitioned,  # refused below
             **options,
         )
-    except (*known, OSError) as error:
+    except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, ImportError, OSError) as error:
         if getattr(error, "errno", None) is not None:  # of the disk
             raise
         raise ConfigError(f"{said}: its weights cannot be loaded: {first_line(error)}") from None
@@ -224,6 +222,9 @@ def _loaded(section: ModelSection, auto: Any, options: dict[str, Any], *, partit
         name, saved, wanted = other[0]
         what = f"is {tuple(saved)} in its files, and {tuple(wanted)} by its config.json"
         raise ConfigError(f"{said}: {name} {what}; bring back the config that it was saved with")
+    if lost := sorted(name for name in found["missing_keys"] if re.match(r"(\w+\.)*(layers|h|blocks?)\.\d+\.", name)):
+        what = f"its files have no {lost[0]}, and {len(lost)} weights of its layers would be random"
+        raise ConfigError(f"{said}: {what}; bring back the config that it was saved with, or the files")
     return model, found
 
 

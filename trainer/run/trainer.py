@@ -182,9 +182,7 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
         Of a stream without a length Hugging Face takes all steps for those of the first pass, and begins anew in a
         later one. How far the pass was follows from the saved epoch: ``pass + updates / max_steps``.
         """
-        passes, batches = super()._init_training_state(
-            max_steps, per_epoch, num_epochs, resume_from_checkpoint, trial
-        )
+        passes, batches = super()._init_training_state(max_steps, per_epoch, num_epochs, resume_from_checkpoint, trial)
         if resume_from_checkpoint is None or has_length(self.train_dataset) or self.args.ignore_data_skip:
             return passes, batches
         saved = TrainerState.load_from_json(str(Path(resume_from_checkpoint) / TRAINER_STATE_NAME))
