@@ -223,6 +223,7 @@ STOCK: dict[str, tuple[str, Callable[..., Any]]] = {  # rows, and the Trainer
     "classification": ("labels", classification),
     **{f"classification, {name}": ("labels", partial(classification, problem=name)) for name in PROBLEMS},
     "seq2seq": ("pairs", seq2seq),
+    "seq2seq, smoothed": ("pairs", partial(seq2seq, label_smoothing_factor=0.1)),
     "dpo": ("preferences", of_trl("dpo", "preferences", precompute_ref_log_probs=True)),
     "dpo, lora": ("preferences", of_trl("dpo", "preferences")),
     "kto": ("ratings", of_trl("kto", "ratings", precompute_ref_log_probs=True)),
@@ -254,6 +255,7 @@ CASES = [
     slow("classification", "llama", "lora", also=[needs_modules]), slow("dpo", "llama", "lora"),
     slow("kto", "llama", ""), slow("orpo", "llama", ""), slow("reward", "llama", "lora", also=[needs_modules]),
     rarely("seq2seq", "t5", "lora"), slow("seq2seq", "bart", ""),
+    ("seq2seq", "t5", "smoothed"), slow("seq2seq", "bart", "smoothed"),
 ]  # fmt: skip
 
 
@@ -277,6 +279,7 @@ def test_as_the_trainer_that_its_users_know(task: str, model: str, how: str, bas
     data |= {"columns": TRIPLE} if task == "embedding" else {}
     travel = {"offload": {"site": "host", "weights": "streamed", "prefetch": 0}}
     said = SAID | ({"train_sampling_strategy": "sequential"} if task == "embedding" else {})
+    said |= {"label_smoothing_factor": 0.1} if how == "smoothed" else {}
     tree = {"task": task, "model": section, "data": data, "training": {**said, "output_dir": str(tmp_path / "run")}}
     assert run(load_tree({**tree, "strategies": travel}), Ranks(), Stop()) == 0
     found = tensors(tmp_path / "run" / "export")
