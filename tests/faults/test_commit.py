@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import product
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from strategies.core import commit
-from tests.e2e.commands import REPO
+from tests.e2e.commands import REPO, environment, write_jsonl
 
 TRACED = {commit.__file__, shutil.__file__}
 LINES = 200  # more than any of these operations has
@@ -194,6 +195,39 @@ def test_the_first_of_two_wins(tmp_path: Path) -> None:
         (second / "text").write_text("second")
     assert (tmp_path / "place/text").read_text() == "second", "the inner block ends first"
     assert [path.name for path in tmp_path.iterdir()] == ["place"]
+
+
+PREPARES = """
+import sys
+from pathlib import Path
+from trainer.config.sections import DataSection
+from trainer.data import prepare, tokenizer
+home = Path(sys.argv[1])
+words = tokenizer.trained(300, home, ["some words"])
+prepare.prepare(DataSection(path=str(home / "rows.jsonl"), max_length=64), words, 300, 0, home / "cache", print)
+"""
+
+
+def test_a_killed_preparation_leaves_nothing_for_good(tmp_path: Path) -> None:
+    """Its draft goes when the next one begins, of other data as well; that of a living process stays, and is whole."""
+    write_jsonl(tmp_path / "rows.jsonl", [{"text": "a row of some words"}] * 50_000)
+    cache, jobs = tmp_path / "cache", []
+    for number in (1, 2):
+        jobs.append(subprocess.Popen([sys.executable, "-c", PREPARES, str(tmp_path)], cwd=REPO, env=environment()))
+        deadline_s = time.monotonic() + 300
+        while len(drafts := [*cache.glob(".*")] if cache.is_dir() else []) < 1 or (number == 2 and drafts == [killed]):
+            assert jobs[-1].poll() is None and time.monotonic() < deadline_s
+            time.sleep(0.01)
+        if number == 1:
+            (killed,) = drafts
+            jobs[0].kill()
+            jobs[0].wait()
+            assert killed.exists()
+    with commit.added_folder(cache / "other"):
+        (living,) = cache.glob(f".{killed.name.split('-')[0].removeprefix('.')}-*")
+        assert living != killed
+    assert jobs[1].wait() == 0
+    assert sorted(path.name for path in cache.iterdir()) == sorted([living.name.split("-")[0][1:], "other"])
 
 
 def test_what_cannot_be_written_is_known_beforehand(tmp_path: Path) -> None:

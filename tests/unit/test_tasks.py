@@ -34,7 +34,6 @@ from trainer.tasks.seq2seq import texts_alike
 from trainer.tasks.table import TASKS
 from trainer.verify import verify
 
-
 T5 = {"model_type": "t5", "vocab_size": 300, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 
 
