@@ -21,6 +21,7 @@ from pydantic import TypeAdapter
 from strategies.core.commit import replace_file
 from strategies.core.compose import degrees, requirements_of
 from strategies.core.protocol import Axis
+from trainer.model import folder
 
 if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
@@ -64,10 +65,14 @@ def cached(config: RunConfig, kind: type[T], count: Callable[[], T], *, what: st
 
 
 def name_of(config: RunConfig, what: str = "") -> tuple[str, bool]:
-    """A name for everything known that the counts follow from, and whether that is all, in other processes as well."""
+    """A name for everything known that the counts follow from, and whether that is all, in other processes as well.
+    ConfigError: a saved model's files cannot be read.
+    """
     model: dict[str, Any] = config.model.model_dump(mode="json")
     lasts = not config.model.trust_remote_code
     if config.model.name_or_path is not None:
+        if Path(config.model.name_or_path).is_dir():
+            folder.refuse(config.model.name_or_path)
         try:
             model["config.json"] = (Path(config.model.name_or_path) / "config.json").read_text()
         except (OSError, UnicodeDecodeError):
