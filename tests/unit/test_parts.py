@@ -95,19 +95,19 @@ def test_buffers_are_those_of_the_files(tmp_path: Path, monkeypatch: pytest.Monk
     assert filled(run_config(None, model=changes).model, True) is None
 
 
-def test_what_cannot_be_read_by_name_is_built_whole(tmp_path: Path) -> None:
-    section = run_config(MIXTRAL).model
+def test_pickles_are_not_opened(tmp_path: Path) -> None:
+    section = run_config(LLAMA).model
     model = build(section, load_config(section), seed=5, partitioned=False)
     model.save_pretrained(tmp_path)
-    changes = {"config": None, "name_or_path": str(tmp_path), "tokenizer": None}
-    section = run_config(None, model=changes).model
-    whole = build(section, load_config(section), seed=5, partitioned=False)
     (tmp_path / saved_tensors.WHOLE).unlink()
-    torch.save(whole.state_dict(), tmp_path / "pytorch_model.bin")
-    assert filled(section, True) == WHOLE + f"it has no {saved_tensors.WHOLE}"
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    section = run_config(None, model={"config": None, "name_or_path": str(tmp_path), "tokenizer": None}).model
+    for on_meta in (False, True):
+        with pytest.raises(ConfigError, match="its weights cannot be loaded: OSError: .*model.safetensors"):
+            build(section, load_config(section), seed=5, partitioned=False, on_meta=on_meta)
 
 
-@pytest.mark.parametrize("kind", ["random", "saved", "saved as .bin"])
+@pytest.mark.parametrize("kind", ["random", "saved"])
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_rank_has_its_experts_alone(kind: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of files no other expert is read, and a layer's are converted in pieces."""
@@ -115,9 +115,6 @@ def test_a_rank_has_its_experts_alone(kind: str, rank: int, tmp_path: Path, monk
     if kind != "random":
         model = build(config.model, load_config(config.model), seed=5, partitioned=False)
         model.save_pretrained(tmp_path)
-        if "bin" in kind:
-            (tmp_path / saved_tensors.WHOLE).unlink()
-            torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
         changed = {"config": None, "name_or_path": str(tmp_path), "tokenizer": None}
         config = run_config(None, strategies={"experts": {"degree": 2}}, model=changed)
     monkeypatch.setattr(saved_tensors, "PIECE_BYTES", 3 * 2 * 24 * 32 * 4)
@@ -135,7 +132,7 @@ def test_a_rank_has_its_experts_alone(kind: str, rank: int, tmp_path: Path, monk
     shards = changes.shards(part, config, rank)
     assert len(shards) == 4
     why = parts.fill(part, names, config.model.name_or_path, 3, make, shards=shards)
-    assert (why is None) is ("bin" not in kind)
+    assert why is None
     assert {int(key.split(".experts.")[1].split(".")[0]) // 6 for key in seen} <= {rank % 2}
     assert bool(seen) is (kind == "saved")
     for (name, expected), (_, found) in zip(tensors_of(whole), tensors_of(part), strict=True):

@@ -58,7 +58,7 @@ def _own_config(section: ModelSection, vocab_size: int | None) -> PretrainedConf
     refuse_missing_folder(section)
     try:
         if section.config is not None:
-            folder.refuse_config(section.config, "model.config")
+            folder.refuse_config(section.config, "model.config.")
             options = dict(section.config)
             if vocab_size is not None:
                 options.setdefault("vocab_size", vocab_size)

@@ -54,7 +54,7 @@ def refuse(name_or_path: str) -> None:
         if path.exists():
             tree = _object(path, said)
             if path.name == CONFIG:
-                refuse_config(tree, f"{said}: {CONFIG}")
+                refuse_config(tree, f"{said}: {CONFIG}: ")
             if path.name == INDEX:
                 _shards(tree, said)
             if path.name == OF_ADAPTERS:
@@ -63,13 +63,15 @@ def refuse(name_or_path: str) -> None:
 
 
 def refuse_config(tree: Mapping[str, Any], place: str) -> None:
-    """Raise ConfigError for a configuration, as it is written, that Transformers should not be given."""
-    found = [f"{place}: {key} = {value!r}: {what}" for key, value, what in config_keys.impossible(tree)]
+    """Raise ConfigError for a configuration, as it is written, that Transformers should not be given; ``place`` stands
+    before its keys.
+    """
+    found = [f"{place}{key} = {value!r}: {what}" for key, value, what in config_keys.impossible(tree)]
     if found:
         raise ConfigError(found)
     named = tree.get("architectures")
     if named is not None and not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
-        raise ConfigError(f"{place}: architectures = {named!r}: must be a list of names")
+        raise ConfigError(f"{place}architectures = {named!r}: must be a list of names")
 
 
 def refuse_weights(name_or_path: str) -> None:

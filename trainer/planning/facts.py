@@ -249,9 +249,8 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
             how = student.comparison(config, text.vocab_size, student.width_of(text))
             student.learn(model, config, how)
             inputs[student.TEACHER] = torch.zeros(*shape, how.width, dtype=torch.int32)
-        smoothing, decodes = config.training.label_smoothing_factor, model.config.is_encoder_decoder
-        forward = task.forward(model, config)
-        call = _call(forward, inputs, smoothing, autocast, shift=task.language, decodes=decodes)
+        shift = task.language
+        call = _call(task.forward(model, config), inputs, config.training.label_smoothing_factor, autocast, shift=shift)
         found = _counted_forward(model, call, shape)
     ratio = config.model.lr_ratio
     groups = decay_groups(model) if ratio is None else loraplus_groups(model, ratio)
@@ -336,7 +335,7 @@ def _whole(config: RunConfig) -> ModelCount | None:
 
 
 def _call(
-    model: Any, inputs: Mapping[str, Any], smoothing: float | None, autocast: Any, *, shift: bool, decodes: bool
+    model: Any, inputs: Mapping[str, Any], smoothing: float | None, autocast: Any, *, shift: bool
 ) -> Callable[[], Any]:
     """One forward with its loss. Smoothed labels are outside of the model, as in Transformers' Trainer. With
     ``autocast`` (a dtype or None) outputs are copied in fp32, as Accelerate does.
@@ -348,8 +347,6 @@ def _call(
         from transformers.trainer_pt_utils import LabelSmoother
 
         rest = {key: inputs[key] for key in inputs if key != "labels"}
-        if decodes:  # the collator has shifted the labels
-            rest["decoder_input_ids"] = inputs["labels"]
         return {"loss": LabelSmoother(smoothing)(model(**rest), inputs["labels"], shift_labels=shift)}
 
     def cast() -> Any:
