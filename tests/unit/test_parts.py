@@ -103,7 +103,7 @@ def test_pickles_are_not_opened(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     section = run_config(None, model={"config": None, "name_or_path": str(tmp_path), "tokenizer": None}).model
     for on_meta in (False, True):
-        with pytest.raises(ConfigError, match="its weights cannot be loaded: OSError: .*model.safetensors"):
+        with pytest.raises(ConfigError, match=r"its weights cannot be loaded: OSError: .*model\.safetensors"):
             build(section, load_config(section), seed=5, partitioned=False, on_meta=on_meta)
 
 

@@ -18,7 +18,7 @@ from tests.helpers.tiny import LLAMA, run_config
 from trainer.config.conflicts import OWN_LOSS
 from trainer.config.load import load_tree
 from trainer.config.sections import LoraSection, RunConfig
-from trainer.data import rows
+from trainer.data import bounds, rows
 from trainer.data import tokenizer as tokenizers
 from trainer.data.collate import check_batch
 from trainer.dist.ranks import Ranks
@@ -271,6 +271,18 @@ def test_labels_are_not_smoothed_where_a_row_has_several() -> None:
         from_config.plan_of(config, Ranks(), probe())
     single = config_of("classification", label_smoothing_factor=0.1)
     assert from_config.plan_of(single, Ranks(), probe()).facts.units
+
+
+def test_templates_that_trl_renders_are_bounded_before(
+    words: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounds, "SECONDS", 0.2)
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    monkeypatch.setattr(words, "chat_template", "{% if messages | length > 2 %}" + loops + "{% endif %}x")
+    turn = [{"role": "user", "content": "a text"}]
+    row = {"prompt": turn, "chosen": [{"role": "assistant", "content": "good"}] * 2, "rejected": turn}
+    with pytest.raises(DataError, match=r"the tokenizer's chat template: one conversation takes over 0\.2 s to render"):
+        made("dpo", [row], words, tmp_path)
 
 
 @pytest.mark.parametrize("task", TASKS)
