@@ -41,8 +41,7 @@ def refuse(name_or_path: str) -> None:
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"{said}: is a file; name the folder of a model saved by save_pretrained")
         if folder.is_dir():
-            for path in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
-                _refuse_file(path, said)
+            refuse_files(folder, said)
             found = [folder / name for name in OBJECTS]
         else:
             found = [path for path in (hub.file_of(name_or_path, name) for name in (CONFIG, INDEX)) if path]
@@ -60,6 +59,12 @@ def refuse(name_or_path: str) -> None:
             if path.name == OF_ADAPTERS:
                 what = "merge them into their base, with model.lora.export: merged or PEFT's merge_and_unload"
                 raise ConfigError(f"{said}: it holds adapters ({OF_ADAPTERS}); {what}, and name the merged model")
+
+
+def refuse_files(folder: Path, said: str) -> None:
+    """Raise ConfigError for what has the name of a file that libraries read, and is none; ``said`` names the key."""
+    for path in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
+        _refuse_file(path, said)
 
 
 def refuse_config(tree: Mapping[str, Any], place: str) -> None:
