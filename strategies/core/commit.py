@@ -16,6 +16,7 @@ through a link.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import secrets
 import shutil
@@ -90,9 +91,10 @@ def restore_earlier(folder: Path) -> None:
 @contextmanager
 def added_folder(folder: Path) -> Iterator[Path]:
     """An empty folder to write into, which becomes ``folder`` if the block succeeds. Of several processes that make it
-    at once the first to finish wins, and the others drop theirs.
+    at once the first to finish wins, and the others drop theirs. What killed ones have left beside it is removed.
     """
-    with _draft(folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")) as draft:
+    _remove_abandoned(folder.parent)
+    with _locked(folder) as draft, _removed_at_end(draft):
         yield draft
         _sync_all(draft)
         try:
@@ -159,8 +161,56 @@ def same_modes(folder: Path) -> None:
 def _draft(draft: Path) -> Iterator[Path]:
     remove(draft)
     draft.mkdir(parents=True)
-    try:
+    with _removed_at_end(draft):
         yield draft
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[Path]:
+    """A new empty folder beside ``folder``, which has a lock of the kernel for as long as this process lives.
+
+    [Note: abandoned drafts] The lock ends with the process however that ends, so a draft whose lock can be had is
+    nobody's. Locks of another kernel may not be seen through a network file system. So the name has the kernel's boot,
+    and drafts of others are left alone. A draft that was removed before it had its lock is made again.
+    """
+    while True:
+        draft = folder.with_name(f".{folder.name}-{_boot()}-{secrets.token_hex(4)}")
+        draft.mkdir(parents=True)
+        handle = os.open(draft, os.O_RDONLY)
+        try:
+            with suppress(OSError):  # a file system without locks; then nobody can have this one either
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            if draft.exists():
+                yield draft
+                return
+        finally:
+            os.close(handle)
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove drafts of ``added_folder`` whose processes have ended. See [Note: abandoned drafts]."""
+    for draft in parent.glob(f".*-{_boot()}-*"):
+        with suppress(OSError):  # it is in use, or another process is faster
+            handle = os.open(draft, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(draft)
+            finally:
+                os.close(handle)
+
+
+def _boot() -> str:
+    """Of the kernel that runs; in a container that of its host, whose locks it shares."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # no Linux: nothing that a kill leaves is found again
+        return secrets.token_hex(16)
+
+
+@contextmanager
+def _removed_at_end(draft: Path) -> Iterator[None]:
+    try:
+        yield
     finally:
         shutil.rmtree(draft, ignore_errors=True)  # if it has taken its place, there is none
 

@@ -223,6 +223,7 @@ STOCK: dict[str, tuple[str, Callable[..., Any]]] = {  # rows, and the Trainer
     "classification": ("labels", classification),
     **{f"classification, {name}": ("labels", partial(classification, problem=name)) for name in PROBLEMS},
     "seq2seq": ("pairs", seq2seq),
+    "seq2seq, smoothed": ("pairs", partial(seq2seq, label_smoothing_factor=0.1)),
     "dpo": ("preferences", of_trl("dpo", "preferences", precompute_ref_log_probs=True)),
     "dpo, lora": ("preferences", of_trl("dpo", "preferences")),
     "kto": ("ratings", of_trl("kto", "ratings", precompute_ref_log_probs=True)),
@@ -254,6 +255,7 @@ CASES = [
     slow("classification", "llama", "lora", also=[needs_modules]), slow("dpo", "llama", "lora"),
     slow("kto", "llama", ""), slow("orpo", "llama", ""), slow("reward", "llama", "lora", also=[needs_modules]),
     rarely("seq2seq", "t5", "lora"), slow("seq2seq", "bart", ""),
+    ("seq2seq", "t5", "smoothed"), slow("seq2seq", "bart", "smoothed"),
 ]  # fmt: skip
 
 
@@ -277,6 +279,7 @@ def test_as_the_trainer_that_its_users_know(task: str, model: str, how: str, bas
     data |= {"columns": TRIPLE} if task == "embedding" else {}
     travel = {"offload": {"site": "host", "weights": "streamed", "prefetch": 0}}
     said = SAID | ({"train_sampling_strategy": "sequential"} if task == "embedding" else {})
+    said |= {"label_smoothing_factor": 0.1} if how == "smoothed" else {}
     tree = {"task": task, "model": section, "data": data, "training": {**said, "output_dir": str(tmp_path / "run")}}
     assert run(load_tree({**tree, "strategies": travel}), Ranks(), Stop()) == 0
     found = tensors(tmp_path / "run" / "export")
@@ -317,6 +320,22 @@ def test_a_stream_of_declared_rows_trains_as_many(bases: Path, tmp_path: Path) -
         assert run(given, Ranks(), Stop()) == 0
         found.append(tensors(tmp_path / name / "export"))
     assert all(torch.equal(found[0][name], each) for name, each in found[1].items())
+
+
+def test_a_stream_goes_on_in_a_later_pass(bases: Path, tmp_path: Path) -> None:
+    """Of 13 rows a pass has 3 updates and one micro-batch more; the fifth update is the second of the second pass."""
+    path = str(write_jsonl(tmp_path / "rows.jsonl", [{"text": row["text"][:30]} for row in rows_of("labels")[:13]]))
+    found = []
+    for name, more in (("one", {}), ("other", {"resume_from_checkpoint": str(tmp_path / "one" / "checkpoint-5")})):
+        training = SAID | {"max_steps": 8, "save_strategy": "steps", "save_steps": 5, **more}
+        training |= {"output_dir": str(tmp_path / name), "gradient_accumulation_steps": 2}
+        data = {"path": path, "max_length": LENGTH, "streaming": True}
+        tree = {"model": {"name_or_path": str(bases / "llama")}, "data": data, "training": training, "strategies": {}}
+        assert run(load_tree(tree), Ranks(), Stop()) == 0
+        found.append(tensors(tmp_path / name / "export"))
+    assert all(torch.equal(found[0][name], each) for name, each in found[1].items())
+    epochs = [[record["epoch"] for record in metrics(tmp_path / name) if "loss" in record] for name in ("one", "other")]
+    assert epochs[1] == epochs[0][5:]
 
 
 def test_a_checkpoint_knows_the_rows_that_trl_has_left(bases: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ The expected lines are whole lines: what the user reads is the interface.
 
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -321,6 +322,12 @@ def test_folder_without_a_tokenizer(tmp_path: Path) -> None:
         ConfigError, match=f"^model.tokenizer: the folder {tmp_path} holds no tokenizer; write the name"
     ):
         tokenizers.load(None, str(tmp_path), False, tmp_path, [])
+
+
+def test_a_pipe_in_the_place_of_a_tokenizer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(ConfigError, match=r"^model\.tokenizer = .*: tokenizer\.json is a pipe, and no file$"):
+        tokenizers.load(str(tmp_path), None, False, tmp_path, [])
 
 
 def test_tokenizer_needs_text(tmp_path: Path) -> None:

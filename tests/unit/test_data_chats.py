@@ -8,12 +8,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from trainer.config.sections import DataSection
 from trainer.data import prepare as preparing
 from trainer.data import tokenizer as tokenizers
 from trainer.data.packing import MASKED
 from trainer.data.templates import READY
+from trainer.errors import DataError
 
 VOCAB = 400
 CALL = {"name": "add", "arguments": {"a": 1, "b": 2}}
@@ -126,3 +129,63 @@ def test_a_token_that_is_half_an_answer_is_not_trained_on(tokenizer: Any) -> Non
     chat = {"messages": [{"role": "user", "content": "=i"}, {"role": "assistant", "content": "n man"}]}
     (row,) = prepare(tokenizer, chat, chat_template=template, assistant_only_loss=True)
     assert row["input_ids"] == tokenizer("=in man")["input_ids"] and trained(tokenizer, row) == " man"
+
+
+def words_alone() -> Any:
+    """A real tokenizer whose tokens are words: spaces between them are in none."""
+    vocabulary = {word: number for number, word in enumerate(("?", "<e>", "u:", "a:", "good", "bad", "yes", "no"))}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="?", eos_token="<e>", pad_token="<e>")
+
+
+MARKED = (
+    "{{% for m in messages %}}{{% if m.role == 'assistant' %}}a: {{% generation %}}{}{{% endgeneration %}} "
+    "{{% else %}}u: {{{{ m.content }}}} {{% endif %}}{{% endfor %}}"
+)
+TALK: list[dict[str, Any]] = [
+    {"role": "user", "content": "good"},
+    {"role": "assistant", "content": "yes no"},
+    {"role": "user", "content": "bad"},
+    {"role": "assistant", "content": "no"},
+]
+
+
+@pytest.mark.parametrize("inside", ["{{ m.content }}", "{{ m.content }} ", " {{ m.content }}", "{{ m.content }} \n"])
+def test_marks_whose_ends_the_tokenizer_drops(inside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers marks all that follows, questions as well, or nothing from there on."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"messages": TALK[:1]}, {"messages": TALK}]
+    options = {"assistant_only_loss": True, "chat_template": MARKED.format(inside)}
+    if inside == "{{ m.content }}":
+        _, row = [*prepare(words_alone(), {"messages": TALK[2:]}, {"messages": TALK}, **options)]
+        assert row["labels"] == [MASKED] * 3 + [6, 7] + [MASKED] * 3 + [7]
+        return
+    with pytest.raises(DataError) as refused:
+        prepare(words_alone(), *rows, **options)
+    (line,) = refused.value.lines
+    assert re.match(r"d\.jsonl:2: token \d \('(u:|yes)'\) is (out|in)side of the answers by its characters, and", line)
+
+
+def test_an_answer_that_ends_in_a_character_of_several_tokens(tokenizer: Any) -> None:
+    """All of them are trained on, of which Transformers marks the first; also where a macro writes the marks."""
+    talk = [{"role": "user", "content": "b"}, {"role": "assistant", "content": "a \U0001f98a"}]
+    mark = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}"
+    of_macro = f"{{% macro say(m) %}}{{{{ m.role }}}}:{mark}. {{% endmacro %}}"
+    for macro, body in (("", f"{{{{ m.role }}}}:{mark}. "), (of_macro, "{{ say(m) }}")):
+        template = f"{macro}{{% for m in messages %}}{body}{{% endfor %}}"
+        (row,) = prepare(tokenizer, {"messages": talk}, assistant_only_loss=True, chat_template=template)
+        assert trained(tokenizer, row) == "a \U0001f98a"
+
+
+def test_marks_keep_the_white_space_around_them(tokenizer: Any) -> None:
+    """Borders are written for a comparison only, with every sign that a mark may have."""
+    for left, right in ("--", "-+", "+-", "  "):
+        mark = f"{{%{left.strip()} generation {right.strip()}%}}\n  {{{{ m.content }}}}\n  "
+        mark += f"{{%{left.strip()} endgeneration {right.strip()}%}}\n\n"
+        talk = [{"role": "assistant", "content": "one"}, {"role": "assistant", "content": "two"}]
+        template = f"begin {{% for m in messages %}}\n  {mark}.{{% endfor %}}"
+        (row,) = prepare(tokenizer, {"messages": talk}, assistant_only_loss=True, chat_template=template)
+        plain = tokenizer.apply_chat_template(talk, chat_template=template, tokenize=False)
+        assert tokenizer.decode(row["input_ids"]) == plain
+        assert "".join(trained(tokenizer, row).split()) == "onetwo"

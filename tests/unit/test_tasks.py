@@ -15,8 +15,10 @@ from transformers import EvalPrediction, LlamaConfig
 from strategies.backends.deepspeed import ds_config
 from tests.e2e.commands import write_jsonl
 from tests.helpers.tiny import LLAMA, run_config
+from trainer.config.conflicts import OWN_LOSS
+from trainer.config.load import load_tree
 from trainer.config.sections import LoraSection, RunConfig
-from trainer.data import rows
+from trainer.data import bounds, rows
 from trainer.data import tokenizer as tokenizers
 from trainer.data.collate import check_batch
 from trainer.dist.ranks import Ranks
@@ -31,6 +33,8 @@ from trainer.tasks.classification import METRICS, accuracy_and_f1, mean_error, p
 from trainer.tasks.seq2seq import texts_alike
 from trainer.tasks.table import TASKS
 from trainer.verify import verify
+
+T5 = {"model_type": "t5", "vocab_size": 300, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 
 
 @pytest.fixture(scope="module")
@@ -267,6 +271,38 @@ def test_labels_are_not_smoothed_where_a_row_has_several() -> None:
         from_config.plan_of(config, Ranks(), probe())
     single = config_of("classification", label_smoothing_factor=0.1)
     assert from_config.plan_of(single, Ranks(), probe()).facts.units
+
+
+def test_templates_that_trl_renders_are_bounded_before(
+    words: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounds, "SECONDS", 0.2)
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    monkeypatch.setattr(words, "chat_template", "{% if messages | length > 2 %}" + loops + "{% endif %}x")
+    turn = [{"role": "user", "content": "a text"}]
+    row = {"prompt": turn, "chosen": [{"role": "assistant", "content": "good"}] * 2, "rejected": turn}
+    with pytest.raises(DataError, match=r"the tokenizer's chat template: one conversation takes over 0\.2 s to render"):
+        made("dpo", [row], words, tmp_path)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_smoothed_labels_are_planned_or_refused_with_the_config(task: str) -> None:
+    """With each task's own model; what it saves for backward includes the logits twice."""
+    smoothing = {"label_smoothing_factor": 0.1}
+    model = {"config": T5 if task == "seq2seq" else dict(LLAMA), "tokenizer": "none"}
+    tree: dict[str, Any] = {"task": task, "model": model | ({"labels": ["a", "b"]} if task == "classification" else {})}
+    tree |= {"data": {"path": "x", "max_length": 8}, "strategies": {"offload": {}}}
+    tree |= {"training": {"output_dir": "x", "learning_rate": 1e-3, "max_steps": 1, "use_cpu": True}}
+    if task in OWN_LOSS:
+        with pytest.raises(ConfigError, match=f"label_smoothing_factor = 0.1: the loss of task {task} does not take"):
+            load_tree({**tree, "training": {**tree["training"], **smoothing}})
+        return
+    plain, smoothed = (
+        from_config.plan_of(load_tree({**tree, "training": {**tree["training"], **more}}), Ranks(), probe())
+        for more in ({}, smoothing)
+    )
+    saved = [sum(unit.saved_bytes for unit in plan.facts.units) for plan in (plain, smoothed)]
+    assert saved[1] > saved[0]
 
 
 def test_other_commands_are_for_language_models() -> None:

@@ -3,9 +3,10 @@
 Read are OpenAI's ``messages`` with ``tools`` and ``tool_calls``, and ShareGPT's ``conversations`` (``from``,
 ``value``). What a template would leave out without a word (tools, calls, reasoning) and what is no text is refused.
 
-``data.assistant_only_loss`` trains on the stretches that a template marks with ``{% generation %}``. Where it marks
-none, on what it writes for a turn after the prompt of that turn: both must be beginnings of the whole text, or the row
-is refused. A token is trained on if all its characters are. ``train`` or ``weight`` of a message switch one turn off.
+``data.assistant_only_loss`` trains on the stretches that a template marks with ``{% generation %}``. A row in which
+Transformers finds others is refused. Where a template marks none, answers are what it writes for a turn after the
+prompt of that turn: both must be beginnings of the whole text, or the row is refused. There a token is trained on if
+all its characters are, in a mark if one of them is. ``train`` or ``weight`` of a message switch one turn off.
 """
 
 from __future__ import annotations
@@ -13,26 +14,36 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import accumulate, compress, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
+from trainer.data import bounds
+from trainer.data.bounds import bounded
 from trainer.data.packing import MASKED
 from trainer.data.templates import READY
-from trainer.errors import DataError, kind, nearest, nearest_file
+from trainer.errors import DataError, first_line, kind, nearest, nearest_file
 
 if TYPE_CHECKING:
     from trainer.config.sections import DataSection
 
+Span = tuple[int, int]  # characters, from and to
 ROLES = ("system", "user", "assistant", "tool", "developer")
 SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can contain half a pair of them, which tokenizers refuse
 NO_TEXT = "holds half a surrogate pair (\\ud800 to \\udfff), which is no character"
 
-_GENERATION = re.compile(r"\{%-?\+?\s*generation\s*[-+]?%\}")
+_GENERATION = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
+_END = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
+_BORDERS = ("\U000ff1a0", "\U000ff1a1")  # private characters, which no text has
+_PIECES = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
 _MARKS = "{% generation %} ... {% endgeneration %}"
 # ShareGPT's roles, and what other data sets of that form call them.
 _SHAREGPT = {
@@ -169,36 +180,109 @@ class Template:
         for name in ({"tools"} if chat.tools else set()) | held:
             if not re.search(rf"\b{name}\b", self.text):
                 raise Fault(f"has {name}, which {self.name} does not write; name one that does in data.chat_template")
-        if only_assistant and not self.marks:
-            return self._by_prefixes(chat)
-        out = self._apply(
-            chat, return_dict=True, return_assistant_tokens_mask=only_assistant, tokenizer_kwargs={"verbose": False}
-        )
-        ids = list(out["input_ids"])
-        if not only_assistant:
-            return ids, list(ids)
-        marks = out["assistant_masks"] if all(chat.chosen) else _chosen(out["assistant_masks"], chat.chosen)
-        return ids, [token if mark else MASKED for token, mark in zip(ids, marks, strict=True)]
+        if only_assistant:
+            return self._by_marks(chat) if self.marks else self._by_prefixes(chat)
+        ids = list(self._tokens(self._text(chat))["input_ids"])
+        return ids, list(ids)
 
-    def _apply(self, chat: Chat, upto: int | None = None, **options: Any) -> Any:
-        try:
-            return self.tokenizer.apply_chat_template(
-                chat.messages[:upto], tools=chat.tools, chat_template=self.text, **options
+    def try_out(self, messages: list[dict[str, Any]]) -> None:
+        """Raise DataError if it does not render ``messages`` within bounds, for who lets others render them."""
+        with suppress(Fault):
+            self._text(Chat(messages, None, []))
+
+    def _text(self, chat: Chat, upto: int | None = None, template: str | None = None, *, prompts: bool = False) -> str:
+        """The conversation as text, by another ``template`` if one is given; ``prompts`` for the next answer. Raises
+        Fault.
+        """
+        how: dict[str, Any] = {"chat_template": template or self.text, "add_generation_prompt": prompts}
+        with self._faults(), bounded(self.name):
+            return str(
+                self.tokenizer.apply_chat_template(chat.messages[:upto], tools=chat.tools, tokenize=False, **how)
             )
+
+    def _tokens(self, text: str, **options: Any) -> Any:
+        return self.tokenizer(text, add_special_tokens=False, verbose=False, **options)
+
+    @contextmanager
+    def _faults(self) -> Iterator[None]:
+        try:
+            yield
         except jinja2.TemplateSyntaxError as error:  # not an error of this row
             raise DataError(f"{self.name}:{error.lineno}: {error.message}") from None
+        except DataError:
+            raise
         except Exception as error:  # a template can raise anything
-            raise Fault(f"field 'messages': the chat template refuses it: {error}") from None
+            why = str(error).partition("\n")[0]
+            raise Fault(f"field 'messages': the chat template refuses it: {why}") from None
+
+    def _by_marks(self, chat: Chat) -> tuple[list[int], list[int]]:
+        """Where the template marks answers: a token is trained on if one of its characters is in a stretch of them.
+
+        Transformers finds the tokens of a stretch by its first and its last character. Where a tokenizer drops one of
+        them it goes on to the end of the row, so both ways are compared on every row.
+        """
+        text, stretches = self._stretches(chat)
+        if not all(chat.chosen) and len(stretches) != len(chat.chosen):
+            raise Fault(
+                "the chat template marks another number of answers than there are turns, so none can be left out"
+            )
+        borders = [0, *(border for stretch in stretches for border in stretch), len(text)]
+        pieces = [
+            {"role": "assistant" if index % 2 else "user", "content": text[start:stop]}
+            for index, (start, stop) in enumerate(pairwise(borders))
+        ]
+        with self._faults():
+            made: Any = self.tokenizer.apply_chat_template(
+                pieces,
+                chat_template=_PIECES,
+                return_assistant_tokens_mask=True,
+                return_dict=True,
+                tokenizer_kwargs={"verbose": False, "return_offsets_mapping": True},
+            )
+        ids, spans = list(made["input_ids"]), made["offset_mapping"]
+        self._refuse_other_tokens(text, spans, _touched(text, spans, stretches), made["assistant_masks"])
+        chosen = stretches if all(chat.chosen) else list(compress(stretches, chat.chosen))
+        trained = _touched(text, spans, chosen)
+        return ids, [token if mark else MASKED for token, mark in zip(ids, trained, strict=True)]
+
+    def _stretches(self, chat: Chat) -> tuple[str, list[Span]]:
+        """The conversation as text, and which characters of it are marked.
+
+        The template is rendered once more with two characters written at the borders of the marks. Transformers counts
+        what was written before a mark instead, which is wrong in a macro.
+        """
+        begin, end = _BORDERS
+        text, bordered = self._text(chat), self._text(chat, template=_with_borders(self.text))
+        parts = re.split(f"([{begin}{end}])", bordered)
+        if "".join(parts[::2]) != text or parts[1::2] != [begin, end] * (len(parts) // 4):
+            raise Fault(f"{self.name} marks answers inside of others, or changes what it has marked: mark each once")
+        lengths = list(accumulate(map(len, parts[::2])))
+        return text, list(zip(lengths[:-1:2], lengths[1::2], strict=True))
+
+    def _refuse_other_tokens(
+        self, text: str, spans: Sequence[Span], by_text: Sequence[bool], by_tokens: Sequence[int]
+    ) -> None:
+        """Raise Fault if both ways find other tokens. Of a last character that is several tokens Transformers marks
+        one, and all of them are the answer's.
+        """
+        for index, (ours, theirs) in enumerate(zip(by_text, by_tokens, strict=True)):
+            if ours is not bool(theirs) and not (ours and index and spans[index] == spans[index - 1]):
+                where, token = "inside" if ours else "outside", text[slice(*spans[index])]
+                raise Fault(
+                    f"token {index + 1} ({token!r}) is {where} of the answers by its characters, and Transformers "
+                    f"finds the opposite by {_MARKS}: this tokenizer drops characters where a mark begins or ends, as "
+                    f"spaces; move them out of the marks in a copy of {self.name}, and name it in data.chat_template"
+                )
 
     def _by_prefixes(self, chat: Chat) -> tuple[list[int], list[int]]:
         """Where the template marks nothing: an answer is what it writes for a turn after the prompt of that turn."""
-        whole = self._apply(chat, tokenize=False)
+        whole = self._text(chat)
         trained = bytearray(len(whole))
         chosen = iter(chat.chosen)
         for index, message in enumerate(chat.messages):
             if message["role"] == "assistant" and next(chosen):
-                stop = self._apply(chat, index + 1, tokenize=False)
-                start = self._apply(chat, max(index, 1), tokenize=False, add_generation_prompt=True)
+                stop = self._text(chat, index + 1)
+                start = self._text(chat, max(index, 1), prompts=True)
                 if index == 0:  # Transformers takes no empty chat: the prompt of the next turn is that of this one
                     start = stop[: stop.find(start[len(stop) :])] + start[len(stop) :]
                 if not (whole.startswith(stop) and stop.startswith(start)):
@@ -208,19 +292,28 @@ class Template:
                         "it in data.chat_template"
                     )
                 trained[len(start) : len(stop)] = b"\x01" * (len(stop) - len(start))
-        out: Any = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        out = self._tokens(whole, return_offsets_mapping=True)
         places = zip(out["input_ids"], out["offset_mapping"], strict=True)
         labels = [token if start < stop and all(trained[start:stop]) else MASKED for token, (start, stop) in places]
         return list(out["input_ids"]), labels
 
 
-def _chosen(marks: Sequence[int], chosen: Sequence[bool]) -> Iterator[bool]:
-    """The marks of the chosen turns alone; turns and marked stretches are the same in number, or Fault is raised."""
-    runs = [(bool(mark), len(list(run))) for mark, run in groupby(marks)]
-    if sum(mark for mark, _ in runs) != len(chosen):
-        raise Fault("the chat template marks another number of answers than there are turns, so none can be left out")
-    turns = iter(chosen)
-    return (trained for mark, length in runs for trained in [mark and next(turns)] * length)
+def _with_borders(template: str) -> str:
+    """``template`` that writes a character of its own at both borders of each mark.
+
+    The empty ``if`` stands where the mark stood, so that as much white space around it is left out.
+    """
+    inside = rf"{{%\1 generation %}}{{{{ '{_BORDERS[0]}' }}}}{{% if true %}}{{% endif \2%}}"
+    after = rf"{{%\1 if true %}}{{% endif %}}{{{{ '{_BORDERS[1]}' }}}}{{% endgeneration \2%}}"
+    return _END.sub(after, _GENERATION.sub(inside, template))
+
+
+def _touched(text: str, spans: Sequence[Span], stretches: Sequence[Span]) -> list[bool]:
+    """For each span of characters of ``text``, whether one of them is in a stretch."""
+    marked = bytearray(len(text))
+    for start, stop in stretches:
+        marked[start:stop] = b"\x01" * (stop - start)
+    return [any(marked[start:stop]) for start, stop in spans]
 
 
 def find_template(options: DataSection, tokenizer: PreTrainedTokenizerBase) -> Template:
@@ -236,13 +329,17 @@ def find_template(options: DataSection, tokenizer: PreTrainedTokenizerBase) -> T
         if not file.is_file():
             known = f" and is none of {', '.join(READY)}{nearest(str(name), READY)}" if key == "chat_template" else ""
             raise DataError(f"data.{key}: {name} does not exist{known or nearest_file(file)}")
-        template = Template(file.read_text(encoding="utf-8"), str(file), tokenizer)
+        try:
+            template = Template(file.read_text(encoding="utf-8"), str(file), tokenizer)
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"data.{key}: {file} cannot be read: {first_line(error)}") from None
     else:
         try:
             template = Template(str(tokenizer.get_chat_template()), "the tokenizer's chat template", tokenizer)
         except ValueError:
             ways = f"write {', '.join(READY)}, the path of a .jinja file, or the template itself"
             raise DataError(f"data.chat_template: messages need one and the tokenizer has none; {ways}") from None
+    bounds.refuse(template.name, template.text)
     if options.assistant_only_loss and not template.marks and not tokenizer.is_fast:
         what = f"{template.name} marks no answers, and this tokenizer does not say where its tokens are"
         raise DataError(f"data.assistant_only_loss: {what}; put {_MARKS} around them in a copy")

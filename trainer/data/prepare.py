@@ -248,6 +248,8 @@ def fingerprint(parts: Sequence[Part], seed: int, marks: Sequence[list[str]], wo
         "seed": seed,
         "sources": list(marks),
     }
+    if encoder.options.assistant_only_loss and encoder.template and encoder.template.marks:
+        content["answers"] = "by characters"  # before, by Transformers alone
     if len(parts) > 1 or parts[0].weight != 1:
         content["mix"] = [[_options(part.encoder), part.weight, part.token_share] for part in parts]
     return digest_of(content)[:16]

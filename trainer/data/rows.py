@@ -138,8 +138,13 @@ def _made(
         bad += [f"{place}: {values}" for place, values in read if isinstance(values, str)]
         good = [(place, values) for place, values in read if not isinstance(values, str)]
         speaks = {field.name for field in task.fields if list in field.kinds}  # of those that may be messages
-        if not tokenizer.chat_template and any(type(v.get(name)) is list for _, v in good for name in speaks):
-            find_template(data, tokenizer)  # raises DataError
+        if any(type(values.get(name)) is list for _, values in good for name in speaks):
+            template = find_template(data, tokenizer)
+            for _, values in good:  # TRL renders them, without bounds
+                said = {name: value for name in speaks if isinstance(value := values.get(name), list)}
+                prompt = said.pop("prompt", [])
+                for messages in said.values() or [[]]:
+                    template.try_out([*prompt, *messages])
         made = task.features([values for _, values in good], tokenizer, model, data) if good else []
         pairs = zip(good, made, strict=True)
         same += [place for place, values in good if "chosen" in values and values["chosen"] == values["rejected"]]

@@ -22,6 +22,7 @@ from strategies.core.commit import added_folder
 from strategies.core.sealed import Damaged, intact, read, seal
 from trainer.data.templates import CHATML
 from trainer.errors import ConfigError, DataError, first_line
+from trainer.model import folder as folder_of_model
 from trainer.model import hub
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ def load(
     name = spec or name_or_path
     if name is None:
         raise ConfigError("model.tokenizer: missing; name a tokenizer, or train one with a vocab_size")
+    if Path(name).is_dir():
+        folder_of_model.refuse_files(Path(name), f"model.tokenizer = {name!r}")
     try:
         options = {"trust_remote_code": trust_remote_code, **hub.options(name)}
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **options)

@@ -14,6 +14,7 @@ original value is kept in the model as ``own_use_cache`` and written into the ex
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -21,8 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from trainer.errors import ConfigError, nearest, nearest_file
-from trainer.model import attention, hub, quantise
+from trainer.errors import ConfigError, first_line, nearest, nearest_file
+from trainer.model import attention, folder, hub, quantise
 from trainer.model.adapters import OURS
 from trainer.tasks.table import LANGUAGE
 from trainer.tasks.task import Task, loaded
@@ -52,12 +53,12 @@ def load_config(section: ModelSection, vocab_size: int | None = None) -> Pretrai
 
 def _own_config(section: ModelSection, vocab_size: int | None) -> PretrainedConfig:
     """The config as the user, the architecture or the saved model define it."""
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     refuse_missing_folder(section)
     try:
         if section.config is not None:
+            folder.refuse_config(section.config, "model.config.")
             options = dict(section.config)
             if vocab_size is not None:
                 options.setdefault("vocab_size", vocab_size)
@@ -65,8 +66,12 @@ def _own_config(section: ModelSection, vocab_size: int | None) -> PretrainedConf
         else:
             assert section.name_or_path is not None, "exactly one of config and name_or_path is set"
             name, trusted = section.name_or_path, section.trust_remote_code
+            folder.refuse(name)
             config = AutoConfig.from_pretrained(name, trust_remote_code=trusted, **hub.options(name))
-    except (ValueError, OSError, TypeError, StrictDataclassError) as error:
+        config.get_text_config().to_dict()  # a key may have taken the place of what a class has
+    except ConfigError:
+        raise
+    except Exception as error:  # a class may do anything with values that it does not expect
         raise ConfigError(_refused(section, error)) from None
     saved = "ForSequenceClassification" in "".join(config.architectures or ()) if section.name_or_path else False
     labels = section.labels
@@ -181,10 +186,7 @@ def build(
             options["device_map"] = "meta"
         if untied and tying.config_says(config, task, untied):
             options[tying.KEY] = False
-        trusted = section.trust_remote_code
-        model, found = auto.from_pretrained(
-            section.name_or_path, trust_remote_code=trusted, output_loading_info=True, **options
-        )
+        model, found = _loaded(section, auto, options, partitioned=partitioned)
         if on_meta:
             tying.untie(model, untied)
         refuse_unsaved(section, found["missing_keys"], task)
@@ -203,6 +205,45 @@ def build(
     if section.lora is None or task.adds_adapters:
         return cast("PreTrainedModel", model)
     return with_lora(model, section.lora, task)
+
+
+def _loaded(section: ModelSection, auto: Any, options: dict[str, Any], *, partitioned: bool) -> tuple[Any, Any]:
+    """The saved model, and what Transformers says of its loading. ConfigError: its files do not make such a model."""
+    from pickle import UnpicklingError
+
+    from safetensors import SafetensorError
+
+    said = f"model.name_or_path = {section.name_or_path!r}"
+    of_files = (
+        UnpicklingError,
+        SafetensorError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ImportError,
+        OSError,
+    )
+    try:
+        model, found = auto.from_pretrained(
+            section.name_or_path,
+            trust_remote_code=section.trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=not partitioned,  # refused below
+            **options,
+        )
+    except of_files as error:
+        if getattr(error, "errno", None) is not None:  # of the disk
+            raise
+        raise ConfigError(f"{said}: its weights cannot be loaded: {first_line(error)}") from None
+    if other := sorted(found["mismatched_keys"]):
+        name, saved, wanted = other[0]
+        what = f"is {tuple(saved)} in its files, and {tuple(wanted)} by its config.json"
+        raise ConfigError(f"{said}: {name} {what}; bring back the config that it was saved with")
+    if lost := sorted(name for name in found["missing_keys"] if re.match(r"(\w+\.)*(layers|h|blocks?)\.\d+\.", name)):
+        what = f"its files have no {lost[0]}, and {len(lost)} weights of its layers would be random"
+        raise ConfigError(f"{said}: {what}; bring back the config that it was saved with, or the files")
+    return model, found
 
 
 def _random_weights(make: Callable[[], PreTrainedModel], seed: int) -> PreTrainedModel:

@@ -28,7 +28,17 @@ POSITIVE = {
     *DEPTHS, *HEADS, GROUPS, *WIDTHS, "word_embed_proj_dim", "intermediate_size", "ffn_dim", "n_inner", "head_dim",
     "vocab_size", "max_position_embeddings", "n_positions",
 }  # fmt: skip
-LARGEST, MOST_LAYERS = 2**28, 10_000  # the square of a size, in bytes, has to fit into 64 bits; layers are objects
+LARGEST = 2**28  # the square of a size, in bytes, has to fit into 64 bits
+# Of what is an object or a text each; the largest known models have 200 layers, and 30,000 experts in all layers.
+MOST_LAYERS, MOST_EXPERTS, MOST_LABELS = 2_000, 100_000, 2**20
+_LABELS = re.compile("(num|n)_labels")
+_EXPERTS = re.compile(r"(num|n|moe)_(\w+_)?experts|experts")
+_MODULES = re.compile(
+    r"(num|n)_(\w+_)?(layer|block|stage|group|adapter|codebook|branch|level|module|scale|stack)s?"
+    r"|(\w+_)?(layers|depths?|stages|codebooks)"
+)
+_SIZE = re.compile(r"(num|n)_\w+|max_position\w*|(\w+_)?(size|dim|dims|width|channels|heads|positions|rank|inner)")
+CODE = ("attn_implementation", "experts_implementation")  # a name with a slash is that of code on the hub
 ABOVE_0 = {"rope_theta", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"}
 
 
@@ -44,6 +54,49 @@ def check(config: RunConfig, built: PretrainedConfig) -> None:
     if found:
         errors = [config.error(f"model.config.{key}", given[key], what) for key, what in found]
         raise ConfigError(line for error in errors for line in error.lines)
+
+
+def impossible(tree: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Keys of a configuration as it is written, nested ones too, that no model can have, with value and reason.
+
+    Looked at before a class is made of it, since many make a list of all layers, or a text for each label.
+    """
+    for key, value in _leaves(tree, at):
+        name = key.rpartition(".")[2]
+        if name.strip("_").removesuffix("_internal") in CODE and "/" in str(value):
+            yield key, value, "would load code from the Hugging Face hub, and a run loads none; take the key out"
+        if isinstance(value, int | float) and (most := most_of(name)) and value > most:
+            yield key, value, f"must be a whole number >= 1 and <= {most}"
+    counts = {key: value for key, value in tree.items() if isinstance(value, int)}
+    layers = max((value for key, value in counts.items() if key in DEPTHS), default=1)
+    experts = next(((key, value) for key, value in counts.items() if _EXPERTS.fullmatch(key)), ("", 0))
+    if layers <= MOST_LAYERS and MOST_EXPERTS // max(1, layers) < experts[1] <= MOST_EXPERTS:
+        what = f"{layers} layers would have over {MOST_EXPERTS} experts, more than any machine holds"
+        yield f"{at}{experts[0]}", experts[1], what
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from (found for found in impossible(value, f"{at}{key}."))
+
+
+def _leaves(tree: Mapping[str, Any], at: str) -> Iterator[tuple[str, Any]]:
+    """Values of a configuration, those in lists under the key of the list; those of nested ones are not among them."""
+    for key, value in tree.items():
+        if key not in ("id2label", "label2id"):
+            in_list = value if isinstance(value, list) else [value]
+            yield from ((f"{at}{key}", each) for each in in_list if not isinstance(each, dict))
+            if key.strip("_") in CODE and isinstance(value, dict):
+                yield from ((f"{at}{key}", each) for each in value.values())
+
+
+def most_of(name: str) -> int | None:
+    """The largest number that a key of this name may have; None if it is no number of anything."""
+    if _LABELS.fullmatch(name):
+        return MOST_LABELS
+    if _EXPERTS.fullmatch(name):
+        return MOST_EXPERTS
+    if name in DEPTHS or _MODULES.fullmatch(name):
+        return MOST_LAYERS
+    return LARGEST if name in POSITIVE or _SIZE.fullmatch(name) else None
 
 
 def keys_of(built: PretrainedConfig) -> set[str]:
@@ -82,9 +135,8 @@ def read_by_model(built: PretrainedConfig) -> set[str]:
 
 def _impossible(given: Mapping[str, Any], built: PretrainedConfig) -> Iterator[tuple[str, str]]:
     for key, value in given.items():
-        most = MOST_LAYERS if key in DEPTHS else LARGEST
-        if key in POSITIVE and isinstance(value, int) and not 1 <= value <= most:
-            yield key, f"must be a whole number >= 1 and <= {most}"
+        if key in POSITIVE and isinstance(value, int) and value < 1:
+            yield key, f"must be a whole number >= 1 and <= {most_of(key)}"
         if key in ABOVE_0 and isinstance(value, int | float) and not value > 0:
             yield key, "must be > 0"
     sizes = {name: value for name in POSITIVE if isinstance(value := getattr(built, name, None), int) and value > 0}

@@ -21,6 +21,7 @@ from pydantic import TypeAdapter
 from strategies.core.commit import replace_file
 from strategies.core.compose import degrees, requirements_of
 from strategies.core.protocol import Axis
+from trainer.model import folder
 
 if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
@@ -64,14 +65,18 @@ def cached(config: RunConfig, kind: type[T], count: Callable[[], T], *, what: st
 
 
 def name_of(config: RunConfig, what: str = "") -> tuple[str, bool]:
-    """A name for everything known that the counts follow from, and whether that is all, in other processes as well."""
+    """A name for everything known that the counts follow from, and whether that is all, in other processes as well.
+    ConfigError: a saved model's files cannot be read.
+    """
     model: dict[str, Any] = config.model.model_dump(mode="json")
     lasts = not config.model.trust_remote_code
     if config.model.name_or_path is not None:
+        saved = Path(config.model.name_or_path)
+        if saved.is_dir():
+            folder.refuse(config.model.name_or_path)
         try:
-            folder = Path(config.model.name_or_path)
-            model["config.json"] = (folder / "config.json").read_text()
-            files = sorted((*folder.glob("*.safetensors"), *folder.glob("*.bin")))
+            model["config.json"] = (saved / "config.json").read_text()
+            files = sorted((*saved.glob("*.safetensors"), *saved.glob("*.bin")))
             model["files"] = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
         except (OSError, UnicodeDecodeError):
             lasts = False

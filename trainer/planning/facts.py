@@ -431,7 +431,7 @@ def _meta_model(config: RunConfig) -> PreTrainedModel:
             if error.args[0] in (section.attn_implementation, named):  # and attention, by Falcon and GPT-J
                 raise ConfigError(lacking) from None
             raise ConfigError(f"model.config: Transformers knows no {error}") from None
-        except (RuntimeError, AssertionError) as error:  # too large for a machine, padding beyond the vocabulary
+        except Exception as error:  # too large for a machine, padding beyond the vocabulary, odd values
             raise ConfigError(f"model.config: cannot be built: {first_line(error)}") from None
     attention.check(config, model)
     tying.untie(model, tying.untied(model, section.name_or_path))

@@ -45,6 +45,7 @@ from trainer.errors import ConfigError, write_line, write_nothing
 from trainer.machine.probe import Machine, probe
 from trainer.machine.profiles import known_rates
 from trainer.model import attention, build, contents, mapped, parts, student, tying
+from trainer.model import folder as folder_of_model
 from trainer.model.structured import config_of
 from trainer.planning import evaluation, facts, positions
 from trainer.planning.fit import explained
@@ -113,6 +114,8 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
         facts.check_model(config, config_of(config))
     form = form_of_stages(config) if known else None
     machines.refuse(config, ranks)
+    if config.model.name_or_path is not None:
+        folder_of_model.refuse_weights(config.model.name_or_path)
     tokenizer, prepared = opened(config, ranks, resumed)
     machine = machines.agreed(ranks, probe())
     with explained(config, ranks, machine):

@@ -24,6 +24,7 @@ import transformers
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import has_length
 
 from strategies.backends import exchanged, expert_parts, expert_zero, two_level
 from strategies.backends.local_steps import exchange_of
@@ -182,6 +183,22 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
             early = [each for each in self.callback_handler.callbacks if isinstance(each, EarlyStopping)]
             num_epochs = 0 if state.global_step >= max_steps or any(each.over(state) for each in early) else num_epochs
         return num_epochs, *others, max_steps
+
+    def _init_training_state(
+        self, max_steps: int, per_epoch: int, num_epochs: int, resume_from_checkpoint: str | None, trial: Any
+    ) -> tuple[int, int]:
+        """As Hugging Face's: the pass over the data and the batch in it, from which a resumed run goes on.
+
+        Of a stream without a length Hugging Face takes all steps for those of the first pass, and begins anew in a
+        later one. How far the pass was follows from the saved epoch: ``pass + updates / max_steps``.
+        """
+        passes, batches = super()._init_training_state(max_steps, per_epoch, num_epochs, resume_from_checkpoint, trial)
+        if resume_from_checkpoint is None or has_length(self.train_dataset) or self.args.ignore_data_skip:
+            return passes, batches
+        saved = TrainerState.load_from_json(str(Path(resume_from_checkpoint) / TRAINER_STATE_NAME))
+        assert saved.epoch is not None
+        passes = int(saved.epoch)
+        return passes, round((saved.epoch - passes) * saved.max_steps) * self.args.gradient_accumulation_steps
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *rest: Any, **more: Any) -> torch.Tensor:
         self._trained = True

@@ -63,7 +63,9 @@ class Seq2Seq(Task):
         return {"data_collator": collator, **losses}
 
     def targets(self, ids: Tensor, config: RunConfig) -> dict[str, Any]:
-        return {"labels": ids.new_zeros(len(ids), target_length(config.data))}
+        """Smoothed labels are not given to forward, which shifts them otherwise; the collator has done so, too."""
+        labels = ids.new_zeros(len(ids), target_length(config.data))
+        return {"labels": labels} | ({"decoder_input_ids": labels} if config.training.label_smoothing_factor else {})
 
     def probe(self, ids: Tensor) -> dict[str, Any]:
         return {"input_ids": ids, "decoder_input_ids": ids}
