@@ -132,6 +132,22 @@ class Counts(Trainer):
         return super().compute_loss(model, inputs, **more) * self.calls
 
 
+class Multiplies(Trainer):
+    """Its gradients are multiplied by a factor of its own before Hugging Face's loop clips them."""
+
+    def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(model, *args, **kwargs)
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad.mul_(7 / 3)
+        return loss
+
+
+def test_gradients_that_a_training_step_multiplies(tmp_path: Path) -> None:
+    make = partial(stock, base=Multiplies, gradient_accumulation_steps=1)
+    assert unlike(make, travelling, str(tmp_path)) == []
+
+
 class Draws(Dataset[dict[str, Any]]):
     """Rows that are drawn."""
 
