@@ -25,8 +25,8 @@ CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.in
 TENSORS, INDEX_OF_TENSORS = "pytorch_model.bin", "pytorch_model.bin.index.json"  # pickled
 OF_ADAPTERS = "adapter_config.json"
 OBJECTS = (
-    CONFIG, INDEX, INDEX_OF_TENSORS, OF_ADAPTERS, "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "tokenizer.json",
+    CONFIG, INDEX, INDEX_OF_TENSORS, OF_ADAPTERS, "generation_config.json", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "tokenizer.json",
 )  # fmt: skip
 READ = (".json", ".jinja", ".safetensors", ".model", ".txt")  # endings of what libraries open
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
@@ -114,8 +114,8 @@ def _without(folder: Path) -> str:
         return f"the folder holds no weights ({WHOLE}); save the model there with save_pretrained"
     how = f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained(NEW_FOLDER)"
     return (
-        f"its weights are pickled ({pickled[0]}), in no form that Transformers reads; where you trust whoever made them, "
-        f"convert them once, for {how}, and name the new folder"
+        f"its weights are pickled ({pickled[0]}), in no form that Transformers reads; where you trust whoever made "
+        f"them, convert them once, for {how}, and name the new folder"
     )
 
 

@@ -126,7 +126,8 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
     further.refuse(config)
     check_batch(config, prepared.train, plan.facts.run.replicas)
     form = form or form_of_stages(config)
-    refuse_under_zero(config, plan)
+    refuse_under_zero(config, deepspeed.stage(plan))
+    refuse_lost_weights(config, plan)
     run = Run(config, ranks, folder, tokenizer, prepared, machine, plan, resumed, form=form)
     before = teaching.priced(config, plan, machine)
     if prepared.eval is not None:
@@ -144,15 +145,20 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
     return run
 
 
-def refuse_under_zero(config: RunConfig, plan: Plan) -> None:
-    """Raise ConfigError for a schedule that DeepSpeed's optimizer, which replaces torch's, would not follow: it does
-    not know the first rate, which ``min_lr`` is a part of. And for weights that Transformers would tie where ranks
-    have parts of them, which it takes for equal.
+def refuse_lost_weights(config: RunConfig, plan: Plan) -> None:
+    """Raise ConfigError for weights that Transformers would tie where ranks have parts of them, which it takes for
+    equal, though the files have other values.
     """
-    stage, untied = deepspeed.stage(plan), plan.facts.run.untied
-    if stage == 3 and untied and not tying.config_says(config_of(config), TASKS[config.task], untied):
+    untied = plan.facts.run.untied
+    if deepspeed.stage(plan) == 3 and untied and not tying.config_says(config_of(config), TASKS[config.task], untied):
         files = f"the files of {config.model.name_or_path} have {untied[0]} of their own, which its config cannot say"
-        raise config.error("strategies.zero.stage", stage, f"{files}, so that it would be lost; write stage: 2")
+        raise config.error("strategies.zero.stage", 3, f"{files}, so that it would be lost; write stage: 2")
+
+
+def refuse_under_zero(config: RunConfig, stage: int | None) -> None:
+    """Raise ConfigError for a schedule that DeepSpeed's optimizer, which replaces torch's, would not follow: it does
+    not know the first rate, which ``min_lr`` is a part of.
+    """
     lowest = (config.training.lr_scheduler_kwargs or {}).get("min_lr")
     if stage and lowest is not None:
         why = f"not with strategies.zero.stage {stage}, whose optimizer does not know the first rate"
