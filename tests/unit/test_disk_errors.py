@@ -29,6 +29,7 @@ def of_a_library(inner: Exception) -> Exception:
         (RuntimeError("[enforce fail at inline_container.cc:747] . open file failed with strerror: Read-only file "
                       "system"), errno.EROFS),
         (RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"), errno.EIO),
+        (RuntimeError("basic_ios::clear: iostream error"), errno.EIO),
         (OSError("Memory mapping file failed: Input/output error"), errno.EIO),
         (of_a_library(OSError(errno.EIO, "Input/output error")), errno.EIO),
         (OSError("Error no file named model.safetensors found in directory /runs/mine/export"), disk.UNKNOWN),

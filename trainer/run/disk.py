@@ -31,7 +31,7 @@ UNKNOWN = errno.ENODATA  # only said in words
 ALWAYS = (*FULL, errno.EIO, errno.EROFS, errno.EFBIG, errno.ESTALE, errno.EUCLEAN, errno.ENODEV, errno.ENXIO)
 IN_WORDS = re.compile(r"\(os error (\d+)\)|\[[Ee]rrno (\d+)\]")  # Rust's; Arrow's and Python's
 BY_WORDS = {os.strerror(number): number for number in (*ALWAYS, *DENIED, *GONE)}
-OF_TORCH = ("PytorchStreamWriter", "PytorchStreamReader", "inline_container", "Parent directory")
+OF_TORCH = ("PytorchStreamWriter", "PytorchStreamReader", "inline_container", "iostream error", "Parent directory")
 
 
 def found(error: BaseException, *folders: Path) -> OSError | None:
