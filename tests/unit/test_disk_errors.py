@@ -45,6 +45,7 @@ def test_what_is_a_disks(error: Exception, number: int) -> None:
     [
         RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
         FileNotFoundError(errno.ENOENT, "No such file or directory", "my-notes.txt"),  # of a metric of the user's
+        FileNotFoundError(errno.ENOENT, "No such file or directory", "/runs/mine-too/x"),
         PermissionError(errno.EPERM, "Operation not permitted"),  # of a signal
         ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"),
         SafetensorError("Error while deserializing header: invalid header"),
@@ -54,7 +55,7 @@ def test_what_is_a_disks(error: Exception, number: int) -> None:
     ],
 )
 def test_what_is_not(error: Exception) -> None:
-    assert disk.found(error, Path("/runs/mine")) is None
+    assert disk.found(error, Path("/runs/mine"), Path("notes"), Path("my")) is None
 
 
 def test_the_line_says_file_reason_and_cure(tmp_path: Path) -> None:
