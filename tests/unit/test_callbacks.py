@@ -133,6 +133,7 @@ def test_the_file_of_metrics_is_one_history_in_json(tmp_path: Path, monkeypatch:
     fire(file, "on_log", state(1), logs={"loss": math.nan, "grad_norm": torch.tensor(math.inf), "x": -math.inf})
     fire(file, "on_log", state(2), logs={"loss": 1.5, "grad_norm": torch.tensor(0.5), "note": "a\nb"})
     fire(file, "on_log", state(3, rank_zero=False), logs={"loss": 1.5})
+    fire(MetricsFile(path), "on_train_end", state(3, rank_zero=False))
     assert read(path) == [
         {"step": 1, "epoch": 0.5, "time": 12.346, "loss": "nan", "grad_norm": "inf", "x": "-inf"},
         {"step": 2, "epoch": 0.5, "time": 12.346, "loss": 1.5, "grad_norm": 0.5, "note": "a\nb"},

@@ -29,6 +29,7 @@ def of_a_library(inner: Exception) -> Exception:
         (RuntimeError("[enforce fail at inline_container.cc:747] . open file failed with strerror: Read-only file "
                       "system"), errno.EROFS),
         (RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"), errno.EIO),
+        (RuntimeError("basic_ios::clear: iostream error"), errno.EIO),
         (OSError("Memory mapping file failed: Input/output error"), errno.EIO),
         (of_a_library(OSError(errno.EIO, "Input/output error")), errno.EIO),
         (OSError("Error no file named model.safetensors found in directory /runs/mine/export"), disk.UNKNOWN),
@@ -44,6 +45,7 @@ def test_what_is_a_disks(error: Exception, number: int) -> None:
     [
         RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
         FileNotFoundError(errno.ENOENT, "No such file or directory", "my-notes.txt"),  # of a metric of the user's
+        FileNotFoundError(errno.ENOENT, "No such file or directory", "/runs/mine-too/x"),
         PermissionError(errno.EPERM, "Operation not permitted"),  # of a signal
         ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"),
         SafetensorError("Error while deserializing header: invalid header"),
@@ -53,7 +55,7 @@ def test_what_is_a_disks(error: Exception, number: int) -> None:
     ],
 )
 def test_what_is_not(error: Exception) -> None:
-    assert disk.found(error, Path("/runs/mine")) is None
+    assert disk.found(error, Path("/runs/mine"), Path("notes"), Path("my")) is None
 
 
 def test_the_line_says_file_reason_and_cure(tmp_path: Path) -> None:

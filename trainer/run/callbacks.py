@@ -276,8 +276,9 @@ class MetricsFile(TrainerCallback):
         self._file.add(f"{_line(record)}\n".encode())
         self._file.flush()
 
-    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        self._file.end()
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self._file.end()
 
 
 def _line(record: Mapping[str, Any]) -> str:

@@ -31,7 +31,7 @@ UNKNOWN = errno.ENODATA  # only said in words
 ALWAYS = (*FULL, errno.EIO, errno.EROFS, errno.EFBIG, errno.ESTALE, errno.EUCLEAN, errno.ENODEV, errno.ENXIO)
 IN_WORDS = re.compile(r"\(os error (\d+)\)|\[[Ee]rrno (\d+)\]")  # Rust's; Arrow's and Python's
 BY_WORDS = {os.strerror(number): number for number in (*ALWAYS, *DENIED, *GONE)}
-OF_TORCH = ("PytorchStreamWriter", "PytorchStreamReader", "inline_container", "Parent directory")
+OF_TORCH = ("PytorchStreamWriter", "PytorchStreamReader", "inline_container", "iostream error", "Parent directory")
 
 
 def found(error: BaseException, *folders: Path) -> OSError | None:
@@ -76,8 +76,11 @@ def _is_inside(said: object, folders: Sequence[Path]) -> bool:
     """Whether a file, or what is said of one, is in one of the folders, or a folder above one."""
     text = os.fsdecode(said) if isinstance(said, str | bytes | os.PathLike) else ""
     path = os.path.abspath(text)  # noqa: PTH100 - nothing is looked at
-    names = {str(each) for folder in folders for each in (folder, folder.absolute())}
-    return any(name in text or name in path or name.startswith(path.rstrip("/") + "/") for name in names)
+    # A name of one word, as a folder `out`, may be part of any sentence.
+    names = {str(each) for folder in folders for each in (folder, folder.absolute()) if len(each.parts) > 1}
+    said_whole = (re.compile(rf"(?<![\w./-]){re.escape(name)}(?![\w.-])") for name in names)
+    is_above = any(name.startswith(path.rstrip("/") + "/") for name in names)
+    return is_above or any(name.search(text) or name.search(path) for name in said_whole)
 
 
 def folders_of(config: RunConfig) -> list[Path]:
