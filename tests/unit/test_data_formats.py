@@ -443,3 +443,14 @@ def test_sample_of_a_packed_row_shows_documents(tokenizer: Any) -> None:
         shown = sample.render(prepare(tokenizer, path, packing=True, streaming=streaming), tokenizer)
         assert "documents packed: 2" in shown.splitlines()[0]
         assert shown.count("--- document at token ") == 2 and "positions 0 to 5" in shown
+
+
+def test_a_trained_tokenizer_is_of_its_texts(tmp_path: Path) -> None:
+    """In a folder in which another was trained a fresh run trains its own; one that is resumed keeps what is there."""
+    one, other = ([word * 3] * 50 for word in ("abab ", "cdcd "))
+    first = tokenizers.trained(262, tmp_path, one, "one").get_vocab()
+    second = tokenizers.trained(262, tmp_path, other, "other").get_vocab()
+    assert first != second
+    for mark, expected in (("one", first), ("other", second)):
+        assert tokenizers.trained(262, tmp_path, [], mark).get_vocab() == expected
+    assert tokenizers.trained(262, tmp_path, [], "allowed to change", resumes=True).get_vocab() == first

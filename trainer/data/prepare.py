@@ -218,6 +218,12 @@ def texts(section: DataSection) -> Iterator[str]:
         yield from strings(itertools.islice(source.rows(columns), part.limit), columns)
 
 
+def mark(section: DataSection) -> str:
+    """What identifies the training data, wherever it is, and how much of it is read."""
+    marks = [source.identity(not section.streaming) for source in open_train(section)]
+    return digest_of([marks, [[part.limit, sorted(map(str, part.columns.items()))] for part in section.parts()]])
+
+
 def strings(rows: Iterable[Row], columns: Collection[str]) -> Iterator[str]:
     """All strings in these ``columns``, those of messages among them, but for what is refused when rows are made."""
     for row in rows:

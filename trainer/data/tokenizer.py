@@ -2,6 +2,8 @@
 
 A trained one is byte-level BPE, so every text can be encoded; training is deterministic. It is saved in the run's
 folder and opened from there, so a resumed run and every other rank read the same file; a damaged one is trained again.
+Its manifest names the texts: a fresh run on other ones trains another, beside it. A run that is resumed keeps the one
+that its model has learned, which is compared with the checkpoint's where rows are made.
 Its chat template ends every turn with eos, so that generation stops there, and marks the assistant's turns for
 ``data.assistant_only_loss``. A tokenizer without a pad token gets eos; the collator masks padding, and not eos.
 """
@@ -10,16 +12,16 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from strategies.core.commit import added_folder
-from strategies.core.sealed import Damaged, intact, read, seal
+from strategies.core.sealed import Damaged, digest_of, intact, read, seal
 from trainer.data.templates import CHATML
 from trainer.errors import ConfigError, DataError, first_line
 from trainer.model import folder as folder_of_model
@@ -39,12 +41,15 @@ def load(
     trust_remote_code: bool,
     folder: Path,
     texts: Iterable[str],
+    mark: Callable[[], str] = str,
+    *,
+    resumes: bool = False,
 ) -> PreTrainedTokenizerBase:
-    """The run's tokenizer, with a pad token: that of the model, of ``spec``, or one trained on ``texts``. ConfigError
-    if there is no such tokenizer, DataError if there is no text to train on.
+    """The run's tokenizer, with a pad token: that of the model, of ``spec``, or one trained on ``texts``, which
+    ``mark`` identifies. ConfigError if there is no such tokenizer, DataError if there is no text to train on.
     """
     if spec is not None and not isinstance(spec, str):
-        return trained(spec.vocab_size, folder, texts)
+        return trained(spec.vocab_size, folder, texts, mark(), resumes=resumes)
     name = spec or name_or_path
     if name is None:
         raise ConfigError("model.tokenizer: missing; name a tokenizer, or train one with a vocab_size")
@@ -65,14 +70,14 @@ def load(
     return tokenizer
 
 
-def trained(vocab_size: int, folder: Path, texts: Iterable[str]) -> PreTrainedTokenizerBase:
-    """The tokenizer in ``folder/tokenizer``; trained first if there is none of this size, or smaller on small data. One
-    of another size is an earlier run's, and stays.
+def trained(
+    vocab_size: int, folder: Path, texts: Iterable[str], mark: str = "", *, resumes: bool = False
+) -> PreTrainedTokenizerBase:
+    """The tokenizer in ``folder/tokenizer``; trained first if there is none of this size, or smaller on small data, of
+    the texts with this ``mark``. Another one is an earlier run's, and stays.
     """
-    home, asked = folder / "tokenizer", {"vocab_size": vocab_size}
-    with suppress(Damaged):
-        if read(home, KIND).about != asked:
-            home = folder / f"tokenizer-{vocab_size}"
+    asked = {"vocab_size": vocab_size, "texts": mark}
+    home, asked = _home(folder, asked, resumes=resumes)
     if not intact(home, KIND, asked):
         made = _train(vocab_size, texts)
         if home.exists() and not intact(home, KIND, asked):  # another rank may have finished meanwhile
@@ -85,6 +90,24 @@ def trained(vocab_size: int, folder: Path, texts: Iterable[str]) -> PreTrainedTo
     except Exception as error:  # they have no common type; the files were whole just now
         raise OSError(f"{home} cannot be read: {first_line(error)}") from error
     return tokenizer
+
+
+def _home(folder: Path, asked: dict[str, Any], *, resumes: bool) -> tuple[Path, dict[str, Any]]:
+    """Where the tokenizer that is asked for is, or will be, and what its manifest says; that of a run which is resumed
+    may be of other texts, or of a release that named none.
+    """
+    there = {}
+    for home in (folder / "tokenizer", *sorted(folder.glob("tokenizer-*"))):
+        with suppress(Damaged):
+            there[home] = dict(read(home, KIND).about)
+    for home, about in there.items():
+        if about == asked:
+            return home, asked
+    for home, about in there.items():
+        if resumes and about.get("vocab_size") == asked["vocab_size"]:
+            return home, about
+    usual = folder / "tokenizer"
+    return (folder / f"tokenizer-{digest_of(asked)[:8]}" if usual in there else usual), asked
 
 
 def _train(vocab_size: int, texts: Iterable[str]) -> PreTrainedTokenizerFast:

@@ -189,7 +189,15 @@ def read_data(
     task = TASKS[config.task]
     build.refuse_lost_buffers(section, hf_config, task)
     texts = preparing.texts(config.data) if task.language else task_rows.texts(task, config.data)
-    words = tokenizers.load(section.tokenizer, section.name_or_path, section.trust_remote_code, folder, texts)
+    words = tokenizers.load(
+        section.tokenizer,
+        section.name_or_path,
+        section.trust_remote_code,
+        folder,
+        texts,
+        partial(preparing.mark, config.data),
+        resumes=resumed is not None,
+    )
     rows = hf_config.get_text_config().vocab_size
     if len(words) > rows:
         saved = "name its own in model.tokenizer, or save it after resize_token_embeddings"
