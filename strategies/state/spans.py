@@ -251,9 +251,9 @@ def read_header(path: Path) -> Iterator[tuple[str, torch.dtype, tuple[int, ...],
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
     except OSError as error:
-        raise SpanError(f"{path}: {error.strerror or error}") from None
+        raise SpanError(f"{path}: {error.strerror or error}") from error
     except (SafetensorError, ValueError) as error:
-        raise SpanError(f"{path}: cut, or not a safetensors file: {error}") from None
+        raise SpanError(f"{path}: cut, or not a safetensors file: {error}") from error
     header.pop("__metadata__", None)
     for key, entry in header.items():
         if entry["dtype"] not in DTYPES:
@@ -289,7 +289,7 @@ def _read(span: Stored, skipped: int, into: Tensor) -> None:
                 _fill(file, span.path, _bytes(host))
                 piece.copy_(host)
     except OSError as error:
-        raise SpanError(f"{span.path}: {error.strerror}") from None
+        raise SpanError(f"{span.path}: {error.strerror}") from error
 
 
 def _read_block(span: Stored, source: Rectangle, flat: Tensor, target: Rectangle) -> None:

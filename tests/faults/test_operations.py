@@ -31,6 +31,7 @@ SAMPLE = [  # from which start; the operation; its errno, and whether it stays; 
     ("fresh", "create", f"{DRAFT}/training_args.bin", 1, errno.EROFS, False, GOES_ON),
     ("fresh", "list", f"{DRAFT}/optimizer", 3, errno.EACCES, False, GOES_ON),
     ("fresh", "stat", f"{DRAFT}/optimizer/optimizer-00000-of-00001.json", 1, errno.ENOENT, False, GOES_ON),
+    ("fresh", "open", f"{DRAFT}/model.safetensors", 1, errno.EACCES, False, GOES_ON),
     ("fresh", "rename", "run/checkpoint-2", 1, errno.ENOSPC, False, GOES_ON),
     # the data
     ("fresh", "read", "data/text.jsonl", 1, errno.EIO, False, 14),

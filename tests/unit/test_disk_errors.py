@@ -29,6 +29,7 @@ def of_a_library(inner: Exception) -> Exception:
         (RuntimeError("[enforce fail at inline_container.cc:747] . open file failed with strerror: Read-only file "
                       "system"), errno.EROFS),
         (RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"), errno.EIO),
+        (RuntimeError("unable to mmap 8 bytes from file </runs/x>: Permission denied (13)"), errno.EACCES),
         (RuntimeError("basic_ios::clear: iostream error"), errno.EIO),
         (OSError("Memory mapping file failed: Input/output error"), errno.EIO),
         (of_a_library(OSError(errno.EIO, "Input/output error")), errno.EIO),
@@ -47,6 +48,7 @@ def test_what_is_a_disks(error: Exception, number: int) -> None:
         FileNotFoundError(errno.ENOENT, "No such file or directory", "my-notes.txt"),  # of a metric of the user's
         FileNotFoundError(errno.ENOENT, "No such file or directory", "/runs/mine-too/x"),
         PermissionError(errno.EPERM, "Operation not permitted"),  # of a signal
+        RuntimeError("unable to mmap 8 bytes from file </runs/mine/x>: Cannot allocate memory (12)"),
         ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"),
         SafetensorError("Error while deserializing header: invalid header"),
         ValueError("No space left on device, said a template"),

@@ -31,7 +31,9 @@ UNKNOWN = errno.ENODATA  # only said in words
 ALWAYS = (*FULL, errno.EIO, errno.EROFS, errno.EFBIG, errno.ESTALE, errno.EUCLEAN, errno.ENODEV, errno.ENXIO)
 IN_WORDS = re.compile(r"\(os error (\d+)\)|\[[Ee]rrno (\d+)\]")  # Rust's; Arrow's and Python's
 BY_WORDS = {os.strerror(number): number for number in (*ALWAYS, *DENIED, *GONE)}
-OF_TORCH = ("PytorchStreamWriter", "PytorchStreamReader", "inline_container", "iostream error", "Parent directory")
+OF_TORCH = ("PytorchStreamWriter", "PytorchStreamReader", "inline_container", "iostream error", "Parent directory",
+            "bytes from file <", "unable to open file")  # fmt: skip
+NO_MEMORY = os.strerror(errno.ENOMEM)
 
 
 def found(error: BaseException, *folders: Path) -> OSError | None:
@@ -67,6 +69,7 @@ def _number(error: BaseException) -> int | None:
 def _is_of_files(error: BaseException) -> bool:
     """Whether a library that raises such an error was reading or writing a file."""
     of_torch = isinstance(error, RuntimeError) and any(word in str(error) for word in OF_TORCH)
+    of_torch = of_torch and NO_MEMORY not in str(error)
     of_tokenizers = type(error) is Exception and "(os error " in str(error)
     of_safetensors = isinstance(error, SafetensorError) and any(each in str(error) for each in ("I/O error", *BY_WORDS))
     return of_torch or of_tokenizers or of_safetensors

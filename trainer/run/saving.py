@@ -141,8 +141,9 @@ def together(work: Callable[[], T]) -> T:
 
 def of_the_disk(error: Exception) -> bool:
     """Whether an error says that the disk fails, or that memory to look at it is short."""
-    is_one = isinstance(error, OSError | SafetensorError | MemoryError) or "can't start new thread" in str(error)
-    return is_one or disk.found(error) is not None
+    kinds = OSError | SafetensorError | MemoryError
+    is_one = isinstance(error, kinds) or isinstance(error.__cause__, kinds)  # which reading it back has met
+    return is_one or "can't start new thread" in str(error) or disk.found(error) is not None
 
 
 # --- space -----------------------------------------------------------------------------------------------------------
