@@ -130,7 +130,7 @@ class Watched(AcceleratorTransfer):
 def waits(device: Any, layout: str, fused: bool = True, norm: float = 0.5, accumulation: int = 1) -> int:
     """Copies and events that the loop waited for in two steps after two that warm up."""
     model, moves = build("llama"), Watched(sides.ground.device)
-    optimizer = sides.stowed(model, layout, fused, moves, max_norm=norm, accumulation=accumulation)
+    optimizer = sides.stowed(model, layout, fused, moves, max_norm=norm, accumulation=accumulation, debug=False)
     batches = [{name: value.to("sim") for name, value in batch.items()} for batch in sides.BATCHES[:accumulation]]
     for number in range(4):
         if number == 2:

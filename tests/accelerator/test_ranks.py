@@ -62,7 +62,8 @@ def waits(ranks: Ranks, group: Any) -> list[dict[str, int]]:
     found = []
     for site in ("host", "streamed"):
         model: Any = build("llama")
-        plan: Any = plan_of(model, site=site, weights="travelling", max_norm=0.5, ranks=ranks.world_size)
+        how: Any = {"weights": "travelling", "max_norm": 0.5, "ranks": ranks.world_size, "debug": False}
+        plan: Any = plan_of(model, site=site, **how)
         optimizer = stow(model, plan, device=DEVICE, process_group=group)
         for number, batch in enumerate(batches_on(DEVICE, "llama", 4)):
             if number == 2:

@@ -67,14 +67,14 @@ def test_in_bf16_the_engine_equals_itself_with_the_optimizer_of_the_config(
 
 
 def broken(ranks: Ranks, config: Any) -> dict[str, Any]:
-    """Whatever comes up the link arrives with one number changed a little."""
+    """Whatever goes down the link arrives with one number changed a little."""
     from strategies.engine.transfer.transfer import Lane, Transfer
 
     right = Transfer.copy
 
     def copy(self: Any, lane: Lane, target: Any, source: Any) -> None:
         right(self, lane, target, source)
-        if lane is Lane.UP:
+        if lane is Lane.DOWN:
             target.view(-1)[:1].mul_(1.01)
 
     Transfer.copy = copy  # type: ignore[method-assign]
@@ -111,7 +111,7 @@ def test_a_refusal_on_the_ranks_is_one_line(tmp_path: Path) -> None:
     config = shrink(load(str(config_with(tmp_path, {"gpu_memory": "6MiB"})), []), tmp_path / "run", 1)
     small = config.strategies["offload"].model_copy(update={"gpu_memory": "100KiB"})
     with pytest.raises(ConfigError, match=r'^strategies\.offload\.gpu_memory = "100KiB": ') as refused:
-        verify._trained(2, config.model_copy(update={"strategies": {"offload": small}}))
+        verify._trained(2, config.model_copy(update={"strategies": {"offload": small}}), 1)
     assert len(refused.value.lines) == 1 and "Traceback" not in str(refused.value)
 
 

@@ -118,7 +118,6 @@ PLACES: dict[str, tuple[Any, str, BaseException, int, str]] = {
     "weights": (order, "make_model", OSError("no"), ExitCode.FAILED, FRESH),
     "weights too large": (order, "make_model", MemoryError("no"), ExitCode.OUT_OF_MEMORY, BACK),
     "a signal": (order, "make_model", Stopped("no"), ExitCode.PREEMPTED, FRESH),
-    "the keyboard": (order, "make_model", KeyboardInterrupt(), ExitCode.INTERRUPTED, BACK),
     "an optimizer": (Trainer, "create_optimizer", ValueError("no"), ExitCode.FAILED, FRESH),
     "the state of a checkpoint": (training_state, "load", training_state.Misfit("no"), ExitCode.CONFIG, BACK),
 }
