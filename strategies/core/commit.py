@@ -202,7 +202,7 @@ def _remove_abandoned(parent: Path) -> None:
 def _boot() -> str:
     """Of the kernel that runs; in a container that of its host, whose locks it shares."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
     except OSError:  # no Linux: nothing that a kill leaves is found again
         return secrets.token_hex(16)
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.failing import Failing, Fault, Operation
 
-DRAFT, EXPORT, ROWS = "run/checkpoints.writing/checkpoint-2", "run/export.writing", "home/datasets/deepstow/.*-*"
+DRAFT, EXPORT, ROWS = "run/checkpoints.writing/checkpoint-2", "run/export.writing", "home/datasets/deepstow/.*-*-*"
 GOES_ON, FOR_GOOD = 0, True
 SAMPLE = [  # from which start; the operation; its errno, and whether it stays; the exit code
     # what a run reports

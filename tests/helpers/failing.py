@@ -183,7 +183,7 @@ def _after_fault(run: Path, start: str, fault: Fault, result: Result) -> Iterato
     elif run.is_dir() and not hidden:
         yield f"ended with {result.code}, and there is no exit.json"
     of_a_record = fault.at.kind in ("create", "write") and fault.at.path == "run/metrics.jsonl"
-    if of_a_record and f"finished at step {STEPS}" not in result.out:
+    if of_a_record and f"trained to step {STEPS}" not in result.out:
         yield f"a record has ended it: {result.text}"
     if start != "fresh":
         if not [each for each in complete(run) if each.step >= SAVED]:

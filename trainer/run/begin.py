@@ -14,19 +14,13 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 
 from strategies.core.commit import replace_file
-from trainer.errors import ExitCode, UserError
 from trainer.machine import block_timing
 from trainer.run import checkpoint, earlier
+from trainer.run.earlier import CannotBegin
 
 if TYPE_CHECKING:
     from trainer.dist.agreement import Agreement
     from trainer.run.order import Run
-
-
-class CannotBegin(UserError):
-    """The folder of the run cannot be written."""
-
-    code = ExitCode.DISK
 
 
 class Begin(TrainerCallback):

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from strategies.core.commit import remove, replace_file, sync
 from strategies.core.sealed import MANIFEST, Damaged, read, size_and_hash
+from trainer.errors import ExitCode, UserError
 from trainer.run import checkpoint, finished
 from trainer.run.checkpoint import DELETED, TRAINER_STATE, Found
 from trainer.run.history import records
@@ -40,6 +41,12 @@ SETTINGS = ("config.yaml", "plan.json", "plan.txt", "ds_config.json", "facts.jso
 PICTURES = ("runs", "profile")  # TensorBoard's, in Hugging Face's default folder, and the profiler's
 DRAFT, MOVING = "earlier.writing", "moving.json"
 FURTHER = "further export"  # in the manifests of what was made of an export
+
+
+class CannotBegin(UserError):
+    """The folder of the run cannot be read or written."""
+
+    code = ExitCode.DISK
 
 
 def set_aside(config: RunConfig, found: Found | None) -> Iterator[str]:

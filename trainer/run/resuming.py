@@ -138,8 +138,10 @@ def _look(config: RunConfig) -> tuple[Found | None, list[str]]:
         checkpoint.restore(folder)
         earlier.complete(folder)
     except (OSError, ValueError) as error:
-        what = f"what an earlier run was moving when it ended cannot be put away: {error}"
-        raise config.error("training.output_dir", str(folder), what) from None
+        what = (
+            f"{folder}: what an earlier run was moving when it ended cannot be put away, nothing was trained: {error}"
+        )
+        raise earlier.CannotBegin(what) from None
     return checkpoint.to_resume(config)
 
 
