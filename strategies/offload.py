@@ -99,6 +99,11 @@ class Offload(Strategy):
         default=None,
         description="How much of these disks all ranks of a machine may use together, at most: a size (800GiB).",
     )
+    disk_checksums: bool = Field(
+        default=True,
+        description="What is read from these disks is compared with what was written there. false: the drives are "
+        "believed, which saves a seventh of the time of a core for as long as they are read and written.",
+    )
     bucket_size: Annotated[str, AfterValidator(check_size_or_auto)] = Field(
         default=AUTO, description="Bytes that are copied together (64MiB); auto: one block."
     )
@@ -395,6 +400,7 @@ class Offload(Strategy):
             common_host=self._common_host(facts),
             reduction=self.reduction,
             disk=folders_of(self.disk),
+            disk_checksums=self.disk_checksums,
             disk_bytes=self._disk_bytes(facts),
             decided=frozenset(name for name, is_so in decided.items() if is_so),
         )

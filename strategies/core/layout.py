@@ -212,6 +212,7 @@ class Layout:
         in_backward: updates start as gradients land, but for those on the device that need copies. These run in forward
             order under the next forward, as all do otherwise, after the norm of all gradients.
         disk: the folders, each on a drive, of the files that have the state of buckets that are ``on_disk``.
+        disk_checksums: what is read there is compared with what was written.
         moments_as: how moments rest; in less than fp32 only those of AdamW that one rank's CPU updates, and training is
             not exact then.
         reduction: how ranks that share a bucket add its gradients. "exact": each owner in the order of ranks; "fast":
@@ -233,6 +234,7 @@ class Layout:
     common_host: bool = False  # the ranks are on one machine, and read weights out of each other's host memory
     reduction: Reduction = "exact"
     disk: tuple[str, ...] = ()
+    disk_checksums: bool = True
     bound_s: float = field(default=0.0, compare=False)  # that no plan within the budget takes less than; 0: unknown
 
     @property

@@ -90,6 +90,7 @@ class OffloadRequest:
     rounds: bool = False
     fp8: bool = False
     disk: tuple[str, ...] = ()
+    disk_checksums: bool = True
     disk_bytes: int = 0
     decided: frozenset[str] = frozenset()
 
@@ -200,6 +201,7 @@ class Places:
             common_host=request.common_host,
             reduction=request.reduction,
             disk=request.disk,
+            disk_checksums=request.disk_checksums,
         )
         ticks = ticks_of(self.empty.units)
         everything = replace(self.empty, buckets=self.buckets)

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,19 @@ def test_what_changed_on_the_drive_is_not_used(case: str, num_bytes: int, mask: 
         assert {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()} == kept
     with pytest.raises(DiskError, match=said):
         train(model, optimizer, BATCHES[2:])
+
+
+def test_drives_are_believed_where_the_config_says_so(tmp_path: Path) -> None:
+    model = build("llama", dtype=BF16)
+    plan: Any = plan_of(model, disk=folders(tmp_path, 1), **HOST)
+    plan = replace(plan, layout=replace(plan.layout, disk_checksums=False))
+    optimizer = stow(model, plan, rule=AdamW(lr=1e-2), device="cpu")
+    train(model, optimizer, BATCHES[:1])
+    optimizer.drain()
+    file, places = places_of(optimizer, "optimizer state")
+    for offset, size in places:
+        damage(file, offset + size // 2, 1, 1)
+    train(model, optimizer, BATCHES[1:2])
 
 
 @pytest.mark.parametrize("fault", ["lost", "to another place"])

@@ -77,7 +77,7 @@ class DiskState:
     """The state of ``layout`` that is on the disk. Raise ValueError if there cannot be such a file."""
 
     def __init__(self, layout: Layout, arena: Arena) -> None:
-        self._file = StripedFile(layout.disk, state_file_bytes(layout))
+        self._file = StripedFile(layout.disk, state_file_bytes(layout), checked=layout.disk_checksums)
         self._issuing = threading.Lock()  # of what slots hold, and what threads are given; held for moments
         self._first = FirstError()
         self._closed = False

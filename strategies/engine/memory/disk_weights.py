@@ -62,7 +62,7 @@ class DiskWeights:
 
     def __init__(self, layout: Layout, arena: Arena, transfer: Transfer) -> None:
         self._transfer = transfer
-        self._file = StripedFile(layout.disk, weight_file_bytes(layout), "weights")
+        self._file = StripedFile(layout.disk, weight_file_bytes(layout), "weights", checked=layout.disk_checksums)
         self._first = disk_state.FirstError()
         slots = dict[int, _Slot]()  # by address
         self._places: dict[int, tuple[_Slot, Tensor, ScratchFile, int]] = {}  # slot, its memory, and where it rests
