@@ -232,6 +232,7 @@ UNSCALED: dict[str, Script] = {
 RAW: dict[str, tuple[Callable[[Any], object], str]] = {
     "a slice": (lambda grad: grad[2:9].zero_(), "write to param.grad itself"),
     "a row, by a custom operator": (lambda grad: scale(grad[2:9], 0.0), "write to param.grad itself"),
+    "set_": (lambda grad: grad.set_(torch.zeros_like(grad)), "assign to param.grad"),
     "its storage": (lambda grad: grad.untyped_storage().fill_(0), "on the storage"),
     "its storage, typed": (lambda grad: grad.storage().fill_(0), "could be written to unseen"),
     "NumPy": (lambda grad: grad.numpy().fill(0), "read-only"),
@@ -266,6 +267,46 @@ def test_gradients_where_updates_begin_in_backward() -> None:
     """They may be used up already."""
     for change in (scaled(0.5), each(lambda param: setattr(param, "grad", torch.ones_like(param))), some_zero):
         refused(net, training(change), "updates in backward|updates have begun", PLANS["streamed"], in_backward=True)
+
+
+def kept_and_discarded(assign: Callable[[Any, Tensor], object], discard: Script) -> Script:
+    """``assign`` is given a weight, and what stood for its gradient before ``discard``."""
+
+    def script(model: Any, optimizer: Any) -> None:
+        weight = model.get_parameter(UP)
+        model(**BATCHES[0]).loss.backward()
+        kept = weight.grad
+        discard(model, optimizer)
+        model(**BATCHES[1]).loss.backward()
+        assign(weight, kept)
+
+    return script
+
+
+def test_what_stands_for_a_gradient_that_is_gone() -> None:
+    """It would show the one that came after it."""
+    steps: Script = lambda _, optimizer: (optimizer.step(), optimizer.zero_grad())  # noqa: E731
+    each_none = each(lambda param: setattr(param, "grad", None))
+    for discard, passes in ((each_none, 2), (steps, 1)):
+        for assign in (lambda weight, kept: setattr(weight, "grad", kept), lambda weight, kept: weight.grad.add_(kept)):
+            script = kept_and_discarded(assign, discard)
+            refused(net, script, "belongs to an earlier step", PLANS["streamed"], accumulation=passes)
+
+
+def assigned_again(model: Any, optimizer: Any) -> None:
+    weight = model.get_parameter(UP)
+    kept, weight.grad = weight.grad, None
+    weight.grad = kept
+
+
+def of_two_weights(model: Any, optimizer: Any) -> None:
+    one, other = (model.get_parameter(f"layers.{number}.up.weight") for number in range(2))
+    one.grad, other.grad = other.grad, one.grad
+
+
+def test_assigning_what_stands_for_a_gradient() -> None:
+    refused(net, training(assigned_again), "come from backward only", PLANS["streamed"])
+    refused(net, training(of_two_weights), r"assign a clone\(\)", PLANS["streamed"])
 
 
 def test_a_gradient_of_another_shape() -> None:
@@ -354,6 +395,7 @@ WRITES: dict[str, tuple[Script, str]] = {
         "written to in place; write under|a function wrote to a copy of a parameter that travels; write under",
     ),
     "detach().mul_": (to_parameter(lambda param: param.detach().mul_(0.5)), SHOWN),
+    "detach().data": (to_parameter(lambda param: param.detach().data.mul_(0.5)), SHOWN),
     "detach(), a custom operator": (to_parameter(lambda param: scale(param.detach(), 0.5)), SHOWN),
     "NumPy": (to_parameter(lambda param: param.detach().numpy().__setitem__(3, 0.5)), "read-only"),
     "a memoryview": (
@@ -367,6 +409,7 @@ WRITES: dict[str, tuple[Script, str]] = {
 }  # fmt: skip
 NEVER: dict[str, tuple[Script, str]] = {
     "data.mul_": (to_parameter(lambda param: param.data.mul_(0.5)), SHOWN),
+    "data.data": (to_parameter(lambda param: param.data.data.mul_(0.5)), SHOWN),
     "data, a custom operator": (to_parameter(lambda param: scale(param.data, 0.5)), SHOWN),
     "data, dropout in place": (
         to_parameter(lambda param: functional.dropout(param.data, 0.5, True, True)), SHOWN,

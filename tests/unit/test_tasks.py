@@ -346,7 +346,8 @@ def test_a_model_of_another_kind() -> None:
     [
         ("sft", {"model_type": "bert"}, "bert models see the words that follow"),
         ("sft", {"model_type": "bert", "is_decoder": True}, None),
-        ("sft", {"model_type": "bart"}, None),  # with a decoder alone, which Transformers makes of it
+        ("sft", {"model_type": "bart"}, "Transformers compares what a bart says of a token with that token"),
+        ("dpo", {"model_type": "bart"}, None),  # with a decoder alone, which Transformers makes of it; TRL's loss
         ("sft", {"model_type": "gpt_neox"}, None),
         ("classification", {"model_type": "bert"}, None),
         (

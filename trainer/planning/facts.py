@@ -104,6 +104,9 @@ def check_model(config: RunConfig, built: Any) -> None:
     if TASKS[config.task].generates and sees_what_follows(built):
         what = f"{built.model_type} models see the words that follow, so there is nothing to learn in predicting them"
         raise config.error("task", config.task, f"{what}; {tasks_of(built)}")
+    if TASKS[config.task].language and built.model_type in loss_terms.UNSHIFTED:
+        what = f"Transformers compares what a {built.model_type} says of a token with that token, not with the next one"
+        raise config.error("task", config.task, f"{what}; {tasks_of(built)}")
     if built.is_encoder_decoder and auto.endswith("SequenceClassification"):
         what = f"{built.model_type} models find the end of a text by its values, which no plan can know"
         raise config.error("task", config.task, f"{what}; {tasks_of(built)}")
@@ -123,6 +126,7 @@ def tasks_of(built: Any) -> str:
     if built.is_encoder_decoder:
         fit = [task for task in fit if task.name == "seq2seq"]
     fit = [task for task in fit if not (task.generates and sees_what_follows(built))]
+    fit = [task for task in fit if not (task.language and built.model_type in loss_terms.UNSHIFTED)]
     return f"its tasks are {', '.join(task.name for task in fit)}" if fit else "no task here takes one"
 
 

@@ -134,9 +134,13 @@ class StowedParameter(Copied, NoRawMemory, nn.Parameter):
     def grad(self, value: Tensor | None) -> None:
         if value is None:
             self._keeper.forget_gradient()
-        elif getattr(value, "_keeper", None) is not self._keeper:  # ``param.grad *= 0.5`` assigns what it read
-            if self._keeper.gradient() is None:
-                raise RuntimeError(f"{self._keeper.name}: {ASSIGNED}")
+        elif self._keeper.gradient() is None:
+            raise RuntimeError(f"{self._keeper.name}: {ASSIGNED}")
+        elif getattr(value, "_keeper", None) is self._keeper:  # ``param.grad *= 0.5`` assigns what it read
+            value.refuse_gone()  # type: ignore[attr-defined]
+        else:
+            if hasattr(value, "_stand_in"):  # it would follow what becomes of the other one, as no copy does
+                raise RuntimeError(f"{self._keeper.name}: {ANOTHERS}")
             if (value.shape, value.dtype) != (self.shape, self.dtype):
                 given, own = (f"{one.dtype} {list(one.shape)}" for one in (value, self))
                 raise RuntimeError(f"{self._keeper.name}: a gradient of {given} assigned to a parameter that is {own}")
@@ -190,6 +194,7 @@ class Alias(NoRawMemory):
 
     _stand_in = True
     _keeper: Any
+    data: Any = property(Tensor.detach, RAW_DATA.__set__)  # an alias, too
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -262,6 +267,7 @@ class ReadOnly(NoRawMemory):
 
     _stand_in = True
     _refusal = f"on what a stowed parameter shows; {WRITE}"
+    data: Any = property(Tensor.detach, RAW_DATA.__set__)  # read-only, too
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -304,6 +310,7 @@ ASSIGNED = (
     "gradients of a stowed model come from backward only (torch.distributed.checkpoint assigns some to an optimizer "
     "that has not made a step: make one before, or use optimizer.save() and load())"
 )
+ANOTHERS = "assigned to param.grad is what stands for a value elsewhere: assign a clone() of it"
 ACCUMULATED = (
     "gradients are moved as they are accumulated, so a hook at that moment would find none: use "
     "param.register_hook, or param.grad after backward"

@@ -49,6 +49,15 @@ class PendingGradient(NoRawMemory):
     def data(self, value: Tensor) -> None:
         raise RuntimeError(f"{self._keeper.name}: gradients of a stowed model come from backward only")
 
+    def set_(self, *source: Any) -> Any:
+        """Torch's own asks nobody."""
+        raise RuntimeError(f"{self._keeper.name}: set_() on a gradient that waits for the step: assign to param.grad")
+
+    def refuse_gone(self) -> None:
+        """Raise RuntimeError if its step was made, or all gradients were discarded."""
+        if self._window != self._keeper.window:
+            raise RuntimeError(f"{self._keeper.name}: this gradient belongs to an earlier step and is gone")
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -58,8 +67,8 @@ class PendingGradient(NoRawMemory):
             if reads_no_value(func) or is_no_conversion(func, args, kwargs):
                 return func(*args, **kwargs)
             for gradient in tree_leaves((args, kwargs)):
-                if isinstance(gradient, PendingGradient) and gradient._window != gradient._keeper.window:
-                    raise RuntimeError(f"{gradient._keeper.name}: this gradient belongs to an earlier step and is gone")
+                if isinstance(gradient, PendingGradient):
+                    gradient.refuse_gone()
             if func in NORMS and _is_euclidean(func, args, kwargs):
                 norms = [
                     grad._keeper.gradient_norm()
