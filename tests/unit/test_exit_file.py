@@ -48,6 +48,13 @@ def test_the_cause_stays(
     assert {path.name for path in tmp_path.iterdir()} == {"exit.json"} | ({".exit.json"} if follow else set())
 
 
+@pytest.mark.parametrize("code", [10, 130, 13, 15, 2])
+def test_an_end_before_the_lock_is_not_what_an_earlier_run_said(code: int, tmp_path: Path) -> None:
+    rank(tmp_path, 0).write(ExitCode.FINISHED)
+    rank(tmp_path, 0, owns=False).write(code)
+    assert said(tmp_path) == code
+
+
 def full(path: Any, flags: int, mode: int = 0o777, opened: Any = os.open) -> int:
     """``os.open`` where nothing new can be made."""
     if flags & os.O_CREAT and not Path(path).exists():

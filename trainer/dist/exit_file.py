@@ -11,6 +11,8 @@ Invariant. 0 is written once all that the config asks for is there (exports, the
 that (``trainer/run/run.py``). A process that dies later, while it closes its groups, changes nothing of it: then the
 launcher reports a failure, and the file says what is so.
 
+What is there when a run ends before it has the lock is an earlier run's: the first rank replaces it, whatever it says.
+
 A run that was refused because another one has the folder writes nothing, and nobody makes a folder for the file. Nor
 does a rank write that ends late, when another run has the folder already, or the folder is another one by now: what is
 in ``run.lock`` tells. A lock that a killed run has left is nobody's.
@@ -86,7 +88,7 @@ class ExitFile:
             with suppress(OSError):
                 with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT, 0o666), "w", encoding="utf-8") as file:
                     file.write(said)
-                _put(draft, folder / NAME, code)
+                _put(draft, folder / NAME, code, anew=self.lock is None)
                 break
         for draft in drafts:
             with suppress(OSError):
@@ -110,9 +112,11 @@ def code_of(content: str | bytes) -> int | None:
     return code if type(code) is int else None
 
 
-def _put(draft: Path, path: Path, code: int) -> None:
-    """Give ``draft`` the name ``path``, unless what is there says more. Raises OSError."""
-    if code in FOLLOWS + TOGETHER:
+def _put(draft: Path, path: Path, code: int, *, anew: bool) -> None:
+    """Give ``draft`` the name ``path``, unless what is there is of this run, not of one before (``anew``), and says
+    more. Raises OSError.
+    """
+    if code in FOLLOWS + TOGETHER and not anew:
         with suppress(OSError):  # one is there, or the file system has no links
             path.hardlink_to(draft)  # in one step: another rank may be about to write the cause
             return
