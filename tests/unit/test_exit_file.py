@@ -1,6 +1,7 @@
 """What ``exit.json`` says when several ranks end, each with its own code, in any order."""
 
 import errno
+import fcntl
 import json
 import os
 import socket
@@ -105,6 +106,11 @@ def test_a_run_that_is_refused(tmp_path: Path) -> None:
     rank(tmp_path, 0, owns=False).write(2)
     assert said(tmp_path) is None
     (tmp_path / "run.lock").unlink()
+    folder = os.open(tmp_path, os.O_RDONLY)  # of a run whose lock somebody has removed
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    rank(tmp_path, 0, owns=False).write(2)
+    assert said(tmp_path) is None
+    os.close(folder)
     rank(tmp_path, 0, owns=False).write(2)
     assert said(tmp_path) == 2
 

@@ -20,6 +20,7 @@ in ``run.lock`` tells. A lock that a killed run has left is nobody's.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
@@ -125,6 +126,19 @@ def _put(draft: Path, path: Path, code: int, *, anew: bool) -> None:
     draft.replace(path)
 
 
+def _is_locked(folder: Path) -> bool:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there are no locks here
+        return False
+    finally:
+        os.close(handle)
+    return False
+
+
 def _content(lock: Path) -> str:
     """What is in a lock; nothing if there is none, or if that cannot be known."""
     try:
@@ -134,10 +148,12 @@ def _content(lock: Path) -> str:
 
 
 def _in_use(lock: Path) -> bool:
-    """Whether the run that has written the lock lives, or may; of another host nothing is known."""
+    """Whether the run that has written the lock lives, or may; of another host nothing is known. One whose file was
+    removed has the folder itself locked.
+    """
     try:
         if not lock.exists():
-            return False
+            return _is_locked(lock.parent)
         found = json.loads(lock.read_bytes()) if lock.is_file() else {}
         return bool(found["host"] != socket.gethostname() or lives(found["pid"], found["start"]))
     except (OSError, ValueError, KeyError, TypeError):
