@@ -142,6 +142,11 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("checkpoint-"))
 
 
+def is_in(path: Path, output_dir: Path) -> bool:
+    """Whether a checkpoint, under whatever name, is one of those in ``output_dir``. May raise OSError."""
+    return any(path.resolve() == each.resolve() for each in folders(output_dir))
+
+
 def complete(output_dir: Path) -> list[Found]:
     """The checkpoints that have a readable manifest, oldest first. Their files are not compared."""
     found = []
