@@ -143,8 +143,8 @@ def step_of(path: Path) -> int:
 
 
 def is_in(path: Path, output_dir: Path) -> bool:
-    """Whether a checkpoint, under whatever name, is one of those in ``output_dir``. May raise OSError."""
-    return any(path.resolve() == each.resolve() for each in folders(output_dir))
+    """Whether a checkpoint is one of those in ``output_dir``, where links to it, and it itself, may be links."""
+    return output_dir.resolve() in (path.parent.resolve(), path.resolve().parent)
 
 
 def complete(output_dir: Path) -> list[Found]:
