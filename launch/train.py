@@ -81,6 +81,8 @@ def train(arguments: argparse.Namespace, ranks: Ranks, stop: Stop) -> int:
     shows = arguments.show_sample or arguments.data_report
     try:
         config = load(arguments.config, arguments.overrides)
+        if not shows:
+            stop.ended.folder = Path(config.training.output_dir)
         settle_environment(ranks, cores()[1])
         from trainer.planning.kernel_choice import settled
         from trainer.run import run
@@ -88,8 +90,6 @@ def train(arguments: argparse.Namespace, ranks: Ranks, stop: Stop) -> int:
         say = write_line if ranks.is_first else lambda _: None
         config = settled(config, ranks.world_size, here=True, say=say)
 
-        if not shows:
-            stop.ended.folder = Path(config.training.output_dir)
         run.refuse_unbuildable(config, ranks)
         if not shows:
             return run.run(config, ranks, stop)

@@ -17,7 +17,7 @@ from trainer.config.load import load
 from trainer.dist.ranks import Ranks
 from trainer.dist.stopping import Stop, Stopped
 from trainer.errors import ExitCode
-from trainer.run import checkpoint, finished
+from trainer.run import checkpoint, finished, order
 from trainer.run.run import run
 from trainer.run.trainer import Trainer
 
@@ -114,6 +114,28 @@ def test_after_newer_ones_were_deleted(home: Path, folder: Path, expected: str) 
 
 def _interrupted(*args: Any, **kwargs: Any) -> None:
     raise Stopped("ended in the middle of a step")
+
+
+def test_by_a_link(home: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A checkpoint of the run is its own under another name, too."""
+    (tmp_path / "linked").symlink_to(folder / "checkpoint-4")
+    start(home, folder, f"training.resume_from_checkpoint={tmp_path / 'linked'}")
+    assert "another run's" not in capsys.readouterr().out
+    assert (folder / "checkpoint-2").is_dir() and (folder / "earlier-1" / "checkpoint-6").is_dir()
+
+
+def test_a_checkpoint_that_goes_while_it_is_read(home: Path, folder: Path, tmp_path: Path) -> None:
+    """As where another run deletes it: one line, and nothing of it is left behind."""
+    made = order.make_trainer
+
+    def late(run: Any) -> Any:
+        shutil.rmtree(folder / "checkpoint-4")
+        return made(run)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(order, "make_trainer", late)
+        start(home, tmp_path / "new", from_step(folder, 4), code=ExitCode.DISK)
+    assert not [*(tmp_path / "new").glob("checkpoint-*")]
 
 
 def test_with_the_same_config(home: Path, folder: Path) -> None:

@@ -55,7 +55,10 @@ def start(home: Path, folder: Path, *overrides: str) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return error.code
-    return run(config, Ranks(), Stop())
+    try:
+        return run(config, Ranks(), Stop())
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from trainer.config.load import load_tree
 from trainer.data.prepare import Contents
 from trainer.dist.ranks import Ranks
 from trainer.dist.stopping import Stop
+from trainer.run import inputs
 from trainer.run import run as runs
 from trainer.run.checkpoint import KIND
 from trainer.run.order import read_data
@@ -213,6 +214,27 @@ def test_other_contents_at_the_same_place(
     assert "or allow it with training.allow_change: [" in line
     shutil.copytree(kept, home, dirs_exist_ok=True)
     assert goes_on(tree) == 0 and same(weights(home), expected)
+
+
+@pytest.mark.parametrize("reads", ["compare", "recorded"])
+def test_a_base_that_is_exchanged_while_it_is_read(
+    reads: str, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After it was compared and before it is loaded; or after it was loaded and before its hash is taken."""
+    tree, read = run_of(home, model=LORA), getattr(inputs, reads)
+    if reads == "compare":
+        begun(tree, home)
+
+    def exchanged(*given: Any) -> Any:
+        found = read(*given) if reads == "compare" else None
+        other_base(home)
+        return read(*given) if reads == "recorded" else found
+
+    monkeypatch.setattr(inputs, reads, exchanged)
+    before = left(home)
+    assert goes_on(tree) == 2
+    assert left(home) == before
+    assert "its weights have changed while they were read" in capsys.readouterr().err
 
 
 def test_random_weights_under_adapters(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -180,6 +180,7 @@ OF_FOLDERS: dict[str, tuple[str, Change, str]] = {
         "architectures = [5]: must be a list",
     ),
     "a method that is a number": ("whole", keys(CONFIG, to_dict=5), "the folder holds no model"),
+    "what no config that is saved may say": ("whole", keys(CONFIG, output_attentions=True), "could not be saved"),
     "no heads": ("whole", keys(CONFIG, num_attention_heads=0), "the folder holds no model"),
     "code of the hub": (
         "whole",

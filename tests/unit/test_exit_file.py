@@ -1,6 +1,7 @@
 """What ``exit.json`` says when several ranks end, each with its own code, in any order."""
 
 import errno
+import fcntl
 import json
 import os
 import socket
@@ -46,6 +47,13 @@ def test_the_cause_stays(
     assert said(tmp_path) == code
     follow = max(codes) <= 15 and min(codes) >= 13 and 14 not in codes
     assert {path.name for path in tmp_path.iterdir()} == {"exit.json"} | ({".exit.json"} if follow else set())
+
+
+@pytest.mark.parametrize("code", [10, 130, 13, 15, 2])
+def test_an_end_before_the_lock_is_not_what_an_earlier_run_said(code: int, tmp_path: Path) -> None:
+    rank(tmp_path, 0).write(ExitCode.FINISHED)
+    rank(tmp_path, 0, owns=False).write(code)
+    assert said(tmp_path) == code
 
 
 def full(path: Any, flags: int, mode: int = 0o777, opened: Any = os.open) -> int:
@@ -98,6 +106,11 @@ def test_a_run_that_is_refused(tmp_path: Path) -> None:
     rank(tmp_path, 0, owns=False).write(2)
     assert said(tmp_path) is None
     (tmp_path / "run.lock").unlink()
+    folder = os.open(tmp_path, os.O_RDONLY)  # of a run whose lock somebody has removed
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    rank(tmp_path, 0, owns=False).write(2)
+    assert said(tmp_path) is None
+    os.close(folder)
     rank(tmp_path, 0, owns=False).write(2)
     assert said(tmp_path) == 2
 

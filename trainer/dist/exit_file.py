@@ -11,6 +11,8 @@ Invariant. 0 is written once all that the config asks for is there (exports, the
 that (``trainer/run/run.py``). A process that dies later, while it closes its groups, changes nothing of it: then the
 launcher reports a failure, and the file says what is so.
 
+What is there when a run ends before it has the lock is an earlier run's: the first rank replaces it, whatever it says.
+
 A run that was refused because another one has the folder writes nothing, and nobody makes a folder for the file. Nor
 does a rank write that ends late, when another run has the folder already, or the folder is another one by now: what is
 in ``run.lock`` tells. A lock that a killed run has left is nobody's.
@@ -18,6 +20,7 @@ in ``run.lock`` tells. A lock that a killed run has left is nobody's.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
@@ -86,7 +89,7 @@ class ExitFile:
             with suppress(OSError):
                 with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT, 0o666), "w", encoding="utf-8") as file:
                     file.write(said)
-                _put(draft, folder / NAME, code)
+                _put(draft, folder / NAME, code, anew=self.lock is None)
                 break
         for draft in drafts:
             with suppress(OSError):
@@ -110,15 +113,30 @@ def code_of(content: str | bytes) -> int | None:
     return code if type(code) is int else None
 
 
-def _put(draft: Path, path: Path, code: int) -> None:
-    """Give ``draft`` the name ``path``, unless what is there says more. Raises OSError."""
-    if code in FOLLOWS + TOGETHER:
+def _put(draft: Path, path: Path, code: int, *, anew: bool) -> None:
+    """Give ``draft`` the name ``path``, unless what is there is of this run, not of one before (``anew``), and says
+    more. Raises OSError.
+    """
+    if code in FOLLOWS + TOGETHER and not anew:
         with suppress(OSError):  # one is there, or the file system has no links
             path.hardlink_to(draft)  # in one step: another rank may be about to write the cause
             return
         if path.exists() and (code in FOLLOWS or code_in(path.parent) not in FOLLOWS):
             return
     draft.replace(path)
+
+
+def _is_locked(folder: Path) -> bool:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there are no locks here
+        return False
+    finally:
+        os.close(handle)
+    return False
 
 
 def _content(lock: Path) -> str:
@@ -130,10 +148,12 @@ def _content(lock: Path) -> str:
 
 
 def _in_use(lock: Path) -> bool:
-    """Whether the run that has written the lock lives, or may; of another host nothing is known."""
+    """Whether the run that has written the lock lives, or may; of another host nothing is known. One whose file was
+    removed has the folder itself locked.
+    """
     try:
         if not lock.exists():
-            return False
+            return _is_locked(lock.parent)
         found = json.loads(lock.read_bytes()) if lock.is_file() else {}
         return bool(found["host"] != socket.gethostname() or lives(found["pid"], found["start"]))
     except (OSError, ValueError, KeyError, TypeError):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from strategies.core.sealed import digest_of
 from trainer.errors import ConfigError
 from trainer.model import hub
-from trainer.model.hashes import hashes
+from trainer.model.hashes import hashes, stamp
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -50,6 +50,12 @@ def weights(section: ModelSection, hf_config: Any, seed: int) -> str:
             f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else "the list of its files is damaged"
         )
         raise ConfigError(f"model.name_or_path = {name!r}: its weights cannot be read: {why}") from None
+
+
+def stamps(section: ModelSection, hf_config: Any) -> list[list[int]]:
+    """Of the files of ``weights``, as they are now, without a look into them. May raise OSError."""
+    name = section.name_or_path
+    return [stamp(path) for path in _files(Path(name), hf_config)] if name is not None and Path(name).is_dir() else []
 
 
 def _weights(name: str, hf_config: Any) -> str:

@@ -38,7 +38,7 @@ def hashes(paths: Iterable[Path]) -> list[str]:
 
 
 def _hash(path: Path) -> str:
-    now_ns, before = time.time_ns(), _file(path)
+    now_ns, before = time.time_ns(), stamp(path)
     if before[1] < LARGE:
         return size_and_hash(path)[1]
     place = Path.home() / f".cache/deepstow/hashes/{digest_of(str(path.absolute()))[:32]}.json"
@@ -54,6 +54,7 @@ def _hash(path: Path) -> str:
     return found
 
 
-def _file(path: Path) -> list[int]:
+def stamp(path: Path) -> list[int]:
+    """What of a file differs once its bytes were exchanged: inode, size, and both times. May raise OSError."""
     seen = path.stat()
     return [seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns]

@@ -46,7 +46,7 @@ from trainer.tasks.table import TASKS
 from trainer.tasks.task import loaded
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from trainer.config.sections import RunConfig
     from trainer.machine.probe import Machine
@@ -402,6 +402,14 @@ def _call(
     return run if autocast is None else cast
 
 
+def refuse_unsavable(hf_config: PretrainedConfig) -> None:
+    """Raise ConfigError for a config that Transformers would refuse when it is saved, at the first checkpoint."""
+    try:
+        getattr(hf_config, "validate", lambda: None)()
+    except Exception as error:  # its cause says why; the error itself names the check
+        raise ConfigError(f"model.config: could not be saved: {first_line(error.__cause__ or error)}") from None
+
+
 def _meta_model(config: RunConfig) -> PreTrainedModel:
     """The configured model on the meta device. Modules of fake tensors cannot be moved or cast, and peft does that."""
     import torch
@@ -437,6 +445,7 @@ def _meta_model(config: RunConfig) -> PreTrainedModel:
             raise ConfigError(f"model.config: Transformers knows no {error}") from None
         except Exception as error:  # too large for a machine, padding beyond the vocabulary, odd values
             raise ConfigError(f"model.config: cannot be built: {first_line(error)}") from None
+    refuse_unsavable(model.config)
     attention.check(config, model)
     tying.untie(model, tying.untied(model, section.name_or_path))
     if section.quantization_config is not None:

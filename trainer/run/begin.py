@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 from strategies.core.commit import replace_file
 from trainer.machine import block_timing
-from trainer.run import checkpoint, earlier
+from trainer.run import checkpoint, earlier, inputs
 from trainer.run.earlier import CannotBegin
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class Begin(TrainerCallback):
     def _write(self) -> list[str]:
         run = self._run
         try:
+            inputs.refuse_exchanged(run.config, run.resumed, run.weights)
             checkpoint.clear(run.folder)
             lines = list(earlier.set_aside(run.config, run.resumed.found if run.resumed else None))
             for name, content in (run.files or {}).items():

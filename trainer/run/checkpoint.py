@@ -142,6 +142,11 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("checkpoint-"))
 
 
+def is_in(path: Path, output_dir: Path) -> bool:
+    """Whether a checkpoint is one of those in ``output_dir``, where links to it, and it itself, may be links."""
+    return output_dir.resolve() in (path.parent.resolve(), path.resolve().parent)
+
+
 def complete(output_dir: Path) -> list[Found]:
     """The checkpoints that have a readable manifest, oldest first. Their files are not compared."""
     found = []

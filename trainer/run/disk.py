@@ -87,9 +87,11 @@ def _is_inside(said: object, folders: Sequence[Path]) -> bool:
 
 
 def folders_of(config: RunConfig) -> list[Path]:
-    """Where the files of a run are: its own folder, its data, its model, caches."""
+    """Where the files of a run are: its own folder, the checkpoint that it names, its data, its model, caches."""
     named = [config.training.output_dir, config.model.name_or_path, config.data.eval_path]
     named += [part.path for part in config.data.parts()]
+    if isinstance(goes_on := config.training.resume_from_checkpoint, str):
+        named.append(goes_on)
     cached = [HF_HOME, datasets_config.HF_DATASETS_CACHE, Path.home() / ".cache"]
     return [Path(each).expanduser() for each in (*named, *cached) if each]
 

@@ -90,7 +90,7 @@ def is_of(folder: Path, found: Found) -> bool:
     """Whether a checkpoint is of the run whose records are in ``folder``: it is in it, and its history has all losses
     that are recorded there for steps before it. One of its own step may have been logged after the save.
     """
-    if found.path.parent.resolve() != folder.resolve():
+    if not checkpoint.is_in(found.path, folder):
         return False
     try:
         lines = (folder / METRICS).read_text(encoding="utf-8", errors="replace").splitlines()

@@ -10,6 +10,9 @@ than before, since the checkpoints to come name it as what training began with. 
 by the first rank, when the model has been loaded, and is in all of its checkpoints.
 
 What a checkpoint of an earlier release has no hash of is said, and not compared.
+
+Files of weights are compared and hashed at other moments than they are loaded. So they have to be, before the first
+step, the files that they were before all of that: one that was exchanged in between refuses the run.
 """
 
 from __future__ import annotations
@@ -75,6 +78,21 @@ def recorded(config: RunConfig, ranks: Ranks, resumed: Resumed | None) -> str | 
     if resumed is not None and (resumed.weights is not None or not is_read_again(config)):
         return resumed.weights
     return _hash(config) if ranks.is_first else None
+
+
+def files_now(config: RunConfig, resumed: Resumed | None) -> list[list[int]]:
+    """What would differ if a file was exchanged whose weights the run reads. May raise OSError."""
+    section = config.model
+    if section.name_or_path is None or (resumed is not None and not is_read_again(config)):
+        return []
+    return contents.stamps(section, build.load_config(section))
+
+
+def refuse_exchanged(config: RunConfig, resumed: Resumed | None, before: list[list[int]]) -> None:
+    """Raise ConfigError if a file of weights is not what it was ``before`` it was loaded. May raise OSError."""
+    if files_now(config, resumed) != before:
+        what = "its weights have changed while they were read; start again when nobody writes to them"
+        raise config.error(PLACE, config.model.name_or_path, what)
 
 
 def _hash(config: RunConfig) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -99,6 +99,7 @@ class Run:
     eval_rows: int | None = None  # at a time, on each device
     source: RunConfig | None = None  # names the model whose weights are loaded, if it is not the one of ``config``
     pour: Callable[[StowOptimizer], None] | None = None  # gives the stowed model its values
+    weights: list[list[int]] = field(default_factory=list)  # ``inputs.files_now``, before they were read
 
     def say(self, line: str) -> None:
         """Print a line on the first rank."""
@@ -116,6 +117,7 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
     machines.refuse(config, ranks)
     if config.model.name_or_path is not None:
         folder_of_model.refuse_weights(config.model.name_or_path)
+    weights = inputs.files_now(config, resumed)
     tokenizer, prepared = opened(config, ranks, resumed)
     machine = machines.agreed(ranks, probe())
     with explained(config, ranks, machine):
@@ -128,7 +130,7 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
     form = form or form_of_stages(config)
     refuse_under_zero(config, deepspeed.stage(plan))
     refuse_lost_weights(config, plan)
-    run = Run(config, ranks, folder, tokenizer, prepared, machine, plan, resumed, form=form)
+    run = Run(config, ranks, folder, tokenizer, prepared, machine, plan, resumed, form=form, weights=weights)
     before = teaching.priced(config, plan, machine)
     if prepared.eval is not None:
         run.eval_rows, line = evaluation.rows(config, plan)

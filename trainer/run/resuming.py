@@ -192,7 +192,7 @@ def other(resumed: Resumed | None, config: RunConfig) -> str:
     """Why what was best in the run that saved is not so in this one; empty if it is."""
     if resumed is None:
         return ""
-    if resumed.path.parent.resolve() != Path(config.training.output_dir).resolve():
+    if not checkpoint.is_in(resumed.path, Path(config.training.output_dir)):
         return "is another run's"
     now, then = (tree.get("training", {}) for tree in (config.tree(), resumed.found.manifest.run.config))
     changed = [name for name in METRIC if now.get(name) != then.get(name)]
