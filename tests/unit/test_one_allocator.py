@@ -49,7 +49,10 @@ ALLOWED: dict[str, dict[str, str]] = {
         "pin_memory": "of these two numbers; torch's pinned allocator uses the same block again",
         "ones_like": "one number: no clipping",
     },
-    "engine.py": {"full": "one NaN per dtype, which absent weights show"},
+    "engine.py": {
+        "full": "one NaN per dtype, which absent weights show",
+        "zeros_like": "one gradient that a loop of one's own has zeroed between backward and step",
+    },
     "buckets/bucket_state.py": {"empty": "one weight that is rounded from its master, as ``to`` makes one"},
     "updating/norms.py": {
         "pin_memory": "one number per gradient of a bucket; torch's pinned allocator uses the same block again",
@@ -67,7 +70,11 @@ ALLOWED: dict[str, dict[str, str]] = {
     "saving/state_dict.py": {"new_empty": "nothing, in place of what another rank reads"},
     "forward/routed_linear.py": {"empty": "the transposed copy of a weight, which is in the plan"},
     "saving/state_file.py": {"empty": "one weight at a time, while a checkpoint is loaded"},
-    "tensors/parameters.py": {"full": "one NaN per parameter that is given its value later"},
+    "tensors/loans.py": {"new_empty": "nothing, beside the count of writes to what was handed out"},
+    "tensors/parameters.py": {
+        "full": "one NaN per parameter that is given its value later",
+        "UntypedStorage": "none is made: the type of one that is there",
+    },
     "updating/updates.py": {"empty": "the CPU update's scratch of fixed size, pageable, allocated once"},
 }
 

@@ -43,7 +43,7 @@ def test_a_strategy_that_drops_a_parameter_is_caught(monkeypatch: pytest.MonkeyP
 def test_more_tokens_than_the_model_has(saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after ``add_tokens`` without ``resize_token_embeddings``; what to do is another thing for a saved model."""
     LlamaConfig(**LLAMA).save_pretrained(tmp_path)
-    monkeypatch.setattr(tokenizers, "load", lambda *args: range(VOCAB + 1))
+    monkeypatch.setattr(tokenizers, "load", lambda *args, **options: range(VOCAB + 1))
     config = run_config(None, model={"name_or_path": str(tmp_path)}) if saved else run_config()
     with pytest.raises(ConfigError, match="resize_token_embeddings" if saved else r"raise model\.config\.vocab_size"):
         order.read_data(config, Ranks(), quiet=True)
