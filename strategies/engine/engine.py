@@ -171,6 +171,8 @@ class Engine(Copied):
 
     def _end_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._in_forward = False
+        for bucket in self.buckets if output is not None else ():  # None: it has ended with an error
+            bucket.handed_out.refuse_edits()
 
     # --- backward ----------------------------------------------------------------------------------------------------
 

@@ -613,3 +613,18 @@ def test_values_of_state_dicts_that_are_copies(tmp_path: Path) -> None:
         *((net, after_steps(stale), PLANS[plan]) for plan in ("device", *OTHERS)),
     ):
         refused(make, script, r"what model.state_dict\(\) had of it was written to", plan, transfer=Transfer())
+
+
+def inside_of_a_forward(model: nn.Module, optimizer: Any) -> None:
+    """A hook of one layer changes the next one's weight, which may be there already."""
+
+    def change(*_: Any) -> None:
+        model.state_dict()[UP].mul_(0.5)
+
+    model.get_submodule("layers.0").register_forward_hook(change)
+    model(**BATCHES[7])
+
+
+@pytest.mark.parametrize("plan", ["device", *OTHERS])
+def test_values_of_state_dicts_written_inside_of_a_forward(plan: str) -> None:
+    refused(net, inside_of_a_forward, r"written to inside of a forward", PLANS[plan], transfer=Transfer())

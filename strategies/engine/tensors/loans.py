@@ -120,6 +120,15 @@ class HandedOut:
             shown.take()
         return found
 
+    def refuse_edits(self) -> None:
+        """At the end of a forward, at whose begin none was left: a weight that was there before may be the old one."""
+        for shown in self._all:
+            if shown.edited:
+                raise RuntimeError(
+                    f"{self._names[shown.index]}: a value of state_dict() was written to inside of a forward; write to "
+                    f"it before or after, or under `with optimizer.present([parameter]):`"
+                )
+
     def renew(self, former: int, replaced: int) -> None:
         """What is no copy shows the weights with which the former ones were replaced."""
         for shown in self._all:
