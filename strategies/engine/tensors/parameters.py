@@ -84,6 +84,12 @@ class Address:
             raise RuntimeError(f"{name} on the storage {RAW}")
         return getattr(self._storage, name)
 
+    def copy_(self, source: Any, *args: Any) -> Address:
+        """Of itself alone, which Triton's interpreter does after each kernel; it writes nothing."""
+        if source.data_ptr() != self._storage.data_ptr():
+            raise RuntimeError(f"copy_ on the storage {RAW}")
+        return self
+
 
 class NoRawMemory(Tensor):
     """Refuses what would write to its memory without torch's count of writes."""
