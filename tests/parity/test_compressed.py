@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from strategies.backends.compressed import Compressed
 from strategies.core.compression import Compression
-from tests.helpers.moves import Kind, common_ends, different
+from tests.helpers.moves import Kind, common_ends, different, far
 from tests.helpers.worlds import run_counted
 from trainer.config.sections import RunConfig
 from trainer.dist.ranks import Ranks
@@ -151,7 +151,11 @@ def test_momentum_is_of_each_ranks_own_gradients() -> None:
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_what_it_owes(tmp_path: Path) -> None:
-    """With clipping and accumulation; casts beside fp16's loss scale, and int8 beside checkpointing."""
+    """With clipping and accumulation; casts beside fp16's loss scale, and int8 beside checkpointing.
+
+    powersgd to 1e-5: torch multiplies matrices together that are of one shape and in one bucket, and a run that is
+    resumed forms its buckets anew. On an AMD EPYC that was 6e-7 of the largest weight, on other machines no bit.
+    """
     training = {"per_device_train_batch_size": 1, "max_grad_norm": 0.05, "gradient_accumulation_steps": 2}
     more = {"topk": {"density": 0.1}, "powersgd": {"rank": 1}}
     jobs: list[tuple[str, RunConfig, str | None]] = []
@@ -167,4 +171,5 @@ def test_a_run_goes_on_with_what_it_owes(tmp_path: Path) -> None:
         jobs.append((method, kind.config(tmp_path / method, 3), None))
     found = run_counted(4, common_ends, jobs)
     for method in ("topk", "int8", "powersgd"):
-        assert different(found[f"{method} whole"], found[f"{method} resumed"]) == [], method
+        pair = found[f"{method} whole"], found[f"{method} resumed"]
+        assert (far(*pair, 1e-5) if method == "powersgd" else different(*pair)) == [], method
