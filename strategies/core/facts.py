@@ -171,9 +171,7 @@ class ModelNumbers:
     model_flops: int = 0  # of one micro-batch's forward through it
     scales_bytes: int = 0  # of quantised weights, always on the device
     tied: bool = False  # the head multiplies by the embedding's weight
-    untied: tuple[
-        str, ...
-    ] = ()  # weights that the model's config ties, and of which its files have values of their own
+    untied: tuple[str, ...] = ()  # weights that the config ties, and of which the files have values of their own
     written: tuple[str, ...] = ()  # weights that forward writes to
     head_words: int = 0  # of a whole head that tensor ranks divide; 0: there is none, or it is tied
     num_experts: int = 0  # of a layer; 0: there are none

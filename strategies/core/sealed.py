@@ -131,17 +131,17 @@ def _found(path: Path) -> tuple[int, str] | str:
 
 def size_and_hash(path: Path) -> tuple[int, str]:
     """Bytes and SHA-256 of a file."""
-    with _opened(path) as file:
+    with opened(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return file.tell(), digest
 
 
-def _opened(path: Path) -> FileIO:
+def opened(path: Path) -> FileIO:
     """A file, open for reading. A pipe or a device in its place is an OSError; it would be waited for."""
     file = FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise OSError(errno.EINVAL, "not a file")
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     return file
 
 
@@ -177,7 +177,7 @@ def read_signed(path: Path, kind: type[M]) -> M:
     be read, is not what was written, or is of another format.
     """
     try:
-        with _opened(path) as file:
+        with opened(path) as file:
             found = json.loads(file.read())
     except FileNotFoundError:
         raise

@@ -169,7 +169,7 @@ def test_a_run_leaves_one(tmp_path: Path) -> None:
         assert runs.run(config, Ranks(), Stop()) == 0
         assert exported.largest_difference(torch.export.load(program).module(), model) < 1e-6
     assert further.missing(config) == [] and (tmp_path / "metrics.jsonl").read_text() == before
-    assert json.loads((tmp_path / "export-torch" / "manifest.json").read_text())["content"]["kind"] == further.KIND
+    assert json.loads((tmp_path / "export-torch" / "manifest.json").read_text())["content"]["kind"] == further.FURTHER
     assert {path.name for path in (tmp_path / "earlier-1").iterdir()} == {"export-torch"}
     longer = config.model_copy(update={"training": config.training.model_copy(update={"max_steps": 4})})
     assert runs.run(longer, Ranks(), Stop()) == 0 and further.missing(longer) == []

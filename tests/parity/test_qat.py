@@ -93,7 +93,7 @@ def test_as_a_loop_of_torchao(home: Path, tmp_path: Path, capfd: pytest.CaptureF
         assert torch.equal(computed, stock[name].weight.dequantize())
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     logged = next(record["eval_perplexity"] for record in records if "eval_perplexity" in record)
-    exact, after = read(run / "export-int4_group", further.KIND).about["perplexity"]
+    exact, after = read(run / "export-int4_group", further.FURTHER).about["perplexity"]
     assert after == pytest.approx(logged, rel=1e-5) != exact
     assert "trained for it (QAT)" in (run / "export-int4_group" / "README.md").read_text()
     assert "these are the exact ones" in (run / "export" / "README.md").read_text()

@@ -91,7 +91,7 @@ def test_exports_are_those_of_anyone(home: Path, tmp_path: Path, capfd: pytest.C
         assert unequal(stock.state_dict(), own.state_dict()) == []
         keep_packing(stock)  # a forward may pack weights anew, and then computes in bf16
         assert not torch.equal(stock(ids).logits, exact(ids).logits)
-        before, after = read(run / f"export-{name}", further.KIND).about["perplexity"]
+        before, after = read(run / f"export-{name}", further.FURTHER).about["perplexity"]
         assert before == pytest.approx(logged, rel=1e-5)
         assert before == pytest.approx(perplexity_by_rows(exact, rows), rel=1e-5)
         rounds = 1e-2 if name == "int8" else 1e-5  # which columns of inputs are outliers depends on the batch
@@ -127,7 +127,7 @@ def test_by_group_as_torchao_does_it(home: Path, tmp_path: Path) -> None:
         weight, same = (each.model.layers[1].mlp.down_proj.weight for each in (stock, own))
         assert weight.scale.shape == (64, 128 // 32) and weight.qdata.abs().max() <= (127 if dtype is torch.int8 else 8)
         assert torch.equal(weight.qdata, same.qdata) and torch.equal(weight.scale, same.scale)
-        before, after = read(run / f"export-{name}", further.KIND).about["perplexity"]
+        before, after = read(run / f"export-{name}", further.FURTHER).about["perplexity"]
         assert after == pytest.approx(perplexity_by_rows(stock, rows), rel=1e-5) and after != before
         assert "by torchao" in (run / f"export-{name}" / "README.md").read_text()
         worse.append(abs(after - before))

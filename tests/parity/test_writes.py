@@ -41,7 +41,6 @@ PLANS: dict[str, dict[str, Any]] = {
     "streamed": {"site": "streamed", "weights": "travelling", "park": "host", "prefetch": 1},
     "streamed, waits there": {"site": "streamed", "weights": "some", "park": "device", "prefetch": 1},
 }
-AHEAD = {"site": "host", "weights": "travelling", "park": "host", "ahead": True, "prefetch": 1}
 UP, FROZEN = "layers.1.up.weight", "layers.2.spare.weight"  # of blocks
 
 

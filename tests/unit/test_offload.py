@@ -171,6 +171,12 @@ def test_where_ranks_get_weights_from() -> None:
     assert [from_host(replace(eight, net_bytes_per_s=share * link), 8) for share in (0.8, 0.9)] == [True, False]
 
 
+@pytest.mark.parametrize("compared", [True, False])
+def test_whether_drives_are_believed_is_in_the_plan(compared: bool) -> None:
+    plan = plan_of(transformer(), disk="/fast", disk_memory="1GiB", disk_checksums=compared)
+    assert plan.layout is not None and plan.layout.disk_checksums is compared
+
+
 def test_refusals() -> None:
     with pytest.raises(Refusal, match=r"weight_copies = false: in fp32 the copy on the host is the master itself"):
         plan_of(transformer(), weight_copies=False)

@@ -15,11 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from strategies.core.compose import in_order
 from strategies.core.sizes import human
 from trainer.errors import ConfigError, first_line
 from trainer.model.count_cache import cached
 from trainer.planning import facts
+from trainer.planning.from_config import budget_of
 from trainer.tasks.table import TASKS
 
 if TYPE_CHECKING:
@@ -78,9 +78,7 @@ def rows(config: RunConfig, plan: Plan) -> tuple[int, str]:
 
 def room_of(config: RunConfig, plan: Plan) -> int:
     """Bytes of the device that an evaluation may take."""
-    allowed = (each.budget(plan.facts) for each in in_order(config.strategies).values())
-    budget = min([plan.facts.machine.device_bytes, *(each for each in allowed if each is not None)])
-    return max(budget - plan.beside(), plan.saved_peak())
+    return max(budget_of(config, plan) - plan.beside(), plan.saved_peak())
 
 
 def count(config: RunConfig, rows: int) -> Evaluation:

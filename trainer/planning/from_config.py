@@ -106,6 +106,12 @@ def plans_of(config: RunConfig, ranks: Ranks, machine: Machine, **how: Any) -> l
     return [first, *(plan_of(config, replace(ranks, rank=rank), machine, **how) for rank in others)]
 
 
+def budget_of(config: RunConfig, plan: Plan) -> int:
+    """Bytes of the device that the run may use, for what comes before training as well."""
+    allowed = (each.budget(plan.facts) for each in in_order(config.strategies).values())
+    return min([plan.facts.machine.device_bytes, *(each for each in allowed if each is not None)])
+
+
 def _located(config: RunConfig, refused: Conflict | Refusal) -> ConfigError:
     """The error of a strategy as one line that begins with file and line of its key, as every error of a config."""
     if isinstance(refused, Conflict):

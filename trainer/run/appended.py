@@ -17,9 +17,9 @@ from strategies.core.commit import replace_file
 from trainer.errors import write_line
 
 
-class Home:
-    """A folder that is there. ``refuse_other`` raises OSError if it has gone, or another is in its place, as where its
-    disk was unmounted: what is written there would be found by nobody.
+class Mounted:
+    """A folder whose disk is mounted. ``refuse_other`` raises OSError if it has gone, or another is in its place, as
+    where the disk was unmounted: what is written there would be found by nobody.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,7 +53,7 @@ class Appended:
         try:
             if self._size is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._home = Home(self.path.parent)
+                self._mounted = Mounted(self.path.parent)
                 replace_file(self.path, self._waiting)
                 self._size = len(self._waiting)
             elif self._waiting:
@@ -71,7 +71,7 @@ class Appended:
             write_line(f"{self.path}: still cannot be written; {self._what} that wait are lost if it stays so")
 
     def _append(self) -> None:
-        self._home.refuse_other()
+        self._mounted.refuse_other()
         left = memoryview(self._waiting)
         with self.path.open("ab", buffering=0) as file:
             self._size = min(self._size or 0, file.tell())  # somebody may have cut it

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import errno
-import os
-import stat
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
+
+from strategies.core import sealed
 
 LONGEST_LINE = 1 << 20  # characters; a longer one is several
 LARGEST = 256 << 20  # bytes of a file that is read as a whole
 
 
-def opened(path: Path) -> BinaryIO:
+def opened(path: Path) -> BufferedReader:
     """The file at ``path``. Raise OSError if it cannot be read, or is none: a pipe would be waited for, a device has no
     end.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return os.fdopen(handle, "rb")
+    return BufferedReader(sealed.opened(path))
 
 
 def text_of(path: Path) -> str:

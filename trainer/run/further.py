@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from trainer.config.sections import RunConfig
 
-KIND = FURTHER
 PROGRAMS = {"torch": "torch_export", "onnx": "onnx", "gguf": "gguf"}  # by the end of the folder's name
 
 
@@ -63,7 +62,7 @@ def _decides(config: RunConfig, name: str) -> dict[str, Any]:
 
 def _is_whole(config: RunConfig, name: str) -> bool:
     try:
-        return intact(folder_of(config, name), KIND, {"decided by": _decides(config, name)})
+        return intact(folder_of(config, name), FURTHER, {"decided by": _decides(config, name)})
     except OSError:
         return False
 
@@ -95,7 +94,7 @@ def make(config: RunConfig, tokenizer: PreTrainedTokenizerBase, rows: Dataset | 
                 about["perplexity"] = report.make(name, draft)
             tokenizer.save_pretrained(draft)
             same_modes(draft)
-            seal(draft, KIND, {"decided by": _decides(config, name), **about})
+            seal(draft, FURTHER, {"decided by": _decides(config, name), **about})
     if report is not None:
         report.say()
 

@@ -30,6 +30,7 @@ from trainer.data.packing import MASKED
 from trainer.errors import write_line
 from trainer.model.qat import layers_of
 from trainer.model.structured import config_of
+from trainer.planning import evaluation
 from trainer.planning.streamed import placed, plan_within
 from trainer.run import export
 from trainer.run.callbacks import perplexity
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from strategies.core.plan import Plan
     from trainer.config.sections import RunConfig
 
-EVAL_ROWS = 8  # Hugging Face's default of per_device_eval_batch_size
 BITS = {"int8": 8, "nf4": 4, "fp4": 4, "int8_group": 8, "int4_group": 4}
 
 
@@ -67,7 +67,7 @@ class Report:
         self._lines = [("exact", human(self._size), f"{self._before:.1f}")]
 
     def _cost(self, call: Callable[..., Any]) -> float:
-        size = self._config.training.per_device_eval_batch_size or EVAL_ROWS
+        size = self._config.training.per_device_eval_batch_size or evaluation.DEFAULT
         starts = range(0, len(self._rows), size)
         batches = ([self._rows[at] for at in range(start, min(start + size, len(self._rows)))] for start in starts)
         return perplexity(mean_loss(call, map(self._collate, batches)))

@@ -45,7 +45,7 @@ from trainer.dist.stopping import KEYBOARD, Phase, Stop, Stopped, code_of
 from trainer.dist.watchdog import Watchdog
 from trainer.errors import ConfigError, ExitCode, UserError, first_line, report, write_line
 from trainer.model import attention
-from trainer.planning.from_config import check_options, refuse_folder
+from trainer.planning.from_config import budget_of, check_options, refuse_folder
 from trainer.run import (
     disk,
     earlier,
@@ -61,7 +61,6 @@ from trainer.run import (
     resuming,
     saving,
     schedule,
-    teaching,
     trackers,
     upload,
 )
@@ -360,8 +359,8 @@ def finish(run: Run, trainer: Trainer, together: Agreement) -> None:
 
     def make_way() -> dict[str, Any]:
         with exporting(run):
-            if trainer.home is not None:
-                trainer.home.refuse_other()
+            if trainer.mounted is not None:
+                trainer.mounted.refuse_other()
             about = finished.about(run.config, step, *trainer.origin())
             make_room(run.config)
             return about
@@ -409,7 +408,7 @@ def export_further(run: Run, together: Agreement) -> None:
     """Make what else the config exports, on the first rank, once training has left the device."""
     if run.config.quantize is None and run.config.export is None:
         return
-    budget = teaching.budget_of(run.config, run.plan)
+    budget = budget_of(run.config, run.plan)
     work = partial(further.make, run.config, run.tokenizer, run.prepared.eval, budget)
     together.on_first(run.ranks.rank, work)
 

@@ -33,7 +33,7 @@ from strategies.core.sizes import human
 from strategies.planner.compressed import kept_bytes
 from trainer.machine.probe import disk_free_bytes
 from trainer.run import checkpoint, disk
-from trainer.run.appended import Home
+from trainer.run.appended import Mounted
 from trainer.run.checkpoint import KIND, Manifest
 
 T = TypeVar("T")
@@ -41,19 +41,19 @@ THREADS = 4  # that look for values that are not finite
 
 
 @contextmanager
-def draft(output_dir: Path, needed: int, *, writes: bool, home: Home | None = None) -> Iterator[Path]:
+def draft(output_dir: Path, needed: int, *, writes: bool, mounted: Mounted | None = None) -> Iterator[Path]:
     """An empty folder for all ranks to write into, each step inside ``together``; a collective at its beginning.
 
     It is deleted if the block fails; otherwise it stays for ``commit``. That it cannot be emptied, or that there is no
-    space for as many bytes as are ``needed``, is an OSError on all ranks; also if ``home`` is not what is in
+    space for as many bytes as are ``needed``, is an OSError on all ranks; also if ``mounted`` is not what is in
     ``output_dir``. ``writes``: this rank empties and deletes it, the first one, or the first of each machine.
     """
     folder = output_dir / checkpoint.WRITING
 
     def empty() -> None:
         if writes:
-            if home is not None:
-                home.refuse_other()
+            if mounted is not None:
+                mounted.refuse_other()
             checkpoint.clear(output_dir)
             if why := shortage(output_dir, needed):
                 raise OSError(errno.ENOSPC, why)

@@ -39,8 +39,8 @@ from trainer.machine.probe import disk_free_bytes
 from trainer.model import build
 from trainer.model.contents import contents
 from trainer.model.structured import Kept, Sizes, config_of, cut, sizes_of
+from trainer.planning.from_config import budget_of
 from trainer.planning.streamed import placed, plan_within, weights_of
-from trainer.run.teaching import budget_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

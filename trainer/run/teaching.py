@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from strategies.core.compose import in_order
 from strategies.engine.memory.accelerator import device_of
 from trainer.data import prepare, teacher
 from trainer.data.collate import check_packing
@@ -18,6 +17,7 @@ from trainer.dist.agreement import DAY_S, agreement
 from trainer.errors import write_line, write_nothing
 from trainer.model.structured import config_of
 from trainer.model.student import width_of
+from trainer.planning.from_config import budget_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,12 +65,6 @@ def priced(config: RunConfig, plan: Plan, machine: Machine) -> list[str]:
     """What the teachers take, for the plan. ConfigError: one has no room, or cannot be described."""
     refuse(config)
     return [] if config.distill is None else teacher.priced(config, budget_of(config, plan), machine)
-
-
-def budget_of(config: RunConfig, plan: Plan) -> int:
-    """Bytes of the device that the run may use, for what comes before training as well."""
-    allowed = (each.budget(plan.facts) for each in in_order(config.strategies).values())
-    return min([plan.facts.machine.device_bytes, *(each for each in allowed if each is not None)])
 
 
 def answered(

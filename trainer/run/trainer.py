@@ -37,7 +37,7 @@ from trainer.model import apart, loss_terms
 from trainer.model.adapters import loraplus
 from trainer.model.mapped import Spilled
 from trainer.run import checkpoint, saving, training_state
-from trainer.run.appended import Home
+from trainer.run.appended import Mounted
 from trainer.run.callbacks import EarlyStopping, Meter
 from trainer.run.nonfinite import DEEPSPEED_SAYS, NonFinite, StopNonFinite, first_not_finite
 from trainer.run.pipeline_trainer import PipelineTrainer
@@ -87,7 +87,7 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
         # Hugging Face deletes no checkpoints: it does so before the new one is on the disk, and at the end the newest.
         self.keep, self.args.save_total_limit = self.args.save_total_limit, None
         self.output_dir = Path(str(self.args.output_dir))
-        self.home = Home(self.output_dir) if self.args.should_save else None
+        self.mounted = Mounted(self.output_dir) if self.args.should_save else None
         self.newest, self.save_bytes = "", 0  # of this run's newest save: its name, and how much the next one takes
         self.spilled_bytes = 0  # of that, while the model is written
         self.add_callback(StopNonFinite(self))
@@ -349,7 +349,7 @@ class Trainer(SequenceTrainer, PipelineTrainer, StowedTrainer, transformers.Trai
             training_state.save_random_state(self, draft)
 
         try:
-            with saving.draft(self.output_dir, self.save_bytes, writes=writes, home=self.home) as drafts:
+            with saving.draft(self.output_dir, self.save_bytes, writes=writes, mounted=self.mounted) as drafts:
                 draft = drafts / folder.name
                 saving.together(lambda: write(draft))
                 self.state.best_model_checkpoint = self._best(former)

@@ -7,7 +7,10 @@ import torch
 from bitsandbytes.functional import create_dynamic_map
 from torch import Tensor, nn
 
-BLOCK, STEPS, RATE, FEATURES = 256, 300, 1e-3, 256
+BLOCK = 256
+FEATURES = 256
+STEPS = 300
+RATE = 1e-3
 noise = torch.Generator()
 
 
