@@ -17,6 +17,7 @@ import pytest
 
 from strategies.core import processes
 from tests.helpers.tiny import LLAMA, run_config
+from trainer.dist.exit_file import ExitFile
 from trainer.errors import ConfigError, ExitCode
 from trainer.planning.from_config import WRITTEN
 from trainer.run import lock
@@ -79,6 +80,9 @@ def test_of_many_starters_one_wins_every_time(tmp_path: Path) -> None:
 
 def test_a_folder_that_a_refused_run_has_made_goes_again(tmp_path: Path) -> None:
     with held(run_config(LLAMA, output_dir=tmp_path / "a" / "run")):
+        ended = ExitFile()
+        ended.folder = tmp_path / "a" / "run"
+        ended.clear()
         assert (tmp_path / "a" / "run" / NAME).exists()
     assert [*tmp_path.iterdir()] == []
 

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from strategies.core.processes import lives, started_at
+from trainer.dist.exit_file import ROOM
 from trainer.errors import write_line
 
 if TYPE_CHECKING:
@@ -87,8 +88,12 @@ def held(config: RunConfig, lost: Callable[[str], None]) -> Iterator[str]:
         with suppress(OSError):
             path.unlink()  # while it is ours
         os.close(handle)
+        if made:
+            with suppress(OSError):
+                if [each.name for each in folder.iterdir()] == [ROOM]:  # the run was refused
+                    (folder / ROOM).unlink()
         for each in made:
-            with suppress(OSError):  # only what is empty: the run was refused
+            with suppress(OSError):  # only what is empty
                 each.rmdir()
 
 
