@@ -161,8 +161,9 @@ def main() -> int:
     random.Random(0).shuffle(cases)
     todo = [*wide(given.wide), *cases[: given.cases]]
     records = [try_case(*case, given.device, pauses=number % 2 == 1) for number, case in enumerate(todo)]
-    saved = product(("gpt2", "llama"), ("eager", "sdpa"), (torch.float32, torch.bfloat16), POLICIES)
-    records += [try_saved(*case, given.device) for case in (saved if given.saved else ())]
+    if given.saved:
+        saved = product(("gpt2", "llama"), ("eager", "sdpa"), (torch.float32, torch.bfloat16), POLICIES)
+        records += [try_saved(name, attention, dtype, policy, given.device) for name, attention, dtype, policy in saved]
     counts = Counter(map(outcome, records))
     for record in records:
         if not outcome(record).endswith("ok"):

@@ -34,7 +34,7 @@ from PIL import Image, ImageDraw
 
 from strategies.core.sealed import read
 from trainer.planning.picture import COLOURS, FONT, INK, MARGIN, ROW, TITLE, WIDTH
-from trainer.run.further import KIND
+from trainer.run.earlier import FURTHER
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS, TOKENS, TIMES = 4, 128, 3
@@ -80,9 +80,9 @@ def measured(way: str, seed: int, folder: Path) -> Iterator[dict[str, Any]]:
     exact = transformers.AutoModelForCausalLM.from_pretrained(folder / "export")
     size = sum(each.numel() for each in exact.parameters())
     for export in [folder / "export", *sorted(folder.glob("export-*"))]:
-        ends = (costs[0], costs[-1]) if export.name == "export" else read(export, KIND).about["perplexity"]
+        ends = (costs[0], costs[-1]) if export.name == "export" else read(export, FURTHER).about["perplexity"]
         if export.name == "export" and way == QAT:  # the run evaluates rounded weights
-            ends = (costs[0], read(folder / "export-int4_group", KIND).about["perplexity"][0])
+            ends = (costs[0], read(folder / "export-int4_group", FURTHER).about["perplexity"][0])
         weights = sum(path.stat().st_size for path in export.glob("*.safetensors"))
         yield dict(zip(HEADS, (way, export.name, size, weights, *ends, speed(export)), strict=True)) | {"seed": seed}
 
